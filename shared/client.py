@@ -1,0 +1,137 @@
+"""The one client: the only place that retries, and the only place with timeouts.
+
+A call has a deadline. It asks with `Prefer: respond-async`, so work longer than a proxy's time limit is polled for; a dropped
+connection or a restarted service is asked again with the same idempotency key. Retried: connection failures and 503. Never:
+anything the service answered on purpose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import TypeVar
+
+import httpx2 as httpx
+from pydantic import BaseModel
+
+from shared import codec
+from shared.errors import HoneError, NotFound, Unavailable, from_problem
+
+WAIT_S = 20
+FIRST_PAUSE_S = 0.1
+MAX_PAUSE_S = 2.0
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Client:
+    """Calls one service. `name` says which in errors; `binary` sends and asks for msgpack instead of JSON."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        token: str | None = None,
+        binary: bool = False,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.name = name
+        self.url = url.rstrip("/")
+        self._media_type = codec.MSGPACK if binary else codec.JSON
+        headers = {"accept": self._media_type} | ({"authorization": f"Bearer {token}"} if token else {})
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        timeout = httpx.Timeout(connect=5.0, read=WAIT_S + 10.0, write=60.0, pool=None)
+        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=limits, transport=transport)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._http.aclose()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def get(self, path: str, result: type[M], *, deadline_s: float = 30.0) -> M:
+        """Returns what `GET path` answers. Raises the service's own HoneError, or Unavailable after `deadline_s`."""
+        return await self._retrying("GET", path, None, result, deadline_s, None)
+
+    async def call(
+        self, method: str, path: str, body: BaseModel | None, result: type[M], *, deadline_s: float, key: str | None = None
+    ) -> M:
+        """Returns the result of the operation, however long it takes up to `deadline_s` seconds.
+
+        `key` is its Idempotency-Key; without one each call has its own. Raises the service's own HoneError, or Unavailable
+        naming the service and what it waited for.
+        """
+        return await self._retrying(method, path, body, result, deadline_s, key or secrets.token_hex(12))
+
+    async def events(self, path: str, *, last_id: str | None = None) -> AsyncIterator[tuple[str, str, str]]:
+        """Yields `(id, event, data)` of the server-sent events at `path`, once through; the caller resumes with `last_id`."""
+        headers = {"accept": "text/event-stream"} | ({"last-event-id": last_id} if last_id else {})
+        try:
+            async with self._http.stream("GET", path, headers=headers) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise self._error(response)
+                fields: dict[str, str] = {}
+                async for line in response.aiter_lines():
+                    name, _, value = line.partition(":")
+                    if line and name:
+                        value = value.removeprefix(" ")
+                        fields[name] = f"{fields[name]}\n{value}" if name == "data" and "data" in fields else value
+                    elif not line and "data" in fields:
+                        yield fields.get("id", ""), fields.get("event", "message"), fields["data"]
+                        fields = {}
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+
+    async def _retrying(
+        self, method: str, path: str, body: BaseModel | None, result: type[M], deadline_s: float, key: str | None
+    ) -> M:
+        content = codec.encode(body, self._media_type) if body is not None else None
+        headers = {"content-type": self._media_type} if content else {}
+        if key:
+            headers |= {"prefer": f"respond-async, wait={WAIT_S}", "idempotency-key": key}
+        end = time.monotonic() + deadline_s
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                async with asyncio.timeout(max(end - time.monotonic(), 0.01)):
+                    response = await self._http.request(method, path, content=content, headers=headers)
+                    while response.status_code == 202 and "location" in response.headers:
+                        response = await self._http.get(response.headers["location"], params={"wait": WAIT_S})
+                if response.status_code == 200:
+                    media_type = response.headers.get("content-type", codec.JSON).partition(";")[0]
+                    return codec.decode(result, response.content, media_type)
+                raise self._error(response)
+            except TimeoutError as error:
+                raise Unavailable(f"{self.name} at {self.url} did not finish {method} {path} within {deadline_s:g} s") from error
+            except httpx.TransportError as error:
+                problem: HoneError = self._unreachable(error)
+            except Unavailable as error:
+                problem = error
+            except NotFound as error:
+                if "no operation" not in error.detail:
+                    raise
+                problem = error
+            if time.monotonic() + pause_s >= end:
+                raise problem
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, MAX_PAUSE_S)
+
+    def _error(self, response: httpx.Response) -> HoneError:
+        try:
+            document = response.json()
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            document = None
+        return from_problem(response.status_code, document if isinstance(document, dict) else None, f"{self.name} at {self.url}")
+
+    def _unreachable(self, error: httpx.TransportError) -> Unavailable:
+        why = f"{type(error).__name__}: {str(error) or 'connection lost'}"
+        return Unavailable(f"cannot reach the {self.name} service at {self.url}: {why}")

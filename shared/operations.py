@@ -1,0 +1,104 @@
+"""Work that outlives the request that asked for it: idempotent by key, waited for or polled (RFC 7240 `respond-async`).
+
+The same key with the same body joins the work under way, or gets its result again; with another body it is a conflict. A
+client that goes away cancels nothing. Work that failed is forgotten with its key, so that asking again tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel
+
+from shared.errors import Conflict, Failed, HoneError, NotFound
+from shared.logs import get_logger
+
+KEEP_S = 600.0
+KEEP_COUNT = 1024
+
+
+@dataclass
+class Operation:
+    id: str
+    key: str | None
+    fingerprint: str
+    task: asyncio.Task[BaseModel]
+    finished_at: float | None = field(default=None)
+
+
+class Operations:
+    """All operations of one process. Finished ones are kept `KEEP_S` seconds and at most `KEEP_COUNT` of them."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._by_id: dict[str, Operation] = {}
+        self._by_key: dict[str, Operation] = {}
+
+    def start(self, work: Callable[[], Awaitable[BaseModel]], key: str | None, fingerprint: str, name: str) -> Operation:
+        """Returns the operation of `key`, started now unless it was already. Raises Conflict for the same key with another
+        body."""
+        self._forget_old()
+        if key and (known := self._by_key.get(key)):
+            if known.fingerprint != fingerprint:
+                raise Conflict(f"{key!r} was already asked for with another body; the same key must come with the same body")
+            return known
+        task = asyncio.create_task(self._run(work, name))
+        operation = Operation(secrets.token_hex(12), key, fingerprint, task)
+        self._by_id[operation.id] = operation
+        if key:
+            self._by_key[key] = operation
+        task.add_done_callback(lambda _: self._finished(operation))
+        return operation
+
+    def get(self, id: str) -> Operation:
+        if operation := self._by_id.get(id):
+            return operation
+        raise NotFound(f"no operation {id!r}: it was never started here, or the service was restarted since")
+
+    async def wait(self, operation: Operation, wait_s: float | None) -> BaseModel | None:
+        """Returns the result, or None if it is not there within `wait_s` seconds. Raises the work's own HoneError."""
+        done, _ = await asyncio.wait({operation.task}, timeout=wait_s)
+        return operation.task.result() if done else None
+
+    def num_running(self) -> int:
+        return sum(not operation.task.done() for operation in self._by_id.values())
+
+    async def close(self) -> None:
+        running = [operation.task for operation in self._by_id.values() if not operation.task.done()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _run(self, work: Callable[[], Awaitable[BaseModel]], name: str) -> BaseModel:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await work()
+        except TimeoutError as error:
+            raise Failed(f"{name} was not done after {self._deadline_s:g} s (setting HONE_OPERATION_DEADLINE_S)") from error
+        except HoneError:
+            raise
+        except asyncio.CancelledError as error:
+            raise Failed(f"{name} was ended by the shutdown of the service") from error
+        except Exception as error:
+            get_logger().exception("operation failed", operation=name)
+            raise Failed(f"{name}: {type(error).__name__}: {error}") from error
+
+    def _finished(self, operation: Operation) -> None:
+        operation.finished_at = time.monotonic()
+        failed = operation.task.cancelled() or operation.task.exception() is not None
+        if failed and operation.key and self._by_key.get(operation.key) is operation:
+            del self._by_key[operation.key]
+
+    def _forget_old(self) -> None:
+        finished = [op for op in self._by_id.values() if op.finished_at is not None]
+        now = time.monotonic()
+        for position, op in enumerate(finished):
+            assert op.finished_at is not None
+            if now - op.finished_at > KEEP_S or len(finished) - position > KEEP_COUNT:
+                del self._by_id[op.id]
+                if op.key and self._by_key.get(op.key) is op:
+                    del self._by_key[op.key]

@@ -1,0 +1,429 @@
+"""Every body that crosses between processes, in the order in which data flows. READ with services/orchestrator/pipeline.py.
+
+    Job -> Prompt -> RolloutGroup -> Score -> (advantages) -> Example -> StepResult -> WeightsRef -> Event
+
+All are frozen and refuse unknown keys. As JSON a token id is a number; as msgpack a list of token ids is the bytes of
+int32s and a list of log-probs the bytes of float32s (little endian), 8 bytes a token instead of about 30: see `codec.py`.
+The job's own sections are in `job.py`.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo
+
+from shared.job import JOB_ID, Job, RewardSpec
+
+
+class Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _unpack(code: str) -> BeforeValidator:
+    def unpack(value: Any) -> Any:
+        if not isinstance(value, bytes):
+            return value
+        numbers = array.array(code)
+        numbers.frombytes(value)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return tuple(numbers)
+
+    return BeforeValidator(unpack)
+
+
+def _pack(code: str) -> PlainSerializer:
+    def pack(values: tuple[Any, ...], info: SerializationInfo) -> Any:
+        if not (info.context and info.context.get("packed")):
+            return list(values)
+        numbers = array.array(code, values)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers.tobytes()
+
+    return PlainSerializer(pack)
+
+
+TokenIds = Annotated[tuple[int, ...], _unpack("i"), _pack("i")]
+Logprobs = Annotated[tuple[float, ...], _unpack("f"), _pack("f")]
+"""Log-probabilities in nats, one a token."""
+
+Message = dict[str, Any]
+"""A chat message: at least `role` and `content`."""
+
+JobId = Annotated[str, Field(pattern=JOB_ID)]
+FinishReason = Literal["stop", "length", "error"]
+
+
+# --- prompts -----------------------------------------------------------------------------------------------------------
+
+
+class Prompt(Wire):
+    """One problem: what the model sees, and the dataset row its graders see. `index` is its row in the dataset."""
+
+    index: int
+    content: str | tuple[Message, ...]
+    row: dict[str, Any]
+
+
+# --- rollouts ----------------------------------------------------------------------------------------------------------
+
+
+class EngineSpec(Wire):
+    """`PUT /model`: what the sampler must serve. Putting the same one twice starts nothing twice.
+
+    `max_model_len` bounds prompt plus completion, in tokens; None takes the model's own. `dtype` "auto" takes bfloat16
+    where the hardware has it and float32 elsewhere.
+    """
+
+    model: str
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int | None = Field(default=None, gt=0)
+    seed: int = 0
+
+
+class Sampling(Wire):
+    """How to sample. `n` completions; `temperature` 0 is greedy; `seed` makes a request repeatable on one engine."""
+
+    n: int = Field(default=1, ge=1, le=1024)
+    max_tokens: int = Field(default=256, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+class GenerateRequest(Wire):
+    """`POST /generate`: one prompt's group. Text, chat messages (rendered by the model's template) or token ids.
+
+    `min_version` refuses (409) to sample with weights older than that.
+    """
+
+    prompt: str | tuple[Message, ...] | None = None
+    prompt_token_ids: TokenIds | None = None
+    sampling: Sampling = Sampling()
+    min_version: int | None = None
+
+
+class Rollout(Wire):
+    """One completion. `token_ids` and `logprobs` have one entry a sampled token, the end-of-sequence token included.
+
+    `logprobs` are of the distribution really sampled from (after temperature), in nats. `versions` are the weight versions
+    that sampled it, oldest first; more than one only if a sync happened under way.
+    """
+
+    text: str
+    token_ids: TokenIds
+    logprobs: Logprobs
+    finish_reason: FinishReason
+    versions: tuple[int, ...]
+
+
+class RolloutGroup(Wire):
+    """All completions of one prompt: `[G]` rollouts over the same `prompt_token_ids`."""
+
+    prompt_token_ids: TokenIds
+    rollouts: tuple[Rollout, ...]
+
+
+# --- rewards -----------------------------------------------------------------------------------------------------------
+
+
+class ScoreItem(Wire):
+    """One completion to grade. `row` holds the dataset's columns, which graders take as keyword arguments."""
+
+    prompt: str | tuple[Message, ...]
+    completion: str
+    finish_reason: FinishReason = "stop"
+    row: dict[str, Any] = {}
+
+
+class ScoreRequest(Wire):
+    """`POST /score`: every item graded by every reward."""
+
+    items: tuple[ScoreItem, ...]
+    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+
+
+class Part(Wire):
+    """What one grader said of one completion. `value` None: not applicable (`verdict` "skipped") or missing ("error").
+
+    `detail` is why, in a few words: what the program printed, evaluated to, or died of.
+    """
+
+    value: float | None
+    verdict: Literal["ok", "skipped", "error"] = "ok"
+    detail: str = ""
+
+
+class Score(Wire):
+    """The reward of one completion: the weighted sum of its parts, or None where a part is missing (never an invented 0)."""
+
+    value: float | None
+    parts: dict[str, Part]
+
+
+class ScoreResult(Wire):
+    """One score an item, in the order asked."""
+
+    scores: tuple[Score, ...]
+
+
+class ExecuteRequest(Wire):
+    """`POST /execute`: runs `code` in the sandbox. `expression`, if given, is evaluated after it and its value returned.
+
+    `inputs` are bound as globals first. Limits: seconds of wall clock, MiB of memory.
+    """
+
+    code: str = ""
+    expression: str | None = None
+    inputs: dict[str, Any] = {}
+    stdin: str = ""
+    timeout_s: float = Field(default=4.0, gt=0, le=30)
+    memory_mib: int = Field(default=512, ge=16, le=8192)
+
+
+class Execution(Wire):
+    """How a program ended. `verdict` "ok" means that it ran to its end; `value` is then what `expression` gave, as plain data."""
+
+    verdict: Literal["ok", "runtime_error", "time_limit", "memory_limit", "output_limit", "sandbox_error"]
+    value: Any = None
+    stdout: str = ""
+    stderr: str = ""
+    wall_s: float = 0.0
+
+
+class GraderInfo(Wire):
+    """A registered grader and the JSON schema of its `params`."""
+
+    name: str
+    description: str
+    params: dict[str, Any]
+
+
+class GraderList(Wire):
+    graders: tuple[GraderInfo, ...]
+
+
+class ValidateRequest(Wire):
+    """`POST /graders/validate`: would these rewards work on rows with these `columns`? 422 with sentences if not."""
+
+    rewards: tuple[RewardSpec, ...]
+    columns: tuple[str, ...]
+
+
+class Validated(Wire):
+    rewards: tuple[str, ...]
+
+
+# --- examples, batch, loss ---------------------------------------------------------------------------------------------
+
+
+class Example(Wire):
+    """One completion with its advantage, as the trainer eats it. `old_logprobs` `[T]` come from the sampler, in nats."""
+
+    prompt_token_ids: TokenIds
+    token_ids: TokenIds
+    old_logprobs: Logprobs
+    advantage: float
+
+
+class TrainerJob(Wire):
+    """`PUT /job`: load this job's model at its start. The same job again changes nothing; another one replaces it."""
+
+    job_id: JobId
+    job: Job
+
+
+class TrainerState(Wire):
+    """`GET /state`: `step` is the last applied one; the weights' version is the same number. None: no job yet."""
+
+    job_id: JobId | None
+    step: int
+    num_ranks: int
+    dtype: str
+    device: str
+    num_parameters: int
+
+
+class TrainStepRequest(Wire):
+    """`POST /train_step`: step `step` of the job, which must be the last applied one plus 1 (else 409).
+
+    No examples (no group had any signal) is a step too: it changes no weight.
+    """
+
+    job_id: JobId
+    step: int = Field(ge=1)
+    examples: tuple[Example, ...]
+
+
+class StepResult(Wire):
+    """What a step did. `loss` and `metrics` are over the whole step's valid tokens, all ranks and micro-batches."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_examples: int
+    num_tokens: int
+    train_s: float
+    metrics: dict[str, float] = {}
+
+
+class CheckpointRequest(Wire):
+    """`POST /checkpoints`: write the weights of `step` as a Hugging Face checkpoint into the job's run folder."""
+
+    job_id: JobId
+    step: int = Field(ge=0)
+
+
+class Checkpoint(Wire):
+    """A complete checkpoint that plain `transformers` loads from `path`."""
+
+    step: int
+    path: str
+    size_bytes: int
+
+
+class CheckpointList(Wire):
+    checkpoints: tuple[Checkpoint, ...]
+
+
+# --- weights -----------------------------------------------------------------------------------------------------------
+
+
+class PublishRequest(Wire):
+    """`POST /publish_weights`: make version `version` (the trainer's step; else 409) loadable by samplers."""
+
+    job_id: JobId
+    version: int = Field(ge=0)
+    method: Literal["shm", "disk"]
+
+
+class WeightsRef(Wire):
+    """One published version, and the body of `POST /reload_weights`. `digest` is of the bytes of every weight file."""
+
+    job_id: JobId
+    version: int = Field(ge=0)
+    method: Literal["shm", "disk"]
+    path: str
+    digest: str
+    size_bytes: int
+
+
+class ServingWeights(Wire):
+    """`GET /weights`, and the answer to a reload: what now serves. `version` None: no version of a job was loaded yet.
+
+    `digest` is of the bytes the sampler read, computed by the sampler.
+    """
+
+    job_id: JobId | None
+    version: int | None
+    digest: str | None
+    model: str | None
+    load_s: float = 0.0
+
+
+class PauseState(Wire):
+    paused: bool
+
+
+# --- jobs --------------------------------------------------------------------------------------------------------------
+
+JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+
+
+class SubmitRequest(Wire):
+    """`POST /v1/jobs`. `job` is a whole job file's content; files it names must be readable by the orchestrator."""
+
+    job: Job
+
+
+class JobRecord(Wire):
+    """A job as the API shows it. Times are Unix seconds. `error` is a sentence; `run_dir` holds everything it wrote."""
+
+    id: JobId
+    name: str
+    status: JobStatus
+    created_at: float
+    started_at: float | None = None
+    finished_at: float | None = None
+    step: int = 0
+    steps: int
+    eta_s: float | None = None
+    reward: float | None = None
+    cancel_requested: bool = False
+    error: str | None = None
+    run_dir: str
+    attempt: int = 0
+    summary: dict[str, Any] | None = None
+    job: Job
+
+
+class JobList(Wire):
+    """Newest first. `next_after` goes back as `?after=` for the next page; None at the end."""
+
+    jobs: tuple[JobRecord, ...]
+    next_after: str | None = None
+
+
+class Event(Wire):
+    """Something that happened to a job, in order. `id` is what `Last-Event-ID` and `?after=` take. `time` is Unix seconds."""
+
+    id: str
+    job_id: JobId
+    time: float
+    type: Literal["status", "log", "step", "eval", "checkpoint"]
+    level: Literal["info", "warning", "error"] = "info"
+    message: str
+    data: dict[str, Any] = {}
+
+
+class EventList(Wire):
+    events: tuple[Event, ...]
+
+
+class MetricsRow(Wire):
+    step: int
+    metrics: dict[str, float]
+
+
+class MetricsList(Wire):
+    rows: tuple[MetricsRow, ...]
+
+
+class GradedRollout(Wire):
+    """A stored rollout as people look at it."""
+
+    prompt_index: int
+    prompt: str | tuple[Message, ...]
+    completion: str
+    finish_reason: FinishReason
+    versions: tuple[int, ...]
+    reward: float | None
+    parts: dict[str, Part]
+    advantage: float | None
+
+
+class RolloutList(Wire):
+    step: int
+    rollouts: tuple[GradedRollout, ...]
+
+
+class Batch(Wire):
+    """A sampled and scored step, as stored in the run folder: axes `[P]` prompts, `[P][G]` rollouts and scores.
+
+    `version` is the oldest weight version that sampled it. With the job this is all a replay of the step needs.
+    """
+
+    step: int
+    version: int
+    prompts: tuple[Prompt, ...]
+    groups: tuple[RolloutGroup, ...]
+    scores: tuple[tuple[Score, ...], ...]
