@@ -18,8 +18,9 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 import structlog
 import uvicorn
@@ -43,7 +44,8 @@ MAX_WAIT_S = 60.0
 Check = Callable[[], Awaitable[str | None]]
 """Returns None when the dependency is ready, else a sentence saying what it waits for."""
 
-B = TypeVar("B", bound=BaseModel)
+request_key: ContextVar[str | None] = ContextVar("request_key", default=None)
+"""The key of the operation under way, for handlers that keep it somewhere more durable than this process."""
 
 
 def hone_version() -> str:
@@ -105,6 +107,7 @@ class Service:
             media_type = _media_type(request, data)
             body = codec.decode(body_type, data, media_type)
             given = key(body) if key else request.headers.get("idempotency-key")
+            request_key.set(given)
             full_key = f"{method} {path} {given}" if given else None
             operation = self.operations.start(lambda: handler(body), full_key, hashlib.sha256(data).hexdigest(), f"{method} {path}")
             return await self._answer(operation, request)

@@ -1,0 +1,110 @@
+"""The three services a job runs on, as functions. Each call's deadline is a setting; retries are the client's."""
+
+from __future__ import annotations
+
+from shared.client import Client
+from shared.config import Settings
+from shared.job import Job
+from shared.wire import (
+    Checkpoint,
+    CheckpointRequest,
+    EngineSpec,
+    Example,
+    GenerateRequest,
+    Prompt,
+    PublishRequest,
+    RolloutGroup,
+    Sampling,
+    Score,
+    ScoreItem,
+    ScoreRequest,
+    ScoreResult,
+    ServingWeights,
+    StepResult,
+    TrainerJob,
+    TrainerState,
+    TrainStepRequest,
+    Validated,
+    ValidateRequest,
+    WeightsRef,
+)
+
+
+class Peers:
+    """One job's view of the services. `close` ends the connections."""
+
+    def __init__(self, job: Job, settings: Settings) -> None:
+        self._job = job
+        self._settings = settings
+        token = settings.bearer()
+        self._rollout = Client("rollout", settings.rollout_url, token=token, binary=True)
+        self._trainer = Client("trainer", settings.trainer_url, token=token, binary=True)
+        self._reward = Client("reward", settings.reward_url, token=token, binary=True)
+
+    async def close(self) -> None:
+        for client in (self._rollout, self._trainer, self._reward):
+            await client.close()
+
+    async def put_model(self) -> ServingWeights:
+        job = self._job
+        spec = EngineSpec(
+            model=job.model,
+            revision=job.model_revision,
+            dtype=job.training.dtype,
+            max_model_len=job.max_model_len,
+            seed=job.seed,
+        )
+        deadline_s = self._settings.start_deadline_s
+        return await self._rollout.call("PUT", "/model", spec, ServingWeights, deadline_s=deadline_s)
+
+    async def put_job(self, job_id: str) -> TrainerState:
+        body = TrainerJob(job_id=job_id, job=self._job)
+        return await self._trainer.call("PUT", "/job", body, TrainerState, deadline_s=self._settings.start_deadline_s)
+
+    async def generate(self, prompt: Prompt, min_version: int, *, key: str, sampling: Sampling | None = None) -> RolloutGroup:
+        body = GenerateRequest(prompt=prompt.content, sampling=sampling or self._sampling(), min_version=min_version)
+        deadline_s = self._settings.generate_deadline_s
+        return await self._rollout.call("POST", "/generate", body, RolloutGroup, deadline_s=deadline_s, key=key)
+
+    async def score(self, prompt: Prompt, group: RolloutGroup) -> tuple[Score, ...]:
+        items = tuple(
+            ScoreItem(prompt=prompt.content, completion=r.text, finish_reason=r.finish_reason, row=prompt.row)
+            for r in group.rollouts
+        )
+        body = ScoreRequest(items=items, rewards=self._job.rewards)
+        deadline_s = self._settings.score_deadline_s
+        return (await self._reward.call("POST", "/score", body, ScoreResult, deadline_s=deadline_s)).scores
+
+    async def validate_rewards(self, columns: tuple[str, ...]) -> None:
+        body = ValidateRequest(rewards=self._job.rewards, columns=columns)
+        await self._reward.call("POST", "/graders/validate", body, Validated, deadline_s=60.0)
+
+    async def train_step(self, job_id: str, step: int, examples: tuple[Example, ...]) -> StepResult:
+        body = TrainStepRequest(job_id=job_id, step=step, examples=examples)
+        deadline_s = self._settings.train_deadline_s
+        return await self._trainer.call("POST", "/train_step", body, StepResult, deadline_s=deadline_s)
+
+    async def publish_weights(self, job_id: str, version: int, method: str) -> WeightsRef:
+        body = PublishRequest.model_validate({"job_id": job_id, "version": version, "method": method})
+        deadline_s = self._settings.sync_deadline_s
+        return await self._trainer.call("POST", "/publish_weights", body, WeightsRef, deadline_s=deadline_s)
+
+    async def reload_weights(self, ref: WeightsRef) -> ServingWeights:
+        deadline_s = self._settings.sync_deadline_s
+        return await self._rollout.call("POST", "/reload_weights", ref, ServingWeights, deadline_s=deadline_s)
+
+    async def checkpoint(self, job_id: str, step: int) -> Checkpoint:
+        body = CheckpointRequest(job_id=job_id, step=step)
+        deadline_s = self._settings.sync_deadline_s
+        return await self._trainer.call("POST", "/checkpoints", body, Checkpoint, deadline_s=deadline_s)
+
+    def _sampling(self) -> Sampling:
+        spec = self._job.sampling
+        return Sampling(
+            n=spec.group_size,
+            max_tokens=spec.max_tokens,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+            stop=spec.stop,
+        )

@@ -1,0 +1,159 @@
+"""One attempt at one job: everything around the pipeline. Prepare, go on from where the trainer is, evaluate, report, keep.
+
+A job is resumed by what is there already: the trainer says which step it is at, the run folder has the batches it has not
+trained on yet, and prompts are a function of the step. So an orchestrator that died costs nothing but time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+from services.orchestrator.evaluation import evaluate
+from services.orchestrator.folder import RunFolder
+from services.orchestrator.peers import Peers
+from services.orchestrator.pipeline import Pipeline, Step
+from services.orchestrator.prompts import Prompts, load_prompts
+from services.orchestrator.store import Lease, Store
+from services.orchestrator.telemetry import step_metrics
+from services.orchestrator.tracking import Tracker
+from shared.config import Settings
+from shared.errors import Failed
+from shared.service import hone_version
+from shared.wire import Checkpoint, JobRecord, MetricsRow
+
+LOGPROB_WARNING = 0.05
+"""Nats. Sampler and trainer that differ by more, on average and at staleness 0, are not the same policy."""
+
+
+class Run:
+    def __init__(self, record: JobRecord, lease: Lease, store: Store, settings: Settings) -> None:
+        self._id = record.id
+        self._job = record.job
+        self._lease = lease
+        self._store = store
+        self._settings = settings
+        self._folder = RunFolder(Path(record.run_dir))
+        self._peers = Peers(record.job, settings)
+        self._tracker = Tracker(record.job, record.id, self._folder.path)
+        self._created_at = record.created_at
+        self._warned: set[str] = set()
+
+    async def run(self) -> dict[str, Any]:
+        """Returns the job's summary once it has trained its last step. Raises HoneError with a sentence for a person."""
+        succeeded = False
+        try:
+            await asyncio.to_thread(self._folder.create, self._job)
+            prompts = await asyncio.to_thread(load_prompts, self._job)
+            await self._peers.validate_rewards(prompts.columns)
+            await self._tracker.start()
+            summary = await self._train(prompts)
+            await asyncio.to_thread(self._folder.write_summary, summary)
+            succeeded = True
+            return summary
+        finally:
+            await self._tracker.finish(succeeded)
+            await self._peers.close()
+
+    async def _train(self, prompts: Prompts) -> dict[str, Any]:
+        pipeline = Pipeline(self._id, self._job, prompts, self._peers, self._folder)
+        await self._log("loading the model into the trainer and the sampler")
+        state, _ = await asyncio.gather(self._peers.put_job(self._id), self._peers.put_model())
+        await asyncio.to_thread(self._folder.start_at, state.step)
+        await pipeline.sync_weights(state.step)
+        await self._log(f"{state.num_parameters:,} parameters, {state.dtype}, {state.num_ranks} trainer rank(s) on {state.device}")
+        if state.step == 0:
+            await self._record(0, await self._evaluate(prompts, 0))
+        started = time.monotonic()
+        checkpoint = None
+        async with contextlib.aclosing(pipeline.steps(state.step)) as steps:
+            since = time.monotonic()
+            async for step in steps:
+                now = time.monotonic()
+                checkpoint = await self._after_step(step, prompts, now - since, now - started, state.step)
+                since = time.monotonic()
+        train_s = time.monotonic() - started
+        checkpoint = checkpoint or await self._peers.checkpoint(self._id, self._job.steps)
+        return self._summary(train_s, checkpoint)
+
+    async def _after_step(self, step: Step, prompts: Prompts, step_s: float, elapsed_s: float, first: int) -> Checkpoint | None:
+        number, job = step.batch.step, self._job
+        metrics = step_metrics(step, step_s)
+        await self._check(step, metrics)
+        last = number == job.steps
+        checkpoint = None
+        if last or (job.checkpoints.every and number % job.checkpoints.every == 0):
+            checkpoint = await self._peers.checkpoint(self._id, number)
+            await self._store.report(self._lease, "checkpoint", f"checkpoint {checkpoint.path}", checkpoint.model_dump())
+        if last or number % job.evaluation.every == 0:
+            metrics |= await self._evaluate(prompts, number)
+        eta_s = elapsed_s / (number - first) * (job.steps - number)
+        await self._record(number, metrics, eta_s)
+        return checkpoint
+
+    async def _record(self, step: int, metrics: dict[str, float], eta_s: float | None = None) -> None:
+        """Writes the step's row, then says so: the store knows of nothing that is not on disk."""
+        await asyncio.to_thread(self._folder.append_metrics, MetricsRow(step=step, metrics=metrics))
+        await self._tracker.log(step, metrics)
+        if "eval/reward" in metrics:
+            message = f"step {step}: held-out reward {metrics['eval/reward']:.3f}"
+            await self._store.report(self._lease, "eval", message, {"step": step, "metrics": metrics})
+        if step:
+            reward = metrics.get("reward")
+            message = f"step {step}/{self._job.steps}: reward {'none' if reward is None else format(reward, '.3f')}"
+            data = {"step": step, "steps": self._job.steps, "eta_s": eta_s, "metrics": metrics}
+            await self._store.report(self._lease, "step", message, data, step=step, eta_s=eta_s, reward=reward)
+
+    async def _evaluate(self, prompts: Prompts, version: int) -> dict[str, float]:
+        held_out = prompts.held_out()
+        start = time.monotonic()
+        metrics = await evaluate(self._job, self._id, held_out, self._peers, version)
+        return metrics | {"time/eval": time.monotonic() - start} if metrics else {}
+
+    async def _check(self, step: Step, metrics: dict[str, float]) -> None:
+        """Stops a run whose rewards are missing, and warns once of a sampler that is not the trainer's policy."""
+        if metrics["missing_rewards"] > self._settings.max_missing_rewards:
+            details = [
+                part.detail for scores in step.batch.scores for s in scores for part in s.parts.values() if part.verdict == "error"
+            ]
+            raise Failed(
+                f"step {step.batch.step}: {metrics['missing_rewards']:.0%} of the rewards are missing, more than the "
+                f"{self._settings.max_missing_rewards:.0%} of HONE_MAX_MISSING_REWARDS; the first: {details[0] if details else 'none applies'}"
+            )
+        difference = metrics.get("mismatch/logprob_diff_mean", 0.0)
+        if step.staleness == 0 and difference > LOGPROB_WARNING and "mismatch" not in self._warned:
+            self._warned.add("mismatch")
+            message = (
+                f"step {step.batch.step}: the sampler's and the trainer's log-probs differ by {difference:.3f} nats on average "
+                f"(expected under {LOGPROB_WARNING}): the sampler may not serve the trainer's weights, or in another precision"
+            )
+            await self._store.report(self._lease, "log", message, {"mismatch": difference}, level="warning")
+
+    async def _log(self, message: str) -> None:
+        await self._store.report(self._lease, "log", message)
+
+    def _summary(self, train_s: float, checkpoint: Checkpoint) -> dict[str, Any]:
+        rows = self._folder.metrics()
+        evals = [(row.step, row.metrics["eval/reward"]) for row in rows if "eval/reward" in row.metrics]
+        times = [{name: value for name, value in row.metrics.items() if name.startswith("time/")} for row in rows if row.step]
+        stages = sorted({name for row in times for name in row} - {"time/eval"})
+        return {
+            "job": self._id,
+            "eval_before": evals[0][1] if evals and evals[0][0] == 0 else None,
+            "eval_after": evals[-1][1] if evals else None,
+            "evals": evals,
+            "steps": self._job.steps,
+            "seed": self._job.seed,
+            "reward_last": rows[-1].metrics.get("reward"),
+            "train_s": round(train_s, 3),
+            "wall_s": round(time.time() - self._created_at, 3),
+            "seconds_a_step": {
+                name.removeprefix("time/"): sum(row.get(name, 0.0) for row in times) / len(times) for name in stages
+            },
+            "checkpoint": checkpoint.path,
+            "versions": {"hone": hone_version(), "python": platform.python_version()},
+        }
