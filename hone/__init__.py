@@ -1,0 +1,29 @@
+"""Hone's Python API: submit a job, follow it, look at what it did.
+
+import hone
+
+client = hone.Client("http://127.0.0.1:8000")
+record = client.submit(hone.load_job(Path("job.toml"), ["training.learning_rate=1e-5"]))
+for event in client.events(record.id, follow=True):
+    print(event.message)
+"""
+
+from hone.client import Client
+from shared.errors import BadRequest, Conflict, Failed, HoneError, NotFound, Unauthorized, Unavailable
+from shared.job import Job, load_job
+from shared.wire import Event, JobRecord
+
+__all__ = [
+    "BadRequest",
+    "Client",
+    "Conflict",
+    "Event",
+    "Failed",
+    "HoneError",
+    "Job",
+    "JobRecord",
+    "NotFound",
+    "Unauthorized",
+    "Unavailable",
+    "load_job",
+]

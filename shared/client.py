@@ -11,9 +11,9 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx2 as httpx
 from pydantic import BaseModel
@@ -71,7 +71,7 @@ class Client:
         """
         return await self._retrying(method, path, body, result, deadline_s, key or secrets.token_hex(12))
 
-    async def events(self, path: str, *, last_id: str | None = None) -> AsyncIterator[tuple[str, str, str]]:
+    async def events(self, path: str, *, last_id: str | None = None) -> AsyncGenerator[tuple[str, str, str]]:
         """Yields `(id, event, data)` of the server-sent events at `path`, once through; the caller resumes with `last_id`."""
         headers = {"accept": "text/event-stream"} | ({"last-event-id": last_id} if last_id else {})
         try:
@@ -127,10 +127,11 @@ class Client:
 
     def _error(self, response: httpx.Response) -> HoneError:
         try:
-            document = response.json()
+            document: Any = response.json()
         except (json.JSONDecodeError, UnicodeDecodeError):
             document = None
-        return from_problem(response.status_code, document if isinstance(document, dict) else None, f"{self.name} at {self.url}")
+        problem = cast(dict[str, Any], document) if isinstance(document, dict) else None
+        return from_problem(response.status_code, problem, f"{self.name} at {self.url}")
 
     def _unreachable(self, error: httpx.TransportError) -> Unavailable:
         why = f"{type(error).__name__}: {str(error) or 'connection lost'}"

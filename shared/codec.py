@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from pydantic import BaseModel, ValidationError
 
 from shared.errors import BadRequest
@@ -13,6 +13,8 @@ from shared.explain import sentences
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 
+_msgpack: Any = msgpack
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -20,9 +22,7 @@ def encode(body: BaseModel, media_type: str = JSON) -> bytes:
     """Returns the body's bytes. In msgpack, token ids are int32 bytes and log-probs float32 bytes."""
     if media_type == JSON:
         return body.model_dump_json().encode()
-    packed = msgpack.packb(body.model_dump(context={"packed": True}), use_bin_type=True)
-    assert isinstance(packed, bytes)
-    return packed
+    return _msgpack.packb(body.model_dump(context={"packed": True}), use_bin_type=True)
 
 
 def decode(model: type[M], data: bytes, media_type: str = JSON) -> M:
@@ -30,9 +30,9 @@ def decode(model: type[M], data: bytes, media_type: str = JSON) -> M:
     try:
         if media_type != MSGPACK:
             return model.model_validate_json(data or b"{}")
-        return model.model_validate(msgpack.unpackb(data, raw=False, strict_map_key=False))
+        return model.model_validate(_msgpack.unpackb(data, raw=False, strict_map_key=False))
     except ValidationError as error:
         faults = sentences(error, model)
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+    except (ValueError, _msgpack.exceptions.UnpackException) as error:
         raise BadRequest(f"a body of {len(data)} bytes is not valid {media_type}: {error}") from error

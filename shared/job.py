@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -180,8 +180,9 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         raise BadRequest(f"{path}: not valid TOML: {error}") from error
     for override in overrides:
         _apply(document, override)
-    for reward in document.get("rewards") or []:
-        if isinstance(reward, dict) and reward.get("file") and reward.get("source") is None:
+    rewards: Any = document.get("rewards")
+    for reward in rewards if _is_list(rewards) else []:
+        if _is_table(reward) and reward.get("file") and reward.get("source") is None:
             reward["source"] = _source(Path(reward["file"]), path.parent)
     _absolute(document)
     return parse_job(document, where=str(path))
@@ -210,15 +211,15 @@ def _apply(document: dict[str, Any], override: str) -> None:
     target: Any = document
     for part in parents:
         target = _child(target, part, override)
-    if isinstance(target, list):
+    if _is_list(target):
         target[_position(target, last, override)] = value
     else:
         target[last] = value
 
 
 def _child(target: Any, part: str, override: str) -> Any:
-    child = target[_position(target, part, override)] if isinstance(target, list) else target.setdefault(part, {})
-    if not isinstance(child, dict | list):
+    child: Any = target[_position(target, part, override)] if _is_list(target) else target.setdefault(part, {})
+    if not _is_table(child) and not _is_list(child):
         raise BadRequest(f"--set {override!r}: {part!r} is {json.dumps(child, default=str)}, not a section")
     return child
 
@@ -227,6 +228,14 @@ def _position(items: list[Any], part: str, override: str) -> int:
     if not part.isdigit() or int(part) >= len(items):
         raise BadRequest(f"--set {override!r}: {part!r} is not a position in a list of {len(items)}")
     return int(part)
+
+
+def _is_table(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def _is_list(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
 
 
 def _source(file: Path, folder: Path) -> str:
@@ -239,5 +248,5 @@ def _source(file: Path, folder: Path) -> str:
 def _absolute(document: dict[str, Any]) -> None:
     data = document.get("data")
     for section, key in ((document, "model"), (data, "train"), (data, "eval")):
-        if isinstance(section, dict) and isinstance(section.get(key), str) and Path(section[key]).exists():
+        if _is_table(section) and isinstance(section.get(key), str) and Path(section[key]).exists():
             section[key] = str(Path(section[key]).resolve())

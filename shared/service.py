@@ -15,7 +15,6 @@ import hashlib
 import hmac
 import re
 import secrets
-import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
@@ -37,6 +36,7 @@ from shared.config import Settings, is_loopback
 from shared.errors import MEDIA_TYPE, BadRequest, HoneError, NotFound, Unauthorized, Unavailable, from_problem
 from shared.logs import get_logger
 from shared.operations import Operation, Operations
+from shared.ports import check_port
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/version"})
 MAX_WAIT_S = 60.0
@@ -137,15 +137,7 @@ class Service:
     def server(self, port: int) -> uvicorn.Server:
         """Returns the server, its port checked to be free. The caller runs it (`run()`, or `serve()` in an event loop)."""
         host = self.settings.host
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise BadRequest(
-                    f"the {self.name} service cannot listen on {host}:{port}: {error.strerror}; stop what uses the port, or set "
-                    f"HONE_{self.name.upper()}_PORT to a free one"
-                ) from error
+        check_port(host, port, self.name)
         config = uvicorn.Config(
             self.app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=75
         )

@@ -26,7 +26,7 @@ def _unpack(code: str) -> BeforeValidator:
     def unpack(value: Any) -> Any:
         if not isinstance(value, bytes):
             return value
-        numbers = array.array(code)
+        numbers: array.array[Any] = array.array(code)
         numbers.frombytes(value)
         if sys.byteorder == "big":
             numbers.byteswap()
@@ -39,7 +39,7 @@ def _pack(code: str) -> PlainSerializer:
     def pack(values: tuple[Any, ...], info: SerializationInfo) -> Any:
         if not (info.context and info.context.get("packed")):
             return list(values)
-        numbers = array.array(code, values)
+        numbers: array.array[Any] = array.array(code, values)
         if sys.byteorder == "big":
             numbers.byteswap()
         return numbers.tobytes()

@@ -39,6 +39,7 @@ from shared.wire import (
 
 SSE_WAIT_S = 15.0
 EVENT_ID = r"^\d+(-\d+)?$"
+EXPECTED_MODEL = "expected a folder with config.json and weights, or a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct"
 
 
 def create_service(settings: Settings, store: Store) -> Service:
@@ -147,13 +148,9 @@ async def check_job(job: Job, settings: Settings) -> None:
     the reward service does not know or that need columns the data lacks."""
     path = Path(job.model)
     if path.exists() and not (path / "config.json").is_file():
-        raise BadRequest(
-            f"model {job.model!r} is not a model: expected a folder with config.json and weights, or a Hugging Face id"
-        )
+        raise BadRequest(f"model {job.model!r} is not a model: {EXPECTED_MODEL}")
     if not path.exists() and (path.is_absolute() or job.model.count("/") != 1):
-        raise BadRequest(
-            f"no model at {job.model!r}: expected a folder with config.json and weights, or a Hugging Face id (owner/name)"
-        )
+        raise BadRequest(f"no model at {job.model!r}: {EXPECTED_MODEL}")
     prompts = await asyncio.to_thread(load_prompts, job)
     await asyncio.to_thread(prompts.for_step, 1)
     peers = Peers(job, settings)

@@ -70,6 +70,7 @@ def _load(source: str, split: str, spec: DataSpec) -> Rows:
     import datasets
 
     path = Path(source)
+    rows: Any
     try:
         if path.suffix in FORMATS:
             if not path.is_file():

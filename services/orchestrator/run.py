@@ -116,13 +116,13 @@ class Run:
 
     async def _check(self, step: Step, metrics: dict[str, float]) -> None:
         """Stops a run whose rewards are missing, and warns once of a sampler that is not the trainer's policy."""
-        if metrics["missing_rewards"] > self._settings.max_missing_rewards:
-            details = [
-                part.detail for scores in step.batch.scores for s in scores for part in s.parts.values() if part.verdict == "error"
-            ]
+        missing, limit = metrics["missing_rewards"], self._settings.max_missing_rewards
+        if missing > limit:
+            parts = [part for scores in step.batch.scores for score in scores for part in score.parts.values()]
+            reason = next((part.detail for part in parts if part.verdict == "error"), "no reward applies")
             raise Failed(
-                f"step {step.batch.step}: {metrics['missing_rewards']:.0%} of the rewards are missing, more than the "
-                f"{self._settings.max_missing_rewards:.0%} of HONE_MAX_MISSING_REWARDS; the first: {details[0] if details else 'none applies'}"
+                f"step {step.batch.step}: {missing:.0%} of the rewards are missing, more than the {limit:.0%} of "
+                f"HONE_MAX_MISSING_REWARDS; the first: {reason}"
             )
         difference = metrics.get("mismatch/logprob_diff_mean", 0.0)
         if step.staleness == 0 and difference > LOGPROB_WARNING and "mismatch" not in self._warned:

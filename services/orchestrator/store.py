@@ -30,6 +30,7 @@ from shared.wire import Event, JobList, JobRecord
 
 JOBS, TODO, GROUP = "hone:jobs", "hone:todo", "workers"
 MAX_ATTEMPTS = 20
+SOCKET_TIMEOUT_S = 30.0
 KEY_TTL_S = 24 * 3600
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
@@ -144,7 +145,7 @@ class Store:
             url,
             decode_responses=True,
             retry=retry,
-            retry_on_error=[redis.ConnectionError, redis.TimeoutError],
+            socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=5,
         )
         self._submit = self._redis.register_script(_SUBMIT)
@@ -160,9 +161,7 @@ class Store:
             for key, wanted in REQUIRED.items():
                 found = (await self._redis.config_get(key)).get(key)
                 if found != wanted:
-                    raise BadRequest(
-                        f"Redis has {key} {found!r}, with which it can lose jobs; set '{key} {wanted}' and start again"
-                    )
+                    raise BadRequest(f"Redis has {key} {found!r}, so it can lose jobs; set '{key} {wanted}' and start again")
             try:
                 await self._redis.xgroup_create(TODO, GROUP, id="0", mkstream=True)
             except ResponseError as error:

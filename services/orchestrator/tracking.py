@@ -50,5 +50,5 @@ class Tracker:
                 config=self._job.model_dump(mode="json"),
                 settings=wandb.Settings(console="off", silent=True, init_timeout=60),
             )
-        except wandb.errors.Error as error:
+        except wandb.Error as error:
             raise BadRequest(f'Weights & Biases refused the run: {error}; set WANDB_API_KEY, or wandb.mode = "offline"') from error

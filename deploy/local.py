@@ -1,0 +1,346 @@
+"""The laptop stack: Redis and the four services as processes of this machine, under one supervisor.
+
+`python -m deploy.local up` (what `hone up` runs) starts the supervisor in a session of its own, shows its progress, and returns
+when every service is ready. `down` ends it and everything it started. The supervisor starts a service again if it dies, and if
+the supervisor itself is killed, the kernel ends what it started.
+
+Left out: more than one machine (docker/, deploy/modal/).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import httpx2 as httpx
+
+from deploy import redis_server
+from shared.config import Settings, load_settings
+from shared.errors import BadRequest, Failed, HoneError
+from shared.ports import check_port
+
+SERVICES = ("reward", "trainer", "rollout", "orchestrator")
+"""In the order of starting; stopped the other way round."""
+
+START_DEADLINE_S = 180.0
+STOP_DEADLINE_S = 30.0
+MAX_RESTARTS = 5
+RESTART_WINDOW_S = 600.0
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Child:
+    """A process of the stack, its log, and when it was started again."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    restarts: list[float] = field(default_factory=list)
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def exit_code(self) -> int | None:
+        return self.process.poll() if self.process else None
+
+    def signal(self, number: int) -> None:
+        """Signals the child's whole process group, or what is left of it."""
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def why(self) -> str:
+        """Returns the last line it logged, which for a service that refused to start is the reason."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it logged nothing"
+
+
+class Supervisor:
+    """Owns the stack's processes from first to last. `folder` holds their logs, Redis's data and `stack.json`."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._children: list[Child] = []
+        self._stopping = False
+
+    def run(self, report: IO[str]) -> None:
+        """Starts everything, says `ready` on `report`, and stays until SIGTERM. Leaves nothing behind, however it ends."""
+        signal.signal(signal.SIGTERM, self._stop_soon)
+        signal.signal(signal.SIGINT, self._stop_soon)
+        (self._folder / "logs").mkdir(parents=True, exist_ok=True)
+        with self._lock():
+            try:
+                self._check_ports()
+                self._start_redis()
+                for name in SERVICES:
+                    self._start_service(name)
+                self._wait_until_ready(report)
+                _say(report, "ready", **self._state())
+                self._detach(report)
+                while not self._stopping:
+                    self._restart_the_dead()
+                    time.sleep(0.25)
+            finally:
+                self._stop_all()
+                (self._folder / "stack.json").unlink(missing_ok=True)
+
+    def _stop_soon(self, _number: int, _frame: FrameType | None) -> None:
+        self._stopping = True
+
+    @contextlib.contextmanager
+    def _lock(self) -> Generator[None]:
+        with (self._folder / "lock").open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BadRequest(f"a stack already runs in {str(self._folder)!r}; `hone down` stops it") from error
+            (self._folder / "stack.json").write_text(json.dumps(self._state()))
+            yield
+
+    def _state(self) -> dict[str, Any]:
+        urls = {name: f"http://{_reachable(self._settings.host)}:{self._port(name)}" for name in SERVICES}
+        return {"pid": os.getpid(), "urls": urls, "logs": str(self._folder / "logs")}
+
+    def _port(self, name: str) -> int:
+        return int(getattr(self._settings, f"{name}_port"))
+
+    def _check_ports(self) -> None:
+        """Raises for a port in use before anything is started."""
+        for name in SERVICES:
+            check_port(self._settings.host, self._port(name), name)
+
+    def _start_redis(self) -> None:
+        if self._settings.redis_url is not None:
+            return
+        data = self._folder / "redis"
+        data.mkdir(exist_ok=True)
+        self._add("redis", redis_server.command(data), dict(os.environ))
+        path = redis_server.socket_path(data)
+        self._wait_for("redis", lambda: _connects(path))
+
+    def _start_service(self, name: str) -> None:
+        environment = dict(os.environ) | {
+            f"HONE_{other.upper()}_URL": f"http://{_reachable(self._settings.host)}:{self._port(other)}" for other in SERVICES
+        }
+        environment["HONE_RUNS_DIR"] = str(self._settings.runs_dir.resolve())
+        if self._settings.redis_url is None:
+            environment["HONE_REDIS_URL"] = f"unix://{redis_server.socket_path(self._folder / 'redis')}"
+        self._add(name, [sys.executable, "-m", f"services.{name}"], environment)
+
+    def _add(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+        child = Child(name, command, environment, self._folder / "logs" / f"{name}.log")
+        child.log.write_bytes(b"")
+        self._children.append(child)
+        child.start()
+
+    def _wait_until_ready(self, report: IO[str]) -> None:
+        token = self._settings.bearer()
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        with httpx.Client(headers=headers, timeout=5.0, trust_env=False) as client:
+            for name in SERVICES:
+                url = f"http://{_reachable(self._settings.host)}:{self._port(name)}/readyz"
+                self._wait_for(name, lambda url=url: _is_ready(client, url))
+                _say(report, "started", service=name)
+
+    def _wait_for(self, name: str, ready: Any) -> None:
+        deadline = time.monotonic() + START_DEADLINE_S
+        while not ready():
+            if self._stopping:
+                raise Failed("stopped while starting")
+            for child in self._children:
+                if (code := child.exit_code()) is not None:
+                    raise Failed(f"{child.name} ended with exit code {code} at start: {child.why()} (log: {child.log})")
+            if time.monotonic() > deadline:
+                log = self._folder / "logs" / f"{name}.log"
+                raise Failed(f"{name} was not ready after {START_DEADLINE_S:g} s (log: {log})")
+            time.sleep(0.1)
+
+    def _detach(self, report: IO[str]) -> None:
+        """From now on nobody reads `report`; what is written goes to the stack's own log."""
+        report.flush()
+        log = os.open(self._folder / "logs" / "stack.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
+
+    def _restart_the_dead(self) -> None:
+        for child in self._children:
+            code = child.exit_code()
+            if code is None or self._stopping:
+                continue
+            now = time.monotonic()
+            child.restarts = [at for at in child.restarts if now - at < RESTART_WINDOW_S]
+            child.signal(signal.SIGKILL)
+            if len(child.restarts) >= MAX_RESTARTS:
+                continue
+            _say(sys.stdout, "restarted", service=child.name, exit_code=code, time=time.time())
+            child.restarts.append(now)
+            child.start()
+
+    def _stop_all(self) -> None:
+        """Ends the services, then Redis, which outlives them so that they can say goodbye."""
+        for group in ([c for c in self._children if c.name != "redis"], [c for c in self._children if c.name == "redis"]):
+            for child in reversed(group):
+                child.signal(signal.SIGTERM)
+            deadline = time.monotonic() + STOP_DEADLINE_S
+            for child in group:
+                if child.process:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        child.process.wait(max(deadline - time.monotonic(), 0.1))
+                child.signal(signal.SIGKILL)
+                if child.process:
+                    child.process.wait()
+
+
+def up(folder: Path, *, quiet: bool = False) -> dict[str, Any]:
+    """Starts the stack and returns its state (`pid`, `urls`, `logs`) once every service is ready. Raises HoneError with the
+    reason if one is not, with everything stopped again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "deploy.local", "supervise", "--dir", str(folder)]
+    errors = folder / "supervisor.err"
+    with errors.open("wb") as stderr:
+        supervisor = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True, text=True
+        )
+    assert supervisor.stdout
+    try:
+        for line in supervisor.stdout:
+            message = json.loads(line)
+            match message["event"]:
+                case "started" if quiet:
+                    pass
+                case "started":
+                    print(f"  {message['service']} is ready", flush=True)
+                case "ready":
+                    return message
+                case _:
+                    supervisor.wait()
+                    raise BadRequest(message["detail"])
+    except KeyboardInterrupt:
+        supervisor.terminate()
+        supervisor.wait()
+        raise
+    why = errors.read_text(errors="replace").strip()[-2000:]
+    raise Failed(f"the supervisor ended with exit code {supervisor.wait()}: {why}")
+
+
+def down(folder: Path) -> bool:
+    """Stops the stack of `folder`; returns whether there was one. Raises Failed if it does not stop."""
+    state = running(folder)
+    if state is None:
+        return False
+    os.kill(state["pid"], signal.SIGTERM)
+    deadline = time.monotonic() + 3 * STOP_DEADLINE_S
+    while running(folder) is not None:
+        if time.monotonic() > deadline:
+            raise Failed(f"the stack (process {state['pid']}) did not stop within {3 * STOP_DEADLINE_S:g} s; logs: {state['logs']}")
+        time.sleep(0.1)
+    return True
+
+
+def running(folder: Path) -> dict[str, Any] | None:
+    """Returns the state of the stack that runs in `folder`, or None. What tells is the supervisor's lock, not a stale file."""
+    try:
+        with (folder / "lock").open("a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            return json.loads((folder / "stack.json").read_text())
+        return None
+
+
+def _say(stream: IO[str], event: str, **fields: Any) -> None:
+    stream.write(json.dumps({"event": event, **fields}) + "\n")
+    stream.flush()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+
+
+def _connects(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+def _is_ready(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deploy.local", description=__doc__)
+    parser.add_argument("action", choices=("up", "down", "supervise"))
+    parser.add_argument("--dir", type=Path, default=Path(".hone"), help="where logs and Redis's data go (default: .hone)")
+    parser.add_argument("--output", choices=("table", "json"), default="table")
+    arguments = parser.parse_args()
+    folder = arguments.dir.resolve()
+    as_json = arguments.output == "json"
+    try:
+        if arguments.action == "supervise":
+            _supervise(folder)
+        elif arguments.action == "up":
+            _show_state(up(folder, quiet=as_json), as_json)
+        else:
+            stopped = down(folder)
+            print(json.dumps({"stopped": stopped}) if as_json else "stopped" if stopped else f"no stack runs in {folder}")
+    except HoneError as error:
+        sys.exit(f"hone: {error.detail}")
+
+
+def _show_state(state: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(state))
+        return
+    print(f"up: jobs go to {state['urls']['orchestrator']}; logs are in {state['logs']}; `hone down` stops it")
+
+
+def _supervise(folder: Path) -> None:
+    """Runs the supervisor; a failure goes to the parent as its last line."""
+    report = os.fdopen(os.dup(1), "w")
+    try:
+        Supervisor(load_settings(), folder).run(report)
+    except HoneError as error:
+        with contextlib.suppress(BrokenPipeError):
+            _say(report, "failed", detail=error.detail)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""The `hone` command. Exit codes: 0 done, 1 the job failed, 2 bad input or no service, 130 Ctrl-C (which only detaches)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hone import doctor as checks
+from hone import stack, view
+from hone.client import Client
+from shared.errors import HoneError
+from shared.job import load_job
+from shared.wire import TERMINAL, JobRecord
+
+app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+out = Console()
+err = Console(stderr=True)
+
+
+class Output(StrEnum):
+    table = "table"
+    json = "json"
+
+
+OutputOption = Annotated[Output, typer.Option("-o", "--output", help="table for people, json for programs")]
+FolderOption = Annotated[Path, typer.Option("--dir", help="where logs and Redis's data are")]
+JobArgument = Annotated[str, typer.Argument(help="a job's id, or its name for the newest of that name")]
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Registers a command whose HoneErrors become one sentence and exit code 2."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except HoneError as error:
+            err.print(f"hone: {error.detail}", soft_wrap=True, markup=False, highlight=False)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(130) from error
+
+    return app.command(function.__name__.rstrip("_"))(run)
+
+
+@contextlib.contextmanager
+def connect() -> Generator[Client]:
+    url, token = stack.orchestrator()
+    with Client(url, token=token) as client:
+        yield client
+
+
+@command
+def up(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table) -> None:
+    """Start Redis and the four services on this machine, and wait until they are ready."""
+    code = subprocess.call([sys.executable, "-m", "deploy.local", "up", "--dir", str(folder), "--output", output])
+    if code:
+        raise typer.Exit(2 if code > 0 else 130)
+
+
+@command
+def down(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table) -> None:
+    """Stop what `hone up` started. Jobs that run go on at the next `hone up`."""
+    if code := subprocess.call([sys.executable, "-m", "deploy.local", "down", "--dir", str(folder), "--output", output]):
+        raise typer.Exit(code)
+
+
+@command
+def submit(
+    file: Annotated[Path, typer.Argument(help="a job as TOML")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="a.b=c, may be repeated")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="show progress until the job ends")] = False,
+    key: Annotated[str | None, typer.Option(help="idempotency key: the same key and job submit once")] = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Submit a job."""
+    job = load_job(file, overrides or [])
+    with connect() as client:
+        record = client.submit(job, key=key)
+        if output is Output.json and not follow:
+            view.as_json(out, record)
+            return
+        if output is Output.table:
+            out.print(f"job {record.id} accepted; results go to {record.run_dir}", soft_wrap=True, highlight=False)
+        if follow:
+            _follow(client, record.id, output)
+        else:
+            out.print(f"  hone logs -f {record.id}    to watch it\n  hone cancel {record.id}     to stop it", highlight=False)
+
+
+@command
+def ls(
+    limit: Annotated[int, typer.Option(help="how many")] = 20,
+    output: OutputOption = Output.table,
+) -> None:
+    """List jobs, newest first."""
+    with connect() as client:
+        records = client.list(limit)
+    if output is Output.json:
+        view.as_json(out, records)
+    elif records:
+        out.print(view.job_table(records))
+    else:
+        out.print("no jobs yet; `hone submit JOB.toml` starts one", highlight=False)
+
+
+@command
+def get(job: JobArgument, output: OutputOption = Output.table) -> None:
+    """Show one job."""
+    with connect() as client:
+        record = client.get(job)
+    if output is Output.json:
+        view.as_json(out, record)
+    else:
+        out.print(view.job_details(record))
+
+
+@command
+def logs(
+    job: JobArgument,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="go on until the job ends")] = False,
+    output: OutputOption = Output.table,
+) -> None:
+    """Show what happened to a job."""
+    with connect() as client:
+        if follow:
+            _follow(client, job, output)
+            return
+        events = list(client.events(job))
+    if output is Output.json:
+        view.as_json(out, events)
+        return
+    follower = view.Follower(Console(force_terminal=False))
+    for event in events:
+        follower.show(event)
+
+
+@command
+def metrics(
+    job: JobArgument,
+    min_step: Annotated[int, typer.Option(help="first step to show")] = 0,
+    output: OutputOption = Output.table,
+) -> None:
+    """Show a job's metrics, a row a step."""
+    with connect() as client:
+        listed = client.metrics(job, min_step - 1)
+    if output is Output.json:
+        view.as_json(out, listed)
+    else:
+        out.print(view.metrics_table(listed.rows))
+
+
+@command
+def rollouts(
+    job: JobArgument,
+    step: Annotated[int | None, typer.Option(help="which step (default: the newest)")] = None,
+    limit: Annotated[int, typer.Option("-n", help="how many")] = 16,
+    output: OutputOption = Output.table,
+) -> None:
+    """Show a step's prompts, completions, rewards and advantages."""
+    with connect() as client:
+        listed = client.rollouts(job, step)
+    if output is Output.json:
+        view.as_json(out, listed.model_copy(update={"rollouts": listed.rollouts[:limit]}))
+    else:
+        out.print(view.rollout_table(listed, limit))
+
+
+@command
+def cancel(job: JobArgument, output: OutputOption = Output.table) -> None:
+    """Cancel a job."""
+    with connect() as client:
+        record = client.cancel(job)
+    if output is Output.json:
+        view.as_json(out, record)
+    else:
+        out.print(f"job {record.id} is {'cancelled' if record.status in TERMINAL else 'being cancelled'}", highlight=False)
+
+
+@command
+def doctor(output: OutputOption = Output.table) -> None:
+    """Check this machine and the stack that runs on it."""
+    report = checks.examine()
+    if output is Output.json:
+        view.as_json(out, report)
+    else:
+        for check in report.checks:
+            mark = {"ok": "[green]ok[/]  ", "note": "[yellow]note[/]", "fault": "[red]FAULT[/]"}[check.state]
+            out.print(f"{mark} [bold]{check.name}[/]: ", end="")
+            out.print(check.detail, markup=False, highlight=False, soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _follow(client: Client, job: str, output: Output) -> None:
+    """Shows a job's events to its end; exits 1 if it did not succeed. Ctrl-C leaves it running."""
+    try:
+        if output is Output.json:
+            for event in client.events(job, follow=True):
+                view.as_json(out, event)
+        else:
+            with view.Follower(out) as follower:
+                for event in client.events(job, follow=True):
+                    follower.show(event)
+    except KeyboardInterrupt as error:
+        hint = f"`hone logs -f {job}` watches it again, `hone cancel {job}` stops it"
+        err.print(f"\ndetached; job {job} goes on. {hint}.", highlight=False)
+        raise typer.Exit(130) from error
+    record: JobRecord = client.get(job)
+    if output is Output.table:
+        out.print(view.job_details(record))
+    if record.status != "succeeded":
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The orchestrator as a Python object. Synchronous; the calls, deadlines and retries are those of `shared/client.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from types import TracebackType
+
+from shared import client as shared_client
+from shared.errors import NotFound, Unavailable
+from shared.job import Job
+from shared.wire import (
+    TERMINAL,
+    CheckpointList,
+    Event,
+    EventList,
+    JobList,
+    JobRecord,
+    MetricsList,
+    RolloutList,
+    SubmitRequest,
+)
+
+SUBMIT_DEADLINE_S = 300.0
+RECONNECT_S = 60.0
+
+
+class Client:
+    """Talks to an orchestrator at `url`. A job is named by its id, or by its name for the newest job of that name."""
+
+    def __init__(self, url: str = "http://127.0.0.1:8000", *, token: str | None = None) -> None:
+        self.url = url
+        self._client = shared_client.Client("orchestrator", url, token=token)
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+    def submit(self, job: Job, *, key: str | None = None) -> JobRecord:
+        """Returns the accepted job's record; accepted, it is on disk. `key` is an idempotency key: the same key and job submit
+        once, however often it is called. Raises BadRequest with a sentence for each fault."""
+        body = SubmitRequest(job=job)
+        call = self._client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=SUBMIT_DEADLINE_S, key=key)
+        return self._runner.run(call)
+
+    def get(self, job: str) -> JobRecord:
+        try:
+            return self._runner.run(self._client.get(f"/v1/jobs/{job}", JobRecord))
+        except NotFound:
+            for record in self.list():
+                if record.name == job:
+                    return record
+            raise
+
+    def list(self, limit: int = 1000) -> tuple[JobRecord, ...]:
+        """Returns the newest `limit` jobs, newest first."""
+        return self._runner.run(self._client.get(f"/v1/jobs?limit={limit}", JobList)).jobs
+
+    def cancel(self, job: str) -> JobRecord:
+        path = f"/v1/jobs/{self.get(job).id}/cancel"
+        return self._runner.run(self._client.call("POST", path, None, JobRecord, deadline_s=30.0))
+
+    def metrics(self, job: str, after_step: int = -1) -> MetricsList:
+        return self._runner.run(self._client.get(f"/v1/jobs/{self.get(job).id}/metrics?after_step={after_step}", MetricsList))
+
+    def rollouts(self, job: str, step: int | None = None) -> RolloutList:
+        """Returns the graded rollouts of `step`, or of the newest step."""
+        query = "" if step is None else f"?step={step}"
+        return self._runner.run(self._client.get(f"/v1/jobs/{self.get(job).id}/rollouts{query}", RolloutList))
+
+    def checkpoints(self, job: str) -> CheckpointList:
+        return self._runner.run(self._client.get(f"/v1/jobs/{self.get(job).id}/checkpoints", CheckpointList))
+
+    def events(self, job: str, *, after: str = "0", follow: bool = False) -> Iterator[Event]:
+        """Yields what happened after event `after`; with `follow`, until the job has ended. A dropped connection is taken up
+        again where it broke."""
+        job_id = self.get(job).id
+        if not follow:
+            yield from self._runner.run(self._client.get(f"/v1/jobs/{job_id}/events?after={after}", EventList)).events
+            return
+        last, lost_at = after, None
+        while True:
+            stream = self._client.events(f"/v1/jobs/{job_id}/events", last_id=last)
+            try:
+                while True:
+                    id, kind, data = self._runner.run(_next(stream))
+                    lost_at = None
+                    if kind == "end":
+                        return
+                    last = id
+                    yield Event.model_validate_json(data)
+            except StopAsyncIteration:
+                continue
+            except Unavailable:
+                lost_at = lost_at or time.monotonic()
+                if time.monotonic() - lost_at > RECONNECT_S:
+                    raise
+                time.sleep(1.0)
+            finally:
+                self._runner.run(stream.aclose())
+
+    def wait(self, job: str) -> JobRecord:
+        """Returns the record of the job once it has ended."""
+        for _ in self.events(job, follow=True):
+            pass
+        record = self.get(job)
+        assert record.status in TERMINAL
+        return record
+
+
+async def _next(stream: AsyncGenerator[tuple[str, str, str]]) -> tuple[str, str, str]:
+    return await anext(stream)

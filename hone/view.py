@@ -1,0 +1,167 @@
+"""How the command shows things: tables for people, the same data as JSON for programs, one live line for a running job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from shared.wire import Event, GradedRollout, JobRecord, MetricsRow, RolloutList
+
+COLUMNS = (
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "eval/reward",
+    "completions/mean_length",
+    "loss",
+    "grad_norm",
+    "time/step",
+)
+BARS = "▁▂▃▄▅▆▇█"
+COLOURS = {"queued": "yellow", "running": "cyan", "succeeded": "green", "failed": "red", "cancelled": "magenta"}
+STAGES = ("wait_for_batch", "generate", "reward", "store", "train", "sync")
+
+
+def duration(seconds: float) -> str:
+    """Returns for example `42 s`, `3 m 05 s` or `2 h 10 m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
+
+
+def sparkline(values: list[float], width: int = 24) -> str:
+    """Returns the last `width` values as bars between their least and greatest."""
+    shown = values[-width:]
+    low, high = min(shown), max(shown)
+    return "".join(BARS[round((value - low) / ((high - low) or 1) * (len(BARS) - 1))] for value in shown)
+
+
+def time_split(metrics: dict[str, float]) -> str:
+    """Returns the seconds of a step by stage, for example `generate 0.6 reward 0.2 train 0.3 sync 0.1 s`."""
+    shown = [(stage, metrics[f"time/{stage}"]) for stage in STAGES if f"time/{stage}" in metrics]
+    if any(stage == "generate" for stage, _ in shown):
+        shown = [(stage, seconds) for stage, seconds in shown if stage != "wait_for_batch"]
+    return " ".join(f"{stage} {seconds:.2f}" for stage, seconds in shown) + " s"
+
+
+def job_table(records: Iterable[JobRecord]) -> Table:
+    table = Table("job", "status", "step", "reward", "age", "ETA", box=None, pad_edge=False)
+    for record in records:
+        eta = duration(record.eta_s) if record.status == "running" and record.eta_s is not None else ""
+        table.add_row(
+            record.id,
+            Text(record.status, style=COLOURS[record.status]),
+            f"{record.step}/{record.steps}",
+            "" if record.reward is None else f"{record.reward:.3f}",
+            duration(time.time() - record.created_at),
+            eta,
+        )
+    return table
+
+
+def job_details(record: JobRecord) -> Table:
+    table = Table("", "", box=None, show_header=False, pad_edge=False)
+    rows: dict[str, Any] = {
+        "job": record.id,
+        "status": record.status,
+        "step": f"{record.step}/{record.steps}",
+        "reward": record.reward,
+        "model": record.job.model,
+        "run folder": record.run_dir,
+        "error": record.error,
+        **{name: value for name, value in (record.summary or {}).items() if isinstance(value, int | float | str)},
+    }
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(name, escape(str(value)))
+    return table
+
+
+def metrics_table(rows: Iterable[MetricsRow]) -> Table:
+    table = Table("step", *COLUMNS, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(str(row.step), *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in COLUMNS))
+    return table
+
+
+def rollout_table(listed: RolloutList, limit: int) -> Table:
+    """Returns the step's first `limit` rollouts as TRL prints them: prompt, completion, rewards, advantage."""
+    names = sorted({name for rollout in listed.rollouts for name in rollout.parts})
+    table = Table("prompt", "completion", *names, "reward", "advantage", "why", title=f"step {listed.step}")
+    for rollout in listed.rollouts[:limit]:
+        parts = [rollout.parts[name].value if name in rollout.parts else None for name in names]
+        why = "; ".join(part.detail for part in rollout.parts.values() if part.detail)
+        table.add_row(
+            escape(prompt_text(rollout)),
+            escape(rollout.completion),
+            *(_number(value) for value in parts),
+            _number(rollout.reward),
+            _number(rollout.advantage),
+            escape(why),
+        )
+    return table
+
+
+def prompt_text(rollout: GradedRollout) -> str:
+    if isinstance(rollout.prompt, str):
+        return rollout.prompt.strip()
+    return str(rollout.prompt[-1]["content"])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def as_json(console: Console, body: BaseModel | Iterable[BaseModel]) -> None:
+    """Prints one JSON document: an object, or a list of them."""
+    text = body.model_dump_json() if isinstance(body, BaseModel) else "[" + ",".join(item.model_dump_json() for item in body) + "]"
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+class Follower:
+    """Shows a job's events as they come: on a terminal one live line, elsewhere a line an event."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        self._rewards: list[float] = []
+
+    def __enter__(self) -> Follower:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, event: Event) -> None:
+        if event.type == "step" and self._live:
+            self._live.update(Text(self._step_line(event), overflow="ellipsis", no_wrap=True))
+        else:
+            line = self._step_line(event) if event.type == "step" else event.message
+            style = {"error": "red", "warning": "yellow"}.get(event.level, "")
+            stamp = time.strftime("%H:%M:%S", time.localtime(event.time))
+            self._console.print(Text(f"{stamp} {line}", style=style), soft_wrap=True)
+
+    def _step_line(self, event: Event) -> str:
+        metrics: dict[str, float] = event.data["metrics"]
+        reward = metrics.get("reward")
+        if reward is not None:
+            self._rewards.append(reward)
+        curve = f" {sparkline(self._rewards)}" if self._live and len(self._rewards) > 1 else ""
+        shown = "none" if reward is None else f"{reward:.3f}"
+        eta = event.data.get("eta_s")
+        left = f"  ETA {duration(eta)}" if eta is not None else ""
+        return f"step {event.data['step']}/{event.data['steps']}  reward {shown}{curve}  {time_split(metrics)}{left}"
