@@ -17,7 +17,7 @@ from rich.console import Console
 from hone import doctor as checks
 from hone import stack, view
 from hone.client import Client
-from shared.errors import HoneError
+from shared.errors import HoneError, Unavailable
 from shared.job import load_job
 from shared.wire import TERMINAL, JobRecord
 
@@ -56,6 +56,10 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 def connect() -> Generator[Client]:
     url, token = stack.orchestrator()
     with Client(url, token=token) as client:
+        try:
+            client.ping()
+        except Unavailable as error:
+            raise Unavailable(f"{error.detail}; `hone up` starts a stack on this machine, HONE_ORCHESTRATOR_URL names another") from error
         yield client
 
 

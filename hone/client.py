@@ -24,6 +24,7 @@ from shared.wire import (
 
 SUBMIT_DEADLINE_S = 300.0
 RECONNECT_S = 60.0
+PING_DEADLINE_S = 1.0
 
 
 class Client:
@@ -43,6 +44,10 @@ class Client:
     def close(self) -> None:
         self._runner.run(self._client.close())
         self._runner.close()
+
+    def ping(self) -> None:
+        """Raises Unavailable at once if nothing answers."""
+        self._runner.run(self._client.get("/v1/jobs?limit=1", JobList, deadline_s=PING_DEADLINE_S))
 
     def submit(self, job: Job, *, key: str | None = None) -> JobRecord:
         """Returns the accepted job's record; accepted, it is on disk. `key` is an idempotency key: the same key and job submit

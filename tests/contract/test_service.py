@@ -1,0 +1,196 @@
+"""The contract every service keeps, through the real client and a real application."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx2 as httpx
+import pytest
+from pydantic import SecretStr
+
+from shared import codec
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import BadRequest, Conflict, Failed, NotFound, Unauthorized, Unavailable
+from shared.service import Service
+from shared.wire import Checkpoint, CheckpointRequest
+
+
+class Counter:
+    """A service whose one operation counts how often it really ran."""
+
+    def __init__(self, settings: Settings, *, natural: bool = False) -> None:
+        self.runs = 0
+        self.seconds = 0.0
+        self.error: Exception | None = None
+        self.waits_for: str | None = None
+        self.service = Service("trainer", settings, readiness={"engine": self._ready}, version_info=lambda: {"engine": "1.0"})
+        key = (lambda request: f"{request.job_id}:{request.step}") if natural else None
+        self.service.operation("POST", "/checkpoints", self.work, key=key)
+
+    async def _ready(self) -> str | None:
+        return self.waits_for
+
+    async def work(self, request: CheckpointRequest) -> Checkpoint:
+        self.runs += 1
+        await asyncio.sleep(self.seconds)
+        if self.error:
+            raise self.error
+        return Checkpoint(step=request.step, path="/x", size_bytes=self.runs)
+
+    def client(self, **options: object) -> Client:
+        transport = httpx.ASGITransport(app=self.service.app, raise_app_exceptions=False)
+        return Client("trainer", "http://testserver", transport=transport, **options)  # type: ignore[arg-type]
+
+
+def request(step: int = 1) -> CheckpointRequest:
+    return CheckpointRequest(job_id="job", step=step)
+
+
+async def call(client: Client, step: int = 1, *, key: str | None = None, deadline_s: float = 5.0) -> Checkpoint:
+    return await client.call("POST", "/checkpoints", request(step), Checkpoint, deadline_s=deadline_s, key=key)
+
+
+@pytest.mark.parametrize("binary", [False, True])
+async def test_a_call_answers_in_json_and_in_msgpack(settings: Settings, binary: bool) -> None:
+    assert (await call(Counter(settings).client(binary=binary), 7)).step == 7
+
+
+async def test_the_same_key_happens_once_and_gets_the_same_answer(settings: Settings) -> None:
+    counter = Counter(settings)
+    client = counter.client()
+    together = await asyncio.gather(*(call(client, key="a") for _ in range(5)))
+    later = await call(client, key="a")
+    assert counter.runs == 1 and {answer.size_bytes for answer in (*together, later)} == {1}
+
+
+async def test_a_natural_key_needs_no_header(settings: Settings) -> None:
+    counter = Counter(settings, natural=True)
+    client = counter.client()
+    await asyncio.gather(call(client, 3), call(client, 3), call(client, 4))
+    assert counter.runs == 2
+
+
+async def test_the_same_key_with_another_body_is_a_conflict(settings: Settings) -> None:
+    client = Counter(settings).client()
+    await call(client, 1, key="a")
+    with pytest.raises(Conflict, match="'a' was already asked for with another body|another body"):
+        await call(client, 2, key="a")
+
+
+async def test_work_longer_than_the_wait_is_polled_for(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.client.WAIT_S", 0)
+    counter = Counter(settings)
+    counter.seconds = 0.3
+    assert (await call(counter.client(), 2)).step == 2
+    assert counter.runs == 1
+
+
+async def test_a_client_that_goes_away_cancels_nothing(settings: Settings) -> None:
+    counter = Counter(settings)
+    counter.seconds = 0.2
+    client = counter.client()
+    with pytest.raises(Unavailable, match=r"did not finish POST /checkpoints within 0\.05 s"):
+        await call(client, key="a", deadline_s=0.05)
+    counter.seconds = 0.0
+    assert (await call(client, key="a")).size_bytes == 1
+    assert counter.runs == 1
+
+
+async def test_failed_work_is_tried_again_when_asked_again(settings: Settings) -> None:
+    counter = Counter(settings)
+    client = counter.client()
+    counter.error = Failed("the disk is full")
+    with pytest.raises(Failed, match="the disk is full"):
+        await call(client, key="a")
+    counter.error = None
+    assert (await call(client, key="a")).size_bytes == 2
+
+
+@pytest.mark.parametrize("kind", [BadRequest, Conflict, Failed, NotFound])
+async def test_an_error_crosses_the_wire_as_itself_and_is_not_retried(settings: Settings, kind: type[Exception]) -> None:
+    counter = Counter(settings)
+    counter.error = kind("got 7, expected 6")
+    with pytest.raises(kind, match="got 7, expected 6"):
+        await call(counter.client())
+    assert counter.runs == 1
+
+
+async def test_only_unavailable_is_retried(settings: Settings) -> None:
+    counter = Counter(settings)
+    counter.error = Unavailable("starting")
+    task = asyncio.create_task(call(counter.client()))
+    await asyncio.sleep(0.25)
+    counter.error = None
+    assert (await task).size_bytes == counter.runs > 1
+
+
+async def test_a_bug_is_a_failure_that_names_the_exception(settings: Settings) -> None:
+    counter = Counter(settings)
+    counter.error = ZeroDivisionError("division by zero")
+    with pytest.raises(Failed, match="ZeroDivisionError: division by zero"):
+        await call(counter.client())
+
+
+async def test_an_unreachable_service_is_named_with_its_address() -> None:
+    client = Client("trainer", "http://127.0.0.1:9")
+    with pytest.raises(Unavailable, match=r"cannot reach the trainer service at http://127\.0\.0\.1:9"):
+        await call(client, deadline_s=0.3)
+    await client.close()
+
+
+async def test_a_bad_body_is_a_problem_document_with_pointers(settings: Settings) -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver") as http:
+        response = await http.post("/checkpoints", json={"job_id": "job", "stp": 1})
+    assert response.status_code == 422 and response.headers["content-type"] == "application/problem+json"
+    document = response.json()
+    assert document["title"] == "Bad request" and {fault["pointer"] for fault in document["errors"]} == {"/stp", "/step"}
+    assert document["error"]["message"] == document["detail"]
+
+
+async def test_a_form_post_from_a_web_page_is_refused(settings: Settings) -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver") as http:
+        sneaky = await http.post("/checkpoints", content=b'{"job_id":"job","step":1}', headers={"content-type": "text/plain"})
+        rebound = await http.get("/metrics", headers={"host": "evil.example:8002"})
+    assert sneaky.status_code == 422 and "Content-Type" in sneaky.json()["detail"]
+    assert rebound.status_code == 401 and "evil.example" in rebound.json()["detail"]
+
+
+async def test_a_token_guards_everything_but_health(settings: Settings) -> None:
+    counter = Counter(settings.model_copy(update={"token": SecretStr("open-sesame")}))
+    transport = httpx.ASGITransport(app=counter.service.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as http:
+        assert [(await http.get(path)).status_code for path in ("/healthz", "/readyz", "/version")] == [200, 200, 200]
+        assert (await http.get("/metrics")).status_code == 401
+    with pytest.raises(Unauthorized):
+        await call(counter.client(token="guess"))
+    assert (await call(counter.client(token="open-sesame"))).step == 1
+
+
+async def test_health_says_what_is_waited_for(settings: Settings) -> None:
+    counter = Counter(settings)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=counter.service.app), base_url="http://testserver") as http:
+        counter.waits_for = "loading the model"
+        starting = await http.get("/readyz")
+        counter.waits_for = None
+        ready = await http.get("/readyz")
+        version = (await http.get("/version")).json()
+        metrics = (await http.get("/metrics")).text
+    assert starting.status_code == 503
+    assert starting.json()["dependencies"] == {"engine": {"ok": False, "detail": "loading the model"}}
+    assert ready.status_code == 200
+    assert version["service"] == "trainer" and version["engine"] == "1.0"
+    assert "hone_http_requests_total" in metrics
+
+
+async def test_a_body_over_the_limit_is_refused_unread(settings: Settings) -> None:
+    small = Counter(settings.model_copy(update={"max_body_mib": 1}))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=small.service.app), base_url="http://testserver") as http:
+        response = await http.post("/checkpoints", content=b" " * (1 << 20 | 1), headers={"content-type": codec.JSON})
+    assert response.status_code == 422 and "at most 1048576" in response.json()["detail"]
+
+
+async def test_a_request_id_comes_back(settings: Settings) -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver") as http:
+        assert (await http.get("/healthz", headers={"x-request-id": "abc-1"})).headers["x-request-id"] == "abc-1"
+        assert len((await http.get("/healthz")).headers["x-request-id"]) == 16

@@ -1,0 +1,36 @@
+"""Settings: refused when misspelt or unsafe."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.config import load_settings
+from shared.errors import BadRequest
+
+
+def test_a_misspelt_setting_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HONE_ROLOUT_PORT", "1")
+    with pytest.raises(BadRequest, match="unknown setting 'HONE_ROLOUT_PORT' in the environment; did you mean 'HONE_ROLLOUT_PORT'"):
+        load_settings()
+
+
+def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HONE_TRAINER_RANKS", "none")
+    with pytest.raises(BadRequest, match=r"'trainer_ranks': got 'none'; input should be a valid integer"):
+        load_settings()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.4", "::"])
+def test_without_a_token_only_loopback_is_bound(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setenv("HONE_HOST", host)
+    with pytest.raises(BadRequest, match="HONE_TOKEN is not set"):
+        load_settings()
+    monkeypatch.setenv("HONE_TOKEN", "secret-token")
+    assert load_settings().host == host
+
+
+def test_secrets_do_not_show_in_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HONE_TOKEN", "secret-token")
+    monkeypatch.setenv("HONE_REDIS_URL", "redis://:hidden-word@127.0.0.1/0")
+    shown = repr(load_settings())
+    assert "secret-token" not in shown and "hidden-word" not in shown

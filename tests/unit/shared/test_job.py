@@ -1,0 +1,112 @@
+"""The job file: what it accepts, what `--set` does, and the sentence for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.errors import BadRequest
+from shared.job import Job, load_job
+
+MINIMAL = """
+name = "demo"
+model = "org/model"
+steps = 3
+[data]
+train = "data.jsonl"
+[[rewards]]
+grader = "exact_match"
+"""
+
+
+def write(folder: Path, text: str = MINIMAL) -> Path:
+    path = folder / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_the_usual_recipe(tmp_path: Path) -> None:
+    job = load_job(write(tmp_path))
+    assert (job.training.loss, job.training.learning_rate, job.training.max_grad_norm) == ("dapo", 1e-6, 1.0)
+    assert (job.training.clip_low, job.training.clip_high, job.sampling.group_size) == (0.2, 0.28, 8)
+    assert (job.max_staleness, job.sampling.temperature, job.sampling.top_p) == (0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("steps=7", 7),
+        ("training.learning_rate=1e-4", 1e-4),
+        ("rewards.0.weight=2", 2.0),
+        ("sampling.stop=['x']", ("x",)),
+        ("data.train=other.jsonl", "other.jsonl"),
+    ],
+)
+def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) -> None:
+    value: object = load_job(write(tmp_path), [override])
+    for part in override.partition("=")[0].split("."):
+        value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
+    assert value == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("stepz=7", "unknown key 'stepz'; did you mean 'steps'?"),
+        ("training.lerning_rate=1", "unknown key 'training.lerning_rate'; did you mean 'learning_rate'?"),
+        ("rewards.0.wieght=1", "unknown key 'rewards.0.wieght'; did you mean 'weight'?"),
+        ("steps=0", "'steps': got 0; input should be greater than or equal to 1"),
+        ("training.loss=ppo", "'training.loss': got 'ppo'; input should be 'dapo' or 'grpo'"),
+        ("rewards.4.weight=1", "'4' is not a position in a list of 1"),
+        ("steps", "expected KEY=VALUE"),
+        ("name.x=1", 'is "demo", not a section'),
+        ("name=../etc", "got '../etc'"),
+    ],
+)
+def test_a_mistake_is_named_with_its_value_and_remedy(tmp_path: Path, override: str, sentence: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        load_job(write(tmp_path), [override])
+    assert sentence in raised.value.detail
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="'steps' is missing and has no default"):
+        load_job(write(tmp_path, MINIMAL.replace("steps = 3", "")))
+
+
+def test_a_missing_file_and_broken_toml_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="no job file at"):
+        load_job(tmp_path / "nope.toml")
+    with pytest.raises(BadRequest, match="not valid TOML"):
+        load_job(write(tmp_path, "steps = = 3"))
+
+
+def test_a_reward_file_travels_as_source(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(completions, **kwargs):\n    return [0.0] * len(completions)\n")
+    job = load_job(write(tmp_path, MINIMAL.replace('grader = "exact_match"', 'file = "mine.py"')))
+    assert job.rewards[0].source is not None and job.rewards[0].source.startswith("def reward")
+    assert job.rewards[0].label == "reward"
+
+
+def test_a_missing_reward_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"no reward file at 'mine.py'"):
+        load_job(write(tmp_path, MINIMAL.replace('grader = "exact_match"', 'file = "mine.py"')))
+
+
+def test_existing_paths_become_absolute_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text("{}")
+    job = load_job(write(tmp_path))
+    assert job.data.train == str(tmp_path / "data.jsonl")
+    assert job.model == "org/model"
+
+
+def test_two_rewards_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="two rewards are called 'exact_match'"):
+        load_job(write(tmp_path, MINIMAL + '[[rewards]]\ngrader = "exact_match"\n'))
+
+
+def test_a_job_survives_the_wire(tmp_path: Path) -> None:
+    job = load_job(write(tmp_path))
+    assert Job.model_validate_json(job.model_dump_json()) == job

@@ -1,0 +1,68 @@
+"""The rules of ARCHITECTURE section 1, as code: services meet only in `shared`, and each part imports only its own libraries."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = {"hone", "shared", "services", "deploy"}
+WIRE = {"pydantic", "pydantic_core", "fastapi", "starlette", "httpx2"}
+ALLOWED: dict[str, set[str]] = {
+    "shared": WIRE | {"msgpack", "pydantic_settings", "prometheus_client", "structlog", "uvicorn"},
+    "hone": WIRE | {"typer", "rich"},
+    "services/orchestrator": WIRE | {"redis", "wandb", "datasets"},
+    "services/rollout": WIRE | {"numpy", "vllm", "torch", "transformers", "safetensors", "prometheus_client", "uvicorn"},
+    "services/trainer": WIRE | {"numpy", "deepspeed", "peft", "torch", "transformers", "safetensors", "uvicorn", "prometheus_client"},
+    "services/reward": WIRE | {"math_verify", "openai", "modal", "prometheus_client"},
+}
+
+
+def modules(file: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("part", ALLOWED)
+def test_a_part_imports_only_what_it_may(part: str) -> None:
+    mine = part.replace("/", ".")
+    for file in (ROOT / part).rglob("*.py"):
+        for module in modules(file):
+            top = module.partition(".")[0]
+            if top in OURS:
+                meets = module == "shared" or module.startswith("shared.")
+                own = module == mine or module.startswith(f"{mine}.")
+                assert own or (meets and part != "shared"), f"{file.relative_to(ROOT)} imports {module}"
+            elif top not in sys.stdlib_module_names:
+                assert top in ALLOWED[part], f"{file.relative_to(ROOT)} imports {module}"
+
+
+def test_no_relative_imports() -> None:
+    for part in OURS:
+        for file in (ROOT / part).rglob("*.py"):
+            levels = [node.level for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+            assert not any(levels), file
+
+
+def test_shared_imports_without_the_engines() -> None:
+    code = "import sys, shared.service, shared.client, shared.wire; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.strip() == "[]"
+
+
+def test_help_takes_less_than_a_second() -> None:
+    def once() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "hone.cli", "--help"], check=True, capture_output=True, cwd=ROOT)
+        return time.perf_counter() - start
+
+    assert min(once() for _ in range(3)) < 1.0
