@@ -1,0 +1,44 @@
+# Every target sets up .venv itself. PYTHON=python3.12 chooses another interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up down test check format lock clean
+
+help: ## print this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.ready: requirements/cpu.txt requirements/install.sh pyproject.toml
+	PYTHON="$(PYTHON)" sh requirements/install.sh $(VENV)
+
+setup: $(VENV)/.ready ## make the environment (the other targets do it too)
+
+demo: $(VENV)/.ready ## the main job: make a tiny model, start the stack, train it, show what it learned (SEED=0)
+	$(BIN)/python -m deploy.demo --seed $(SEED)
+
+up: $(VENV)/.ready ## start Redis and the four services here
+	$(BIN)/hone up
+
+down: $(VENV)/.ready ## stop what `make up` started
+	$(BIN)/hone down
+
+test: $(VENV)/.ready ## every test: unit, contract, and the real stack (about 15 minutes on 2 cores)
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.ready ## lint, types and the fast tests (under two minutes)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q -m "not system and not engine"
+
+format: $(VENV)/.ready ## put the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: $(VENV)/.ready ## pin requirements/cpu.txt anew from pyproject.toml
+	sh requirements/lock.sh
+
+clean: ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info build

@@ -1,0 +1,117 @@
+"""`make demo`: the main job from nothing, on this machine. Makes a tiny model, starts the stack, submits `deploy/jobs/demo.toml`
+over REST, shows what was learned, and stops everything it started.
+
+The task is the countdown game: two numbers and a target; the model writes a Python expression, the reward service runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+from rich.console import Console
+
+from deploy import local
+from deploy.plot import plot_learning_curve
+from hone import Client, Job, load_job
+from hone.view import Follower, duration, rollout_table
+from shared.errors import HoneError
+from shared.wire import JobRecord
+
+FOLDER = Path(".hone/demo")
+JOB = Path("deploy/jobs/demo.toml")
+SERVICES = ("ORCHESTRATOR", "ROLLOUT", "TRAINER", "REWARD")
+SHOWN_ROLLOUTS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deploy.demo", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the problems and the sampling (default: 0)")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], help="a.b=c in the job, may be repeated")
+    arguments = parser.parse_args()
+    console = Console(soft_wrap=True)
+    os.chdir(Path(__file__).parents[1])
+    started = time.monotonic()
+    try:
+        console.print(f"[bold]1/3[/] making a tiny model and its problems (seed {arguments.seed})")
+        _make_model(arguments.seed)
+        console.print("[bold]2/3[/] starting Redis and the four services")
+        with _stack() as url:
+            console.print(f"[bold]3/3[/] training; `hone ls`, `hone metrics demo` and the rest work in another terminal ({url})")
+            job = load_job(JOB, [f"seed={arguments.seed}", *arguments.overrides])
+            with Client(url) as client:
+                succeeded = _train(client, job, console, started)
+    except HoneError as error:
+        sys.exit(f"demo: {error.detail}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0 if succeeded else 1)
+
+
+def _make_model(seed: int) -> None:
+    shutil.rmtree(FOLDER / "task", ignore_errors=True)
+    command = [sys.executable, "-m", "deploy.tiny_model", "--out", str(FOLDER / "task"), "--seed", str(seed)]
+    subprocess.run(command, check=True)
+
+
+@contextlib.contextmanager
+def _stack() -> Generator[str]:
+    """A stack of the demo's own, on free ports; yields the orchestrator's URL and leaves nothing running."""
+    for name in SERVICES:
+        os.environ.setdefault(f"HONE_{name}_PORT", str(_free_port()))
+    folder = FOLDER.resolve() / "stack"
+    shutil.rmtree(folder / "redis", ignore_errors=True)
+    state = local.up(folder)
+    try:
+        yield state["urls"]["orchestrator"]
+    finally:
+        local.down(folder)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _train(client: Client, job: Job, console: Console, started: float) -> bool:
+    """Submits the job and follows it to its end; returns whether it succeeded."""
+    record = client.submit(job)
+    with Follower(console) as follower:
+        for event in client.events(record.id, follow=True):
+            follower.show(event)
+    record = client.get(record.id)
+    if record.status != "succeeded":
+        console.print(f"[red]the job {record.status}[/]: {record.error}", highlight=False)
+        return False
+    _show(client, record, console, time.monotonic() - started)
+    return True
+
+
+def _show(client: Client, record: JobRecord, console: Console, wall_s: float) -> None:
+    summary = record.summary or {}
+    picture = plot_learning_curve(list(client.metrics(record.id).rows), Path(record.run_dir) / "learning_curve.png", record.name)
+    console.print(rollout_table(client.rollouts(record.id), SHOWN_ROLLOUTS))
+    seconds = summary["seconds_a_step"]
+    split = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("generate", "reward", "store", "train", "sync") if name in seconds)
+    console.print(f"\na step took {seconds['step']:.2f} s on average: {split}", highlight=False)
+    console.print(
+        f"held-out accuracy [bold]{summary['eval_before']:.3f} -> {summary['eval_after']:.3f}[/] after {summary['steps']} steps; "
+        f"training took {duration(summary['train_s'])}, everything {duration(wall_s)}",
+        highlight=False,
+    )
+    console.print(f"checkpoint      {summary['checkpoint']}", highlight=False)
+    console.print(f"learning curve  {picture}", highlight=False)
+    console.print(f"summary         {Path(record.run_dir).parent / record.name / 'summary.json'}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()
