@@ -1,0 +1,143 @@
+"""A job's own reward functions: one warm worker for each (source, function), kept between steps, in a sandbox of its own.
+
+Importing numpy takes longer than most steps have, so a worker stays until `MAX_WORKERS` others were used after it. Calls of
+one worker run in turn. What a worker answers is untrusted and checked here; what is wrong with it is the job's mistake
+(BadRequest), never a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from services.reward.sandbox import visible
+from services.reward.sandbox.base import Sandbox, SlotDied, Worker
+from services.reward.sandbox.slots import CannotIsolate
+from shared.errors import BadRequest, Failed
+from shared.job import RewardSpec
+
+MAX_WORKERS = 8
+LOAD_DEADLINE_S = 120.0
+
+
+@dataclass
+class _Loaded:
+    """A worker and what its function takes: `required` by parameter name; `any_keyword` if it has `**kwargs`."""
+
+    worker: Worker
+    required: dict[str, bool]
+    any_keyword: bool
+
+
+class _Entry:
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.loaded: _Loaded | None = None
+
+
+class FunctionWorkers:
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+
+    async def parameters(self, spec: RewardSpec) -> tuple[dict[str, bool], bool]:
+        """Returns the function's parameters (name -> whether required) and whether it has `**kwargs`.
+
+        Raises BadRequest with file, line and exception if its source cannot be loaded.
+        """
+        entry = await self._entry(spec)
+        async with entry.lock:
+            loaded = await self._load(entry, spec)
+            return loaded.required, loaded.any_keyword
+
+    async def call(self, spec: RewardSpec, arguments: dict[str, Any], count: int, timeout_s: float) -> list[float | None]:
+        """Returns the `count` values that the function gives for `arguments`; None means not applicable.
+
+        Arguments that it has no parameter for are left out. Raises BadRequest if it raises, is late, or returns anything else.
+        """
+        entry = await self._entry(spec)
+        async with entry.lock:
+            loaded = await self._load(entry, spec)
+            taken = {name: value for name, value in arguments.items() if loaded.any_keyword or name in loaded.required}
+            try:
+                answer = await loaded.worker.ask({"arguments": taken}, timeout_s)
+            except TimeoutError as error:
+                await self._drop(entry)
+                raise BadRequest(f"{_named(spec)} did not return within {timeout_s:g} s for {count} completions") from error
+            except SlotDied as error:
+                await self._drop(entry)
+                raise BadRequest(f"{_named(spec)} ended its process: {error} (8 GiB of memory are allowed)") from error
+            except asyncio.CancelledError:
+                await self._drop(entry)
+                raise
+        return _values(answer, count, spec)
+
+    async def close(self) -> None:
+        for entry in self._entries.values():
+            await self._drop(entry)
+        self._entries.clear()
+
+    async def _entry(self, spec: RewardSpec) -> _Entry:
+        key = hashlib.sha256(f"{spec.function}\0{_file(spec)}\0{spec.source}".encode()).hexdigest()
+        entry = self._entries.setdefault(key, _Entry())
+        self._entries.move_to_end(key)
+        for old_key, old in list(self._entries.items()):
+            if len(self._entries) > MAX_WORKERS and not old.lock.locked() and old is not entry:
+                del self._entries[old_key]
+                await self._drop(old)
+        return entry
+
+    async def _load(self, entry: _Entry, spec: RewardSpec) -> _Loaded:
+        if entry.loaded is not None:
+            return entry.loaded
+        try:
+            worker = await self._sandbox.open_worker()
+        except CannotIsolate as error:
+            raise Failed(f"no sandbox could be started for {_named(spec)}: {error}") from error
+        opening = {"source": spec.source, "file": _file(spec), "function": spec.function, "paths": visible.package_folders()}
+        try:
+            answer = await worker.ask(opening, LOAD_DEADLINE_S)
+            if "error" in answer:
+                raise BadRequest(f"{_named(spec)} cannot be loaded: {answer['error']}")
+            required = {str(name): bool(value) for name, value in answer["parameters"].items()}
+            entry.loaded = _Loaded(worker, required, bool(answer["any_keyword"]))
+            return entry.loaded
+        except TimeoutError as error:
+            raise BadRequest(f"{_named(spec)} was not loaded within {LOAD_DEADLINE_S:g} s") from error
+        except (SlotDied, KeyError, TypeError, AttributeError) as error:
+            raise BadRequest(f"{_named(spec)} cannot be loaded: {error}") from error
+        finally:
+            if entry.loaded is None:
+                await worker.close()
+
+    async def _drop(self, entry: _Entry) -> None:
+        loaded, entry.loaded = entry.loaded, None
+        if loaded is not None:
+            await loaded.worker.close()
+
+
+def _values(answer: Any, count: int, spec: RewardSpec) -> list[float | None]:
+    if isinstance(answer, dict) and "error" in answer:
+        raise BadRequest(f"{_named(spec)} failed: {str(answer['error'])[:1000]}")
+    values = answer.get("values") if isinstance(answer, dict) else None
+    if not isinstance(values, list):
+        raise BadRequest(f"{_named(spec)} answered with something that is not a list of numbers")
+    if len(values) != count:
+        raise BadRequest(f"{_named(spec)} returned {len(values)} values for {count} completions")
+    for position, value in enumerate(values):
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise BadRequest(f"{_named(spec)} returned {value!r:.40} for completion {position}, expected a number or None")
+    return [None if value is None else float(value) for value in values]
+
+
+def _named(spec: RewardSpec) -> str:
+    return f"reward function {spec.function!r}"
+
+
+def _file(spec: RewardSpec) -> str:
+    return PurePath(spec.file).name if spec.file else "reward.py"

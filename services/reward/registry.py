@@ -1,0 +1,157 @@
+"""Graders by name. A new one is a file in `graders/` with a decorated class or function; nothing else knows about it.
+
+    @grader("shouts")
+    def shouts(items: Sequence[ScoreItem]) -> list[float]:
+        \"""1 for a completion in capitals.\"""
+        return [float(item.completion.isupper()) for item in items]
+
+    @grader("matches")
+    class Matches(Grader[MatchesParams]):                  # MatchesParams: a pydantic model of what the job file may set
+        async def grade(self, items): ...                  # one Part an item; `self.params`, `self.tools.sandbox`
+
+A grader gets all items of a request at once. A param of type `Column` names a column of the dataset, which is then checked to
+exist. The value of a grader is its own; weights are applied where the parts are summed (`scoring.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from services.reward.functions import FunctionWorkers
+from services.reward.sandbox.base import Sandbox
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.explain import nearest, sentences
+from shared.job import RewardSpec
+from shared.wire import GraderInfo, Part, ScoreItem
+
+
+class Params(BaseModel):
+    """Base of a grader's params. Without fields of its own: the grader takes none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class _ColumnMark:
+    pass
+
+
+Column = Annotated[str, _ColumnMark()]
+"""The name of a dataset column that every row must have."""
+
+P = TypeVar("P", bound=Params)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What graders may use."""
+
+    settings: Settings
+    sandbox: Sandbox
+    functions: FunctionWorkers
+
+
+class Grader(ABC, Generic[P]):
+    """One reward of a job, bound to its params. `description` in listings is the class's docstring."""
+
+    name: ClassVar[str]
+    params_type: ClassVar[type[Params]] = Params
+
+    def __init__(self, spec: RewardSpec, params: P, tools: Tools) -> None:
+        self.spec = spec
+        self.params = params
+        self.tools = tools
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "params_type" in cls.__dict__:
+            return
+        for base in getattr(cls, "__orig_bases__", ()):
+            for argument in typing.get_args(base):
+                if isinstance(argument, type) and issubclass(argument, Params):
+                    cls.params_type = argument
+
+    async def check(self, columns: Sequence[str]) -> None:
+        """Raises BadRequest if this reward cannot work on rows with these columns."""
+        for field, info in self.params_type.model_fields.items():
+            column = getattr(self.params, field)
+            if any(isinstance(mark, _ColumnMark) for mark in info.metadata) and column is not None and column not in columns:
+                raise BadRequest(f"reward {self.spec.label!r}: {no_column(column, columns)} (param {field!r})")
+
+    @abstractmethod
+    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
+        """Returns one part an item, in order."""
+
+
+def no_column(column: str, columns: Sequence[str]) -> str:
+    hint = nearest(column, columns)
+    return f"no column {column!r}; columns are {', '.join(sorted(columns)) or 'none'}" + (f"; {hint}" if "mean" in hint else "")
+
+
+_graders: dict[str, type[Grader[Any]]] = {}
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def grader(name: str) -> Callable[[T], T]:
+    """Registers a Grader class, or a function `(items)` or `(items, params)` that returns a number, None (not applicable) or
+    Part an item."""
+
+    def register(target: T) -> T:
+        if name in _graders:
+            raise ValueError(f"two graders are called {name!r}")
+        _graders[name] = _as_class(target)
+        _graders[name].name = name
+        return target
+
+    return register
+
+
+def _as_class(target: Callable[..., Any]) -> type[Grader[Any]]:
+    return target if inspect.isclass(target) and issubclass(target, Grader) else _from_function(target)
+
+
+def _from_function(function: Callable[..., Any]) -> type[Grader[Any]]:
+    params = [hint for hint in typing.get_type_hints(function).values() if isinstance(hint, type) and issubclass(hint, Params)]
+
+    class FunctionGrader(Grader[Params]):
+        __doc__ = function.__doc__
+        params_type = params[0] if params else Params
+
+        async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
+            result = function(items, self.params) if params else function(items)
+            values = await result if isinstance(result, Awaitable) else result
+            return [value if isinstance(value, Part) else _part(value) for value in values]
+
+    return FunctionGrader
+
+
+def _part(value: float | None) -> Part:
+    return Part(value=None, verdict="skipped") if value is None else Part(value=float(value))
+
+
+def bind(spec: RewardSpec, tools: Tools) -> Grader[Any]:
+    """Returns the reward that `spec` names. Raises BadRequest naming an unknown grader or param and the nearest valid one."""
+    kind = _graders.get(spec.grader)
+    if kind is None:
+        raise BadRequest(f"no grader {spec.grader!r}; {nearest(spec.grader, list(_graders)).replace('valid keys', 'graders')}")
+    try:
+        params = kind.params_type.model_validate(spec.params)
+    except ValidationError as error:
+        faults = sentences(error, kind.params_type, f"params of reward {spec.label!r}")
+        raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
+    return kind(spec, params, tools)
+
+
+def infos() -> tuple[GraderInfo, ...]:
+    return tuple(
+        GraderInfo(name=name, description=inspect.getdoc(kind) or "", params=kind.params_type.model_json_schema())
+        for name, kind in sorted(_graders.items())
+    )

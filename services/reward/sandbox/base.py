@@ -1,0 +1,60 @@
+"""The sandbox as the rest of the service sees it. A backend implements `start`, `close`, `execute` and `open_worker`."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from shared.wire import ExecuteRequest, Execution
+
+
+class SlotDied(Exception):
+    """A slot or worker ended, or fell silent, in the middle of something. The message says how."""
+
+
+class Worker(ABC):
+    """A process that keeps a job's own code loaded and answers messages, one at a time."""
+
+    @abstractmethod
+    async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
+        """Returns the answer, which is untrusted. Raises TimeoutError after `deadline_s` and SlotDied if the worker ended;
+        in both cases it is of no more use."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class Sandbox(ABC):
+    @abstractmethod
+    async def start(self) -> None:
+        """Starts and tests itself. A host that cannot isolate is no exception here: it is `problem()`."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @abstractmethod
+    def problem(self) -> str | None:
+        """Returns None when it runs programs, else a sentence saying what is missing."""
+
+    @abstractmethod
+    def report(self) -> dict[str, Any]:
+        """Returns the tier that was reached and how each probe of the self-test went."""
+
+    @abstractmethod
+    async def execute(self, request: ExecuteRequest) -> Execution:
+        """Returns how the program ended. Its own failures are verdicts, "sandbox_error" is ours. Raises Failed with
+        `problem()` where nothing can be run at all."""
+
+    @abstractmethod
+    async def open_worker(self) -> Worker:
+        """Returns a new worker, in a sandbox of its own. Raises Failed as `execute` does."""
+
+    async def run(self, requests: Sequence[ExecuteRequest]) -> list[Execution]:
+        """Returns one Execution a request, in order. Identical requests run once."""
+        keys = [request.model_dump_json() for request in requests]
+        distinct = dict(zip(keys, requests, strict=True))
+        executions = await asyncio.gather(*(self.execute(request) for request in distinct.values()))
+        by_key = dict(zip(distinct, executions, strict=True))
+        return [by_key[key] for key in keys]

@@ -1,0 +1,137 @@
+"""Takes a process into its own user, pid, mount, network, IPC and UTS namespaces with a read-only root. Standard library only.
+
+The order matters and each step says why. Left out on purpose: no /proc (nothing to see, and a masked one cannot be mounted in
+a container), no cgroup (not every host lets us; memory is bounded by address space times processes), no overlay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+from services.reward.sandbox.inside import kernel
+
+TMP_OPTIONS = "mode=1777,size=64m,nr_inodes=4096"
+_NAMESPACES = (
+    kernel.CLONE_NEWUSER
+    | kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWPID
+)
+
+
+def enter(config: dict[str, Any]) -> int:
+    """Returns, in a forked child that is pid 1 of its own pid namespace, that namespace's file descriptor.
+
+    The caller's process stays outside, waits for the child, and ends as it ends. `config` has `uid` (whom to be outside, None:
+    oneself), `binds` and `links` (paths to show), `service_pid`, `control_fd`.
+    """
+    kernel.die_with_parent()
+    if os.getppid() != config["service_pid"]:
+        os._exit(0)  # the service died before the call above took effect
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500")  # short of memory, the host ends programs before services
+    _unshare_mapped(config["uid"])
+    sources = [(os.open(bind, os.O_PATH), bind) for bind in config["binds"]]  # while still allowed to see them
+    if config["uid"] is not None:
+        os.setresgid(0, 0, 0)
+        os.setresuid(0, 0, 0)
+    kernel.die_with_parent()  # again: the change of user cleared it
+    child = os.fork()
+    if child:
+        os.close(config["control_fd"])
+        _end_as(child)
+    kernel.die_with_parent()
+    os.setsid()  # a pid namespace does not keep kill(0) from the process group one was born in
+    own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    _make_root(sources, config["links"])
+    kernel.forbid_new_privileges()
+    return own_pid_namespace
+
+
+def _end_as(child: int) -> NoReturn:
+    _, status = os.waitpid(child, 0)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def _unshare_mapped(uid: int | None) -> None:
+    """Enters the namespaces as uid 0 there, which is `uid` outside, or oneself where that is None or not permitted.
+
+    Root maps to an unused uid: nothing of root's is then ours, and the kernel's limit on processes holds (it spares root).
+    """
+    names = "user, mount, network, IPC, UTS and pid namespaces"
+    own_uid, own_gid = os.geteuid(), os.getegid()
+    if uid is None:
+        kernel.unshare(_NAMESPACES, names)
+        _write_map("self", own_uid, own_gid)
+        return
+    with contextlib.suppress(PermissionError):
+        os.setgroups([])
+    unshared_r, unshared_w = os.pipe()
+    me = os.getpid()
+    helper = os.fork()  # writing such a map takes a process that stayed outside
+    if not helper:
+        os.read(unshared_r, 1)
+        try:
+            Path(f"/proc/{me}/uid_map").write_text(f"0 {uid} 1")
+            Path(f"/proc/{me}/gid_map").write_text(f"0 {uid} 1")
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    try:
+        kernel.unshare(_NAMESPACES, names)
+    finally:
+        os.write(unshared_w, b"x")
+        os.close(unshared_w)
+        os.close(unshared_r)
+        _, status = os.waitpid(helper, 0)
+    if status:
+        raise OSError(f"writing /proc/{me}/uid_map for uid {uid}: not permitted; give the service CAP_SETUID or start it as a user")
+
+
+def _write_map(process: str, uid: int, gid: int) -> None:
+    Path(f"/proc/{process}/setgroups").write_text("deny")
+    Path(f"/proc/{process}/uid_map").write_text(f"0 {uid} 1")
+    Path(f"/proc/{process}/gid_map").write_text(f"0 {gid} 1")
+
+
+def _make_root(sources: list[tuple[int, str]], links: dict[str, str]) -> None:
+    """Pivots into a small tmpfs that shows `sources` read-only at their own paths, an empty /tmp, and nothing else."""
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
+    os.chdir("/tmp")
+    for fd, path in sources:
+        _show(fd, path, f".{path}")
+        os.close(fd)
+    for path, target in links.items():
+        Path(f".{path}").symlink_to(target)
+    for folder in ("tmp", "proc", "etc"):
+        Path(folder).mkdir(exist_ok=True)
+    Path("etc/passwd").write_text("sandbox:x:0:0:sandbox:/tmp:/bin/sh\n")
+    Path("etc/group").write_text("sandbox:x:0:\n")
+    kernel.pivot_root_here()
+    kernel.make_read_only("/", recursive=False)
+    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, TMP_OPTIONS)
+
+
+def _show(fd: int, path: str, target: str) -> None:
+    source = f"/proc/self/fd/{fd}"
+    if Path(source).is_dir():
+        Path(target).mkdir(parents=True, exist_ok=True)
+    else:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        Path(target).touch()
+    kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
+    kernel.make_read_only(target, devices=path.startswith("/dev/"))
+
+
+def fresh_tmp() -> None:
+    """Replaces /tmp by an empty one. Nothing may run that still uses the old one."""
+    os.chdir("/")
+    kernel.unmount("/tmp")
+    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, TMP_OPTIONS)
+    os.chdir("/tmp")

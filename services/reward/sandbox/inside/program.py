@@ -1,0 +1,145 @@
+"""The forked job: gives up every right, runs one program, writes how it ended into its result file. Standard library only.
+
+From `exec` on everything in this process belongs to the program: it can change this code, and so its own result, but nothing
+outside the process. The expected answer is not here, so there is nothing to steal and nothing to compare with.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import linecache
+import os
+import random
+import resource
+import sys
+import threading
+import traceback
+import types
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from services.reward.sandbox.inside import kernel
+
+FILE_BYTES = 16 << 20
+MAX_DEPTH = 32
+MAX_TRACE_CHARS = 8192
+_SOURCES = ("program.py", "expression")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a job may use. None: no limit of ours."""
+
+    memory_bytes: int
+    cpu_s: int | None
+    files: int
+    processes: int | None
+
+
+def give_up_everything(files: list[int], limits: Limits, system_calls: bytes | None) -> None:
+    """Leaves the process with `files` as its descriptors 0, 1, 2, ..., these limits, no capability and only `system_calls`."""
+    os.setsid()
+    for number, fd in enumerate(files):
+        os.dup2(fd, number, inheritable=number < 3)
+    os.closerange(len(files), 1 << 16)
+    bounds = {
+        resource.RLIMIT_AS: limits.memory_bytes,
+        resource.RLIMIT_FSIZE: FILE_BYTES,
+        resource.RLIMIT_NOFILE: limits.files,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_CPU: limits.cpu_s,
+        resource.RLIMIT_NPROC: limits.processes,
+    }
+    for kind, bound in bounds.items():
+        if bound is not None:
+            most = resource.getrlimit(kind)[1]
+            bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
+            resource.setrlimit(kind, (bound, bound))
+    if system_calls is not None:
+        kernel.drop_capabilities()
+        kernel.install_filter(system_calls)
+
+
+def run(job: dict[str, Any], result_fd: int) -> NoReturn:
+    """Runs `job["code"]`, then evaluates `job["expression"]` if there is one, and ends the process."""
+    try:
+        outcome = _outcome(job)
+        encoded = json.dumps(outcome, allow_nan=False).encode()
+    except BaseException as error:
+        encoded = json.dumps(_failure(error, job)).encode()
+    os.write(result_fd, encoded)
+    _finish()
+    os._exit(0)
+
+
+def _outcome(job: dict[str, Any]) -> dict[str, Any]:
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    random.seed(0)  # fork reseeds; a program that draws numbers should earn the same reward each time it is asked
+    sys.argv = [_SOURCES[0]]
+    main.__dict__.update(job["inputs"])
+    try:
+        exec(_compiled(job["code"], _SOURCES[0], "exec"), main.__dict__)
+    except SystemExit as error:
+        if job["expression"] is not None or error.code not in (None, 0):
+            raise
+        return {"end": "ok", "value": None}
+    if job["expression"] is None:
+        return {"end": "ok", "value": None}
+    value = eval(_compiled(job["expression"].strip(), _SOURCES[1], "eval"), main.__dict__)
+    return {"end": "ok", "value": plain(value)}
+
+
+def _compiled(source: str, name: str, mode: str) -> Any:
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # so that tracebacks show the line
+    return compile(source, name, mode, dont_inherit=True)
+
+
+def _failure(error: BaseException, job: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(error, MemoryError):
+        return {"end": "memory", "trace": "MemoryError\n"}
+    if isinstance(error, SystemExit):
+        where = "" if job["expression"] is None else " before its expression was evaluated"
+        return {"end": "error", "trace": f"SystemExit: the program ended itself with code {error.code!r:.80}{where}\n"}
+    while (top := error.__traceback__) is not None and top.tb_frame.f_code.co_filename not in _SOURCES:
+        error.__traceback__ = top.tb_next  # our own frames tell the reader nothing
+    try:
+        trace = "".join(traceback.format_exception(error))
+    except BaseException:
+        trace = f"{type(error).__name__}\n"
+    return {"end": "error", "trace": trace[-MAX_TRACE_CHARS:]}
+
+
+def _finish() -> None:
+    """Ends as an interpreter would: waits for threads, runs the exit handlers, flushes."""
+    try:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        os._exit(0)
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Returns `value` as JSON has it; a tuple becomes a list. Exact types only: a subclass could lie about itself later.
+
+    Raises TypeError or ValueError saying what is not plain data.
+    """
+    kind = type(value)
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the value is nested deeper than {MAX_DEPTH}, or contains itself")
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        if value != value or value in (float("inf"), float("-inf")):
+            raise ValueError(f"the value is {value}, which is not a finite number")
+        return value
+    if kind in (list, tuple):
+        return [plain(part, depth + 1) for part in value]
+    if kind is dict and all(type(key) is str for key in value):
+        return {key: plain(part, depth + 1) for key, part in value.items()}
+    what = "a dict with keys other than str" if kind is dict else f"of type {kind.__name__!r:.80}"
+    raise TypeError(f"the value is {what}, which is not plain data")

@@ -1,0 +1,106 @@
+"""The sandbox on this host: a row of warm slots, idle ones in a queue, one job each at a time.
+
+A slot that dies is started again and its job run once more; a second death is the verdict "sandbox_error". Backend "unsafe" is
+the same without namespaces and seccomp: resource limits only, for hosts that have nothing better, and only by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from services.reward.sandbox import probes, verdicts
+from services.reward.sandbox.base import Sandbox, SlotDied, Worker
+from services.reward.sandbox.slots import CannotIsolate, Slot
+from shared.errors import Failed
+from shared.logs import get_logger
+from shared.wire import ExecuteRequest, Execution
+
+GRACE_S = 10.0
+"""What a slot may take beyond a job's own time limit before it counts as dead."""
+
+MAX_DEFAULT_SLOTS = 8
+
+
+class LocalSandbox(Sandbox):
+    def __init__(self, *, isolated: bool, num_slots: int | None = None) -> None:
+        num_slots = num_slots or min(2 * len(os.sched_getaffinity(0)), MAX_DEFAULT_SLOTS)
+        self._isolated = isolated
+        self._slots = [Slot(number, mode="jobs", isolated=isolated) for number in range(num_slots)]
+        self._num_workers = 0
+        self._idle: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()
+        self._problem: str | None = "the sandbox was not started yet"
+        self._probes: dict[str, str] = {}
+
+    async def start(self) -> None:
+        try:
+            await asyncio.gather(*(slot.start() for slot in self._slots))
+        except CannotIsolate as error:
+            self._problem = _refusal(str(error))
+        else:
+            for slot in self._slots:
+                self._idle.put_nowait(slot)
+            self._problem = await self._test() if self._isolated else None
+        if self._problem:
+            get_logger().error("sandbox refused", problem=self._problem)
+            await self.close()
+        else:
+            get_logger().info("sandbox ready", **self.report())
+
+    async def close(self) -> None:
+        self._problem = self._problem or "the sandbox is closed"
+        await asyncio.gather(*(slot.close() for slot in self._slots))
+
+    def problem(self) -> str | None:
+        return self._problem
+
+    def report(self) -> dict[str, Any]:
+        tier = "none" if self._problem else "namespaces" if self._isolated else "unsafe"
+        shown = {name: fault or "passed" for name, fault in self._probes.items()}
+        return {"tier": tier, "slots": len(self._slots), "probes": shown}
+
+    async def execute(self, request: ExecuteRequest) -> Execution:
+        if self._problem:
+            raise Failed(self._problem)
+        slot = await self._idle.get()
+        try:
+            return await self._twice(slot, request)
+        finally:
+            self._idle.put_nowait(slot)
+
+    async def open_worker(self) -> Worker:
+        if self._problem:
+            raise Failed(self._problem)
+        self._num_workers += 1
+        worker = Slot(len(self._slots) + self._num_workers % 1000, mode="function", isolated=self._isolated)
+        await worker.start()
+        return worker
+
+    async def _twice(self, slot: Slot, request: ExecuteRequest) -> Execution:
+        reason = ""
+        for _ in range(2):
+            try:
+                if not slot.alive:
+                    await slot.start()
+                facts = await slot.ask(request.model_dump(), request.timeout_s + GRACE_S)
+                return verdicts.execution(facts, request)
+            except (SlotDied, CannotIsolate) as error:
+                reason = str(error)
+            except TimeoutError:
+                reason = f"it was silent for {request.timeout_s + GRACE_S:g} s"
+            get_logger().warning("sandbox slot died", reason=reason)
+        return Execution(verdict="sandbox_error", stderr=f"the sandbox failed twice: {reason}")
+
+    async def _test(self) -> str | None:
+        self._problem = None
+        self._probes = await probes.failures(self.execute)
+        faults = [f"{name}: {fault}" for name, fault in self._probes.items() if fault]
+        return _refusal(f"its self-test failed: {'; '.join(faults)}") if faults else None
+
+
+def _refusal(reason: str) -> str:
+    return (
+        f"this host cannot isolate model-written code: {reason}. Allow user namespaces to the reward service, or ask by name for "
+        "HONE_SANDBOX=unsafe to run such code with resource limits only"
+    )

@@ -1,0 +1,160 @@
+"""One slot process, from the outside: start it, ask it, kill it.
+
+It is started with an empty environment (a fixed hash seed apart), so the service's secrets are nowhere in its memory, and never
+by a fork of this process alone. It dies with the service: the kernel's parent-death signal, and end of file on its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from services.reward.sandbox import visible
+from services.reward.sandbox.base import SlotDied, Worker
+from services.reward.sandbox.inside import frames
+
+START_DEADLINE_S = 30.0
+MAX_MESSAGE_BYTES = 64 << 20
+OUTSIDE_UID = 60_000
+"""Root's slots are users 60000, 60001, ... outside, who own nothing and are not root to the kernel."""
+
+_HOME = str(Path(__file__).resolve().parents[3])
+_BOOT = "import sys; sys.path.insert(0, {home!r}); from services.reward.sandbox.inside.zygote import main; main()"
+
+
+class CannotIsolate(Exception):
+    """The host refused a step of building a slot; the message names the step."""
+
+
+class Slot(Worker):
+    """A slot in `mode` "jobs" runs programs; in mode "function" it is the worker for a job's own function."""
+
+    def __init__(self, number: int, *, mode: str, isolated: bool) -> None:
+        self._number = number
+        self._mode = mode
+        self._isolated = isolated
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    async def start(self) -> None:
+        """Starts the process and waits until it is inside. Raises CannotIsolate naming the step that failed."""
+        await self.close()
+        ours, theirs = socket.socketpair()
+        log = os.memfd_create("slot-stderr")
+        try:
+            self._process = self._spawn(theirs, log)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            await self._wait_until_ready(log)
+        finally:
+            theirs.close()
+            os.close(log)
+
+    async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
+        """Returns the answer. Anything but an answer (death, silence, cancellation) ends the slot: its state is unknown."""
+        answered = False
+        try:
+            async with asyncio.timeout(deadline_s):
+                answer = await self._exchange(message)
+            answered = True
+            return answer
+        finally:
+            if not answered:
+                self._kill()
+
+    async def close(self) -> None:
+        """Kills the process with all it runs, and waits for its end."""
+        process = self._process
+        if process is None:
+            return
+        self._kill()
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            if self._reader is not None:
+                await self._reader.read()  # end of file: the last holder of the other end is gone
+        await asyncio.to_thread(process.wait)
+        self._process = None
+
+    def _spawn(self, theirs: socket.socket, log: int) -> subprocess.Popen[bytes]:
+        config = {
+            "service_pid": os.getpid(),
+            "home": _HOME,
+            "mode": self._mode,
+            "isolated": self._isolated,
+            "control_fd": theirs.fileno(),
+            "uid": OUTSIDE_UID + self._number if os.geteuid() == 0 else None,
+            "binds": visible.binds(packages=self._mode == "function"),
+            "links": visible.links(),
+        }
+        flags = ["-P", "-s", "-S", "-B", "-X", "utf8"]
+        command = [visible.interpreter(), *flags, "-c", _BOOT.format(home=_HOME), json.dumps(config)]
+        null = subprocess.DEVNULL
+        return subprocess.Popen(
+            command,
+            stdin=null,
+            stdout=null,
+            stderr=log,
+            env={"PYTHONHASHSEED": "0"},
+            cwd="/",
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+
+    async def _wait_until_ready(self, log: int) -> None:
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                answer = await self._receive()
+        except TimeoutError as error:
+            await self.close()
+            raise CannotIsolate(f"a slot was not ready after {START_DEADLINE_S:g} s") from error
+        except SlotDied as error:
+            await self.close()
+            raise CannotIsolate(os.pread(log, 4096, 0).decode("utf-8", "replace").strip()[-500:] or str(error)) from error
+        if "fatal" in answer:
+            await self.close()
+            raise CannotIsolate(str(answer["fatal"]))
+
+    async def _exchange(self, message: dict[str, Any]) -> Any:
+        if self._writer is None:
+            raise SlotDied("it was never started")
+        try:
+            self._writer.write(frames.pack(message))
+            await self._writer.drain()
+        except OSError as error:
+            raise SlotDied(await self._how_it_ended()) from error
+        return await self._receive()
+
+    async def _receive(self) -> Any:
+        assert self._reader is not None
+        try:
+            (size,) = frames.HEADER.unpack(await self._reader.readexactly(frames.HEADER.size))
+            if size > MAX_MESSAGE_BYTES:
+                raise SlotDied(f"it answered with {size} bytes, at most {MAX_MESSAGE_BYTES} are taken")
+            return json.loads(await self._reader.readexactly(size))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise SlotDied(await self._how_it_ended()) from error
+        except (ValueError, RecursionError) as error:
+            raise SlotDied(f"it answered with something that is not JSON: {type(error).__name__}") from error
+
+    async def _how_it_ended(self) -> str:
+        assert self._process is not None
+        if self._writer is not None:
+            self._writer.close()
+        code = await asyncio.to_thread(self._process.wait)
+        return f"its process ended with code {code}"
+
+    def _kill(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(PermissionError):  # without CAP_KILL; the closed socket ends it as well
+                self._process.kill()
