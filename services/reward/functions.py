@@ -8,10 +8,12 @@ one worker run in turn. What a worker answers is untrusted and checked here; wha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
@@ -20,6 +22,7 @@ from services.reward.sandbox.base import Sandbox, SlotDied, Worker
 from services.reward.sandbox.slots import CannotIsolate
 from shared.errors import BadRequest, Failed
 from shared.job import RewardSpec
+from shared.logs import get_logger
 
 MAX_WORKERS = 8
 LOAD_DEADLINE_S = 120.0
@@ -34,10 +37,13 @@ class _Loaded:
     any_keyword: bool
 
 
+@dataclass
 class _Entry:
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.loaded: _Loaded | None = None
+    """One function's worker, if it has one now, and how many callers hold or wait for it."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    users: int = 0
+    loaded: _Loaded | None = None
 
 
 class FunctionWorkers:
@@ -50,8 +56,7 @@ class FunctionWorkers:
 
         Raises BadRequest with file, line and exception if its source cannot be loaded.
         """
-        entry = await self._entry(spec)
-        async with entry.lock:
+        async with self._entry(spec) as entry:
             loaded = await self._load(entry, spec)
             return loaded.required, loaded.any_keyword
 
@@ -60,21 +65,11 @@ class FunctionWorkers:
 
         Arguments that it has no parameter for are left out. Raises BadRequest if it raises, is late, or returns anything else.
         """
-        entry = await self._entry(spec)
-        async with entry.lock:
-            loaded = await self._load(entry, spec)
-            taken = {name: value for name, value in arguments.items() if loaded.any_keyword or name in loaded.required}
+        async with self._entry(spec) as entry:
             try:
-                answer = await loaded.worker.ask({"arguments": taken}, timeout_s)
+                answer = await self._answer(entry, spec, arguments, timeout_s)
             except TimeoutError as error:
-                await self._drop(entry)
                 raise BadRequest(f"{_named(spec)} did not return within {timeout_s:g} s for {count} completions") from error
-            except SlotDied as error:
-                await self._drop(entry)
-                raise BadRequest(f"{_named(spec)} ended its process: {error} (8 GiB of memory are allowed)") from error
-            except asyncio.CancelledError:
-                await self._drop(entry)
-                raise
         return _values(answer, count, spec)
 
     async def close(self) -> None:
@@ -82,15 +77,42 @@ class FunctionWorkers:
             await self._drop(entry)
         self._entries.clear()
 
-    async def _entry(self, spec: RewardSpec) -> _Entry:
+    @contextlib.asynccontextmanager
+    async def _entry(self, spec: RewardSpec) -> AsyncGenerator[_Entry]:
+        """Yields this function's entry, locked, after closing workers that were not used for longest and by nobody now."""
         key = hashlib.sha256(f"{spec.function}\0{_file(spec)}\0{spec.source}".encode()).hexdigest()
         entry = self._entries.setdefault(key, _Entry())
         self._entries.move_to_end(key)
-        for old_key, old in list(self._entries.items()):
-            if len(self._entries) > MAX_WORKERS and not old.lock.locked() and old is not entry:
-                del self._entries[old_key]
+        entry.users += 1
+        try:
+            surplus = len(self._entries) - MAX_WORKERS
+            unused = [old_key for old_key, old in self._entries.items() if not old.users]
+            for old in [self._entries.pop(old_key) for old_key in unused[: max(surplus, 0)]]:
                 await self._drop(old)
-        return entry
+            async with entry.lock:
+                yield entry
+        finally:
+            entry.users -= 1
+
+    async def _answer(self, entry: _Entry, spec: RewardSpec, arguments: dict[str, Any], timeout_s: float) -> Any:
+        """Returns the worker's untrusted answer. A worker that died may have been killed from outside, so it gets a second
+        try; a function that ends its own process does so again."""
+        for is_last in (False, True):
+            loaded = await self._load(entry, spec)
+            taken = {name: value for name, value in arguments.items() if loaded.any_keyword or name in loaded.required}
+            answered = False
+            try:
+                answer = await loaded.worker.ask({"arguments": taken}, timeout_s)
+                answered = True
+                return answer
+            except SlotDied as error:
+                if is_last:
+                    raise BadRequest(f"{_named(spec)} ended its process twice: {error} (it may use 8 GiB of memory)") from error
+                get_logger().warning("reward function worker died", function=spec.function, reason=str(error))
+            finally:
+                if not answered:
+                    await self._drop(entry)
+        raise AssertionError("unreachable")
 
     async def _load(self, entry: _Entry, spec: RewardSpec) -> _Loaded:
         if entry.loaded is not None:
@@ -103,7 +125,7 @@ class FunctionWorkers:
         try:
             answer = await worker.ask(opening, LOAD_DEADLINE_S)
             if "error" in answer:
-                raise BadRequest(f"{_named(spec)} cannot be loaded: {answer['error']}")
+                raise BadRequest(f"{_named(spec)} cannot be loaded: {str(answer['error'])[:1000]}")
             required = {str(name): bool(value) for name, value in answer["parameters"].items()}
             entry.loaded = _Loaded(worker, required, bool(answer["any_keyword"]))
             return entry.loaded

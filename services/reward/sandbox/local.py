@@ -34,10 +34,12 @@ class LocalSandbox(Sandbox):
         self._probes: dict[str, str] = {}
 
     async def start(self) -> None:
-        try:
-            await asyncio.gather(*(slot.start() for slot in self._slots))
-        except CannotIsolate as error:
-            self._problem = _refusal(str(error))
+        started = await asyncio.gather(*(slot.start() for slot in self._slots), return_exceptions=True)
+        failures = [failure for failure in started if failure is not None]
+        if failures and not isinstance(failures[0], CannotIsolate):
+            raise failures[0]
+        if failures:
+            self._problem = _refusal(str(failures[0]))
         else:
             for slot in self._slots:
                 self._idle.put_nowait(slot)
@@ -101,6 +103,7 @@ class LocalSandbox(Sandbox):
 
 def _refusal(reason: str) -> str:
     return (
-        f"this host cannot isolate model-written code: {reason}. Allow user namespaces to the reward service, or ask by name for "
+        f"this host cannot isolate model-written code: {reason}. Allow user namespaces to the reward service (the container's "
+        "seccomp profile, sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), or ask by name for "
         "HONE_SANDBOX=unsafe to run such code with resource limits only"
     )

@@ -3,6 +3,7 @@ that neither a wall with a hole nor a wall around everything passes."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,8 @@ PROBES = (
 
 async def failures(execute: Callable[[ExecuteRequest], Awaitable[Execution]]) -> dict[str, str]:
     """Returns, for each probe, "" or what it gave instead of what it should."""
-    return {probe.name: await _fault(probe, execute) for probe in PROBES}
+    faults = await asyncio.gather(*(_fault(probe, execute) for probe in PROBES))
+    return {probe.name: fault for probe, fault in zip(PROBES, faults, strict=True)}
 
 
 async def _fault(probe: Probe, execute: Callable[[ExecuteRequest], Awaitable[Execution]]) -> str:

@@ -20,6 +20,7 @@ from services.reward.sandbox.base import SlotDied, Worker
 from services.reward.sandbox.inside import frames
 
 START_DEADLINE_S = 30.0
+STOP_DEADLINE_S = 2.0
 MAX_MESSAGE_BYTES = 64 << 20
 OUTSIDE_UID = 60_000
 """Root's slots are users 60000, 60001, ... outside, who own nothing and are not root to the kernel."""
@@ -45,7 +46,8 @@ class Slot(Worker):
 
     @property
     def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        connected = self._writer is not None and not self._writer.is_closing()
+        return connected and self._process is not None and self._process.poll() is None
 
     async def start(self) -> None:
         """Starts the process and waits until it is inside. Raises CannotIsolate naming the step that failed."""
@@ -70,19 +72,26 @@ class Slot(Worker):
             return answer
         finally:
             if not answered:
-                self._kill()
+                self._disconnect()
 
     async def close(self) -> None:
-        """Kills the process with all it runs, and waits for its end."""
+        """Ends the process with all it runs, and waits for that."""
         process = self._process
         if process is None:
             return
-        self._kill()
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            if self._reader is not None:
-                await self._reader.read()  # end of file: the last holder of the other end is gone
-        await asyncio.to_thread(process.wait)
+        self._disconnect()
+        try:
+            await asyncio.to_thread(process.wait, STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(PermissionError):  # root without CAP_KILL may not
+                process.kill()
+            await asyncio.to_thread(process.wait)
         self._process = None
+
+    def _disconnect(self) -> None:
+        """Closes the socket, at which pid 1 of the slot ends and the kernel kills everything in there."""
+        if self._writer is not None:
+            self._writer.transport.abort()
 
     def _spawn(self, theirs: socket.socket, log: int) -> subprocess.Popen[bytes]:
         config = {
@@ -91,7 +100,7 @@ class Slot(Worker):
             "mode": self._mode,
             "isolated": self._isolated,
             "control_fd": theirs.fileno(),
-            "uid": OUTSIDE_UID + self._number if os.geteuid() == 0 else None,
+            "uid": _outside_uid(self._number),
             "binds": visible.binds(packages=self._mode == "function"),
             "links": visible.links(),
         }
@@ -147,14 +156,15 @@ class Slot(Worker):
 
     async def _how_it_ended(self) -> str:
         assert self._process is not None
-        if self._writer is not None:
-            self._writer.close()
+        self._disconnect()
         code = await asyncio.to_thread(self._process.wait)
         return f"its process ended with code {code}"
 
-    def _kill(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(PermissionError):  # without CAP_KILL; the closed socket ends it as well
-                self._process.kill()
+
+def _outside_uid(number: int) -> int | None:
+    """Returns the user to be outside: root's slots are nobody's uid; None (oneself) where there is no choice."""
+    if os.geteuid() != 0:
+        return None
+    uid = OUTSIDE_UID + number
+    maps = [[int(part) for part in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return uid if any(first <= uid < first + count for first, _, count in maps) else None

@@ -326,6 +326,7 @@ async def test_a_slot_killed_twice_is_a_sandbox_error(sandbox: LocalSandbox) -> 
     ended = await job
     assert ended.verdict == "sandbox_error"
     assert ended.stderr.startswith("the sandbox failed twice: its process ended with code")
+    assert (await run(sandbox, "", "6 * 7")).value == 42
     await nothing_is_left(sandbox)
 
 

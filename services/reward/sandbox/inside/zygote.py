@@ -43,7 +43,8 @@ def main() -> None:
     try:
         zygote = Zygote(control, config)
     except OSError as error:
-        frames.send(control, {"fatal": str(error)})
+        reason = error.strerror or str(error)
+        frames.send(control, {"fatal": f"{reason}: {error.filename}" if error.filename else reason})
         os._exit(125)
     frames.send(control, {"ready": True})
     if config["mode"] == "function":

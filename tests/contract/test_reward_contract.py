@@ -1,0 +1,285 @@
+"""The reward service through the real client, in process, with its real sandbox: success, each kind of error, and twice is once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import pytest_asyncio
+
+from services.reward.app import build
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import BadRequest, Conflict, Failed, Unauthorized
+from shared.job import RewardSpec
+from shared.wire import (
+    ExecuteRequest,
+    Execution,
+    GraderList,
+    Score,
+    ScoreItem,
+    ScoreRequest,
+    ScoreResult,
+    Validated,
+    ValidateRequest,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def app() -> AsyncGenerator[Any]:
+    service = build(Settings(sandbox_slots=2))
+    async with service.app.router.lifespan_context(service.app):
+        yield service.app
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["json", "msgpack"])
+async def client(app: Any, request: pytest.FixtureRequest) -> AsyncGenerator[Client]:
+    async with Client("reward", "http://testserver", binary=request.param, transport=httpx2.ASGITransport(app)) as client:
+        yield client
+
+
+def items(*completions: str, prompt: Any = "?", **row: Any) -> tuple[ScoreItem, ...]:
+    return tuple(ScoreItem(prompt=prompt, completion=text, row=row) for text in completions)
+
+
+async def score(client: Client, items: tuple[ScoreItem, ...], *specs: RewardSpec) -> tuple[Score, ...]:
+    request = ScoreRequest(items=items, rewards=specs)
+    return (await client.call("POST", "/score", request, ScoreResult, deadline_s=60)).scores
+
+
+def own(source: str, **spec: Any) -> RewardSpec:
+    return RewardSpec(source=source, **spec)
+
+
+async def test_score_weighs_and_explains_the_parts(client: Client) -> None:
+    countdown = RewardSpec(grader="python_value", params={"numbers": "nums"})
+    brief = RewardSpec(grader="length", weight=0.25, params={"max": 3})
+    right, wrong, cheat = await score(client, items("3*5", "3+5", "15", target=15, nums=[5, 3]), countdown, brief)
+    assert [right.value, wrong.value, cheat.value] == [1.25, 0.25, 0.25]
+    assert right.parts["python_value"].detail == "evaluated to 15"
+    assert wrong.parts["python_value"].detail == "evaluated to 8, wanted 15"
+    assert cheat.parts["python_value"].detail == "used [15], wanted [3, 5]"
+
+
+async def test_score_runs_whole_programs(client: Client) -> None:
+    program = "```python\ndef f(n):\n    return n * f(n - 1) if n else 1\nf(5)\n```"
+    scores = await score(
+        client, items(program, "import sys; sys.exit(0)", "x = 120", target=120), RewardSpec(grader="python_value")
+    )
+    assert [score.value for score in scores] == [1.0, 0.0, 0.0]
+    assert scores[2].parts["python_value"].detail == "ValueError: the program does not end in an expression"
+
+
+async def test_a_spinning_program_scores_zero_at_its_time_limit(client: Client) -> None:
+    spec = RewardSpec(grader="python_value", params={"timeout_s": 0.2})
+    (spun,) = await score(client, items("while True: pass\n1", target=1), spec)
+    assert (spun.value, spun.parts["python_value"].detail) == (0.0, "time limit 0.2 s")
+
+
+async def test_an_own_function_gets_completions_prompts_and_columns(client: Client) -> None:
+    source = """
+def reward(completions, prompts, answer, **kwargs):
+    assert sorted(kwargs) == ["extra"]
+    return [len(c) + len(p) + a for c, p, a in zip(completions, prompts, answer)]
+"""
+    scores = await score(client, items("ab", "abc", prompt="xyz", answer=10, extra=None), own(source))
+    assert [score.value for score in scores] == [15.0, 16.0]
+
+
+async def test_an_own_function_may_be_async_use_numpy_and_abstain(client: Client) -> None:
+    source = """
+import asyncio
+import numpy as np
+async def graded(completions, **kwargs):
+    await asyncio.sleep(0.01)
+    return [None, True, np.float32(0.5)]
+"""
+    scores = await score(client, items("a", "b", "c"), own(source, function="graded"))
+    assert [score.value for score in scores] == [None, 1.0, 0.5]
+    assert scores[0].parts["graded"].verdict == "skipped"
+
+
+async def test_an_own_function_sees_messages_where_the_prompt_has_them(client: Client) -> None:
+    source = (
+        "def reward(completions, prompts):\n    return [len(c[0]['content']) * (c[0]['role'] == 'assistant') for c in completions]"
+    )
+    (scored,) = await score(client, items("abcd", prompt=({"role": "user", "content": "?"},)), own(source))
+    assert scored.value == 4.0
+
+
+async def test_an_own_function_stays_loaded_between_requests(client: Client) -> None:
+    source = (
+        "import time\ntime.sleep(0.5)\nLOADED = time.time()\ndef reward(completions):\n    return [LOADED for _ in completions]"
+    )
+    first = await score(client, items("a"), own(source))
+    start = time.monotonic()
+    assert await score(client, items("a"), own(source)) == first
+    assert time.monotonic() - start < 0.4
+
+
+async def test_an_own_function_has_no_network_and_no_host(client: Client) -> None:
+    source = """
+import os, socket
+def reward(completions, paths):
+    seen = [path for path in paths[0] if os.path.exists(path)]
+    try:
+        socket.socket(); seen.append("network")
+    except PermissionError: pass
+    return [float(len(seen))]
+"""
+    paths = ["/proc/1", "/home", "/etc/shadow", "/run", str(Path(__file__).parents[2] / "pyproject.toml")]
+    (scored,) = await score(client, items("a", paths=paths), own(source))
+    assert scored.value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (own("def reward(completions):\n    return [1, 2, 3]"), "reward function 'reward' returned 3 values for 2 completions"),
+        (
+            own("\n\ndef reward(completions):\n    return completions[9]", file="a/mine.py"),
+            "reward function 'reward' failed: mine.py line 4: IndexError: list index out of range",
+        ),
+        (
+            own("def reward(completions):\n    return 1"),
+            "reward function 'reward' failed: TypeError: it returned '1' (int), expected a list",
+        ),
+        (
+            own("def reward(completions):\n    return ['1', 2]"),
+            "reward function 'reward' failed: TypeError: it returned '1' (str) for completion 0, expected a number or None",
+        ),
+        (
+            own("def reward(completions):\n    return [0, float('nan')]"),
+            "it returned nan for completion 1, expected a finite number",
+        ),
+        (own("def rewrd(completions): ..."), "reward.py defines no function 'reward'; it defines rewrd"),
+        (own("def reward(completions:"), "reward function 'reward' cannot be loaded: reward.py line 1: SyntaxError: "),
+        (own("import torhc"), "reward.py line 1: ModuleNotFoundError: No module named 'torhc'"),
+        (
+            own("def reward(completions, answr): ..."),
+            "reward function 'reward' takes 'answr': no column 'answr'; columns are answer",
+        ),
+        (
+            own("def reward(completions):\n    while True: pass", params={"timeout_s": 0.3}),
+            "reward function 'reward' did not return within 0.3 s for 2 completions",
+        ),
+        (own("import os\ndef reward(completions):\n    os._exit(7)"), "reward function 'reward' ended its process twice: "),
+        (own("def reward(completions): ...", params={"timeout": 1}), "unknown key 'timeout'; did you mean 'timeout_s'?"),
+        (RewardSpec(grader="exactmatch"), "no grader 'exactmatch'; did you mean 'exact_match'?"),
+        (
+            RewardSpec(grader="exact_match", params={"column": "answr"}),
+            "no column 'answr'; columns are answer; did you mean 'answer'?",
+        ),
+    ],
+)
+async def test_a_mistake_in_a_reward_is_a_bad_request_that_says_where(client: Client, spec: RewardSpec, message: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        await score(client, items("a", "b", answer="a"), spec)
+    assert message in caught.value.detail
+
+
+async def test_validate_says_before_training_what_score_would_say(client: Client) -> None:
+    good = ValidateRequest(
+        rewards=(RewardSpec(grader="exact_match"), own("def reward(completions, answer): ...")), columns=("answer",)
+    )
+    validated = await client.call("POST", "/graders/validate", good, Validated, deadline_s=60)
+    assert validated.rewards == ("exact_match", "reward")
+    with pytest.raises(BadRequest, match="reward function 'reward' takes 'answer': no column 'answer'; columns are question"):
+        await client.call(
+            "POST", "/graders/validate", ValidateRequest(rewards=good.rewards[1:], columns=("question",)), Validated, deadline_s=60
+        )
+
+
+async def test_graders_are_listed_with_their_params(client: Client) -> None:
+    listed = {info.name: info for info in (await client.get("/graders", GraderList)).graders}
+    assert {"exact_match", "function", "length", "python_value", "think_format"} <= set(listed)
+    assert listed["length"].params["properties"]["target"]["default"] is None
+
+
+async def test_execute_runs_a_program_and_returns_its_value(client: Client) -> None:
+    request = ExecuteRequest(code="print(input())", expression="x ** 2", inputs={"x": 12}, stdin="hi")
+    ended = await client.call("POST", "/execute", request, Execution, deadline_s=60)
+    assert (ended.verdict, ended.value, ended.stdout) == ("ok", 144, "hi\n")
+
+
+async def test_execute_twice_with_one_key_happens_once(client: Client) -> None:
+    request = ExecuteRequest(code="import os", expression="os.urandom(8).hex()")
+    key = f"once-{id(client)}"
+    first, second = [await client.call("POST", "/execute", request, Execution, deadline_s=60, key=key) for _ in range(2)]
+    assert first == second
+    assert (await client.call("POST", "/execute", request, Execution, deadline_s=60)).value != first.value
+    with pytest.raises(Conflict, match="already asked for with another body"):
+        await client.call("POST", "/execute", ExecuteRequest(code="1"), Execution, deadline_s=60, key=key)
+
+
+async def test_a_bad_body_is_a_sentence(client: Client) -> None:
+    with pytest.raises(BadRequest, match=r"'timeout_s': got 31\.0; input should be less than or equal to 30"):
+        await client.call("POST", "/execute", ExecuteRequest.model_construct(timeout_s=31.0), Execution, deadline_s=60)
+
+
+async def test_ready_and_version_report_the_tier_reached(app: Any) -> None:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://testserver") as http:
+        ready = await http.get("/readyz")
+        sandbox = (await http.get("/version")).json()["sandbox"]
+        metrics = (await http.get("/metrics")).text
+    assert (ready.status_code, ready.json()["dependencies"]) == (200, {"sandbox": {"ok": True, "detail": "ready"}})
+    assert (sandbox["tier"], sandbox["slots"]) == ("namespaces", 2)
+    assert len(sandbox["probes"]) >= 6
+    assert set(sandbox["probes"].values()) == {"passed"}
+    assert "hone_reward_completions " in metrics
+
+
+async def test_a_token_is_asked_for() -> None:
+    service = build(Settings(token="secret-token", sandbox="unsafe", sandbox_slots=1))  # type: ignore[arg-type]
+    async with (
+        service.app.router.lifespan_context(service.app),
+        Client("reward", "http://testserver", transport=httpx2.ASGITransport(service.app)) as client,
+    ):
+        with pytest.raises(Unauthorized):
+            await client.get("/graders", GraderList)
+
+
+async def test_unsafe_runs_programs_when_asked_for_by_name_and_says_so() -> None:
+    service = build(Settings(sandbox="unsafe", sandbox_slots=1))
+    async with (
+        service.app.router.lifespan_context(service.app),
+        Client("reward", "http://testserver", transport=httpx2.ASGITransport(service.app)) as client,
+    ):
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(service.app), base_url="http://testserver") as http:
+            assert (await http.get("/version")).json()["sandbox"]["tier"] == "unsafe"
+        codes = ["x = 2", "while True: pass", "x = bytearray(8 << 30)", "import subprocess; subprocess.Popen(['/bin/sleep', '60'])"]
+        ended = [
+            await client.call(
+                "POST", "/execute", ExecuteRequest(code=code, expression="2", timeout_s=0.5), Execution, deadline_s=60
+            )
+            for code in codes
+        ]
+        assert [run.verdict for run in ended] == ["ok", "time_limit", "memory_limit", "ok"]
+        assert [s.value for s in await score(client, items("ab"), own("def reward(completions):\n    return [2]"))] == [2.0]
+
+
+async def test_a_host_that_cannot_isolate_refuses_code_and_grades_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.reward.sandbox.visible.links", lambda: {"/usr": "never"})  # one step of the setup must fail
+    service = build(Settings(sandbox_slots=1))
+    async with (
+        service.app.router.lifespan_context(service.app),
+        Client("reward", "http://testserver", transport=httpx2.ASGITransport(service.app)) as client,
+    ):
+        for work in (
+            client.call("POST", "/execute", ExecuteRequest(code="1"), Execution, deadline_s=5),
+            score(client, items("1", target=1), RewardSpec(grader="python_value")),
+            score(client, items("1"), own("def reward(completions): ...")),
+        ):
+            with pytest.raises(Failed, match=r"cannot isolate model-written code: .*File exists.*HONE_SANDBOX=unsafe"):
+                await work
+        assert [s.value for s in await score(client, items("abc"), RewardSpec(grader="length", params={"max": 3}))] == [1.0]
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(service.app), base_url="http://testserver") as http:
+            ready = await http.get("/readyz")
+        assert ready.status_code == 503
+        assert "HONE_SANDBOX=unsafe" in ready.json()["dependencies"]["sandbox"]["detail"]
