@@ -1,0 +1,51 @@
+"""OpenAI's `/models`, `/completions` and `/chat/completions`: vLLM's own handlers, on an app of ours without the rest of vLLM.
+
+vLLM's server has some eighty routes, among them ones that sleep the engine, load adapters or reset caches. Here are three.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from fastapi import Depends, FastAPI
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.api_router import create_completion
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.api_router import show_available_models
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+from vllm.renderers.online_renderer import OnlineRenderer
+
+ALIAS = "policy"
+"""What a caller may name the model that serves, whichever it is."""
+
+
+def openai_app(engine: EngineClient, model: str) -> FastAPI:
+    """Returns the app that answers for `engine`, which is called `model` or `policy`."""
+    models = OpenAIServingModels(engine, [BaseModelPath(name, model) for name in (model, ALIAS)])
+    renderer = OnlineRenderer(
+        engine.model_config, engine.renderer, request_logger=None, chat_template=None, chat_template_content_format="auto"
+    )
+    app = FastAPI(openapi_url=None)
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    app.state.openai_serving_models = models
+    app.state.openai_serving_completion = OpenAIServingCompletion(engine, models, online_renderer=renderer, request_logger=None)
+    app.state.openai_serving_chat = OpenAIServingChat(
+        engine,
+        models,
+        "assistant",
+        online_renderer=renderer,
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format="auto",
+    )
+    init_exception_handler(app)
+    json_only = [Depends(validate_json_request)]
+    app.add_api_route("/models", show_available_models, methods=["GET"])
+    app.add_api_route("/completions", create_completion, methods=["POST"], dependencies=json_only)
+    app.add_api_route("/chat/completions", create_chat_completion, methods=["POST"], dependencies=json_only)
+    return app

@@ -1,0 +1,183 @@
+"""The real engine: vLLM's AsyncLLM, with the arguments that make its log-probs those the trainer needs.
+
+Importing this module imports vLLM (about 15 s), so only `VllmStarter` does, in a thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Literal
+
+import torch
+from starlette.types import ASGIApp
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import TokensInput
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from services.rollout.executors import InProcessExecutor, ProcessPerDeviceExecutor
+from services.rollout.openai_routes import openai_app
+from services.rollout.processes import in_daemon_thread
+from shared.config import Settings
+from shared.errors import BadRequest, Failed, Unavailable
+from shared.wire import EngineSpec, FinishReason, Message, Rollout, Sampling
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+DEAD = "the engine process died; PUT /model starts a new one"
+STOP_S = 3.0
+
+
+def engine_args(spec: EngineSpec, settings: Settings) -> AsyncEngineArgs:
+    """Returns vLLM's arguments for `spec` on this machine."""
+    args = AsyncEngineArgs(
+        model=spec.model,
+        revision=spec.revision,
+        dtype=choose_dtype(spec.dtype),
+        max_model_len=spec.max_model_len,  # pyright: ignore[reportArgumentType]  vLLM's own default is None
+        seed=spec.seed,
+        max_num_seqs=settings.max_num_seqs,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        distributed_executor_backend=InProcessExecutor if settings.tensor_parallel_size == 1 else ProcessPerDeviceExecutor,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # a model's own sampling defaults would be a silent second source of temperature and top_p
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+    if current_platform.is_cpu():
+        args.enforce_eager = True
+        args.kv_cache_memory_bytes = settings.kv_cache_gib << 30
+    else:
+        args.gpu_memory_utilization = settings.gpu_memory_utilization
+    return args
+
+
+def choose_dtype(asked: Dtype) -> Dtype:
+    """Returns the dtype to serve in. "auto" is bfloat16 where the hardware multiplies it, else float32, as in the trainer."""
+    if asked != "auto":
+        return asked
+    if not current_platform.is_cpu():
+        return "bfloat16" if current_platform.has_device_capability(80) else "float32"
+    multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if multiplies else "float32"
+
+
+class VllmEngine:
+    """One AsyncLLM. Built in a thread; used from the event loop only."""
+
+    def __init__(self, spec: EngineSpec, folder: Path, settings: Settings) -> None:
+        self._llm = AsyncLLM.from_engine_args(engine_args(spec, settings))
+        self._tokenizer = AutoTokenizer.from_pretrained(spec.model, revision=spec.revision)
+        self._request_ids = itertools.count()
+        self.folder = folder
+        self.max_model_len: int = self._llm.model_config.max_model_len
+        self.vocab_size: int = self._llm.model_config.get_vocab_size()
+        self.openai: ASGIApp = openai_app(self._llm, spec.model)
+
+    def encode(self, prompt: str | tuple[Message, ...]) -> list[int]:
+        """Returns token ids `[T]`. Text gets the tokenizer's special tokens; a template writes its own."""
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        try:
+            text = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
+        except Exception as error:
+            raise BadRequest(f"the model's chat template refused the messages: {type(error).__name__}: {error}") from error
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    async def sample(self, prompt_token_ids: list[int], sampling: Sampling, salt: str) -> tuple[Rollout, ...]:
+        """Returns the completions `[G]`, as one request of n: n requests cost 15 % more."""
+        prompt = TokensInput(type="token", prompt_token_ids=prompt_token_ids, cache_salt=salt)
+        request_id = str(next(self._request_ids))
+        try:
+            outputs = [output async for output in self._llm.generate(prompt, sampling_params(sampling), request_id)]
+        except EngineDeadError as error:
+            raise Unavailable(DEAD) from error
+        except VLLMClientError as error:
+            raise BadRequest(str(error)) from error
+        return tuple(rollout(completion) for completion in outputs[-1].outputs)
+
+    async def pause(self, *, abort: bool = False) -> None:
+        # AsyncLLM.pause_generation does this and then sleeps 20 ms, which it says is for looks only.
+        await self._llm.engine_core.pause_scheduler_async(mode="abort" if abort else "keep", clear_cache=True)
+
+    async def resume(self) -> None:
+        await self._llm.resume_generation()
+
+    async def load_files(self, folder: Path) -> None:
+        """Loads in place. Raises Failed if prefixes cached under the old weights could not be forgotten."""
+        try:
+            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        except EngineDeadError as error:
+            raise Unavailable(DEAD) from error
+        if not await self._llm.reset_prefix_cache():
+            raise Failed("vLLM did not reset its prefix cache")
+
+    async def set_version(self, version: int) -> None:
+        await self._llm.update_weight_version(str(version))
+
+    async def failure(self) -> str | None:
+        return DEAD if self._llm.errored else None
+
+    def num_running(self) -> int:
+        return self._llm.get_num_unfinished_requests()
+
+    async def stop(self) -> None:
+        await in_daemon_thread(self.shut_down)
+
+    def shut_down(self) -> None:
+        """Ends the engine's processes, killing them if they take longer than `STOP_S` seconds."""
+        self._llm.shutdown(timeout=STOP_S)
+
+
+def sampling_params(sampling: Sampling) -> SamplingParams:
+    """Returns vLLM's parameters. `logprobs=0` is the sampled token's alone; flat ones are lists, not an object a token."""
+    return SamplingParams(
+        n=sampling.n,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=list(sampling.stop),
+        seed=sampling.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def rollout(completion: CompletionOutput) -> Rollout:
+    """Returns the completion as it was sampled. Raises Failed unless every token has a finite log-prob."""
+    assert isinstance(completion.logprobs, FlatLogprobs)
+    token_ids, logprobs = completion.token_ids, completion.logprobs.logprobs
+    if len(logprobs) != len(token_ids):
+        raise Failed(f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, expected one a token")
+    if not math.isfinite(math.fsum(logprobs)):
+        raise Failed("vLLM gave a log-prob that is not finite; the weights that serve hold or produce NaN")
+    return Rollout(
+        text=completion.text,
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs),
+        finish_reason=finish_reason(completion.finish_reason),
+        versions=versions(completion),
+    )
+
+
+def finish_reason(reason: str | None) -> FinishReason:
+    if reason == "stop" or reason == "length":
+        return reason
+    return "error"
+
+
+def versions(completion: CompletionOutput) -> tuple[int, ...]:
+    """Returns the weight versions that sampled it, oldest first; none for weights that no job has published."""
+    return tuple(int(span.version) for span in completion.weight_versions or () if span.version.isdecimal())
