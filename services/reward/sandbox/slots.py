@@ -58,6 +58,9 @@ class Slot(Worker):
             self._process = self._spawn(theirs, log)
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
             await self._wait_until_ready(log)
+        except OSError as error:
+            ours.close()
+            raise CannotIsolate(f"starting {visible.interpreter()}: {error.strerror or error}") from error
         finally:
             theirs.close()
             os.close(log)

@@ -24,7 +24,7 @@ def _verdict(facts: dict[str, Any], request: ExecuteRequest) -> tuple[Any, Any, 
         return "time_limit", None, f"TimeLimit: stopped after {request.timeout_s:g} s\n"
     if facts["overflow"]:
         return "output_limit", None, "OutputLimit: more than 64 KiB were written\n"
-    if code == -signal.SIGKILL and facts["cpu_s"] >= int(request.timeout_s):
+    if code == -signal.SIGKILL and facts["cpu_s"] >= int(request.timeout_s) + 0.9:  # RLIMIT_CPU is in whole seconds
         return "time_limit", None, f"TimeLimit: used {facts['cpu_s']:.1f} s of CPU\n"
     if code == -signal.SIGKILL:
         return "memory_limit", None, "MemoryLimit: killed by the kernel\n"

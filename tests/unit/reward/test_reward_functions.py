@@ -1,0 +1,100 @@
+"""Workers of jobs' own functions, in the real sandbox: kept, replaced when they die, closed when others are used."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator
+
+import pytest
+import pytest_asyncio
+from reward_helpers import processes_of
+
+from services.reward import functions
+from services.reward.functions import FunctionWorkers
+from services.reward.sandbox.local import LocalSandbox
+from shared.errors import BadRequest
+from shared.job import RewardSpec
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROCESSES_PER_WORKER = 3
+"""The one outside, pid 1 inside, and the function's own."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandbox() -> AsyncGenerator[LocalSandbox]:
+    sandbox = LocalSandbox(isolated=True, num_slots=1)
+    await sandbox.start()
+    yield sandbox
+    await sandbox.close()
+    assert processes_of(os.getpid()) == []
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def workers(sandbox: LocalSandbox) -> AsyncGenerator[FunctionWorkers]:
+    workers = FunctionWorkers(sandbox)
+    yield workers
+    await workers.close()
+
+
+def constant(value: float) -> RewardSpec:
+    return RewardSpec(source=f"def reward(completions):\n    return [{value} for _ in completions]")
+
+
+async def call(workers: FunctionWorkers, spec: RewardSpec, *completions: str) -> list[float | None]:
+    return await workers.call(spec, {"completions": list(completions), "unused": []}, len(completions), 10.0)
+
+
+async def test_workers_used_least_recently_are_closed(workers: FunctionWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "MAX_WORKERS", 2)
+    before = len(processes_of(os.getpid()))
+    for value in (1.0, 2.0, 3.0, 4.0, 1.0):
+        assert await call(workers, constant(value), "a", "b") == [value, value]
+    assert len(processes_of(os.getpid())) == before + 2 * PROCESSES_PER_WORKER
+
+
+async def test_more_functions_at_once_than_are_kept_all_answer(workers: FunctionWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "MAX_WORKERS", 1)
+    answers = await asyncio.gather(*(call(workers, constant(value), "a") for value in (1.0, 2.0, 3.0, 1.0)))
+    assert answers == [[1.0], [2.0], [3.0], [1.0]]
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["the process outside", "the function's own process"])
+async def test_a_worker_killed_between_calls_is_replaced(workers: FunctionWorkers, which: int) -> None:
+    others = set(processes_of(os.getpid()))
+    assert await call(workers, constant(5.0), "a") == [5.0]
+    os.kill(sorted(set(processes_of(os.getpid())) - others)[which], signal.SIGKILL)
+    assert await call(workers, constant(5.0), "a") == [5.0]
+
+
+async def test_a_late_function_is_ended_and_the_next_call_is_right(workers: FunctionWorkers) -> None:
+    spec = RewardSpec(source="import time\ndef reward(completions):\n    time.sleep(float(completions[0]))\n    return [1.0]")
+    before = len(processes_of(os.getpid()))
+    with pytest.raises(BadRequest, match=r"did not return within 0.2 s for 1 completions"):
+        await workers.call(spec, {"completions": ["60"]}, 1, 0.2)
+    assert len(processes_of(os.getpid())) == before
+    assert await workers.call(spec, {"completions": ["0"]}, 1, 10.0) == [1.0]
+
+
+FORGER = """
+import json, os, struct
+def reward(completions):
+    forged = json.dumps({"values": FORGED}).encode()
+    os.write(3, struct.pack(">I", len(forged)) + forged)
+"""
+
+
+@pytest.mark.parametrize(
+    ("forged", "message"),
+    [
+        ("[True]", "returned True for completion 0"),
+        ("[1e999]", "returned inf for completion 0"),
+        ("{}", "something that is not a list"),
+        ("[]", "returned 0 values for 1 completions"),
+    ],
+)
+async def test_forged_answers_are_checked(workers: FunctionWorkers, forged: str, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        await call(workers, RewardSpec(source=FORGER.replace("FORGED", forged)), "a")
