@@ -18,6 +18,7 @@ from services.orchestrator.folder import RunFolder
 from services.orchestrator.peers import Peers
 from services.orchestrator.prompts import load_prompts
 from services.orchestrator.store import Store
+from services.orchestrator.tasks import stop
 from services.orchestrator.worker import Worker
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
@@ -52,9 +53,7 @@ def create_service(settings: Settings, store: Store) -> Service:
         try:
             yield
         finally:
-            worker.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await worker
+            await stop(worker)
             await store.close()
 
     async def check_redis() -> str | None:

@@ -31,6 +31,7 @@ from services.orchestrator.examples import to_examples
 from services.orchestrator.folder import RunFolder
 from services.orchestrator.peers import Peers
 from services.orchestrator.prompts import Prompts
+from services.orchestrator.tasks import stop
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Batch, Prompt, RolloutGroup, Score, ServingWeights, StepResult
@@ -69,9 +70,7 @@ class Pipeline:
                 watch.lap("wait_for_batch")
                 yield await self._train(batch, watch, seconds)
         finally:
-            for task in sampling:
-                task.cancel()
-            await asyncio.gather(*sampling, return_exceptions=True)
+            await stop(*sampling)
 
     async def sample(self, step: int) -> tuple[Batch, dict[str, float]]:
         """Returns the step's scored batch: the stored one if a crash came after it, else a new one. A group is graded as soon as
@@ -91,8 +90,7 @@ class Pipeline:
         try:
             graded_P = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
+            await stop(*tasks)
         watch.lap("reward")
         groups_P = tuple(group for group, _ in graded_P)
         version = min(version for group in groups_P for rollout in group.rollouts for version in rollout.versions)

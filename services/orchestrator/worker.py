@@ -6,7 +6,6 @@ While a job runs, its lease is renewed. A lease lost to another worker stops the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import socket
@@ -14,6 +13,7 @@ import time
 
 from services.orchestrator.run import Run
 from services.orchestrator.store import Lease, LeaseLost, Store
+from services.orchestrator.tasks import stop
 from shared.config import Settings
 from shared.errors import HoneError, Unavailable
 from shared.logs import get_logger
@@ -50,17 +50,13 @@ class Worker:
         try:
             await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                work.cancel()
-                await asyncio.wait({work})
+                await stop(work)
                 beat.result()
                 await self._end(lease, "cancelled", None)
             else:
                 await self._finish(lease, work)
         finally:
-            for task in (work, beat):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, HoneError, LeaseLost):
-                    await task
+            await stop(work, beat)
 
     async def _keep(self, lease: Lease) -> None:
         """Renews the lease; returns when cancelling was asked for."""

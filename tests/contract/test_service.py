@@ -74,7 +74,7 @@ async def test_a_natural_key_needs_no_header(settings: Settings) -> None:
 async def test_the_same_key_with_another_body_is_a_conflict(settings: Settings) -> None:
     client = Counter(settings).client()
     await call(client, 1, key="a")
-    with pytest.raises(Conflict, match="'a' was already asked for with another body|another body"):
+    with pytest.raises(Conflict, match="was already asked for with another body"):
         await call(client, 2, key="a")
 
 
@@ -140,7 +140,9 @@ async def test_an_unreachable_service_is_named_with_its_address() -> None:
 
 
 async def test_a_bad_body_is_a_problem_document_with_pointers(settings: Settings) -> None:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver"
+    ) as http:
         response = await http.post("/checkpoints", json={"job_id": "job", "stp": 1})
     assert response.status_code == 422 and response.headers["content-type"] == "application/problem+json"
     document = response.json()
@@ -149,7 +151,9 @@ async def test_a_bad_body_is_a_problem_document_with_pointers(settings: Settings
 
 
 async def test_a_form_post_from_a_web_page_is_refused(settings: Settings) -> None:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver"
+    ) as http:
         sneaky = await http.post("/checkpoints", content=b'{"job_id":"job","step":1}', headers={"content-type": "text/plain"})
         rebound = await http.get("/metrics", headers={"host": "evil.example:8002"})
     assert sneaky.status_code == 422 and "Content-Type" in sneaky.json()["detail"]
@@ -191,6 +195,8 @@ async def test_a_body_over_the_limit_is_refused_unread(settings: Settings) -> No
 
 
 async def test_a_request_id_comes_back(settings: Settings) -> None:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver"
+    ) as http:
         assert (await http.get("/healthz", headers={"x-request-id": "abc-1"})).headers["x-request-id"] == "abc-1"
         assert len((await http.get("/healthz")).headers["x-request-id"]) == 16

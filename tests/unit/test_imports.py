@@ -18,7 +18,8 @@ ALLOWED: dict[str, set[str]] = {
     "hone": WIRE | {"typer", "rich"},
     "services/orchestrator": WIRE | {"redis", "wandb", "datasets"},
     "services/rollout": WIRE | {"numpy", "vllm", "torch", "transformers", "safetensors", "prometheus_client", "uvicorn"},
-    "services/trainer": WIRE | {"numpy", "deepspeed", "peft", "torch", "transformers", "safetensors", "uvicorn", "prometheus_client"},
+    "services/trainer": WIRE
+    | {"numpy", "deepspeed", "peft", "torch", "transformers", "safetensors", "uvicorn", "prometheus_client"},
     "services/reward": WIRE | {"math_verify", "openai", "modal", "prometheus_client"},
 }
 
@@ -55,7 +56,9 @@ def test_no_relative_imports() -> None:
 
 
 def test_shared_imports_without_the_engines() -> None:
-    code = "import sys, shared.service, shared.client, shared.wire; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+    code = (
+        "import sys, shared.service, shared.client, shared.wire; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.strip() == "[]"
 
 

@@ -1,0 +1,332 @@
+"""The jobs API over real Redis and real HTTP, with fake services behind it to reach every fault."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from fake_services import FakeServices
+
+from services.orchestrator.app import create_service
+from services.orchestrator.folder import RunFolder
+from services.orchestrator.run import Run
+from services.orchestrator.store import Lease, Store
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import BadRequest, Conflict, Failed, NotFound
+from shared.job import Job
+from shared.wire import TERMINAL, EventList, JobList, JobRecord, MetricsList, RolloutList, SubmitRequest
+
+
+@dataclass
+class Stack:
+    fakes: FakeServices
+    settings: Settings
+    store: Store
+    client: Client
+    http: httpx.AsyncClient
+    job: Job
+
+    async def submit(self, job: Job | None = None, *, key: str | None = None) -> JobRecord:
+        body = SubmitRequest(job=job or self.job)
+        return await self.client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=20, key=key)
+
+    async def get(self, job_id: str) -> JobRecord:
+        return await self.client.get(f"/v1/jobs/{job_id}", JobRecord)
+
+    async def until(self, job_id: str, *statuses: str) -> JobRecord:
+        async with asyncio.timeout(30):
+            while (record := await self.get(job_id)).status not in (statuses or TERMINAL):
+                await asyncio.sleep(0.02)
+        return record
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    for name, count in (("train", 20), ("test", 12)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "answer": i}) + "\n" for i in range(count)))
+    return Job.model_validate(
+        {
+            "name": "demo",
+            "model": "owner/model",
+            "steps": 8,
+            "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "test.jsonl")},
+            "sampling": {"prompts_per_step": 6, "group_size": 4, "max_tokens": 4},
+            "rewards": [{"grader": "exact_match"}],
+            "evaluation": {"every": 4},
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def orchestrator(settings: Settings, redis_url: str) -> AsyncGenerator[tuple[Store, httpx.AsyncBaseTransport]]:
+    """The orchestrator's own application with its worker; leaving kills it without letting it say goodbye."""
+    store = Store(redis_url)
+    await store.open()
+    service = create_service(settings, store)
+    async with service.app.router.lifespan_context(service.app):
+        yield store, httpx.ASGITransport(app=service.app)
+
+
+async def finish(client: Client, job: Job) -> JobRecord:
+    """Submits the job and returns its record at the end."""
+    record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10)
+    async with asyncio.timeout(30):
+        while (found := await client.get(f"/v1/jobs/{record.id}", JobRecord)).status not in TERMINAL:
+            await asyncio.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+async def stack(settings: Settings, redis_url: str, job: Job) -> AsyncGenerator[Stack]:
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as settings, orchestrator(settings, redis_url) as (store, transport):
+        client = Client("orchestrator", "http://testserver", transport=transport)
+        async with httpx.AsyncClient(transport=transport, base_url="http://testserver", timeout=20) as http:
+            yield Stack(fakes, settings, store, client, http, job)
+
+
+async def test_a_job_runs_to_its_end_and_leaves_everything_in_its_folder(stack: Stack, tmp_path: Path) -> None:
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.step, record.error) == ("succeeded", 8, None)
+    assert record.summary is not None and record.summary["eval_after"] > record.summary["eval_before"] == 0.0
+    folder = RunFolder(Path(record.run_dir))
+    assert folder.path == (tmp_path / "runs" / record.id).resolve()
+    assert [row.step for row in folder.metrics()] == list(range(9))
+    assert folder.batch_steps() == list(range(1, 9))
+    on_disk = json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())
+    assert on_disk == record.summary
+    assert {"eval_before", "eval_after", "steps", "train_s", "wall_s", "versions"} <= set(on_disk)
+    assert stack.fakes.calls["train_step"] == 8 and stack.fakes.calls["reload"] == 9
+
+
+async def test_every_batch_is_sampled_by_the_weights_just_trained(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    folder = RunFolder(Path(record.run_dir))
+    assert [folder.batch(step).version for step in range(1, 9)] == list(range(8))
+    assert all(row.metrics["staleness"] == 0 for row in folder.metrics() if row.step)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+async def test_sampling_runs_ahead_by_exactly_the_staleness_allowed(stack: Stack, max_staleness: int) -> None:
+    async def slow(_: Any) -> None:
+        await asyncio.sleep(0.05)
+
+    stack.fakes.fault["train_step"] = slow
+    record = await stack.until((await stack.submit(stack.job.model_copy(update={"max_staleness": max_staleness}))).id)
+    staleness = [row.metrics["staleness"] for row in RunFolder(Path(record.run_dir)).metrics() if row.step]
+    assert max(staleness) == max_staleness and staleness[0] == 0
+    assert stack.fakes.calls["generate"] == 8 * 6 + 3 * 12, "nothing sampled is thrown away"
+
+
+async def test_submitting_twice_with_a_key_is_submitting_once(stack: Stack) -> None:
+    first = await stack.submit(key="k1")
+    assert (await stack.submit(key="k1")).id == first.id
+    assert len((await stack.client.get("/v1/jobs", JobList)).jobs) == 1
+    with pytest.raises(Conflict):
+        await stack.submit(stack.job.model_copy(update={"steps": 3}), key="k1")
+    assert (await stack.submit(key="k2")).id != first.id
+
+
+async def test_a_key_is_remembered_across_a_restart(settings: Settings, redis_url: str, job: Job) -> None:
+    fakes, ids = FakeServices(settings), []
+    async with fakes.running(settings) as settings:
+        for _ in range(2):
+            async with orchestrator(settings, redis_url) as (_store, transport):
+                client = Client("orchestrator", "http://testserver", transport=transport)
+                body = SubmitRequest(job=job)
+                ids.append((await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=10, key="same")).id)
+    assert ids[0] == ids[1]
+
+
+async def test_jobs_are_listed_newest_first_in_pages(stack: Stack) -> None:
+    ids = [(await stack.submit()).id for _ in range(3)]
+    page = await stack.client.get("/v1/jobs?limit=2", JobList)
+    assert [record.id for record in page.jobs] == ids[:0:-1] and page.next_after == ids[1]
+    rest = await stack.client.get(f"/v1/jobs?limit=2&after={page.next_after}", JobList)
+    assert [record.id for record in rest.jobs] == ids[:1] and rest.next_after is None
+
+
+async def test_an_unknown_job_is_not_found(stack: Stack) -> None:
+    for path in ("", "/events", "/metrics", "/rollouts", "/checkpoints"):
+        with pytest.raises(NotFound, match="no job 'nope'"):
+            await stack.client.get(f"/v1/jobs/nope{path}", JobRecord)
+
+
+async def test_a_queued_job_is_cancelled_at_once_and_a_running_one_within_seconds(stack: Stack) -> None:
+    blocked = asyncio.Event()
+    stack.fakes.fault["train_step"] = lambda _: blocked.wait()
+    running, queued = (await stack.submit()).id, (await stack.submit()).id
+    await stack.until(running, "running")
+    assert (await stack.http.post(f"/v1/jobs/{queued}/cancel")).json()["status"] == "cancelled"
+    await stack.http.post(f"/v1/jobs/{running}/cancel")
+    assert (await stack.until(running)).status == "cancelled"
+    again = await stack.http.post(f"/v1/jobs/{running}/cancel")
+    assert again.status_code == 200
+    blocked.set()
+    stack.fakes.fault.clear()
+    assert (await stack.until((await stack.submit()).id)).status == "succeeded", "the worker is free again"
+
+
+async def test_an_ended_job_cannot_be_cancelled(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    response = await stack.http.post(f"/v1/jobs/{record.id}/cancel")
+    assert response.status_code == 409 and "has succeeded" in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"data": {"train": "/nope/train.jsonl"}}, "no dataset file at '/nope/train.jsonl'"),
+        ({"data": {"train": "TRAIN", "prompt_column": "question"}}, "has no column 'question'"),
+        ({"model": "/nope/model"}, "no model at '/nope/model'"),
+        ({"model": "/"}, "is not a model: expected a folder with config.json"),
+        ({"rewards": [{"grader": "lenght"}]}, "unknown grader 'lenght'; did you mean 'length'?"),
+    ],
+)
+async def test_a_job_that_cannot_run_is_refused_when_it_is_submitted(stack: Stack, changes: dict[str, Any], sentence: str) -> None:
+    document = stack.job.model_dump(mode="json") | changes
+    if document["data"]["train"] == "TRAIN":
+        document["data"]["train"] = stack.job.data.train
+    with pytest.raises(BadRequest) as raised:
+        await stack.submit(Job.model_validate(document))
+    assert sentence in raised.value.detail
+    assert (await stack.client.get("/v1/jobs", JobList)).jobs == ()
+
+
+async def test_an_unknown_key_in_a_posted_job_names_the_nearest(stack: Stack) -> None:
+    document = stack.job.model_dump(mode="json")
+    document["training"]["lerning_rate"] = 1
+    response = await stack.http.post("/v1/jobs", json={"job": document})
+    assert response.status_code == 422
+    assert "unknown key 'job.training.lerning_rate'; did you mean 'learning_rate'?" in response.json()["detail"]
+
+
+async def test_a_sync_that_fails_ends_the_job_with_its_reason(stack: Stack) -> None:
+    async def refuse(ref: Any) -> None:
+        if ref.version == 3:
+            raise Failed("digest of /w is abc, expected digest-3; version 2 keeps serving")
+
+    stack.fakes.fault["reload"] = refuse
+    record = await stack.until((await stack.submit()).id)
+    assert record.status == "failed" and record.error == "digest of /w is abc, expected digest-3; version 2 keeps serving"
+    assert record.step == 2, "step 3 was trained, but its weights do not serve"
+
+
+async def test_a_sampler_that_answers_another_version_fails_the_job(stack: Stack) -> None:
+    async def lie(ref: Any) -> None:
+        if ref.version == 2:
+            object.__setattr__(ref, "version", 1)
+
+    stack.fakes.fault["reload"] = lie
+    record = await stack.until((await stack.submit()).id)
+    assert record.status == "failed"
+    assert record.error is not None and "published version 2" in record.error and "serves version 1" in record.error
+
+
+async def test_missing_rewards_beyond_the_limit_fail_the_job_with_the_reason(stack: Stack) -> None:
+    async def broken(_: Any) -> None:
+        raise BadRequest("reward function 'reward' returned 3 values for 4 completions")
+
+    stack.fakes.fault["score"] = broken
+    record = await stack.until((await stack.submit()).id)
+    assert record.status == "failed" and record.error == "reward function 'reward' returned 3 values for 4 completions"
+
+
+async def test_a_service_that_hangs_fails_the_job_by_its_deadline(settings: Settings, redis_url: str, job: Job) -> None:
+    fakes, released = FakeServices(settings), asyncio.Event()
+    fakes.fault["train_step"] = lambda _: released.wait()
+    settings = settings.model_copy(update={"train_deadline_s": 0.3})
+    async with fakes.running(settings) as settings, orchestrator(settings, redis_url) as (_, transport):
+        found = await finish(Client("orchestrator", "http://testserver", transport=transport), job)
+        released.set()
+    assert found.status == "failed" and found.error is not None
+    assert found.error.startswith("trainer at http://127.0.0.1:")
+    assert found.error.endswith("did not finish POST /train_step within 0.3 s")
+
+
+async def test_events_are_a_page_or_a_stream_that_resumes_without_a_gap(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    page = (await stack.client.get(f"/v1/jobs/{record.id}/events", EventList)).events
+    kinds = [event.type for event in page]
+    assert kinds[:2] == ["status", "status"] and kinds.count("step") == 8 and kinds.count("eval") == 3
+    assert kinds.count("checkpoint") == 1 and page[-1].message == "succeeded"
+    streamed = [part async for part in stack.client.events(f"/v1/jobs/{record.id}/events")]
+    assert [part[0] for part in streamed[:-1]] == [event.id for event in page] and streamed[-1][1] == "end"
+    middle = page[5].id
+    rest = [part async for part in stack.client.events(f"/v1/jobs/{record.id}/events", last_id=middle)]
+    assert [part[0] for part in rest[:-1]] == [event.id for event in page[6:]]
+
+
+async def test_a_bad_event_id_is_refused(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    response = await stack.http.get(
+        f"/v1/jobs/{record.id}/events", headers={"accept": "text/event-stream", "last-event-id": "yesterday"}
+    )
+    assert response.status_code == 422 and "'yesterday'" in response.json()["detail"]
+
+
+async def test_metrics_and_rollouts_are_served_from_the_run_folder(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    rows = (await stack.client.get(f"/v1/jobs/{record.id}/metrics?after_step=5", MetricsList)).rows
+    assert [row.step for row in rows] == [6, 7, 8]
+    listed = await stack.client.get(f"/v1/jobs/{record.id}/rollouts?step=4", RolloutList)
+    assert listed.step == 4 and len(listed.rollouts) == 6 * 4
+    assert {rollout.completion for rollout in listed.rollouts} <= {"right", "wrong"}
+    assert all(rollout.reward == float(rollout.completion == "right") for rollout in listed.rollouts)
+    assert (await stack.client.get(f"/v1/jobs/{record.id}/rollouts", RolloutList)).step == 8
+
+
+async def test_an_orchestrator_that_dies_loses_nothing(settings: Settings, redis_url: str, job: Job) -> None:
+    """The first one is cut off at step 5; the second takes the job up where the trainer is and trains no step twice."""
+    fakes = FakeServices(settings)
+    reached = asyncio.Event()
+
+    async def block(body: Any) -> None:
+        if body.step == 5 and not reached.is_set():
+            reached.set()
+            await asyncio.sleep(0.2)
+
+    fakes.fault["train_step"] = block
+    settings = settings.model_copy(update={"lease_s": 0.5})
+    async with fakes.running(settings) as settings:
+        async with orchestrator(settings, redis_url) as (_, transport):
+            client = Client("orchestrator", "http://testserver", transport=transport)
+            record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10)
+            await asyncio.wait_for(reached.wait(), 20)
+        await asyncio.sleep(0.3)
+        async with orchestrator(settings, redis_url) as (_, transport):
+            client = Client("orchestrator", "http://testserver", transport=transport)
+            async with asyncio.timeout(30):
+                while (found := await client.get(f"/v1/jobs/{record.id}", JobRecord)).status not in TERMINAL:
+                    await asyncio.sleep(0.05)
+    assert (found.status, found.attempt, found.step) == ("succeeded", 2, 8)
+    assert [request.step for request in fakes.trained] == list(range(1, 9))
+    assert [row.step for row in RunFolder(Path(found.run_dir)).metrics()] == [0, 1, 2, 3, 4, 6, 7, 8]
+
+
+async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(settings: Settings, redis_url: str, job: Job) -> None:
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as settings, orchestrator(settings, redis_url) as (_, transport):
+        client = Client("orchestrator", "http://testserver", transport=transport)
+        record = await finish(client, job)
+        first, fakes.trained = fakes.trained, []
+        fakes.job = None  # the trainer lost everything and starts from the beginning
+        sampled = fakes.calls["generate"]
+        await Run(record, Lease(record.id, 1, "test"), SilentStore(), settings).run()  # type: ignore[arg-type]
+        assert fakes.trained == first
+        assert fakes.calls["generate"] == sampled, "nothing was sampled again, nor evaluated: the keys are the same"
+
+
+class SilentStore:
+    """A store that a run reports to when no worker holds its lease."""
+
+    async def report(self, *_: Any, **__: Any) -> None:
+        pass

@@ -1,0 +1,76 @@
+"""From scored rollouts to examples and metrics, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.orchestrator.advantages import group_advantages
+from services.orchestrator.examples import to_examples
+from services.orchestrator.pipeline import Step
+from services.orchestrator.telemetry import reward_metrics, step_metrics
+from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score, StepResult
+
+
+def rollout(length: int, reason: str = "stop") -> Rollout:
+    return Rollout.model_validate(
+        {
+            "text": "x",
+            "token_ids": tuple(range(length)),
+            "logprobs": (-0.5,) * length,
+            "finish_reason": reason,
+            "versions": (3,),
+        }
+    )
+
+
+def score(value: float | None, **parts: float | None) -> Score:
+    return Score(
+        value=value, parts={name: Part(value=part, verdict="ok" if part is not None else "error") for name, part in parts.items()}
+    )
+
+
+GROUPS = (
+    RolloutGroup(prompt_token_ids=(1, 2), rollouts=(rollout(2), rollout(4, "length"))),
+    RolloutGroup(prompt_token_ids=(3,), rollouts=(rollout(3), rollout(3))),
+)
+SCORES = ((score(1.0, right=1.0), score(0.0, right=0.0)), (score(1.0, right=1.0), score(None, right=None)))
+
+
+def test_only_rollouts_with_signal_become_examples_and_tokens_stay_as_sampled() -> None:
+    advantages_PG = group_advantages([[1.0, 0.0], [1.0, None]], "none")
+    examples = to_examples(GROUPS, advantages_PG)
+    assert [(example.prompt_token_ids, example.token_ids, example.advantage) for example in examples] == [
+        ((1, 2), (0, 1), 0.5),
+        ((1, 2), (0, 1, 2, 3), -0.5),
+    ]
+
+
+def test_an_empty_completion_is_no_example() -> None:
+    group = RolloutGroup(prompt_token_ids=(1,), rollouts=(rollout(0, "error"), rollout(1)))
+    assert len(to_examples((group,), [[0.5, -0.5]])) == 1
+
+
+def test_reward_metrics_leave_missing_rewards_out_and_count_them() -> None:
+    metrics = reward_metrics(SCORES)
+    assert metrics["reward"] == pytest.approx(2 / 3)
+    assert metrics["missing_rewards"] == pytest.approx(1 / 4)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 2)
+    assert metrics["reward_std"] == pytest.approx(0.5**0.5)
+    assert metrics["rewards/right/mean"] == pytest.approx(2 / 3)
+
+
+def test_nothing_graded_has_no_reward_rather_than_zero() -> None:
+    metrics = reward_metrics(((score(None, right=None),),))
+    assert "reward" not in metrics and metrics["missing_rewards"] == 1.0
+
+
+def test_step_metrics_carry_lengths_staleness_and_time() -> None:
+    prompts = tuple(Prompt(index=index, content="p", row={}) for index in range(2))
+    batch = Batch(step=5, version=3, prompts=prompts, groups=GROUPS, scores=SCORES)
+    result = StepResult(
+        step=5, loss=0.1, grad_norm=2.0, learning_rate=1e-6, num_examples=2, num_tokens=6, train_s=0.2, metrics={"entropy": 0.7}
+    )
+    metrics = step_metrics(Step(batch, [[0.5, -0.5], [None, None]], result, 1, {"train": 0.2}), 1.5)
+    assert metrics["completions/mean_length"] == pytest.approx(12 / 4)
+    assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 4)
+    assert (metrics["staleness"], metrics["entropy"], metrics["time/train"], metrics["time/step"]) == (1, 0.7, 0.2, 1.5)

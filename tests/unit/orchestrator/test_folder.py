@@ -1,0 +1,94 @@
+"""The run folder: complete or absent, and a sentence when the disk is not there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.orchestrator.folder import RunFolder
+from shared.errors import Failed, NotFound
+from shared.job import Job
+from shared.wire import Batch, MetricsRow, Prompt, Rollout, RolloutGroup, Score
+
+JOB = Job.model_validate({"name": "demo", "model": "m/m", "steps": 1, "data": {"train": "x"}, "rewards": [{"grader": "length"}]})
+
+
+def make_batch(step: int = 1, text: str = "3*5") -> Batch:
+    rollout = Rollout(text=text, token_ids=(1, 2), logprobs=(-0.5, -0.25), finish_reason="stop", versions=(0,))
+    group = RolloutGroup(prompt_token_ids=(7,), rollouts=(rollout,))
+    prompt = Prompt(index=0, content="3 5 15", row={"target": 15})
+    return Batch(step=step, version=0, prompts=(prompt,), groups=(group,), scores=((Score(value=1.0, parts={}),),))
+
+
+def test_a_batch_comes_back_as_it_went(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "demo-1")
+    folder.create(JOB)
+    folder.write_batch(make_batch(12))
+    assert folder.batch(12) == make_batch(12) and folder.batch_steps() == [12]
+    with pytest.raises(NotFound, match="step 3 has no stored rollouts; steps 12 to 12 have"):
+        folder.batch(3)
+
+
+def test_the_name_points_at_the_newest_run(tmp_path: Path) -> None:
+    for job_id in ("demo-1", "demo-2"):
+        RunFolder(tmp_path / job_id).create(JOB)
+    assert (tmp_path / "demo").resolve().name == "demo-2"
+    assert json.loads((tmp_path / "demo" / "job.json").read_text())["name"] == "demo"
+
+
+def test_a_folder_of_that_name_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    RunFolder(tmp_path / "demo-1").create(JOB)
+    assert not (tmp_path / "demo").is_symlink()
+
+
+def test_metrics_come_back_in_order_without_a_torn_last_line(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "demo-1")
+    folder.create(JOB)
+    for step in (0, 1, 2):
+        folder.append_metrics(MetricsRow(step=step, metrics={"reward": step / 2}))
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    assert [(row.step, row.metrics["reward"]) for row in folder.metrics()] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert [row.step for row in folder.metrics(after_step=1)] == [2]
+
+
+def test_steps_that_will_be_done_again_are_dropped(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "demo-1")
+    folder.create(JOB)
+    for step in range(4):
+        folder.append_metrics(MetricsRow(step=step, metrics={}))
+    folder.start_at(1)
+    folder.append_metrics(MetricsRow(step=2, metrics={}))
+    assert [row.step for row in folder.metrics()] == [0, 1, 2]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_no_half_file(small_disk: Path) -> None:
+    folder = RunFolder(small_disk / "demo-1")
+    folder.create(JOB)
+    with pytest.raises(Failed, match=r"the disk of run folder '.*demo-1' is full \(\d+ MiB free\)"):
+        folder.write_batch(make_batch(1, text="x" * 400_000))
+    assert list((folder.path / "rollouts").iterdir()) == []
+    folder.write_batch(make_batch(1))
+    assert folder.batch(1) == make_batch(1)
+
+
+def test_a_run_folder_that_cannot_be_made_names_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Failed, match="HONE_RUNS_DIR"):
+        RunFolder(tmp_path / "file" / "demo-1").create(JOB)
