@@ -39,10 +39,12 @@ class RunFolder:
             self._write("job.json", job.model_dump_json(indent=2).encode())
             _point(self.path.parent / job.name, self.path.name)
 
-    def start_at(self, last_step: int) -> None:
-        """Drops metrics of steps after `last_step`, which will be done again."""
+    def start_at(self, last_step: int) -> int | None:
+        """Returns the last recorded step up to `last_step`, or None if there is none. Drops what was recorded of later ones,
+        which will be done again."""
         rows = [row for row in self.metrics() if row.step <= last_step]
         self._write("metrics.jsonl", b"".join(_metrics_line(row) for row in rows))
+        return rows[-1].step if rows else None
 
     def append_metrics(self, row: MetricsRow) -> None:
         with _disk(self.path), (self.path / "metrics.jsonl").open("ab") as file:

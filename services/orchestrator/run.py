@@ -1,7 +1,8 @@
 """One attempt at one job: everything around the pipeline. Prepare, go on from where the trainer is, evaluate, report, keep.
 
-A job is resumed by what is there already: the trainer says which step it is at, the run folder has the batches it has not
-trained on yet, and prompts are a function of the step. So an orchestrator that died costs nothing but time.
+A job is resumed by what is there already: the trainer says which step it is at, the run folder has the scored batches and the
+rows of finished steps, and prompts are a function of the step. A step that was trained but not recorded is asked for again and
+answered from the trainer's memory. So an orchestrator that died costs nothing but time.
 """
 
 from __future__ import annotations
@@ -63,18 +64,19 @@ class Run:
         pipeline = Pipeline(self._id, self._job, prompts, self._peers, self._folder)
         await self._log("loading the model into the trainer and the sampler")
         state, _ = await asyncio.gather(self._peers.put_job(self._id), self._peers.put_model())
-        await asyncio.to_thread(self._folder.start_at, state.step)
+        done = await asyncio.to_thread(self._folder.start_at, state.step)
         await pipeline.sync_weights(state.step)
         await self._log(f"{state.num_parameters:,} parameters, {state.dtype}, {state.num_ranks} trainer rank(s) on {state.device}")
-        if state.step == 0:
+        if done is None:
             await self._record(0, await self._evaluate(prompts, 0))
+        first = done or 0
         started = time.monotonic()
         checkpoint = None
-        async with contextlib.aclosing(pipeline.steps(state.step)) as steps:
+        async with contextlib.aclosing(pipeline.steps(first)) as steps:
             since = time.monotonic()
             async for step in steps:
                 now = time.monotonic()
-                checkpoint = await self._after_step(step, prompts, now - since, now - started, state.step)
+                checkpoint = await self._after_step(step, prompts, now - since, now - started, first)
                 since = time.monotonic()
         train_s = time.monotonic() - started
         checkpoint = checkpoint or await self._peers.checkpoint(self._id, self._job.steps)

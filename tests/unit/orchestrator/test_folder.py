@@ -62,7 +62,7 @@ def test_steps_that_will_be_done_again_are_dropped(tmp_path: Path) -> None:
     folder.create(JOB)
     for step in range(4):
         folder.append_metrics(MetricsRow(step=step, metrics={}))
-    folder.start_at(1)
+    assert folder.start_at(1) == 1
     folder.append_metrics(MetricsRow(step=2, metrics={}))
     assert [row.step for row in folder.metrics()] == [0, 1, 2]
 
