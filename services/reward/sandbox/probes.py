@@ -41,11 +41,16 @@ PROBES = (
     ),
     Probe(
         "no writing outside /tmp",
-        _TRY + "import os",
-        "[attempt(os.mkdir, path + '/probe') for path in ('', '/usr', '/etc', '/proc', '/tmp')]",
-        ["refused"] * 4 + ["allowed"],
+        _TRY + "import os\nread_only = [os.statvfs(path).f_flag & 1 for path in ('/', '/usr', os.__file__)]",
+        "read_only + [attempt(os.mkdir, path + '/probe') for path in ('', '/usr', '/etc', '/proc', '/tmp')]",
+        [1, 1, 1, "refused", "refused", "refused", "refused", "allowed"],
     ),
-    Probe("no capabilities", _TRY + "import os", "attempt(os.chroot, '/tmp')", "refused"),
+    Probe(
+        "no capabilities",
+        "import ctypes\nheld = (ctypes.c_uint32 * 6)()\nctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), held)",
+        "list(held)",
+        [0, 0, 0, 0, 0, 0],
+    ),
     Probe(
         "system calls filtered",
         "import ctypes\nlibc = ctypes.CDLL(None)",

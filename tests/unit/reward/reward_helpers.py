@@ -56,6 +56,11 @@ def processes_of(service_pid: int) -> list[int]:
     return sorted({pid for pid in _pids() if _user_namespace(pid) in namespaces} | set(slots))
 
 
+def is_alive(pid: int) -> bool:
+    """Returns whether `pid` runs; what is dead but not yet collected does not."""
+    return _state(pid) not in "ZX"
+
+
 def kill(service_pid: int) -> None:
     """Kills, with no warning, whatever runs in the sandboxes of a service."""
     for pid in processes_of(service_pid):
@@ -72,7 +77,7 @@ def processes_in(namespaces: set[str | None]) -> list[int]:
 
 
 def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _state(int(entry.name)) not in "ZX"]
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and is_alive(int(entry.name))]
 
 
 def _state(pid: int) -> str:

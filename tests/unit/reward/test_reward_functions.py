@@ -55,10 +55,17 @@ async def test_workers_used_least_recently_are_closed(workers: FunctionWorkers, 
     assert len(processes_of(os.getpid())) == before + 2 * PROCESSES_PER_WORKER
 
 
-async def test_more_functions_at_once_than_are_kept_all_answer(workers: FunctionWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_busy_worker_is_never_closed_for_another_one(workers: FunctionWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "MAX_WORKERS", 1)
-    answers = await asyncio.gather(*(call(workers, constant(value), "a") for value in (1.0, 2.0, 3.0, 1.0)))
-    assert answers == [[1.0], [2.0], [3.0], [1.0]]
+    before = processes_of(os.getpid())
+    slow = "import time\nLOADED = time.time()\ndef reward(completions):\n    time.sleep(0.5)\n    return [LOADED]"
+    loaded = (await call(workers, RewardSpec(source=slow), "a"))[0]
+    answers = await asyncio.gather(
+        call(workers, RewardSpec(source=slow), "a"), *(call(workers, constant(v), "a") for v in (1, 2, 1))
+    )
+    assert answers == [[loaded], [1.0], [2.0], [1.0]]
+    await workers.close()
+    assert processes_of(os.getpid()) == before
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["the process outside", "the function's own process"])

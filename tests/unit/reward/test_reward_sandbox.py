@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from reward_helpers import kill, processes_of
+from reward_helpers import is_alive, kill, processes_of
 
 from services.reward.sandbox.local import LocalSandbox
 from shared.wire import ExecuteRequest, Execution
@@ -256,6 +258,47 @@ async def test_the_host_is_out_of_reach(sandbox: LocalSandbox, expression: str) 
     assert ended.verdict == "ok", ended.stderr
     assert set(ended.value) == {"refused"}
     await nothing_is_left(sandbox)
+
+
+async def test_what_it_sees_of_the_host_is_mounted_read_only_without_set_uid(sandbox: LocalSandbox) -> None:
+    expression = "[os.statvfs(path).f_flag & 3 for path in ('/', '/usr', '/etc/passwd', '/dev/null', os.__file__)]"
+    assert (await run(sandbox, "import os", expression)).value == [3] * 5
+
+
+async def test_it_holds_no_capability(sandbox: LocalSandbox) -> None:
+    code = """
+import ctypes
+held = (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), held) == 0
+"""
+    assert (await run(sandbox, code, "list(held)")).value == [0] * 6
+
+
+async def test_each_slot_has_namespaces_of_its_own(sandbox: LocalSandbox) -> None:
+    inside = max(processes_of(os.getpid()))
+    for kind in ("user", "pid", "mnt", "net", "ipc", "uts"):
+        assert Path(f"/proc/{inside}/ns/{kind}").readlink() != Path(f"/proc/self/ns/{kind}").readlink(), kind
+
+
+async def test_what_is_inside_dies_with_the_process_outside(sandbox: LocalSandbox) -> None:
+    outside, _ = processes_of(os.getpid())
+    os.kill(outside, signal.SIGKILL)
+    await asyncio.sleep(0.3)
+    assert processes_of(os.getpid()) == []
+    assert (await run(sandbox, "", "6 * 7")).value == 42
+
+
+async def test_unsafe_ends_what_a_program_leaves_running_and_removes_its_folder() -> None:
+    unsafe = LocalSandbox(isolated=False, num_slots=1)
+    await unsafe.start()
+    try:
+        code = "import os, subprocess; sleeping = subprocess.Popen(['/bin/sleep', '60'])"
+        ended = await unsafe.execute(ExecuteRequest(code=code, expression="[sleeping.pid, os.getcwd()]"))
+    finally:
+        await unsafe.close()
+    assert ended.verdict == "ok"
+    assert not is_alive(ended.value[0])
+    assert not Path(ended.value[1]).exists()
 
 
 SYSTEM_CALLS = {
