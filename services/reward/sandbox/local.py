@@ -86,6 +86,8 @@ class LocalSandbox(Sandbox):
                 if not slot.alive:
                     await slot.start()
                 facts = await slot.ask(request.model_dump(), request.timeout_s + GRACE_S)
+                if not facts["began"]:
+                    raise SlotDied(f"a program could not be started: {facts['stderr'].strip()[-200:] or facts['exit']}")
                 return verdicts.execution(facts, request)
             except (SlotDied, CannotIsolate) as error:
                 reason = str(error)

@@ -14,6 +14,7 @@ import pytest_asyncio
 from reward_helpers import is_alive, kill, processes_of
 
 from services.reward.sandbox.local import LocalSandbox
+from services.reward.sandbox.slots import Slot
 from shared.wire import ExecuteRequest, Execution
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -40,6 +41,12 @@ async def nothing_is_left(sandbox: LocalSandbox) -> None:
     assert len(processes_of(os.getpid())) == PROCESSES_PER_SLOT
     after = await run(sandbox, "import os", "[6 * 7, os.listdir('/tmp')]")
     assert (after.verdict, after.value) == ("ok", [42, []])
+
+
+async def until_processes_are(count: int) -> None:
+    async with asyncio.timeout(20):
+        while len(processes_of(os.getpid())) != count:
+            await asyncio.sleep(0.05)
 
 
 async def test_a_program_gives_its_value_and_its_output(sandbox: LocalSandbox) -> None:
@@ -283,8 +290,7 @@ async def test_each_slot_has_namespaces_of_its_own(sandbox: LocalSandbox) -> Non
 async def test_what_is_inside_dies_with_the_process_outside(sandbox: LocalSandbox) -> None:
     outside, _ = processes_of(os.getpid())
     os.kill(outside, signal.SIGKILL)
-    await asyncio.sleep(0.3)
-    assert processes_of(os.getpid()) == []
+    await until_processes_are(0)
     assert (await run(sandbox, "", "6 * 7")).value == 42
 
 
@@ -355,7 +361,7 @@ async def test_a_killed_slot_is_started_again_and_the_next_job_is_right(sandbox:
 
 async def test_a_slot_killed_during_a_job_costs_a_retry_and_no_wrong_result(sandbox: LocalSandbox) -> None:
     job = asyncio.create_task(run(sandbox, "import time; time.sleep(1)", "7"))
-    await asyncio.sleep(0.3)
+    await until_processes_are(PROCESSES_PER_SLOT + 1)
     kill(os.getpid())
     assert ((await job).verdict, (await job).value) == ("ok", 7)
     await nothing_is_left(sandbox)
@@ -364,13 +370,33 @@ async def test_a_slot_killed_during_a_job_costs_a_retry_and_no_wrong_result(sand
 async def test_a_slot_killed_twice_is_a_sandbox_error(sandbox: LocalSandbox) -> None:
     job = asyncio.create_task(run(sandbox, "import time; time.sleep(5)", "7", timeout_s=10))
     for _ in range(2):
-        await asyncio.sleep(0.7)
+        await until_processes_are(PROCESSES_PER_SLOT + 1)
         kill(os.getpid())
     ended = await job
     assert ended.verdict == "sandbox_error"
     assert ended.stderr.startswith("the sandbox failed twice: its process ended with code")
     assert (await run(sandbox, "", "6 * 7")).value == 42
     await nothing_is_left(sandbox)
+
+
+async def test_a_program_that_could_not_begin_is_a_sandbox_error_and_not_a_wrong_answer(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"began": False, "exit": 125, "timed_out": False, "stderr": "capset(none): Operation not permitted"}
+
+    async def ask(*_: Any) -> dict[str, Any]:
+        return facts
+
+    monkeypatch.setattr(Slot, "ask", ask)
+    ended = await run(sandbox, "", "1")
+    assert ended.verdict == "sandbox_error"
+    assert ended.stderr == ("the sandbox failed twice: a program could not be started: capset(none): Operation not permitted")
+
+
+async def test_a_program_cannot_pretend_that_it_never_began(sandbox: LocalSandbox) -> None:
+    code = "import os\nos.ftruncate(3, 0)\nos._exit(125)"
+    ended = await run(sandbox, code, "1")
+    assert ended.verdict == "runtime_error"
 
 
 async def test_a_cancelled_job_is_killed_and_its_slot_is_free(sandbox: LocalSandbox) -> None:

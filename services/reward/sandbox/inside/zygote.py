@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib
 import json
+import mmap
 import os
 import select
 import shutil
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import frames, function, isolation, kernel, program, seccomp
 
@@ -61,6 +62,7 @@ class Zygote:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         self._own_bytes = pages * os.sysconf("SC_PAGESIZE")
         self._control = control
+        self._began = mmap.mmap(-1, 1)  # shared with each job until its program begins
         self._isolated: bool = config["isolated"]
         self._filter = seccomp.build() if self._isolated else None
         self._pid_namespace = isolation.enter(config) if self._isolated else None
@@ -95,6 +97,7 @@ class Zygote:
             os.write(files[0], job["stdin"].encode())
             os.lseek(files[0], 0, os.SEEK_SET)
             with self._fresh_folder():
+                self._began[0] = 0
                 start = time.monotonic()
                 pid = self._fork(job, files)
                 timed_out = not self._ends_within(pid, job["timeout_s"])
@@ -104,6 +107,7 @@ class Zygote:
                 wall_s = time.monotonic() - start
                 self._kill_leftovers(pid)
             return {
+                "began": self._began[0] == 1,
                 "exit": os.waitstatus_to_exitcode(status),
                 "timed_out": timed_out,
                 "wall_s": wall_s,
@@ -122,17 +126,26 @@ class Zygote:
             kernel.unshare(kernel.CLONE_NEWPID, "pid namespace of a job")
         pid = os.fork()
         if not pid:
-            limits = program.Limits(
-                memory_bytes=self._own_bytes + (job["memory_mib"] << 20),
-                cpu_s=int(job["timeout_s"]) + 1,
-                files=64,
-                processes=24 if self._isolated else None,
-            )
-            program.give_up_everything(files, limits, self._filter)
-            program.run(job, 3)
+            self._become_program(job, files)
         if self._pid_namespace is not None:
             kernel.enter_namespace(self._pid_namespace, kernel.CLONE_NEWPID, "pid namespace of the slot")
         return pid
+
+    def _become_program(self, job: dict[str, Any], files: list[int]) -> NoReturn:
+        limits = program.Limits(
+            memory_bytes=self._own_bytes + (job["memory_mib"] << 20),
+            cpu_s=int(job["timeout_s"]) + 1,
+            files=64,
+            processes=24 if self._isolated else None,
+        )
+        try:
+            program.give_up_everything(files, limits, self._filter)
+            self._began[0] = 1
+            self._began.close()
+        except OSError as error:
+            os.write(2, str(error).encode())
+            os._exit(125)
+        program.run(job, 3)
 
     def _ends_within(self, pid: int, timeout_s: float | None) -> bool:
         """Returns whether the job ended in time. Ends the slot, and so the job, if the service goes away meanwhile."""
