@@ -66,9 +66,9 @@ def launch(settings: Settings) -> int:
 
 
 def torchrun_command(num_ranks: int, run_dir: Path) -> list[str]:
-    """Returns torchrun's command line. It meets its one agent through a file: its TCP store would listen on every interface."""
+    """Returns torchrun's command line. Its rendezvous is a file, because its TCP store would listen on every interface."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", "services.trainer.agent"),
         *("--nnodes", "1", "--nproc-per-node", str(num_ranks), "--max-restarts", "0"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(run_dir / "rendezvous"), "--rdzv-conf", "store_type=file"),
         *("--local-addr", "127.0.0.1", "--shutdown-timeout", str(STOP_S)),
@@ -81,7 +81,8 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     threads = settings.trainer_threads or max(1, cores // settings.trainer_ranks)
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    return loopback | os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    no_store_server = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return loopback | os.environ | no_store_server | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
 
 
 if __name__ == "__main__":

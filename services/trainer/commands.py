@@ -113,7 +113,7 @@ class Notes:
         self._own = folder / f"failed-{rank}"
 
     def leave(self, sentence: str) -> None:
-        aside = self._own.with_suffix(".tmp")
+        aside = self._own.with_name("." + self._own.name)
         aside.write_text(sentence, encoding="utf-8")
         aside.replace(self._own)
 
@@ -122,7 +122,7 @@ class Notes:
 
     def standing(self, age_s: float) -> str | None:
         """Returns a note that has been there for `age_s` seconds, if any."""
-        for note in sorted(self._folder.glob("failed-?*[0-9]")):
+        for note in sorted(self._folder.glob("failed-*")):
             try:
                 if time.time() - note.stat().st_mtime >= age_s:
                     return note.read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ import gc
 import logging
 import math
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,7 @@ def quiet_libraries() -> None:
     """Leaves the libraries' warnings and errors, and none of their progress bars and notes on how things go."""
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls, not ours
 
 
 def seed_everything(seed: int) -> None:

@@ -48,7 +48,7 @@ def main() -> None:
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     settings = load_settings()
-    logs.configure("trainer", settings)
+    logs.configure("trainer", settings if int(os.environ["RANK"]) == 0 else quieter(settings))
     run_dir = Path(sys.argv[1])
     device = start_distributed(run_dir)
     trainer = make_trainer(settings, device)
@@ -57,6 +57,11 @@ def main() -> None:
         lead(settings, trainer, channel, notes, run_dir)
     else:
         follow(trainer, channel, notes, None)
+
+
+def quieter(settings: Settings) -> Settings:
+    """Returns settings under which a rank does not repeat what rank 0 logs."""
+    return settings.model_copy(update={"log_level": "error" if settings.log_level == "error" else "warning"})
 
 
 def die_with_parent() -> None:

@@ -1,0 +1,147 @@
+"""The trainer's routes over HTTP in process: success, each kind of error, called twice happened once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import httpx2
+import pytest
+from trainer_fakes import Engines, job_request, make_trainer, step_request
+
+from services.trainer.app import make_service
+from services.trainer.trainer import Trainer
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import BadRequest, Conflict, Failed
+from shared.wire import (
+    Checkpoint,
+    CheckpointList,
+    CheckpointRequest,
+    PublishRequest,
+    StepResult,
+    TrainerState,
+    WeightsRef,
+    Wire,
+)
+
+
+class OneRank:
+    """Runs commands in a thread, one at a time, as a single rank does; `hold` keeps them waiting."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.hold = threading.Event()
+        self.hold.set()
+        self.lock = asyncio.Lock()
+
+    async def run(self, name: str, body: Wire):
+        async with self.lock:
+            await asyncio.to_thread(self.hold.wait)
+            return await asyncio.to_thread(getattr(self.trainer, name), body)
+
+
+@pytest.fixture
+def parts(tmp_path) -> tuple[Trainer, Engines]:
+    return make_trainer(tmp_path)
+
+
+@pytest.fixture
+def rank(parts) -> OneRank:
+    return OneRank(parts[0])
+
+
+@pytest.fixture(params=[False, True], ids=["json", "msgpack"])
+async def client(rank, request):
+    service = make_service(Settings(), rank.trainer, rank.run, {"ranks": 1, "torch": "2"})
+    transport = httpx2.ASGITransport(app=service.app)
+    async with Client("trainer", "http://testserver", binary=request.param, transport=transport) as client:
+        yield client
+
+
+async def call(client, method, path, body, result):
+    return await client.call(method, path, body, result, deadline_s=10)
+
+
+async def test_a_job_goes_from_loading_to_a_checkpoint(client):
+    state = await call(client, "PUT", "/job", job_request(), TrainerState)
+    assert (state.job_id, state.step, state.num_parameters) == ("a", 0, 10)
+    result = await call(client, "POST", "/train_step", step_request(1), StepResult)
+    assert (result.step, result.num_tokens) == (1, 3)
+    ref = await call(client, "POST", "/publish_weights", PublishRequest(job_id="a", version=1, method="shm"), WeightsRef)
+    assert ref.path.endswith("shm/a/v1")
+    checkpoint = await call(client, "POST", "/checkpoints", CheckpointRequest(job_id="a", step=1), Checkpoint)
+    assert (await client.get("/checkpoints", CheckpointList)).checkpoints == (checkpoint,)
+    assert (await client.get("/state", TrainerState)).step == 1
+
+
+async def test_every_call_twice_happens_once(client, parts):
+    engines = parts[1]
+    calls = [
+        ("PUT", "/job", job_request(), TrainerState),
+        ("POST", "/train_step", step_request(1), StepResult),
+        ("POST", "/publish_weights", PublishRequest(job_id="a", version=1, method="shm"), WeightsRef),
+        ("POST", "/checkpoints", CheckpointRequest(job_id="a", step=1), Checkpoint),
+    ]
+    for method, path, body, result in calls:
+        first, second = await asyncio.gather(*(call(client, method, path, body, result) for _ in range(2)))
+        assert first == second
+    assert (len(engines), engines[0].num_updates) == (1, 1)
+
+
+async def test_a_body_that_is_wrong_is_a_bad_request(client):
+    with pytest.raises(BadRequest, match="'step': got 0"):
+        await call(client, "POST", "/train_step", step_request(1).model_copy(update={"step": 0}), StepResult)
+    with pytest.raises(BadRequest, match="there is no folder 'missing'"):
+        await call(client, "PUT", "/job", job_request(model="missing"), TrainerState)
+
+
+async def test_a_step_out_of_order_is_a_conflict(client):
+    await call(client, "PUT", "/job", job_request(), TrainerState)
+    with pytest.raises(Conflict, match="got step 7, expected 1"):
+        await call(client, "POST", "/train_step", step_request(7), StepResult)
+
+
+async def test_another_jobs_step_and_another_body_are_conflicts(client):
+    await call(client, "PUT", "/job", job_request(), TrainerState)
+    with pytest.raises(Conflict, match="got job 'b', expected 'a'"):
+        await call(client, "POST", "/train_step", step_request(1, job_id="b"), StepResult)
+    await call(client, "POST", "/train_step", step_request(1), StepResult)
+    with pytest.raises(Conflict, match="already applied, with another body"):
+        await call(client, "POST", "/train_step", step_request(1, examples=()), StepResult)
+
+
+async def test_a_broken_engine_is_failed_and_the_step_can_come_again(client, parts):
+    await call(client, "PUT", "/job", job_request(), TrainerState)
+    parts[1][0].fault = Failed("the step was refused: its gradient is not finite")
+    with pytest.raises(Failed, match="not finite"):
+        await call(client, "POST", "/train_step", step_request(1), StepResult)
+    assert (await call(client, "POST", "/train_step", step_request(1), StepResult)).step == 1
+
+
+async def test_a_job_that_comes_back_after_another_starts_anew(client, parts):
+    for job_id in ("a", "b", "a"):
+        await call(client, "PUT", "/job", job_request(job_id), TrainerState)
+        result = await call(client, "POST", "/train_step", step_request(1, job_id=job_id), StepResult)
+        assert result.step == 1
+    assert [engine.num_updates for engine in parts[1]] == [1, 1, 1]
+
+
+async def test_health_and_state_answer_during_a_step(client, rank):
+    await call(client, "PUT", "/job", job_request(), TrainerState)
+    rank.hold.clear()
+    step = asyncio.create_task(call(client, "POST", "/train_step", step_request(1), StepResult))
+    await asyncio.sleep(0.05)
+    assert (await client._http.get("/healthz")).status_code == 200
+    assert (await client._http.get("/readyz")).json()["dependencies"]["ranks"]["ok"] is True
+    assert (await client.get("/state", TrainerState)).step == 0
+    assert not step.done()
+    rank.hold.set()
+    assert (await step).step == 1
+
+
+async def test_versions_and_metrics_are_shown(client):
+    await call(client, "PUT", "/job", job_request(), TrainerState)
+    await call(client, "POST", "/train_step", step_request(1), StepResult)
+    assert (await client._http.get("/version")).json()["torch"] == "2"
+    assert "hone_trainer_step 1.0" in (await client._http.get("/metrics")).text
