@@ -13,8 +13,10 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -109,6 +111,7 @@ class Supervisor:
                     time.sleep(0.25)
             finally:
                 self._stop_all()
+                shutil.rmtree(self._shm(), ignore_errors=True)
                 (self._folder / "stack.json").unlink(missing_ok=True)
 
     def _stop_soon(self, _number: int, _frame: FrameType | None) -> None:
@@ -127,6 +130,11 @@ class Supervisor:
     def _state(self) -> dict[str, Any]:
         urls = {name: f"http://{_reachable(self._settings.host)}:{self._port(name)}" for name in SERVICES}
         return {"pid": os.getpid(), "urls": urls, "logs": str(self._folder / "logs")}
+
+    def _shm(self) -> Path:
+        """Returns where this stack's weights are in shared memory: a folder of its own, removed with it."""
+        digest = hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:12]
+        return self._settings.shm_dir / digest
 
     def _port(self, name: str) -> int:
         return int(getattr(self._settings, f"{name}_port"))
@@ -150,6 +158,7 @@ class Supervisor:
             f"HONE_{other.upper()}_URL": f"http://{_reachable(self._settings.host)}:{self._port(other)}" for other in SERVICES
         }
         environment["HONE_RUNS_DIR"] = str(self._settings.runs_dir.resolve())
+        environment["HONE_SHM_DIR"] = str(self._shm())
         if self._settings.redis_url is None:
             environment["HONE_REDIS_URL"] = f"unix://{redis_server.socket_path(self._folder / 'redis')}"
         self._add(name, [sys.executable, "-m", f"services.{name}"], environment)

@@ -19,10 +19,14 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def encode(body: BaseModel, media_type: str = JSON) -> bytes:
-    """Returns the body's bytes. In msgpack, token ids are int32 bytes and log-probs float32 bytes."""
+    """Returns the body's bytes. In msgpack, token ids are int32 bytes and log-probs float32 bytes, and a whole number beyond 64
+    bits, which the format has no room for, raises BadRequest."""
     if media_type == JSON:
         return body.model_dump_json().encode()
-    return _msgpack.packb(body.model_dump(context={"packed": True}), use_bin_type=True)
+    try:
+        return _msgpack.packb(body.model_dump(context={"packed": True}), use_bin_type=True)
+    except OverflowError as error:
+        raise BadRequest(f"{type(body).__name__} holds a whole number beyond 64 bits, which {MSGPACK} cannot carry") from error
 
 
 def decode(model: type[M], data: bytes, media_type: str = JSON) -> M:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shared import codec
 from shared.errors import BadRequest
-from shared.wire import Example
+from shared.wire import Example, Execution
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(tuple)
 logprobs = st.lists(st.floats(-100, 0, width=32), max_size=40).map(tuple)
@@ -49,3 +49,8 @@ def test_an_unknown_field_is_refused_by_name() -> None:
     body = b'{"prompt_token_ids": [], "token_ids": [], "old_logprobs": [], "advantages": 1}'
     with pytest.raises(BadRequest, match="unknown key 'advantages'; did you mean 'advantage'"):
         codec.decode(Example, body)
+
+
+def test_a_number_beyond_64_bits_is_a_sentence() -> None:
+    with pytest.raises(BadRequest, match="Execution holds a whole number beyond 64 bits"):
+        codec.encode(Execution(verdict="ok", value=10**30), codec.MSGPACK)

@@ -1,0 +1,337 @@
+"""The whole loop on the real stack: vLLM, DeepSpeed on two ranks, Redis, the sandbox. It learns, and only if every part works.
+
+One stack for the module, started as a user would start it. To break one link of the loop, an orchestrator of the test's own
+reaches the same services through a proxy that spoils exactly that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from conftest import free_port, running_redis
+from proxy import proxy
+
+from services.orchestrator.app import create_service
+from services.orchestrator.store import Store
+from shared import codec
+from shared.client import Client
+from shared.config import Settings
+from shared.job import Job
+from shared.wire import (
+    TERMINAL,
+    EventList,
+    JobRecord,
+    RolloutList,
+    ServingWeights,
+    SubmitRequest,
+    TrainStepRequest,
+    WeightsRef,
+)
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("orchestrator", "rollout", "trainer", "reward")
+STEPS = 40
+"""Enough to see learning: held-out accuracy is then about 0.9, from about 0.35."""
+
+
+@dataclass
+class Stack:
+    folder: Path
+    environment: dict[str, str]
+    urls: dict[str, str]
+    processes: set[int]
+
+    def hone(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "hone.cli", *arguments]
+        done = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=800)
+        if check:
+            assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def job(self, **changes: Any) -> Job:
+        from shared.job import load_job
+
+        here = Path.cwd()
+        os.chdir(self.folder)
+        try:
+            job = load_job(self.folder / "job.toml", [f"steps={STEPS}", "evaluation.every=1000"])
+        finally:
+            os.chdir(here)
+        return Job.model_validate(job.model_dump() | changes)
+
+
+def descendants(pid: int) -> set[int]:
+    """Every process below `pid`, by the kernel's own list."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            for child in map(int, (task / "children").read_text().split()):
+                found |= {child} | descendants(child)
+    return found
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("stack")
+    subprocess.run([sys.executable, "-m", "deploy.tiny_model", "--out", str(folder / "task"), "--seed", "3"], check=True, cwd=ROOT)
+    text = (ROOT / "deploy/jobs/demo.toml").read_text().replace(".hone/demo/task", "task")
+    (folder / "job.toml").write_text(text)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HONE_")}
+    environment |= {f"HONE_{name.upper()}_PORT": str(free_port()) for name in SERVICES}
+    environment["HONE_TRAINER_RANKS"] = "2"
+    environment["PYTHONPATH"] = str(ROOT)
+    stack = Stack(folder, environment, {}, set())
+    try:
+        state = json.loads(stack.hone("up", "-o", "json").stdout)
+        stack.urls = state["urls"]
+        stack.processes = {state["pid"]} | descendants(state["pid"])
+        yield stack
+    finally:
+        stack.hone("down")
+
+
+@pytest.fixture(scope="module")
+def learned(stack: Stack) -> dict[str, Any]:
+    """The record of a job submitted from the shell, at its end."""
+    done = stack.hone("submit", "job.toml", "--set", f"steps={STEPS}", "--set", "checkpoints.every=20", "--follow")
+    assert f"step {STEPS}/{STEPS}  reward" in done.stdout and "ETA" in done.stdout
+    return dict(json.loads(stack.hone("get", "demo", "-o", "json").stdout))
+
+
+def test_the_model_learns_problems_it_never_saw(learned: dict[str, Any]) -> None:
+    summary = learned["summary"]
+    assert learned["status"] == "succeeded"
+    assert summary["eval_before"] <= 0.45
+    assert summary["eval_after"] >= 0.75
+
+
+def test_sampler_and_trainer_compute_the_same_log_probs(stack: Stack, learned: dict[str, Any]) -> None:
+    rows = json.loads(stack.hone("metrics", "demo", "-o", "json").stdout)["rows"]
+    differences = [row["metrics"]["mismatch/logprob_diff_max"] for row in rows if row["step"]]
+    assert len(differences) == STEPS and max(differences) < 1e-3
+
+
+def test_the_checkpoint_reproduces_the_held_out_accuracy_in_plain_transformers(stack: Stack, learned: dict[str, Any]) -> None:
+    checkpoint = learned["summary"]["checkpoint"]
+    assert accuracy(Path(checkpoint), stack.folder / "task" / "test.jsonl") == pytest.approx(
+        learned["summary"]["eval_after"], abs=0.03
+    )
+
+
+def accuracy(checkpoint: Path, problems: Path) -> float:
+    """Held-out accuracy by Hugging Face's own greedy decoding and Python's own arithmetic."""
+    import re
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+    rows = [json.loads(line) for line in problems.read_text().splitlines()]
+    right = 0
+    for row in rows:
+        ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+        text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        numbers = sorted(int(number) for number in re.findall(r"\d+", text))
+        if re.fullmatch(r"\d+[-+*]\d+", text) and numbers == sorted(row["numbers"]):
+            right += eval(text) == row["target"]  # digits and one operator, checked above
+    return right / len(rows)
+
+
+def test_the_run_folder_has_everything(stack: Stack, learned: dict[str, Any]) -> None:
+    run = stack.folder / "runs" / "demo"
+    assert run.resolve() == Path(learned["run_dir"])
+    assert (run / "job.json").is_file() and len((run / "metrics.jsonl").read_text().splitlines()) == STEPS + 1
+    assert len(list((run / "rollouts").iterdir())) == STEPS
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000020", "step-000040"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert {"eval_before", "eval_after", "steps", "train_s", "wall_s", "versions"} <= set(summary)
+
+
+def test_every_command_shows_a_finished_job(stack: Stack, learned: dict[str, Any]) -> None:
+    job_id = learned["id"]
+    assert job_id in stack.hone("ls").stdout
+    assert "succeeded" in stack.hone("logs", job_id).stdout
+    assert "held-out reward" in stack.hone("logs", job_id, "-f").stdout
+    assert "grad_norm" in stack.hone("metrics", job_id, "--min-step", "38").stdout
+    listed = RolloutList.model_validate_json(stack.hone("rollouts", job_id, "--step", "7", "-n", "300", "-o", "json").stdout)
+    assert listed.step == 7 and len(listed.rollouts) == 32 * 8
+    doctor = json.loads(stack.hone("doctor", "-o", "json").stdout)
+    assert doctor["ok"] and {"rollout", "trainer", "reward", "orchestrator"} <= {check["name"] for check in doctor["checks"]}
+    refused = stack.hone("cancel", job_id, check=False)
+    assert refused.returncode == 2 and "has succeeded" in refused.stderr
+
+
+def test_the_openai_client_samples_the_trained_policy(stack: Stack, learned: dict[str, Any]) -> None:
+    import openai
+
+    rows = [json.loads(line) for line in (stack.folder / "task" / "test.jsonl").read_text().splitlines()[:32]]
+    client = openai.OpenAI(base_url=f"{stack.urls['rollout']}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    texts = [
+        client.completions.create(model=model, prompt=row["prompt"], max_tokens=6, temperature=0).choices[0].text for row in rows
+    ]
+    right = sum("".join(text.split()) == text and _value(text) == row["target"] for text, row in zip(texts, rows, strict=True))
+    assert right / len(rows) >= 0.6
+
+
+def _value(text: str) -> int | None:
+    import re
+
+    return int(eval(text)) if re.fullmatch(r"\d+[-+*]\d+", text) else None
+
+
+@contextlib.asynccontextmanager
+async def own_orchestrator(stack: Stack, folder: Path, **urls: str) -> AsyncGenerator[Client]:
+    """An orchestrator of the test's own over the stack's services, some of them behind a proxy."""
+    services = {f"{name}_url": stack.urls[name] for name in ("rollout", "trainer", "reward")} | urls
+    settings = Settings(runs_dir=folder / "runs", **services)  # type: ignore[arg-type]
+    with running_redis(folder / "redis") as redis_url:
+        store = Store(redis_url)
+        await store.open()
+        service = create_service(settings, store)
+        async with service.app.router.lifespan_context(service.app):
+            transport = httpx.ASGITransport(app=service.app)
+            yield Client("orchestrator", "http://testserver", transport=transport)
+
+
+async def finish(client: Client, job: Job) -> tuple[JobRecord, EventList]:
+    record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60)
+    while (record := await client.get(f"/v1/jobs/{record.id}", JobRecord)).status not in TERMINAL:
+        await asyncio.sleep(0.2)
+    return record, await client.get(f"/v1/jobs/{record.id}/events", EventList)
+
+
+async def test_without_weight_sync_nothing_is_learned_and_it_shows(stack: Stack, learned: dict[str, Any], tmp_path: Path) -> None:
+    """A replica that loads the first weights again and again and claims the version it was asked for."""
+    first: dict[str, WeightsRef] = {}
+    asked: dict[str, WeightsRef] = {}
+
+    async def load_old(body: bytes) -> bytes:
+        ref = asked["ref"] = codec.decode(WeightsRef, body, codec.MSGPACK)
+        if ref.job_id not in first:
+            kept = Path(ref.path).parent / "first"
+            shutil.copytree(ref.path, kept)
+            first[ref.job_id] = ref.model_copy(update={"path": str(kept)})
+        old = first[ref.job_id].model_copy(update={"version": ref.version})
+        return codec.encode(old, codec.MSGPACK)
+
+    async def claim(body: bytes) -> bytes:
+        answer = codec.decode(ServingWeights, body, codec.MSGPACK)
+        return codec.encode(answer.model_copy(update={"digest": asked["ref"].digest}), codec.MSGPACK)
+
+    async with (
+        proxy(stack.urls["rollout"], "/reload_weights", request=load_old, response=claim) as rollout_url,
+        own_orchestrator(stack, tmp_path, rollout_url=rollout_url) as client,
+    ):
+        record, events = await finish(client, stack.job(name="stale"))
+    assert record.status == "succeeded" and record.summary is not None
+    assert record.summary["eval_after"] == pytest.approx(record.summary["eval_before"], abs=0.02)
+    warnings = [event.message for event in events.events if event.level == "warning"]
+    assert any("log-probs differ" in message for message in warnings)
+
+
+async def test_with_shuffled_advantages_nothing_is_learned(stack: Stack, learned: dict[str, Any], tmp_path: Path) -> None:
+    """Each advantage goes to a rollout it does not belong to."""
+    shuffler = random.Random(0)
+
+    async def shuffle(body: bytes) -> bytes:
+        step = codec.decode(TrainStepRequest, body, codec.MSGPACK)
+        advantages = [example.advantage for example in step.examples]
+        shuffler.shuffle(advantages)
+        mixed = tuple(
+            example.model_copy(update={"advantage": advantage})
+            for example, advantage in zip(step.examples, advantages, strict=True)
+        )
+        return codec.encode(step.model_copy(update={"examples": mixed}), codec.MSGPACK)
+
+    async with (
+        proxy(stack.urls["trainer"], "/train_step", request=shuffle) as trainer_url,
+        own_orchestrator(stack, tmp_path, trainer_url=trainer_url) as client,
+    ):
+        record, _ = await finish(client, stack.job(name="shuffled"))
+    assert record.status == "succeeded" and record.summary is not None
+    assert record.summary["eval_after"] <= record.summary["eval_before"] + 0.15 <= learned["summary"]["eval_after"] - 0.1
+
+
+async def test_the_overlapped_loop_learns_too(stack: Stack, learned: dict[str, Any], tmp_path: Path) -> None:
+    async with own_orchestrator(stack, tmp_path) as client:
+        record, _ = await finish(client, stack.job(name="overlapped", max_staleness=1))
+    assert record.status == "succeeded" and record.summary is not None
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "overlapped" / "metrics.jsonl").read_text().splitlines()]
+    assert max(row.get("staleness", 0) for row in rows) == 1
+    assert record.summary["eval_after"] >= record.summary["eval_before"] + 0.25
+
+
+async def test_a_reward_function_of_the_users_own_runs_and_its_mistakes_end_the_job(stack: Stack, tmp_path: Path) -> None:
+    good = "def reward(completions, target, **kwargs):\n    return [float(str(t)[0] in c) for c, t in zip(completions, target)]\n"
+    wrong = "def reward(completions, **kwargs):\n    return [1.0, 2.0, 3.0]\n"
+    raising = "def reward(completions, **kwargs):\n    raise KeyError('answer')\n"
+    async with own_orchestrator(stack, tmp_path) as client:
+        for source, status, sentence in (
+            (good, "succeeded", ""),
+            (wrong, "failed", "'reward' returned 3 values for"),
+            (raising, "failed", "KeyError"),
+        ):
+            job = stack.job(name="own", steps=2, rewards=[{"source": source}], evaluation={"num_prompts": 8})
+            record, _ = await finish(client, job)
+            assert record.status == status, record.error
+            assert sentence in (record.error or "")
+
+
+async def test_wandb_gets_the_metrics_offline(stack: Stack, tmp_path: Path) -> None:
+    async with own_orchestrator(stack, tmp_path) as client:
+        job = stack.job(name="tracked", steps=2, evaluation={"num_prompts": 8}, wandb={"project": "hone", "mode": "offline"})
+        record, _ = await finish(client, job)
+    assert record.status == "succeeded", record.error
+    (kept,) = Path(record.run_dir).glob("wandb/offline-run-*/run-*.wandb")
+    assert kept.stat().st_size > 0
+
+
+def test_a_trainer_that_is_killed_ends_the_job_with_a_sentence_and_comes_back(stack: Stack, learned: dict[str, Any]) -> None:
+    """The last test on this stack but one: the trainer starts again by itself, and the next job runs."""
+    record = json.loads(stack.hone("submit", "job.toml", "--set", "steps=500", "-o", "json").stdout)
+    follow = subprocess.Popen(
+        [sys.executable, "-m", "hone.cli", "logs", "-f", record["id"]],
+        cwd=stack.folder,
+        env=stack.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert follow.stdout
+    next(line for line in follow.stdout if "step 3/" in line)
+    for pid in stack.processes:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if b"services.trainer.ranks" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, 9)
+                break
+    rest = follow.communicate(timeout=300)[0]
+    ended = json.loads(stack.hone("get", record["id"], "-o", "json").stdout)
+    assert ended["status"] == "failed", rest
+    assert "trainer" in ended["error"] or "job" in ended["error"]
+
+
+def test_nothing_is_left_when_the_stack_is_down(stack: Stack) -> None:
+    """The last test on this stack: it stops it."""
+    assert stack.hone("down").stdout.strip() == "stopped"
+    assert not [pid for pid in stack.processes if Path(f"/proc/{pid}").exists()]
+    assert "no stack runs" in stack.hone("down").stdout
+    left = [path for path in Path("/dev/shm/hone").glob("*/*") if path.name.startswith(("demo-", "stale-", "shuffled-", "own-"))]
+    assert left == []
