@@ -19,13 +19,15 @@ NOISY = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.model_execut
 """Warn at each reload of modules without weights, and of each tensor whose dtype differs; `weights.py` compares tensors."""
 
 
-def set_environment(log_folder: Path) -> Path:
+def set_environment(folder: Path) -> Path:
     """Prepares the environment that vLLM reads at import. Returns the file that its processes write their errors to."""
-    errors = log_folder / "errors.log"
-    logging_config = log_folder / "logging.json"
+    errors = folder / "errors.log"
+    logging_config = folder / "logging.json"
     logging_config.write_text(json.dumps(_logging_config(errors)), encoding="utf-8")
     os.environ.update(
         VLLM_LOGGING_CONFIG_PATH=str(logging_config),
+        VLLM_RPC_BASE_PATH=str(folder),  # sockets and other files that vLLM leaves behind
+        TMPDIR=str(folder),
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads, which a fork would freeze

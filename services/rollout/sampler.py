@@ -19,7 +19,7 @@ from pathlib import Path
 
 from services.rollout.engine import Engine, FindModel, StartEngine
 from services.rollout.weights import LOADERS, Shapes, has_tied_embeddings, published_folder, shapes_of, verify
-from shared.errors import BadRequest, Conflict, HoneError, Unavailable
+from shared.errors import BadRequest, Conflict, Failed, HoneError, Unavailable
 from shared.logs import get_logger
 from shared.wire import EngineSpec, GenerateRequest, PauseState, RolloutGroup, ServingWeights, WeightsRef
 
@@ -136,6 +136,8 @@ class Sampler:
             engine = self._engine
             if engine is None:
                 raise Unavailable(self._unready or "no model is loaded; PUT /model loads one")
+            if reason := await engine.failure():
+                raise Unavailable(reason)
             if self._is_serving(ref):
                 return self.serving
             start = time.monotonic()
@@ -165,18 +167,26 @@ class Sampler:
         try:
             await LOADERS[ref.method](engine, folder)
             await engine.set_version(ref.version)
-        except BaseException as error:
-            self._fault = (
-                f"loading version {ref.version} of job {ref.job_id!r} failed halfway ({_sentence(error)}), so the weights in the "
-                "engine are unknown; reload a version, or PUT /model"
-            )
-            self.serving = NO_WEIGHTS.model_copy(update={"model": self.serving.model})
-            get_logger().error("weights unknown", job=ref.job_id, version=ref.version, error=_sentence(error))
-            await engine.pause(abort=True)
+        except Exception as error:
+            raise Failed(await self._distrust(engine, ref, error)) from error
+        except asyncio.CancelledError as error:
+            await self._distrust(engine, ref, error)
             raise
         self._fault = None
         if not self._paused:
             await engine.resume()
+
+    async def _distrust(self, engine: Engine, ref: WeightsRef, error: BaseException) -> str:
+        """Makes the service unready, ends what was under way, and returns why."""
+        self._fault = (
+            f"loading version {ref.version} of job {ref.job_id!r} failed halfway ({_sentence(error)}), so the weights it "
+            "left in the engine are unknown; reload a version, or PUT /model"
+        )
+        self.serving = NO_WEIGHTS.model_copy(update={"model": self.serving.model})
+        get_logger().error("weights unknown", job=ref.job_id, version=ref.version, error=_sentence(error))
+        if not await engine.failure():
+            await engine.pause(abort=True)
+        return self._fault
 
 
 def prompt_ids(request: GenerateRequest, engine: Engine) -> list[int]:

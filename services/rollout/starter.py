@@ -14,8 +14,8 @@ from services.rollout.engine import Engine
 from services.rollout.processes import in_daemon_thread, root_cause, set_environment, stop_children
 from services.rollout.weights import shapes_of
 from shared.config import Settings
-from shared.errors import BadRequest, Failed, HoneError
-from shared.wire import EngineSpec
+from shared.errors import BadRequest, Failed
+from shared.wire import EngineSpec, Sampling
 
 HUGGING_FACE_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -25,7 +25,7 @@ class VllmStarter:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._log_folder = tempfile.TemporaryDirectory(prefix="hone-rollout-")
+        self._log_folder = tempfile.TemporaryDirectory(prefix="hone-")  # short: a socket's path has 107 bytes
         self._errors = set_environment(Path(self._log_folder.name))
 
     async def preload(self) -> None:
@@ -41,8 +41,10 @@ class VllmStarter:
         """Returns a started engine. Raises Failed with the sentence of what went wrong in whichever process."""
         self._errors.unlink(missing_ok=True)
         try:
-            return await in_daemon_thread(lambda: self._start(spec, folder))
-        except (HoneError, asyncio.CancelledError):
+            engine = await in_daemon_thread(lambda: self._start(spec, folder))
+            await engine.sample([0], Sampling(max_tokens=1), salt="")  # a model it cannot run fails here, not in a job's step
+            return engine
+        except (BadRequest, asyncio.CancelledError):
             stop_children()
             raise
         except ValidationError as error:
@@ -60,7 +62,7 @@ class VllmStarter:
     def _start(self, spec: EngineSpec, folder: Path) -> Engine:
         from services.rollout.vllm_engine import VllmEngine
 
-        engine = VllmEngine(spec, folder, self._settings)
+        engine = VllmEngine(spec, folder, self._settings, self._errors)
         if not shapes_of(folder):
             engine.shut_down()
             raise BadRequest(f"model {spec.model!r} has no *.safetensors files, which weight sync compares against")

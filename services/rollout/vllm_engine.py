@@ -26,14 +26,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.rollout.executors import InProcessExecutor, ProcessPerDeviceExecutor
 from services.rollout.openai_routes import openai_app
-from services.rollout.processes import in_daemon_thread
+from services.rollout.processes import in_daemon_thread, root_cause
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.wire import EngineSpec, FinishReason, Message, Rollout, Sampling
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-DEAD = "the engine process died; PUT /model starts a new one"
 STOP_S = 3.0
 
 
@@ -48,6 +47,7 @@ def engine_args(spec: EngineSpec, settings: Settings) -> AsyncEngineArgs:
         max_num_seqs=settings.max_num_seqs,
         tensor_parallel_size=settings.tensor_parallel_size,
         distributed_executor_backend=InProcessExecutor if settings.tensor_parallel_size == 1 else ProcessPerDeviceExecutor,
+        worker_extension_cls="services.rollout.worker.WorkerExtension",
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # a model's own sampling defaults would be a silent second source of temperature and top_p
         enable_prefix_caching=True,
@@ -75,7 +75,8 @@ def choose_dtype(asked: Dtype) -> Dtype:
 class VllmEngine:
     """One AsyncLLM. Built in a thread; used from the event loop only."""
 
-    def __init__(self, spec: EngineSpec, folder: Path, settings: Settings) -> None:
+    def __init__(self, spec: EngineSpec, folder: Path, settings: Settings, errors: Path) -> None:
+        self._errors = errors
         self._llm = AsyncLLM.from_engine_args(engine_args(spec, settings))
         self._tokenizer = AutoTokenizer.from_pretrained(spec.model, revision=spec.revision)
         self._request_ids = itertools.count()
@@ -101,7 +102,7 @@ class VllmEngine:
         try:
             outputs = [output async for output in self._llm.generate(prompt, sampling_params(sampling), request_id)]
         except EngineDeadError as error:
-            raise Unavailable(DEAD) from error
+            raise Unavailable(self._obituary()) from error
         except VLLMClientError as error:
             raise BadRequest(str(error)) from error
         return tuple(rollout(completion) for completion in outputs[-1].outputs)
@@ -116,9 +117,9 @@ class VllmEngine:
     async def load_files(self, folder: Path) -> None:
         """Loads in place. Raises Failed if prefixes cached under the old weights could not be forgotten."""
         try:
-            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            await self._llm.collective_rpc("load_published", args=(str(folder),))
         except EngineDeadError as error:
-            raise Unavailable(DEAD) from error
+            raise Unavailable(self._obituary()) from error
         if not await self._llm.reset_prefix_cache():
             raise Failed("vLLM did not reset its prefix cache")
 
@@ -126,7 +127,7 @@ class VllmEngine:
         await self._llm.update_weight_version(str(version))
 
     async def failure(self) -> str | None:
-        return DEAD if self._llm.errored else None
+        return self._obituary() if self._llm.errored else None
 
     def num_running(self) -> int:
         return self._llm.get_num_unfinished_requests()
@@ -137,6 +138,9 @@ class VllmEngine:
     def shut_down(self) -> None:
         """Ends the engine's processes, killing them if they take longer than `STOP_S` seconds."""
         self._llm.shutdown(timeout=STOP_S)
+
+    def _obituary(self) -> str:
+        return f"the engine process died ({root_cause(self._errors) or 'it was killed'}); PUT /model starts a new one"
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
