@@ -7,8 +7,8 @@ for each token. Several devices: one process each, which vLLM ends when the engi
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import select
 import signal
 import threading
 
@@ -18,12 +18,12 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 def die_with_parent() -> None:
     """Kills this process as soon as its parent ends. vLLM's engine process would outlive a killed service, with its memory."""
-    parent = os.pidfd_open(os.getppid())
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        raise RuntimeError("expected to be a process that multiprocessing started")
 
     def watch() -> None:
-        poll = select.poll()
-        poll.register(parent, select.POLLIN)
-        poll.poll()
+        parent.join()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()

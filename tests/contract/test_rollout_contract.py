@@ -171,6 +171,8 @@ async def test_without_a_model_the_service_is_ready_and_generate_says_what_to_do
     assert (ready.status_code, ready.json()["dependencies"]["engine"]["ok"]) == (200, True)
     with pytest.raises(Unavailable, match="no model is loaded; PUT /model loads one"):
         await bench.generate()
+    refused = await bench.raw("POST", "/reload_weights", json=bench.publish(1).model_dump())
+    assert (refused.status_code, refused.json()["detail"]) == (503, "no model is loaded; PUT /model loads one")
 
 
 async def test_a_model_put_twice_starts_once(bench: Bench) -> None:
