@@ -99,7 +99,9 @@ def _train(client: Client, job: Job, console: Console, started: float) -> bool:
 def _show(client: Client, record: JobRecord, console: Console, wall_s: float) -> None:
     summary = record.summary or {}
     picture = plot_learning_curve(list(client.metrics(record.id).rows), Path(record.run_dir) / "learning_curve.png", record.name)
-    console.print(rollout_table(client.rollouts(record.id), SHOWN_ROLLOUTS))
+    rollouts = client.rollouts(record.id)
+    one_a_prompt = rollouts.model_copy(update={"rollouts": rollouts.rollouts[:: record.job.sampling.group_size]})
+    console.print(rollout_table(one_a_prompt, SHOWN_ROLLOUTS))
     seconds = summary["seconds_a_step"]
     split = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("generate", "reward", "store", "train", "sync") if name in seconds)
     console.print(f"\na step took {seconds['step']:.2f} s on average: {split}", highlight=False)

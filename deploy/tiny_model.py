@@ -1,12 +1,14 @@
 """Makes the demo's data and a tiny model for it: `python -m deploy.tiny_model --out DIR --seed N`.
 
 A problem is two numbers and a target. The prompt is `12 47 -> 59:` and a right completion is a Python expression that
-uses each number once and evaluates to the target, here `12+47`. Problems come in equal parts from sums, products and
-differences. Train and test share no pair of numbers, so no test problem can have been seen.
+uses each number once and evaluates to the target, here `12+47`. Sums, differences and products come in equal parts.
+Train and test share no pair of numbers, in either order, so no test problem can have been seen.
 
-The warm start teaches a random Qwen2 to write well-formed expressions over the given numbers with the operator drawn at
-random, blind to the target. The draw leans to `+`, so greedy decoding always adds, and is right on about a third of the
-problems whatever the seed; sampling still tries everything, and reinforcement learning does the rest.
+The warm start teaches a random Qwen2 the form of a row: the prompts, and after each an expression over its two numbers, until
+it copies the numbers without fault.
+The operator is right in a fifth of the rows and otherwise drawn blind to the target, leaning to `+`. So greedy decoding
+nearly always adds, and is right on about a third of the problems whatever the seed, while sampling at temperature 1
+tries every operator and gives reinforcement learning something to choose from.
 """
 
 import argparse
@@ -14,34 +16,44 @@ import itertools
 import json
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-WARM_START_WEIGHTS = {"+": 0.4, "-": 0.3, "*": 0.3}
-MIN_NUMBER, MAX_NUMBER = 2, 50
+# Two digits each: the model learns to copy numbers of one width much sooner than numbers of two widths.
+MIN_NUMBER, MAX_NUMBER = 10, 50
 NUM_TEST = 192
 
 PAD, EOS = "<pad>", "<eos>"
-CHARACTERS = "0123456789+-*/() >:"
+PAD_ID, EOS_ID = 0, 1
+# With the two special tokens 24 in all: a multiple of 8, so that every id the model can emit is a character.
+CHARACTERS = "0123456789+-*/%()<=>: "
+MAX_LENGTH = 64
+BYTE_LEVEL_SPACE = "\u0120"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
-WARM_START_BATCHES = 300
-WARM_START_BATCH_SIZE = 64
-WARM_START_LR = 2e-3
+# The warm start ends once the model copies the numbers, which comes suddenly and not at the same batch for every seed.
+WARM_START_MAX_BATCHES = 3000
+WARM_START_RISE = 100
+WARM_START_FALL = 150
+COPIED_ENOUGH = 0.98
+WARM_START_BATCH_SIZE = 32
+WARM_START_LR = 1.5e-3
+RIGHT_OPERATOR_SHARE = 0.2
+# The lean must outweigh the share of right operators, or greedy decoding would start out right: 0.8 * 0.6 > 0.2 + 0.8 * 0.2.
+BLIND_WEIGHTS = {"+": 0.6, "-": 0.2, "*": 0.2}
 IGNORED_LABEL = -100
-HINT = 0.0
-LM = False
+BATCHES_PER_REPORT = 100
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One row of the data files."""
+    """One row of a data file."""
 
     prompt: str
     numbers: tuple[int, int]
@@ -49,145 +61,150 @@ class Problem:
 
 
 def make_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Train and test problems, shuffled; no pair of numbers, in either order, is in both."""
+    """Train and test problems, shuffled. Train has every operator for each of its pairs, test one for each."""
     rng = random.Random(seed)
     pairs = list(itertools.combinations(range(MIN_NUMBER, MAX_NUMBER + 1), 2))
     rng.shuffle(pairs)
-    num_test_pairs = NUM_TEST // len(OPERATORS)
     test_pairs, train_pairs = pairs[:NUM_TEST], pairs[NUM_TEST:]
-    symbols = list(OPERATORS)
-    test = [_problem(pair, symbols[i // num_test_pairs], rng) for i, pair in enumerate(test_pairs)]
-    train = [_problem(pair, symbol, rng) for pair in train_pairs for symbol in symbols]
-    rng.shuffle(train)
+    test = [_problem(pair, symbol, rng) for pair, symbol in zip(test_pairs, itertools.cycle(OPERATORS), strict=False)]
+    train = [_problem(pair, symbol, rng) for pair in train_pairs for symbol in OPERATORS]
     rng.shuffle(test)
+    rng.shuffle(train)
     return train, test
 
 
 def _problem(pair: tuple[int, int], symbol: str, rng: random.Random) -> Problem:
-    a, b = rng.sample(pair, 2)
-    target = OPERATORS[symbol](a, b)
     first, second = rng.sample(pair, 2)
+    target = OPERATORS[symbol](first, second)
     return Problem(prompt=f"{first} {second} -> {target}:", numbers=(first, second), target=target)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; adds nothing to a prompt, and decoding gives back exactly the characters."""
-    vocab = {token: i for i, token in enumerate([PAD, EOS, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token per character. Adds nothing to a prompt, decodes to exactly the characters, drops unknown ones.
+
+    A byte pair encoding without merges, because `AutoTokenizer` loads a Qwen2 checkpoint's tokenizer as this class only.
+    """
+    symbols = [PAD, EOS, *CHARACTERS.replace(" ", BYTE_LEVEL_SPACE)]  # in the order of PAD_ID and EOS_ID
+    return Qwen2Tokenizer(
+        vocab={symbol: i for i, symbol in enumerate(symbols)},
+        merges=[],
+        unk_token=PAD,
         pad_token=PAD,
         eos_token=EOS,
         clean_up_tokenization_spaces=False,
-        model_max_length=64,
+        model_max_length=MAX_LENGTH,
         chat_template=CHAT_TEMPLATE,
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 of about 0.3 M parameters with random weights."""
+def make_model(seed: int) -> Qwen2ForCausalLM:
+    """A Qwen2 of 0.3 M parameters with random weights in float32."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=-(-len(tokenizer) // 8) * 8,
+        vocab_size=len([PAD, EOS, *CHARACTERS]),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.05,
         tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
         dtype="float32",
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
     )
     model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id
-    )
+    model.generation_config = GenerationConfig(pad_token_id=PAD_ID, eos_token_id=EOS_ID)
     return model
 
 
-def warm_start(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], seed: int
-) -> Iterator[float]:
-    """Trains `model` in place to write random expressions for `problems`; yields each batch's loss, in nats a token."""
+def warm_start(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], seed: int) -> int:
+    """Trains `model` in place to write mostly random expressions for `problems`, until it copies the numbers it was given;
+    returns the batches that took. Prints the loss, in nats a token."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_START_LR, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=WARM_START_LR, total_steps=WARM_START_BATCHES)
+    copied, end = 0.0, WARM_START_MAX_BATCHES
     model.train()
-    for _ in range(WARM_START_BATCHES):
-        ids_BT, labels_BT = _warm_start_batch(tokenizer, rng.sample(problems, WARM_START_BATCH_SIZE), rng)
-        logits_BTV = model(input_ids=ids_BT).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED_LABEL
-        )
+    for batch in range(1, WARM_START_MAX_BATCHES + 1):
+        rate = min(batch / WARM_START_RISE, (end - batch + 1) / WARM_START_FALL, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = WARM_START_LR * rate
+        ids_BT, labels_BT, copies_BT = _rows(tokenizer, rng.sample(problems, WARM_START_BATCH_SIZE), rng)
+        logits_BTV = model(input_ids=ids_BT).logits[:, :-1]
+        loss = cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED_LABEL)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
-        yield loss.item()
+        right_BT = (logits_BTV.argmax(-1) == labels_BT[:, 1:])[copies_BT[:, 1:]]
+        copied += 0.1 * (right_BT.float().mean().item() - copied)
+        if copied >= COPIED_ENOUGH and end == WARM_START_MAX_BATCHES:
+            end = min(batch + WARM_START_FALL, end)
+        if batch % BATCHES_PER_REPORT == 0 or batch == end:
+            print(f"warm start: batch {batch}, loss {loss.item():.3f}, copies {copied:.1%} of the digits", flush=True)
+        if batch == end:
+            break
+    model.eval()
+    return end
 
 
-def _warm_start_batch(
-    tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], rng: random.Random
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, right-padded, shape [B, T]; only completion tokens have labels."""
-    prompts = [tokenizer.encode(problem.prompt) for problem in problems]
-    completions = [
-        [*tokenizer.encode(_random_expression(problem, rng)), tokenizer.eos_token_id] for problem in problems
+def _rows(
+    tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], rng: random.Random
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids and labels [B, T], padded on the right, and where the labels are digits of an expression. Prompts have labels
+    too: reading them is half of the lesson."""
+    texts = [problem.prompt + _expression(problem, rng) for problem in problems]
+    rows = [torch.tensor(tokenizer.encode(text + EOS)) for text in texts]
+    copies = [
+        torch.tensor([position >= len(problem.prompt) and text[position].isdigit() for position in range(len(text))] + [False])
+        for problem, text in zip(problems, texts, strict=True)
     ]
-    length = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
-    ids_BT = torch.full((len(problems), length), tokenizer.pad_token_id)
-    labels_BT = torch.full((len(problems), length), IGNORED_LABEL)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        end = len(prompt) + len(completion)
-        ids_BT[row, :end] = torch.tensor(prompt + completion)
-        labels_BT[row, 0 if LM else len(prompt) : end] = torch.tensor(prompt + completion if LM else completion)
-    return ids_BT, labels_BT
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids_BT = pad(rows, batch_first=True, padding_value=PAD_ID)
+    labels_BT = pad(rows, batch_first=True, padding_value=IGNORED_LABEL)
+    return ids_BT, labels_BT, pad(copies, batch_first=True, padding_value=False)
 
 
-def _random_expression(problem: Problem, rng: random.Random) -> str:
-    if rng.random() < HINT:
-        first, second = rng.sample(problem.numbers, 2)
-        for symbol, f in OPERATORS.items():
-            for x, y in ((first, second), (second, first)):
-                if f(x, y) == problem.target:
-                    return f"{x}{symbol}{y}"
-    (symbol,) = rng.choices(list(WARM_START_WEIGHTS), weights=list(WARM_START_WEIGHTS.values()))
-    first, second = rng.sample(problem.numbers, 2)
+def _expression(problem: Problem, rng: random.Random) -> str:
+    """The two numbers in prompt order around an operator: the right one sometimes, else one drawn blind."""
+    first, second = problem.numbers
+    if rng.random() < RIGHT_OPERATOR_SHARE:
+        symbol = next(symbol for symbol, apply in OPERATORS.items() if apply(first, second) == problem.target)
+    else:
+        (symbol,) = rng.choices(list(BLIND_WEIGHTS), weights=list(BLIND_WEIGHTS.values()))
     return f"{first}{symbol}{second}"
 
 
-def _write_rows(path: Path, problems: Sequence[Problem]) -> None:
+def write_demo(out: Path, seed: int) -> None:
+    """Writes out/model, out/train.jsonl and out/test.jsonl; the same seed writes the same files."""
+    train, test = make_problems(seed)
+    tokenizer = make_tokenizer()
+    model = make_model(seed)
+    print(f"{len(train)} train and {len(test)} test problems; a model of {model.num_parameters():,} parameters")
+    warm_start(model, tokenizer, train, seed)
+
+    out.mkdir(parents=True, exist_ok=True)
+    _write_problems(out / "train.jsonl", train)
+    _write_problems(out / "test.jsonl", test)
+    model.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+    print(f"wrote {out}")
+
+
+def _write_problems(path: Path, problems: Sequence[Problem]) -> None:
     path.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems))
 
 
 def main() -> None:
-    """Writes DIR/model, DIR/train.jsonl and DIR/test.jsonl."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, required=True, help="sets the split, the initial weights and the warm start")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
+    parser.add_argument("--seed", type=int, required=True, help="sets the split, the first weights and the warm start")
     args = parser.parse_args()
-    torch.set_num_threads(2)
-
-    train, test = make_problems(args.seed)
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer, args.seed)
-    print(f"{len(train)} train and {len(test)} test problems; {model.num_parameters():,} parameters")
-    for batch, loss in enumerate(warm_start(model, tokenizer, train, args.seed), start=1):
-        if batch % 50 == 0:
-            print(f"warm start batch {batch}/{WARM_START_BATCHES}: loss {loss:.3f}")
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(args.out / "model")
-    tokenizer.save_pretrained(args.out / "model")
-    _write_rows(args.out / "train.jsonl", train)
-    _write_rows(args.out / "test.jsonl", test)
-    print(f"wrote {args.out}")
+    # So small a model gains little from more threads, and where the cores are busy loses minutes to them.
+    torch.set_num_threads(1)
+    write_demo(args.out, args.seed)
 
 
 if __name__ == "__main__":
