@@ -71,6 +71,7 @@ def torchrun_command(num_ranks: int, run_dir: Path) -> list[str]:
         *(sys.executable, "-m", "services.trainer.agent"),
         *("--nnodes", "1", "--nproc-per-node", str(num_ranks), "--max-restarts", "0"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(run_dir / "rendezvous"), "--rdzv-conf", "store_type=file"),
+        *("--log-dir", str(run_dir / "logs")),
         *("--local-addr", "127.0.0.1", "--shutdown-timeout", str(STOP_S)),
         *("--module", "services.trainer.ranks", str(run_dir)),
     ]

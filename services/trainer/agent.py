@@ -1,7 +1,12 @@
-"""torchrun, except that being asked to stop is not an error: SIGTERM ends the ranks and then this process without a traceback."""
+"""torchrun, with two differences: being asked to stop is not an error, and the run folder is removed at the end.
+
+`python -m services.trainer.agent <torchrun's arguments> <run folder>`. The run folder holds torchrun's rendezvous, so no rank may
+remove it; the launcher may be gone by then.
+"""
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -12,3 +17,5 @@ if __name__ == "__main__":
         main()
     except SignalException:
         sys.exit(0)
+    finally:
+        shutil.rmtree(sys.argv[-1], ignore_errors=True)

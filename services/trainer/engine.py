@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from services.trainer.batch import MicroBatch, check, micro_batches_of_rank
 from services.trainer.loss import LOSSES, LossInputs
 from services.trainer.metrics import StepMetrics
-from services.trainer.models import choose_dtype, load_model, save_tokenizer
+from services.trainer.models import choose_dtype, copy_tokenizer, load_model
 from services.trainer.policy import Policy, check_head
 from services.trainer.trainer import Update
 from shared.errors import Failed
@@ -93,7 +93,7 @@ class DeepSpeedEngine:
     def save_checkpoint(self, folder: Path) -> None:
         """Writes a whole Hugging Face model folder: weights, configurations, tokenizer."""
         self._model.save_pretrained(folder)
-        save_tokenizer(self._job, folder)
+        copy_tokenizer(self._job, folder)
 
     def close(self) -> None:
         """Frees the memory of model and optimizer."""

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import torch
-from huggingface_hub import model_info, try_to_load_from_cache
+from huggingface_hub import model_info, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from shared.errors import BadRequest
 from shared.job import Job
 
 HUB_TIMEOUT_S = 10.0
 WEIGHT_FILES = ("*.safetensors", "*.bin")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+)
 EXPECTED = "expected a folder with config.json and weights (*.safetensors), or a Hugging Face model id"
 
 
@@ -58,15 +68,17 @@ def load_model(job: Job, dtype: torch.dtype, device: torch.device) -> Any:
     return model.to(device).eval()
 
 
-def save_tokenizer(job: Job, folder: Path) -> None:
-    """Writes the model's tokenizer and generation configuration, where it has them, into `folder`."""
-    kinds: tuple[Any, ...] = (AutoTokenizer, GenerationConfig)
-    for kind in kinds:
-        try:
-            part = kind.from_pretrained(job.model, revision=job.model_revision)
-        except (OSError, ValueError):
-            continue  # a model folder without it makes a checkpoint without it
-        part.save_pretrained(folder)
+def copy_tokenizer(job: Job, folder: Path) -> None:
+    """Copies the model's tokenizer into `folder`, byte for byte.
+
+    Loading and saving it would not do: AutoTokenizer picks a class by the model's architecture, which may rewrite the file.
+    """
+    source = Path(job.model)
+    if not source.is_dir():
+        source = Path(snapshot_download(job.model, revision=job.model_revision, allow_patterns=list(TOKENIZER_FILES)))
+    for pattern in TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
 
 
 def choose_dtype(asked: str) -> torch.dtype:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -54,7 +53,7 @@ def main() -> None:
     trainer = make_trainer(settings, device)
     channel, notes = Channel(), Notes(run_dir, dist.get_rank())
     if channel.rank == 0:
-        lead(settings, trainer, channel, notes, run_dir)
+        lead(settings, trainer, channel, notes)
     else:
         follow(trainer, channel, notes, None)
 
@@ -106,7 +105,7 @@ def make_trainer(settings: Settings, device: torch.device) -> Trainer:
     )
 
 
-def lead(settings: Settings, trainer: Trainer, channel: Channel, notes: Notes, run_dir: Path) -> None:
+def lead(settings: Settings, trainer: Trainer, channel: Channel, notes: Notes) -> None:
     """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank is gone."""
     inbox = Inbox()
     service = make_service(settings, trainer, inbox.run, versions(channel.num_ranks))
@@ -117,11 +116,11 @@ def lead(settings: Settings, trainer: Trainer, channel: Channel, notes: Notes, r
         get_logger().error("the trainer ends", reason=sentence)
         inbox.fail(Failed(f"{sentence}; the trainer service ends and has to be started again"))
         time.sleep(FLUSH_S)
-        leave(1, trainer, run_dir)
+        leave(1, trainer)
 
     context = contextvars.copy_context()  # what every log line carries
     http = threading.Thread(target=context.run, args=(serve, server, stopping, end), daemon=True)
-    stopper = threading.Thread(target=stop_on_signal, args=(server, http, stopping, trainer, run_dir), daemon=True)
+    stopper = threading.Thread(target=stop_on_signal, args=(server, http, stopping, trainer), daemon=True)
     for thread in (http, stopper, threading.Thread(target=watch, args=(notes, end), daemon=True)):
         thread.start()
     try:
@@ -141,21 +140,18 @@ def serve(server: uvicorn.Server, stopping: threading.Event, end: Callable[[str]
             end("the HTTP server ended")
 
 
-def stop_on_signal(
-    server: uvicorn.Server, http: threading.Thread, stopping: threading.Event, trainer: Trainer, run_dir: Path
-) -> None:
+def stop_on_signal(server: uvicorn.Server, http: threading.Thread, stopping: threading.Event, trainer: Trainer) -> None:
     """Waits for SIGTERM or SIGINT, then ends HTTP in order and the process at once."""
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     stopping.set()
     server.should_exit = True
     http.join(STOP_S)
-    leave(0, trainer, run_dir)
+    leave(0, trainer)
 
 
-def leave(code: int, trainer: Trainer, run_dir: Path) -> NoReturn:
-    """Ends the process from any thread, the main one possibly inside a collective. Leaves nothing behind."""
+def leave(code: int, trainer: Trainer) -> NoReturn:
+    """Ends the process from any thread, the main one possibly inside a collective."""
     trainer.free_shared_memory()
-    shutil.rmtree(run_dir, ignore_errors=True)
     sys.stderr.flush()
     os._exit(code)
 
