@@ -59,7 +59,7 @@ def main() -> None:
 def _make_model(seed: int) -> None:
     shutil.rmtree(FOLDER / "task", ignore_errors=True)
     command = [sys.executable, "-m", "deploy.tiny_model", "--out", str(FOLDER / "task"), "--seed", str(seed)]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env=os.environ | {"DS_ACCELERATOR": "cpu"})
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils import logging
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 # Two digits each: the model learns to copy numbers of one width much sooner than numbers of two widths.
@@ -202,6 +203,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
     parser.add_argument("--seed", type=int, required=True, help="sets the split, the first weights and the warm start")
     args = parser.parse_args()
+    logging.disable_progress_bar()
     # So small a model gains little from more threads, and where the cores are busy loses minutes to them.
     torch.set_num_threads(1)
     write_demo(args.out, args.seed)

@@ -333,6 +333,15 @@ class PauseState(Wire):
     paused: bool
 
 
+class VersionInfo(BaseModel):
+    """`GET /version`: the service, Hone's version, and whatever else the service says of the engine inside."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    service: str
+    hone: str
+
+
 # --- jobs --------------------------------------------------------------------------------------------------------------
 
 JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
@@ -26,6 +29,7 @@ from shared.wire import (
     TrainStepRequest,
     Validated,
     ValidateRequest,
+    VersionInfo,
     WeightsRef,
 )
 
@@ -97,6 +101,12 @@ class Peers:
         body = CheckpointRequest(job_id=job_id, step=step)
         deadline_s = self._settings.sync_deadline_s
         return await self._trainer.call("POST", "/checkpoints", body, Checkpoint, deadline_s=deadline_s)
+
+    async def versions(self) -> dict[str, dict[str, Any]]:
+        """Returns what each service says of its versions."""
+        clients = (self._rollout, self._trainer, self._reward)
+        found = await asyncio.gather(*(client.get("/version", VersionInfo) for client in clients))
+        return {info.service: info.model_dump(exclude={"service"}) for info in found}
 
     def _sampling(self) -> Sampling:
         spec = self._job.sampling

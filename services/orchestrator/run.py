@@ -80,7 +80,7 @@ class Run:
                 since = time.monotonic()
         train_s = time.monotonic() - started
         checkpoint = checkpoint or await self._peers.checkpoint(self._id, self._job.steps)
-        return self._summary(train_s, checkpoint)
+        return self._summary(train_s, checkpoint, await self._peers.versions())
 
     async def _after_step(self, step: Step, prompts: Prompts, step_s: float, elapsed_s: float, first: int) -> Checkpoint | None:
         number, job = step.batch.step, self._job
@@ -138,7 +138,7 @@ class Run:
     async def _log(self, message: str) -> None:
         await self._store.report(self._lease, "log", message)
 
-    def _summary(self, train_s: float, checkpoint: Checkpoint) -> dict[str, Any]:
+    def _summary(self, train_s: float, checkpoint: Checkpoint, versions: dict[str, Any]) -> dict[str, Any]:
         rows = self._folder.metrics()
         evals = [(row.step, row.metrics["eval/reward"]) for row in rows if "eval/reward" in row.metrics]
         times = [{name: value for name, value in row.metrics.items() if name.startswith("time/")} for row in rows if row.step]
@@ -157,5 +157,5 @@ class Run:
                 name.removeprefix("time/"): sum(row.get(name, 0.0) for row in times) / len(times) for name in stages
             },
             "checkpoint": checkpoint.path,
-            "versions": {"hone": hone_version(), "python": platform.python_version()},
+            "versions": {"hone": hone_version(), "python": platform.python_version(), **versions},
         }
