@@ -15,6 +15,9 @@ from typing import TypeVar
 
 R = TypeVar("R")
 
+SERVICE_PID = "ROLLOUT_SERVICE_PID"
+"""The variable that tells every process below the service which one it must not outlive: see `executors.py`."""
+
 NOISY = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.model_executor.models.utils")
 """Warn at each reload of modules without weights, and of each tensor whose dtype differs; `weights.py` compares tensors."""
 
@@ -24,6 +27,7 @@ def set_environment(folder: Path) -> Path:
     errors = folder / "errors.log"
     logging_config = folder / "logging.json"
     logging_config.write_text(json.dumps(_logging_config(errors)), encoding="utf-8")
+    os.environ[SERVICE_PID] = str(os.getpid())
     os.environ.update(
         VLLM_LOGGING_CONFIG_PATH=str(logging_config),
         VLLM_RPC_BASE_PATH=str(folder),  # sockets and other files that vLLM leaves behind

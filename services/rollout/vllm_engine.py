@@ -26,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.rollout.executors import InProcessExecutor, ProcessPerDeviceExecutor
 from services.rollout.openai_routes import openai_app
-from services.rollout.processes import in_daemon_thread, root_cause
+from services.rollout.processes import in_daemon_thread, root_cause, stop_children
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.wire import EngineSpec, FinishReason, Message, Rollout, Sampling
@@ -138,6 +138,7 @@ class VllmEngine:
     def shut_down(self) -> None:
         """Ends the engine's processes, killing them if they take longer than `STOP_S` seconds."""
         self._llm.shutdown(timeout=STOP_S)
+        stop_children()  # vLLM does not wait for those that it kills
 
     def _obituary(self) -> str:
         return f"the engine process died ({root_cause(self._errors) or 'it was killed'}); PUT /model starts a new one"

@@ -209,6 +209,15 @@ async def test_a_failed_start_is_answered_and_the_next_one_works(bench: Bench) -
     assert (await bench.put()).model == "tiny"
 
 
+async def test_after_a_failed_start_nothing_is_said_to_serve(serving: Bench) -> None:
+    await serving.reload(serving.publish(4))
+    serving.start_error = Failed("disk full")
+    with pytest.raises(Failed):
+        await serving.put(OTHER)
+    served = await serving.client.get("/weights", ServingWeights)
+    assert (served.model, served.version) == (None, None)
+
+
 async def test_a_dead_engine_makes_the_service_unready_and_the_same_model_starts_anew(serving: Bench) -> None:
     serving.engine.dead = True
     ready = await serving.raw("GET", "/readyz")

@@ -1,6 +1,6 @@
 """The rollout service as a process, with the real vLLM and a tiny model, against Hugging Face's forward pass.
 
-Three engine starts (about 25 s each on two cores). torch, transformers and openai are imported where they are used, so that
+Four engine starts (about 25 s each on two idle cores). torch, transformers and openai are imported where they are used, so that
 collecting the fast tests stays fast. Tests run in the order of the file; the last ones end their service.
 """
 
@@ -365,3 +365,13 @@ def test_the_engine_of_a_killed_service_dies_with_it(folder: Path) -> None:
     finally:
         service.kill()
     wait_for(lambda: not any(map(lives, pids)), 5, f"processes {pids} to end")
+
+
+def test_a_service_killed_while_its_engine_starts_leaves_no_process(folder: Path) -> None:
+    service = start(folder / "third", HONE_ROLLOUT_MODEL=str(folder / "models" / "tied"))
+    try:
+        wait_for(lambda: len(service.children()) == 2, 120, "the engine process to be there")
+        pids = service.children()
+    finally:
+        service.kill()
+    wait_for(lambda: not any(map(lives, pids)), 90, f"processes {pids} to end")

@@ -23,10 +23,10 @@ def ref(path: Path, digest: str = "") -> WeightsRef:
 
 
 def test_the_digest_is_sha256_over_the_files_in_the_order_of_their_names(tmp_path: Path) -> None:
-    (tmp_path / "b.safetensors").write_bytes(b"two")
-    (tmp_path / "a.safetensors").write_bytes(b"one")
+    for letter in "hbfdacge":
+        (tmp_path / f"{letter}.safetensors").write_bytes(letter.encode())
     (tmp_path / "config.json").write_bytes(b"not counted")
-    assert digest_of(tmp_path) == hashlib.sha256(b"onetwo").hexdigest()
+    assert digest_of(tmp_path) == hashlib.sha256(b"abcdefgh").hexdigest()
 
 
 def test_shapes_come_from_every_file(tmp_path: Path) -> None:
