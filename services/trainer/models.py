@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import torch
-from huggingface_hub import model_info, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import AutoModelForCausalLM
+from transformers.utils.hub import cached_file, cached_files
 
 from shared.errors import BadRequest
 from shared.job import Job
@@ -18,13 +19,8 @@ from shared.job import Job
 HUB_TIMEOUT_S = 10.0
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.model",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
 EXPECTED = "expected a folder with config.json and weights (*.safetensors), or a Hugging Face model id"
 
@@ -41,21 +37,21 @@ def check_model(job: Job) -> None:
         return
     if folder.is_absolute() or job.model.startswith((".", "~")):
         raise BadRequest(f"there is no folder {job.model!r}; {EXPECTED}")
+    with contextlib.suppress(OSError, ValueError):  # not in the cache: the hub is asked next
+        cached_file(job.model, "config.json", revision=job.model_revision, local_files_only=True)
+        return
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        if isinstance(try_to_load_from_cache(job.model, "config.json", revision=job.model_revision), str):
-            return
-        model_info(job.model, revision=job.model_revision, timeout=HUB_TIMEOUT_S)
-    except HFValidationError as error:
-        raise BadRequest(f"{job.model!r} is no model: {error}; {EXPECTED}") from error
-    except HfHubHTTPError as error:
-        revision = f" at revision {job.model_revision!r}" if job.model_revision else ""
-        why = str(error).splitlines()[0]
-        raise BadRequest(f"the Hugging Face hub has no model {job.model!r}{revision} for this token: {why}; {EXPECTED}") from error
-    except (OSError, httpx2.HTTPError) as error:
+        httpx2.head(hub, timeout=HUB_TIMEOUT_S)
+    except httpx2.HTTPError as error:
         raise BadRequest(
-            f"{job.model!r} is neither a folder on this host nor in its Hugging Face cache, and the hub cannot be reached "
+            f"{job.model!r} is neither a folder on this host nor in its Hugging Face cache, and {hub} cannot be reached "
             f"({type(error).__name__}: {error}); {EXPECTED}"
         ) from error
+    try:
+        cached_file(job.model, "config.json", revision=job.model_revision)
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"{hub} has no model {job.model!r} for this token: {str(error).splitlines()[0]}; {EXPECTED}") from error
 
 
 def load_model(job: Job, dtype: torch.dtype, device: torch.device) -> Any:
@@ -69,16 +65,14 @@ def load_model(job: Job, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def copy_tokenizer(job: Job, folder: Path) -> None:
-    """Copies the model's tokenizer into `folder`, byte for byte.
+    """Copies the model's tokenizer into `folder`, byte for byte; a model without one makes a checkpoint without one.
 
     Loading and saving it would not do: AutoTokenizer picks a class by the model's architecture, which may rewrite the file.
     """
-    source = Path(job.model)
-    if not source.is_dir():
-        source = Path(snapshot_download(job.model, revision=job.model_revision, allow_patterns=list(TOKENIZER_FILES)))
-    for pattern in TOKENIZER_FILES:
-        for file in source.glob(pattern):
-            shutil.copyfile(file, folder / file.name)
+    names = list(TOKENIZER_FILES)
+    files = cached_files(job.model, names, revision=job.model_revision, _raise_exceptions_for_missing_entries=False)
+    for file in files or ():
+        shutil.copyfile(file, folder / Path(file).name)
 
 
 def choose_dtype(asked: str) -> torch.dtype:
