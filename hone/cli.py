@@ -22,7 +22,7 @@ from shared.job import load_job
 from shared.wire import TERMINAL, JobRecord
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True)
 
 
@@ -59,7 +59,9 @@ def connect() -> Generator[Client]:
         try:
             client.ping()
         except Unavailable as error:
-            raise Unavailable(f"{error.detail}; `hone up` starts a stack on this machine, HONE_ORCHESTRATOR_URL names another") from error
+            raise Unavailable(
+                f"{error.detail}; `hone up` starts a stack on this machine, HONE_ORCHESTRATOR_URL names another"
+            ) from error
         yield client
 
 

@@ -15,16 +15,18 @@ from rich.text import Text
 
 from shared.wire import Event, GradedRollout, JobRecord, MetricsRow, RolloutList
 
-COLUMNS = (
-    "reward",
-    "reward_std",
-    "frac_reward_zero_std",
-    "eval/reward",
-    "completions/mean_length",
-    "loss",
-    "grad_norm",
-    "time/step",
-)
+COLUMNS = {
+    "reward": "reward",
+    "std": "reward_std",
+    "flat groups": "frac_reward_zero_std",
+    "held-out": "eval/reward",
+    "tokens": "completions/mean_length",
+    "loss": "loss",
+    "grad norm": "grad_norm",
+    "seconds": "time/step",
+}
+"""What `hone metrics` shows of a step: heading and metric. `-o json` has all of them."""
+
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {"queued": "yellow", "running": "cyan", "succeeded": "green", "failed": "red", "cancelled": "magenta"}
 STAGES = ("wait_for_batch", "generate", "reward", "store", "train", "sync")
@@ -91,7 +93,7 @@ def job_details(record: JobRecord) -> Table:
 def metrics_table(rows: Iterable[MetricsRow]) -> Table:
     table = Table("step", *COLUMNS, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(str(row.step), *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in COLUMNS))
+        table.add_row(str(row.step), *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in COLUMNS.values()))
     return table
 
 

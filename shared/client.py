@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from shared import codec
 from shared.errors import HoneError, NotFound, Unavailable, from_problem
+from shared.logs import get_logger
 
 WAIT_S = 20
 FIRST_PAUSE_S = 0.1
@@ -29,7 +30,8 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Client:
-    """Calls one service. `name` says which in errors; `binary` sends and asks for msgpack instead of JSON."""
+    """Calls one service. `name` says which in errors; `binary` sends and asks for msgpack instead of JSON. A service that is
+    away (unreachable, or answering 503) for `patience_s` seconds on end is given up, however far the deadline."""
 
     def __init__(
         self,
@@ -38,10 +40,12 @@ class Client:
         *,
         token: str | None = None,
         binary: bool = False,
+        patience_s: float = 90.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
+        self._patience_s = patience_s
         self._media_type = codec.MSGPACK if binary else codec.JSON
         headers = {"accept": self._media_type} | ({"authorization": f"Bearer {token}"} if token else {})
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -100,7 +104,9 @@ class Client:
             headers |= {"prefer": f"respond-async, wait={WAIT_S}", "idempotency-key": key}
         end = time.monotonic() + deadline_s
         pause_s = FIRST_PAUSE_S
+        away_since: float | None = None
         while True:
+            asked_at = time.monotonic()
             try:
                 async with asyncio.timeout(max(end - time.monotonic(), 0.01)):
                     response = await self._http.request(method, path, content=content, headers=headers)
@@ -120,8 +126,12 @@ class Client:
                 if "no operation" not in error.detail:
                     raise
                 problem = error
-            if time.monotonic() + pause_s >= end:
+            now = time.monotonic()
+            away_since = asked_at if away_since is None or now - asked_at > WAIT_S / 2 else away_since
+            if now + pause_s >= min(end, away_since + self._patience_s):
                 raise problem
+            if pause_s == MAX_PAUSE_S:
+                get_logger().warning("waiting for a service", waits_for=self.name, to=f"{method} {path}", reason=problem.detail)
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
 

@@ -48,6 +48,7 @@ class Settings(BaseSettings):
     # orchestrator
     redis_url: SecretStr | None = None
     lease_s: float = Field(default=30.0, gt=0)
+    patience_s: float = Field(default=90.0, gt=0)
     generate_deadline_s: float = Field(default=1800.0, gt=0)
     score_deadline_s: float = Field(default=600.0, gt=0)
     train_deadline_s: float = Field(default=3600.0, gt=0)

@@ -41,9 +41,10 @@ class Peers:
         self._job = job
         self._settings = settings
         token = settings.bearer()
-        self._rollout = Client("rollout", settings.rollout_url, token=token, binary=True)
-        self._trainer = Client("trainer", settings.trainer_url, token=token, binary=True)
-        self._reward = Client("reward", settings.reward_url, token=token, binary=True)
+        patience_s = settings.patience_s
+        self._rollout = Client("rollout", settings.rollout_url, token=token, binary=True, patience_s=patience_s)
+        self._trainer = Client("trainer", settings.trainer_url, token=token, binary=True, patience_s=patience_s)
+        self._reward = Client("reward", settings.reward_url, token=token, binary=True, patience_s=patience_s)
 
     async def close(self) -> None:
         for client in (self._rollout, self._trainer, self._reward):

@@ -93,9 +93,11 @@ class Pipeline:
             await stop(*tasks)
         watch.lap("reward")
         groups_P = tuple(group for group, _ in graded_P)
-        version = min(version for group in groups_P for rollout in group.rollouts for version in rollout.versions)
+        versions = [version for group in groups_P for rollout in group.rollouts for version in rollout.versions]
+        if not versions:
+            raise Failed(f"step {step}: no rollout says which weights sampled it; all of them failed, or the sampler serves none")
         scores_PG = tuple(scores for _, scores in graded_P)
-        return Batch(step=step, version=version, prompts=prompts_P, groups=groups_P, scores=scores_PG), watch.seconds
+        return Batch(step=step, version=min(versions), prompts=prompts_P, groups=groups_P, scores=scores_PG), watch.seconds
 
     async def sync_weights(self, version: int) -> ServingWeights:
         """Makes the sampler serve the trainer's `version`; raises Failed unless it answers with that version and its digest."""

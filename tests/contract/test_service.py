@@ -139,6 +139,14 @@ async def test_an_unreachable_service_is_named_with_its_address() -> None:
     await client.close()
 
 
+async def test_a_service_that_stays_away_is_given_up_long_before_the_deadline(settings: Settings) -> None:
+    counter = Counter(settings)
+    counter.error = Unavailable("the engine process died; PUT /model starts a new one")
+    with pytest.raises(Unavailable, match="the engine process died"):
+        await call(counter.client(patience_s=0.5), deadline_s=600)
+    assert 2 <= counter.runs <= 5
+
+
 async def test_a_bad_body_is_a_problem_document_with_pointers(settings: Settings) -> None:
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver"

@@ -170,7 +170,7 @@ def test_every_command_shows_a_finished_job(stack: Stack, learned: dict[str, Any
     assert job_id in stack.hone("ls").stdout
     assert "succeeded" in stack.hone("logs", job_id).stdout
     assert "held-out reward" in stack.hone("logs", job_id, "-f").stdout
-    assert "grad_norm" in stack.hone("metrics", job_id, "--min-step", "38").stdout
+    assert "grad norm" in stack.hone("metrics", job_id, "--min-step", "38").stdout
     listed = RolloutList.model_validate_json(stack.hone("rollouts", job_id, "--step", "7", "-n", "300", "-o", "json").stdout)
     assert listed.step == 7 and len(listed.rollouts) == 32 * 8
     doctor = json.loads(stack.hone("doctor", "-o", "json").stdout)
@@ -227,7 +227,7 @@ async def test_without_weight_sync_nothing_is_learned_and_it_shows(stack: Stack,
     async def load_old(body: bytes) -> bytes:
         ref = asked["ref"] = codec.decode(WeightsRef, body, codec.MSGPACK)
         if ref.job_id not in first:
-            kept = Path(ref.path).parent / "first"
+            kept = stack.folder / "runs" / "first"
             shutil.copytree(ref.path, kept)
             first[ref.job_id] = ref.model_copy(update={"path": str(kept)})
         old = first[ref.job_id].model_copy(update={"version": ref.version})
