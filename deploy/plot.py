@@ -29,8 +29,8 @@ def plot_learning_curve(rows: Sequence[MetricsRow], path: Path, title: str) -> P
     if evaluated:
         steps, accuracies = zip(*evaluated, strict=True)
         axes.plot(steps, accuracies, "o-", color="#c2410c", linewidth=2, label="held-out, greedy")
-        for step, accuracy in (evaluated[0], evaluated[-1]):
-            axes.annotate(f"{accuracy:.2f}", (step, accuracy), textcoords="offset points", xytext=(0, 8), ha="center")
+        for (step, accuracy), above in ((evaluated[0], -16), (evaluated[-1], 8)):
+            axes.annotate(f"{accuracy:.2f}", (step, accuracy), textcoords="offset points", xytext=(0, above), ha="center")
     axes.set(xlabel="step", ylabel="mean reward", title=title, ylim=(0, 1.08))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

@@ -89,7 +89,9 @@ class Client:
         again where it broke."""
         job_id = self.get(job).id
         if not follow:
-            yield from self._runner.run(self._client.get(f"/v1/jobs/{job_id}/events?after={after}", EventList)).events
+            while page := self._runner.run(self._client.get(f"/v1/jobs/{job_id}/events?after={after}", EventList)).events:
+                yield from page
+                after = page[-1].id
             return
         last, lost_at = after, None
         while True:

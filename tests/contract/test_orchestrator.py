@@ -88,8 +88,8 @@ async def finish(client: Client, job: Job) -> JobRecord:
 async def stack(settings: Settings, redis_url: str, job: Job) -> AsyncGenerator[Stack]:
     fakes = FakeServices(settings)
     async with fakes.running(settings) as settings, orchestrator(settings, redis_url) as (store, transport):
-        client = Client("orchestrator", "http://testserver", transport=transport)
-        async with httpx.AsyncClient(transport=transport, base_url="http://testserver", timeout=20) as http:
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=20) as http:
             yield Stack(fakes, settings, store, client, http, job)
 
 
@@ -140,7 +140,7 @@ async def test_a_key_is_remembered_across_a_restart(settings: Settings, redis_ur
     async with fakes.running(settings) as settings:
         for _ in range(2):
             async with orchestrator(settings, redis_url) as (_store, transport):
-                client = Client("orchestrator", "http://testserver", transport=transport)
+                client = Client("orchestrator", "http://localhost", transport=transport)
                 body = SubmitRequest(job=job)
                 ids.append((await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=10, key="same")).id)
     assert ids[0] == ids[1]
@@ -245,7 +245,7 @@ async def test_a_service_that_hangs_fails_the_job_by_its_deadline(settings: Sett
     fakes.fault["train_step"] = lambda _: released.wait()
     settings = settings.model_copy(update={"train_deadline_s": 0.3})
     async with fakes.running(settings) as settings, orchestrator(settings, redis_url) as (_, transport):
-        found = await finish(Client("orchestrator", "http://testserver", transport=transport), job)
+        found = await finish(Client("orchestrator", "http://localhost", transport=transport), job)
         released.set()
     assert found.status == "failed" and found.error is not None
     assert found.error.startswith("trainer at http://127.0.0.1:")
@@ -298,12 +298,12 @@ async def test_an_orchestrator_that_dies_loses_nothing(settings: Settings, redis
     settings = settings.model_copy(update={"lease_s": 0.5})
     async with fakes.running(settings) as settings:
         async with orchestrator(settings, redis_url) as (_, transport):
-            client = Client("orchestrator", "http://testserver", transport=transport)
+            client = Client("orchestrator", "http://localhost", transport=transport)
             record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10)
             await asyncio.wait_for(reached.wait(), 20)
         await asyncio.sleep(0.3)
         async with orchestrator(settings, redis_url) as (_, transport):
-            client = Client("orchestrator", "http://testserver", transport=transport)
+            client = Client("orchestrator", "http://localhost", transport=transport)
             async with asyncio.timeout(30):
                 while (found := await client.get(f"/v1/jobs/{record.id}", JobRecord)).status not in TERMINAL:
                     await asyncio.sleep(0.05)
@@ -315,7 +315,7 @@ async def test_an_orchestrator_that_dies_loses_nothing(settings: Settings, redis
 async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(settings: Settings, redis_url: str, job: Job) -> None:
     fakes = FakeServices(settings)
     async with fakes.running(settings) as settings, orchestrator(settings, redis_url) as (_, transport):
-        client = Client("orchestrator", "http://testserver", transport=transport)
+        client = Client("orchestrator", "http://localhost", transport=transport)
         record = await finish(client, job)
         first, fakes.trained = fakes.trained, []
         fakes.job = None  # the trainer lost everything and starts from the beginning

@@ -40,7 +40,7 @@ async def app() -> AsyncGenerator[Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["json", "msgpack"])
 async def client(app: Any, request: pytest.FixtureRequest) -> AsyncGenerator[Client]:
-    async with Client("reward", "http://testserver", binary=request.param, transport=httpx2.ASGITransport(app)) as client:
+    async with Client("reward", "http://localhost", binary=request.param, transport=httpx2.ASGITransport(app)) as client:
         yield client
 
 
@@ -224,7 +224,7 @@ async def test_a_bad_body_is_a_sentence(client: Client) -> None:
 
 
 async def test_ready_and_version_report_the_tier_reached(app: Any) -> None:
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://testserver") as http:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as http:
         ready = await http.get("/readyz")
         sandbox = (await http.get("/version")).json()["sandbox"]
         metrics = (await http.get("/metrics")).text
@@ -239,7 +239,7 @@ async def test_a_token_is_asked_for() -> None:
     service = build(Settings(token="secret-token", sandbox="unsafe", sandbox_slots=1))  # type: ignore[arg-type]
     async with (
         service.app.router.lifespan_context(service.app),
-        Client("reward", "http://testserver", transport=httpx2.ASGITransport(service.app)) as client,
+        Client("reward", "http://localhost", transport=httpx2.ASGITransport(service.app)) as client,
     ):
         with pytest.raises(Unauthorized):
             await client.get("/graders", GraderList)
@@ -249,9 +249,9 @@ async def test_unsafe_runs_programs_when_asked_for_by_name_and_says_so() -> None
     service = build(Settings(sandbox="unsafe", sandbox_slots=1))
     async with (
         service.app.router.lifespan_context(service.app),
-        Client("reward", "http://testserver", transport=httpx2.ASGITransport(service.app)) as client,
+        Client("reward", "http://localhost", transport=httpx2.ASGITransport(service.app)) as client,
     ):
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(service.app), base_url="http://testserver") as http:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(service.app), base_url="http://localhost") as http:
             assert (await http.get("/version")).json()["sandbox"]["tier"] == "unsafe"
         codes = ["x = 2", "while True: pass", "x = bytearray(8 << 30)", "import subprocess; subprocess.Popen(['/bin/sleep', '60'])"]
         ended = [
@@ -269,7 +269,7 @@ async def test_a_host_that_cannot_isolate_refuses_code_and_grades_the_rest(monke
     service = build(Settings(sandbox_slots=1))
     async with (
         service.app.router.lifespan_context(service.app),
-        Client("reward", "http://testserver", transport=httpx2.ASGITransport(service.app)) as client,
+        Client("reward", "http://localhost", transport=httpx2.ASGITransport(service.app)) as client,
     ):
         for work in (
             client.call("POST", "/execute", ExecuteRequest(code="1"), Execution, deadline_s=5),
@@ -279,7 +279,7 @@ async def test_a_host_that_cannot_isolate_refuses_code_and_grades_the_rest(monke
             with pytest.raises(Failed, match=r"cannot isolate model-written code: .*File exists.*HONE_SANDBOX=unsafe"):
                 await work
         assert [s.value for s in await score(client, items("abc"), RewardSpec(grader="length", params={"max": 3}))] == [1.0]
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(service.app), base_url="http://testserver") as http:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(service.app), base_url="http://localhost") as http:
             ready = await http.get("/readyz")
         assert ready.status_code == 503
         assert "HONE_SANDBOX=unsafe" in ready.json()["dependencies"]["sandbox"]["detail"]

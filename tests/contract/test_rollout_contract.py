@@ -110,7 +110,7 @@ class Bench:
         self.sampler = Sampler(self.find_model, self.start_engine, (self.runs,))
         self.service = build(Settings(runs_dir=self.runs), self.sampler)
         self.transport = httpx.ASGITransport(app=self.service.app)
-        self.client = Client("rollout", "http://testserver", binary=True, transport=self.transport)
+        self.client = Client("rollout", "http://localhost", binary=True, transport=self.transport)
 
     async def find_model(self, spec: EngineSpec) -> Path:
         if spec.model == "missing":
@@ -146,7 +146,7 @@ class Bench:
         return await self.client.call("POST", "/generate", body, RolloutGroup, deadline_s=deadline_s, key=key)
 
     async def raw(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async with httpx.AsyncClient(transport=self.transport, base_url="http://testserver") as http:
+        async with httpx.AsyncClient(transport=self.transport, base_url="http://localhost") as http:
             return await http.request(method, path, **options)
 
 

@@ -40,7 +40,7 @@ class Counter:
 
     def client(self, **options: object) -> Client:
         transport = httpx.ASGITransport(app=self.service.app, raise_app_exceptions=False)
-        return Client("trainer", "http://testserver", transport=transport, **options)  # type: ignore[arg-type]
+        return Client("trainer", "http://localhost", transport=transport, **options)  # type: ignore[arg-type]
 
 
 def request(step: int = 1) -> CheckpointRequest:
@@ -149,7 +149,7 @@ async def test_a_service_that_stays_away_is_given_up_long_before_the_deadline(se
 
 async def test_a_bad_body_is_a_problem_document_with_pointers(settings: Settings) -> None:
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver"
+        transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://localhost"
     ) as http:
         response = await http.post("/checkpoints", json={"job_id": "job", "stp": 1})
     assert response.status_code == 422 and response.headers["content-type"] == "application/problem+json"
@@ -160,7 +160,7 @@ async def test_a_bad_body_is_a_problem_document_with_pointers(settings: Settings
 
 async def test_a_form_post_from_a_web_page_is_refused(settings: Settings) -> None:
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver"
+        transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://localhost"
     ) as http:
         sneaky = await http.post("/checkpoints", content=b'{"job_id":"job","step":1}', headers={"content-type": "text/plain"})
         rebound = await http.get("/metrics", headers={"host": "evil.example:8002"})
@@ -171,7 +171,7 @@ async def test_a_form_post_from_a_web_page_is_refused(settings: Settings) -> Non
 async def test_a_token_guards_everything_but_health(settings: Settings) -> None:
     counter = Counter(settings.model_copy(update={"token": SecretStr("open-sesame")}))
     transport = httpx.ASGITransport(app=counter.service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         assert [(await http.get(path)).status_code for path in ("/healthz", "/readyz", "/version")] == [200, 200, 200]
         assert (await http.get("/metrics")).status_code == 401
     with pytest.raises(Unauthorized):
@@ -181,7 +181,7 @@ async def test_a_token_guards_everything_but_health(settings: Settings) -> None:
 
 async def test_health_says_what_is_waited_for(settings: Settings) -> None:
     counter = Counter(settings)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=counter.service.app), base_url="http://testserver") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=counter.service.app), base_url="http://localhost") as http:
         counter.waits_for = "loading the model"
         starting = await http.get("/readyz")
         counter.waits_for = None
@@ -197,14 +197,14 @@ async def test_health_says_what_is_waited_for(settings: Settings) -> None:
 
 async def test_a_body_over_the_limit_is_refused_unread(settings: Settings) -> None:
     small = Counter(settings.model_copy(update={"max_body_mib": 1}))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=small.service.app), base_url="http://testserver") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=small.service.app), base_url="http://localhost") as http:
         response = await http.post("/checkpoints", content=b" " * (1 << 20 | 1), headers={"content-type": codec.JSON})
     assert response.status_code == 422 and "at most 1048576" in response.json()["detail"]
 
 
 async def test_a_request_id_comes_back(settings: Settings) -> None:
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://testserver"
+        transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://localhost"
     ) as http:
         assert (await http.get("/healthz", headers={"x-request-id": "abc-1"})).headers["x-request-id"] == "abc-1"
         assert len((await http.get("/healthz")).headers["x-request-id"]) == 16

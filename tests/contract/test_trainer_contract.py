@@ -55,7 +55,7 @@ def rank(parts) -> OneRank:
 async def client(rank, request):
     service = make_service(Settings(), rank.trainer, rank.run, {"ranks": 1, "torch": "2"})
     transport = httpx2.ASGITransport(app=service.app)
-    async with Client("trainer", "http://testserver", binary=request.param, transport=transport) as client:
+    async with Client("trainer", "http://localhost", binary=request.param, transport=transport) as client:
         yield client
 
 

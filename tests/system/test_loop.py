@@ -218,7 +218,7 @@ async def own_orchestrator(stack: Stack, folder: Path, **urls: str) -> AsyncGene
         service = create_service(settings, store)
         async with service.app.router.lifespan_context(service.app):
             transport = httpx.ASGITransport(app=service.app)
-            yield Client("orchestrator", "http://testserver", transport=transport)
+            yield Client("orchestrator", "http://localhost", transport=transport)
 
 
 async def finish(client: Client, job: Job) -> tuple[JobRecord, EventList]:
