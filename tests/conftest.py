@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from deploy import redis_server
 from shared.config import Settings
@@ -22,6 +24,16 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("HONE_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """A test that sets up logging, onto a stream that ends with it, sets it up for itself only."""
+    handlers = logging.root.handlers[:]
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+    logging.root.handlers[:] = handlers
 
 
 @pytest.fixture
