@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,10 +24,11 @@ from deploy import local
 from deploy.plot import plot_learning_curve
 from hone import Client, Job, load_job
 from hone.view import Follower, duration, rollout_table
-from shared.errors import HoneError
+from shared.errors import BadRequest, HoneError
 from shared.wire import JobRecord
 
 FOLDER = Path(".hone/demo")
+STACK = FOLDER / "stack"
 JOB = Path("deploy/jobs/demo.toml")
 SERVICES = ("ORCHESTRATOR", "ROLLOUT", "TRAINER", "REWARD")
 SHOWN_ROLLOUTS = 8
@@ -40,12 +42,16 @@ def main() -> None:
     console = Console(soft_wrap=True)
     os.chdir(Path(__file__).parents[1])
     started = time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
+        if local.running(STACK):
+            raise BadRequest(f"another demo runs in {STACK}; wait for it, or stop it: .venv/bin/hone down --dir {STACK}")
         console.print(f"[bold]1/3[/] making a tiny model and its problems (seed {arguments.seed})")
         _make_model(arguments.seed)
         console.print("[bold]2/3[/] starting Redis and the four services")
         with _stack() as url:
-            console.print(f"[bold]3/3[/] training; `hone ls`, `hone metrics demo` and the rest work in another terminal ({url})")
+            console.print(f"[bold]3/3[/] training; in another terminal: HONE_ORCHESTRATOR_URL={url} .venv/bin/hone ls")
             job = load_job(JOB, [f"seed={arguments.seed}", *arguments.overrides])
             with Client(url) as client:
                 succeeded = _train(client, job, console, started)
@@ -67,7 +73,7 @@ def _stack() -> Generator[str]:
     """A stack of the demo's own, on free ports; yields the orchestrator's URL and leaves nothing running."""
     for name in SERVICES:
         os.environ.setdefault(f"HONE_{name}_PORT", str(_free_port()))
-    folder = FOLDER.resolve() / "stack"
+    folder = STACK.resolve()
     shutil.rmtree(folder / "redis", ignore_errors=True)
     state = local.up(folder)
     try:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
+from urllib.parse import quote
 
 import httpx2 as httpx
 
@@ -123,7 +124,9 @@ class Supervisor:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise BadRequest(f"a stack already runs in {str(self._folder)!r}; `hone down` stops it") from error
+                raise BadRequest(
+                    f"a stack already runs in {str(self._folder)!r}; `hone down --dir {self._folder}` stops it"
+                ) from error
             (self._folder / "stack.json").write_text(json.dumps(self._state()))
             yield
 
@@ -160,7 +163,7 @@ class Supervisor:
         environment["HONE_RUNS_DIR"] = str(self._settings.runs_dir.resolve())
         environment["HONE_SHM_DIR"] = str(self._shm())
         if self._settings.redis_url is None:
-            environment["HONE_REDIS_URL"] = f"unix://{redis_server.socket_path(self._folder / 'redis')}"
+            environment["HONE_REDIS_URL"] = f"unix://{quote(str(redis_server.socket_path(self._folder / 'redis')))}"
         self._add(name, [sys.executable, "-m", f"services.{name}"], environment)
 
     def _add(self, name: str, command: list[str], environment: dict[str, str]) -> None:
@@ -298,7 +301,9 @@ def _die_with_parent() -> None:
 
 
 def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    """Returns how a URL names a service that listens on `host`."""
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{near}]" if ":" in near else near
 
 
 def _connects(path: Path) -> bool:

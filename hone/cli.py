@@ -209,6 +209,7 @@ def doctor(output: OutputOption = Output.table) -> None:
 
 def _follow(client: Client, job: str, output: Output) -> None:
     """Shows a job's events to its end; exits 1 if it did not succeed. Ctrl-C leaves it running."""
+    job = client.get(job).id
     try:
         if output is Output.json:
             for event in client.events(job, follow=True):

@@ -20,9 +20,10 @@ from shared.wire import (
     MetricsList,
     RolloutList,
     SubmitRequest,
+    VersionInfo,
 )
 
-SUBMIT_DEADLINE_S = 300.0
+SUBMIT_DEADLINE_S = 1800.0
 RECONNECT_S = 60.0
 PING_DEADLINE_S = 1.0
 
@@ -47,7 +48,7 @@ class Client:
 
     def ping(self) -> None:
         """Raises Unavailable at once if nothing answers."""
-        self._runner.run(self._client.get("/v1/jobs?limit=1", JobList, deadline_s=PING_DEADLINE_S))
+        self._runner.run(self._client.get("/version", VersionInfo, deadline_s=PING_DEADLINE_S))
 
     def submit(self, job: Job, *, key: str | None = None) -> JobRecord:
         """Returns the accepted job's record; accepted, it is on disk. `key` is an idempotency key: the same key and job submit
@@ -116,9 +117,10 @@ class Client:
 
     def wait(self, job: str) -> JobRecord:
         """Returns the record of the job once it has ended."""
-        for _ in self.events(job, follow=True):
+        job_id = self.get(job).id
+        for _ in self.events(job_id, follow=True):
             pass
-        record = self.get(job)
+        record = self.get(job_id)
         assert record.status in TERMINAL
         return record
 

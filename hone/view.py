@@ -118,7 +118,7 @@ def rollout_table(listed: RolloutList, limit: int) -> Table:
 def prompt_text(rollout: GradedRollout) -> str:
     if isinstance(rollout.prompt, str):
         return rollout.prompt.strip()
-    return str(rollout.prompt[-1]["content"])
+    return str(rollout.prompt[-1].get("content", ""))
 
 
 def _number(value: float | None) -> str:

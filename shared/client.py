@@ -14,11 +14,13 @@ import time
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 import httpx2 as httpx
 from pydantic import BaseModel
 
 from shared import codec
+from shared.config import is_loopback
 from shared.errors import HoneError, NotFound, Unavailable, from_problem
 from shared.logs import get_logger
 
@@ -48,9 +50,12 @@ class Client:
         self._patience_s = patience_s
         self._media_type = codec.MSGPACK if binary else codec.JSON
         headers = {"accept": self._media_type} | ({"authorization": f"Bearer {token}"} if token else {})
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        remote = not is_loopback(urlsplit(self.url).hostname or "")  # a proxy has no business between processes of one machine
+        limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
         timeout = httpx.Timeout(connect=5.0, read=WAIT_S + 10.0, write=60.0, pool=None)
-        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=limits, transport=transport)
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=headers, timeout=timeout, limits=limits, transport=transport, trust_env=remote
+        )
 
     async def __aenter__(self) -> Client:
         return self

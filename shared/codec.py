@@ -20,11 +20,13 @@ M = TypeVar("M", bound=BaseModel)
 
 def encode(body: BaseModel, media_type: str = JSON) -> bytes:
     """Returns the body's bytes. In msgpack, token ids are int32 bytes and log-probs float32 bytes, and a whole number beyond 64
-    bits, which the format has no room for, raises BadRequest."""
+    bits, or a value that is no plain data, raises BadRequest."""
     if media_type == JSON:
         return body.model_dump_json().encode()
     try:
         return _msgpack.packb(body.model_dump(context={"packed": True}), use_bin_type=True)
+    except TypeError as error:
+        raise BadRequest(f"{type(body).__name__}: {error}; expected text, numbers, lists and tables of them") from error
     except OverflowError as error:
         raise BadRequest(f"{type(body).__name__} holds a whole number beyond 64 bits, which {MSGPACK} cannot carry") from error
 

@@ -176,6 +176,8 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BadRequest(f"no job file at {str(path)!r}") from error
+    except OSError as error:
+        raise BadRequest(f"the job file {str(path)!r} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"{path}: not valid TOML: {error}") from error
     for override in overrides:
@@ -183,7 +185,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     rewards: Any = document.get("rewards")
     for reward in rewards if _is_list(rewards) else []:
         if _is_table(reward) and reward.get("file") and reward.get("source") is None:
-            reward["source"] = _source(Path(reward["file"]), path.parent)
+            reward["source"] = _source(Path(str(reward["file"])), path.parent)
     _absolute(document)
     return parse_job(document, where=str(path))
 
@@ -239,9 +241,12 @@ def _is_list(value: Any) -> TypeGuard[list[Any]]:
 
 
 def _source(file: Path, folder: Path) -> str:
-    for candidate in (file, folder / file):
+    for candidate in (folder / file, file):
         if candidate.is_file():
-            return candidate.read_text(encoding="utf-8")
+            try:
+                return candidate.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise BadRequest(f"the reward file {str(candidate)!r} cannot be read as text: {error}") from error
     raise BadRequest(f"no reward file at {str(file)!r}, looked for it in {str(Path.cwd())!r} and {str(folder)!r}")
 
 

@@ -16,10 +16,11 @@ from fastapi.responses import Response, StreamingResponse
 from services.orchestrator.advantages import group_advantages
 from services.orchestrator.folder import RunFolder
 from services.orchestrator.peers import Peers
-from services.orchestrator.prompts import load_prompts
+from services.orchestrator.prompts import Prompts, load_prompts
 from services.orchestrator.store import Store
 from services.orchestrator.tasks import stop
 from services.orchestrator.worker import Worker
+from shared import codec
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.job import Job
@@ -138,8 +139,9 @@ def _add_history_routes(app: FastAPI, store: Store) -> None:
     async def checkpoints(job_id: str) -> CheckpointList:
         """The checkpoints written so far, oldest first."""
         await store.get(job_id)
-        found = [event.data for event in await store.events(job_id, "0", count=100_000) if event.type == "checkpoint"]
-        return CheckpointList(checkpoints=tuple(Checkpoint.model_validate(data) for data in found))
+        events = [event for event in await store.events(job_id, "0", count=100_000) if event.type == "checkpoint"]
+        found = {event.data["step"]: Checkpoint.model_validate(event.data) for event in events}
+        return CheckpointList(checkpoints=tuple(found[step] for step in sorted(found)))
 
 
 async def check_job(job: Job, settings: Settings) -> None:
@@ -151,7 +153,7 @@ async def check_job(job: Job, settings: Settings) -> None:
     if not path.exists() and (path.is_absolute() or job.model.count("/") != 1):
         raise BadRequest(f"no model at {job.model!r}: {EXPECTED_MODEL}")
     prompts = await asyncio.to_thread(load_prompts, job)
-    await asyncio.to_thread(prompts.for_step, 1)
+    await asyncio.to_thread(_check_prompts, prompts)
     peers = Peers(job, settings)
     try:
         await peers.validate_rewards(prompts.columns)
@@ -159,6 +161,12 @@ async def check_job(job: Job, settings: Settings) -> None:
         raise Unavailable(error.detail) from error
     finally:
         await peers.close()
+
+
+def _check_prompts(prompts: Prompts) -> None:
+    """Makes the first step's and all held-out prompts, and tries whether they can be sent."""
+    for prompt in (*prompts.for_step(1), *prompts.held_out()):
+        codec.encode(prompt, codec.MSGPACK)
 
 
 def graded(batch: Batch, job: Job) -> tuple[GradedRollout, ...]:

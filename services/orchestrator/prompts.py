@@ -34,7 +34,9 @@ class Prompts:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(self._train.column_names)
+        """The columns that every problem has, held-out ones included."""
+        held_out = self._evaluation.column_names if self._evaluation is not None else self._train.column_names
+        return tuple(name for name in self._train.column_names if name in held_out)
 
     def for_step(self, step: int) -> tuple[Prompt, ...]:
         """Returns the step's `[P]` prompts. Each pass over the data is shuffled anew; step 1 is the first."""

@@ -19,11 +19,11 @@ from services.orchestrator.folder import RunFolder
 from services.orchestrator.peers import Peers
 from services.orchestrator.pipeline import Pipeline, Step
 from services.orchestrator.prompts import Prompts, load_prompts
-from services.orchestrator.store import Lease, Store
+from services.orchestrator.store import Lease, Store, StoreUnavailable
 from services.orchestrator.telemetry import step_metrics
 from services.orchestrator.tracking import Tracker
 from shared.config import Settings
-from shared.errors import Failed
+from shared.errors import Conflict, Failed, Unavailable
 from shared.service import hone_version
 from shared.wire import Checkpoint, JobRecord, MetricsRow
 
@@ -52,13 +52,26 @@ class Run:
             prompts = await asyncio.to_thread(load_prompts, self._job)
             await self._peers.validate_rewards(prompts.columns)
             await self._tracker.start()
-            summary = await self._train(prompts)
+            summary = await self._train_with(prompts)
             await asyncio.to_thread(self._folder.write_summary, summary)
             succeeded = True
             return summary
         finally:
-            await self._tracker.finish(succeeded)
-            await self._peers.close()
+            try:
+                await self._tracker.finish(succeeded)
+            finally:
+                await self._peers.close()
+
+    async def _train_with(self, prompts: Prompts) -> dict[str, Any]:
+        """Trains; a service that went away or lost its state ends the job with what to do about it."""
+        try:
+            return await self._train(prompts)
+        except StoreUnavailable:
+            raise
+        except (Conflict, Unavailable) as error:
+            raise Failed(
+                f"{error.detail}; if a service was restarted, submit the job again (`hone doctor` shows how they are)"
+            ) from error
 
     async def _train(self, prompts: Prompts) -> dict[str, Any]:
         pipeline = Pipeline(self._id, self._job, prompts, self._peers, self._folder)

@@ -12,6 +12,7 @@ lease holds an old attempt number, with which every script refuses it.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
@@ -29,8 +30,10 @@ from shared.job import Job
 from shared.wire import Event, JobList, JobRecord
 
 JOBS, TODO, GROUP = "hone:jobs", "hone:todo", "workers"
-MAX_ATTEMPTS = 20
+MAX_TRIES = 20
 SOCKET_TIMEOUT_S = 30.0
+MAX_CONNECTIONS = 4096
+"""Each follower of a job's events holds one while it waits."""
 KEY_TTL_S = 24 * 3600
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
@@ -52,6 +55,7 @@ end
 _SUBMIT = (
     _EVENT
     + """
+if redis.call('EXISTS', KEYS[1]) == 1 then return ARGV[2] .. ' ' .. ARGV[3] end
 if KEYS[2] ~= '' then
   local known = redis.call('GET', KEYS[2])
   if known then return known end
@@ -65,15 +69,17 @@ return ARGV[2] .. ' ' .. ARGV[3]
 """
 )
 
-# KEYS: job. ARGV: now, owner, max attempts. Returns the attempt, or 0 if there is nothing to do.
+# KEYS: job. ARGV: now, owner, most tries without a step done, to-do entry. Returns the attempt, or 0 if there is nothing to do.
 _START = (
     _EVENT
     + """
-if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-if ended(KEYS[1]) then drop(KEYS[1]) return 0 end
+if redis.call('HGET', KEYS[1], 'entry') ~= ARGV[4] or ended(KEYS[1]) then
+  redis.call('XACK', 'hone:todo', 'workers', ARGV[4]) redis.call('XDEL', 'hone:todo', ARGV[4])
+  return 0
+end
 local attempt = redis.call('HINCRBY', KEYS[1], 'attempt', 1)
-if attempt > tonumber(ARGV[3]) then
-  local why = 'gave up after ' .. ARGV[3] .. ' attempts: the orchestrator died each time'
+if redis.call('HINCRBY', KEYS[1], 'tries', 1) > tonumber(ARGV[3]) then
+  local why = 'gave up after ' .. ARGV[3] .. ' attempts in a row that were cut off before a step was done'
   redis.call('HSET', KEYS[1], 'status', 'failed', 'error', why, 'finished_at', ARGV[1])
   event(KEYS[1], 'status', 'error', why, '{"status": "failed"}')
   drop(KEYS[1])
@@ -99,6 +105,7 @@ _REPORT = (
     + """
 if redis.call('HGET', KEYS[1], 'attempt') ~= ARGV[2] or ended(KEYS[1]) then return 0 end
 for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+if ARGV[3] == 'step' then redis.call('HSET', KEYS[1], 'tries', 0) end
 event(KEYS[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
 if ended(KEYS[1]) then drop(KEYS[1]) end
 return 1
@@ -123,6 +130,10 @@ return status
 )
 
 
+class StoreUnavailable(Unavailable):
+    """Redis is away. Whoever works on a job stops; the job goes on once Redis is back."""
+
+
 class LeaseLost(Exception):
     """Another worker took the job over; this one must stop at once and change nothing more."""
 
@@ -137,13 +148,14 @@ class Lease:
 
 
 class Store:
-    """All of the orchestrator's state. Every method raises Unavailable when Redis cannot be reached."""
+    """All of the orchestrator's state. Every method raises StoreUnavailable when Redis cannot be reached."""
 
     def __init__(self, url: str) -> None:
         retry = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=6)
         self._redis: Any = redis.from_url(
             url,
             decode_responses=True,
+            max_connections=MAX_CONNECTIONS,
             retry=retry,
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=5,
@@ -228,15 +240,20 @@ class Store:
         return await self.get(job_id)
 
     async def take(self, owner: str, lease_s: float, block_s: float) -> Lease | None:
-        """Returns a job to work on: first one whose worker's lease lapsed, then a new one; None after `block_s` seconds."""
+        """Returns a job to work on, or None after `block_s` seconds: one whose worker's lease lapsed, or a new one if nobody
+        holds any. So a job that was cut off goes on before the next one takes the trainer from it."""
         _, claimed, *_ = await self._do(self._redis.xautoclaim(TODO, GROUP, owner, min_idle_time=int(lease_s * 1000), count=1))
+        if not claimed and (await self._do(self._redis.xpending(TODO, GROUP)))["pending"]:
+            await asyncio.sleep(block_s)
+            return None
         if not claimed:
             fresh = await self._do(self._redis.xreadgroup(GROUP, owner, {TODO: ">"}, count=1, block=int(block_s * 1000)))
             claimed = fresh[0][1] if fresh else []
         if not claimed:
             return None
-        job_id = claimed[0][1]["job"]
-        attempt = await self._call(self._start, [_job(job_id)], [time.time(), owner, MAX_ATTEMPTS])
+        entry, fields = claimed[0]
+        job_id = fields["job"]
+        attempt = await self._call(self._start, [_job(job_id)], [time.time(), owner, MAX_TRIES, entry])
         return Lease(job_id, attempt, owner) if attempt else None
 
     async def beat(self, lease: Lease) -> bool:
@@ -275,8 +292,8 @@ def _job(job_id: str) -> str:
     return f"hone:job:{job_id}"
 
 
-def _unavailable(error: RedisError) -> Unavailable:
-    return Unavailable(f"Redis cannot be used: {error}; check that it runs at HONE_REDIS_URL")
+def _unavailable(error: RedisError) -> StoreUnavailable:
+    return StoreUnavailable(f"Redis cannot be used: {error}; check that it runs at HONE_REDIS_URL")
 
 
 def _field(value: Any) -> Any:

@@ -8,6 +8,9 @@ from typing import Any
 
 from shared.errors import BadRequest
 from shared.job import Job
+from shared.logs import get_logger
+
+FINISH_S = 60.0
 
 
 class Tracker:
@@ -30,7 +33,11 @@ class Tracker:
     async def finish(self, succeeded: bool) -> None:
         if self._run is not None:
             run, self._run = self._run, None
-            await asyncio.to_thread(run.finish, exit_code=0 if succeeded else 1)
+            finish = asyncio.to_thread(run.finish, exit_code=0 if succeeded else 1)
+            try:
+                await asyncio.wait_for(finish, FINISH_S)
+            except TimeoutError:
+                get_logger().warning("W&B did not take the rest of the run", job=self._job_id, seconds=FINISH_S)
 
     def _init(self) -> Any:
         import wandb

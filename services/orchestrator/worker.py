@@ -12,7 +12,7 @@ import socket
 import time
 
 from services.orchestrator.run import Run
-from services.orchestrator.store import Lease, LeaseLost, Store
+from services.orchestrator.store import Lease, LeaseLost, Store, StoreUnavailable
 from services.orchestrator.tasks import stop
 from shared.config import Settings
 from shared.errors import HoneError, Unavailable
@@ -65,7 +65,7 @@ class Worker:
 
     async def _finish(self, lease: Lease, work: asyncio.Task[dict[str, object]]) -> None:
         error = work.exception()
-        if isinstance(error, LeaseLost):
+        if isinstance(error, LeaseLost | StoreUnavailable):
             raise error
         if error is None:
             summary = work.result()
