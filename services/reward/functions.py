@@ -121,7 +121,7 @@ class FunctionWorkers:
             worker = await self._sandbox.open_worker()
         except CannotIsolate as error:
             raise Failed(f"no sandbox could be started for {_named(spec)}: {error}") from error
-        opening = {"source": spec.source, "file": _file(spec), "function": spec.function, "paths": visible.package_folders()}
+        opening = {"source": spec.source, "file": _file(spec), "function": spec.function, "paths": visible.package_paths()}
         try:
             answer = await worker.ask(opening, LOAD_DEADLINE_S)
             if "error" in answer:

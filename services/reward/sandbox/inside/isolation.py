@@ -28,7 +28,7 @@ def enter(config: dict[str, Any]) -> int:
     """Returns, in a forked child that is pid 1 of its own pid namespace, that namespace's file descriptor.
 
     The caller's process stays outside, waits for the child, and ends as it ends. `config` has `uid` (whom to be outside, None:
-    oneself), `binds` and `links` (paths to show), `service_pid`, `control_fd`.
+    oneself), `binds` and `links` (paths to show, and where), `service_pid`, `control_fd`.
     """
     kernel.die_with_parent()
     if os.getppid() != config["service_pid"]:
@@ -36,7 +36,9 @@ def enter(config: dict[str, Any]) -> int:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")  # short of memory, the host ends programs before services
     _unshare_mapped(config["uid"])
-    sources = [(os.open(bind, os.O_PATH), bind) for bind in config["binds"]]  # while still allowed to see them
+    sources = [
+        (os.open(source, os.O_PATH), target) for source, target in config["binds"].items()
+    ]  # while still allowed to see them
     if config["uid"] is not None:
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
@@ -100,7 +102,7 @@ def _write_map(process: str, uid: int, gid: int) -> None:
 
 
 def _make_root(sources: list[tuple[int, str]], links: dict[str, str]) -> None:
-    """Pivots into a small tmpfs that shows `sources` read-only at their own paths, an empty /tmp, and nothing else."""
+    """Pivots into a small tmpfs that shows `sources` read-only at their paths, an empty /tmp, and nothing else."""
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
     os.chdir("/tmp")
