@@ -157,6 +157,10 @@ asyncio.run(main())
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become an ordinary user; as one, every other test here is this test")
 @pytest.mark.skipif(not SYSTEM_PYTHON.exists(), reason="needs an interpreter that an ordinary user can run")
+@pytest.mark.skipif(
+    not all(folder.stat().st_mode & 0o001 for folder in (ROOT, *ROOT.parents)),
+    reason="this checkout lies in a folder that an ordinary user cannot enter",
+)
 def test_an_ordinary_user_gets_the_same_isolation() -> None:
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     script = AS_NOBODY.format(root=str(ROOT), packages=packages)
