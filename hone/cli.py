@@ -18,7 +18,7 @@ from hone import doctor as checks
 from hone import stack, view
 from hone.client import Client
 from shared.errors import HoneError, Unavailable
-from shared.job import load_job
+from shared.job_file import load_job
 from shared.wire import TERMINAL, JobRecord
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -67,6 +67,11 @@ class Settings(BaseSettings):
     # trainer
     trainer_ranks: int = Field(default=1, ge=1)
     trainer_threads: int | None = Field(default=None, ge=1)
+    trainer_restarts: int = Field(default=3, ge=0)
+    trainer_nodes: int = Field(default=1, ge=1)
+    trainer_node_rank: int = Field(default=0, ge=0)
+    trainer_rendezvous: str | None = None
+    trainer_interface: str | None = None
 
     # reward
     sandbox: Literal["auto", "namespaces", "unsafe"] = "auto"

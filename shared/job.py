@@ -1,22 +1,13 @@
-"""The job: what to train, as one TOML file. Where it runs is in `config.py`; the two never mix.
+"""The job: what to train, as one TOML file, section by section. Where it runs is in `config.py`; the two never mix.
 
-`load_job` reads a file, applies `--set a.b=c`, inlines the reward functions it names, and explains every mistake with the
-key, the value and the nearest valid key.
+`job_file.py` reads the file.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import tomllib
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from shared.errors import BadRequest
-from shared.explain import sentences
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 JOB_ID = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 """Ids and names end up in paths and URLs, so they are made of these characters only."""
@@ -29,11 +20,11 @@ class Section(BaseModel):
 
 
 class DataSpec(Section):
-    """Training and held-out problems: a `.jsonl`, `.json`, `.csv` or `.parquet` file on the orchestrator's host, or a
-    Hugging Face dataset id with its split.
+    """Training and held-out problems: a `.jsonl`, `.json`, `.csv` or `.parquet` file on the orchestrator's host, or a Hugging Face
+    dataset id with its split.
 
-    `prompt_column` holds a string, or a list of chat messages, which the model's chat template renders. A string is sent as
-    it is unless `system_prompt` is set, which makes a system and a user message of it.
+    `prompt_column` holds a string, or a list of chat messages, which the model's chat template renders. A string is sent as it
+    is unless `system_prompt` is set, which makes a system and a user message of it.
     """
 
     train: str
@@ -47,7 +38,11 @@ class DataSpec(Section):
 
 
 class SamplingSpec(Section):
-    """A step samples `group_size` completions for each of `prompts_per_step` prompts, of up to `max_tokens` tokens."""
+    """A step samples `group_size` completions for each of `prompts_per_step` prompts, of up to `max_tokens` tokens.
+
+    Prompts whose group has no signal (all rewards equal) are replaced by further ones, in up to `refills` rounds a step (the
+    dynamic sampling of DAPO, arXiv 2503.14476).
+    """
 
     prompts_per_step: int = Field(default=32, ge=1)
     group_size: int = Field(default=8, ge=1, le=1024)
@@ -56,18 +51,22 @@ class SamplingSpec(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     stop: tuple[str, ...] = ()
+    refills: int = Field(default=0, ge=0, le=10)
 
 
 class RewardSpec(Section):
     """One reward. `grader` names a registered one, which takes `params`; or `file` and `function` name your own.
 
-    Your own is a Python function as TRL has it: `def reward(completions, **kwargs) -> list[float]`, with the dataset's
-    columns as keyword arguments. `load_job` sends the file's text along as `source`.
+    Your own is a Python function as TRL has it, `def reward(completions, **kwargs) -> list[float]`, with the dataset's columns
+    as keyword arguments; or a class (docs/rewards.md). `load_job` sends the file's text along as `source`. A `shaping` reward
+    (length, form) counts in the sum but not in judging whether a group has any signal: groups that differ in nothing else are
+    dropped.
     """
 
     grader: str = "function"
     name: str | None = None
     weight: float = 1.0
+    shaping: bool = False
     params: dict[str, Any] = {}
     file: str | None = None
     function: str = "reward"
@@ -85,27 +84,103 @@ class RewardSpec(Section):
         return self
 
 
+class AdvantageSpec(Section):
+    """From rewards to advantages, `(reward - baseline) / std`, within each prompt's group.
+
+    `baseline`: "mean" of the group (arXiv 2402.03300), or "leave_one_out", the mean of the others (RLOO, arXiv 2402.14740).
+    `std`: of the "group", of the whole "batch" (arXiv 2508.08221), or "none" (Dr.GRPO, arXiv 2503.20783). `combine`: several
+    rewards are weighted and summed and the sum normalized, or each is normalized in its group and then weighted and summed
+    (GDPO, arXiv 2601.05242). `mask_truncated`: completions cut off by `max_tokens` count in the baseline but are not trained on
+    (arXiv 2503.14476).
+    """
+
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    std: Literal["group", "batch", "none"] = "group"
+    combine: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    mask_truncated: bool = False
+
+
 class TrainingSpec(Section):
     """The update. Defaults are the usual ones for 0.5B to 8B models.
 
-    `loss`: "dapo" (mean over all tokens of the step, arXiv 2503.14476) or "grpo" (mean over sequences of each one's token
-    mean, arXiv 2402.03300). `clip_low`, `clip_high` bound the importance ratio to `[1 - low, 1 + high]`. `advantage_std`
-    "group" divides a group's advantages by its standard deviation, "none" does not. `micro_batch_tokens` bounds the padded
-    tokens of one forward pass, and so memory; it never changes the result.
+    `loss` and its equations: services/trainer/loss.py. `clip_low`, `clip_high` bound the importance ratio to `[1 - low, 1 +
+    high]`, token by token or of the whole sequence (`importance`; "gspo" is always of the sequence). `dual_clip` bounds the
+    loss of tokens with a negative advantage to that multiple of it (arXiv 1912.09729). `tau_positive`, `tau_negative` are
+    SAPO's temperatures (arXiv 2511.20347).
+
+    `beta` weighs the KL divergence to the model that the job began with, estimated by `kl`; 0 loads no reference model.
+    `epochs` passes over a batch in `minibatches` optimizer steps each, all against the log-probs before the first.
+
+    `schedule` brings the learning rate from its peak to `min_learning_rate` at the last step; `warmup_steps` up to it.
+    `on_nonfinite`: a step whose loss or gradient is NaN or infinite changes no weight; then the job ends, or skips it.
     """
 
-    loss: Literal["dapo", "grpo"] = "dapo"
+    loss: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "gspo"] = "dapo"
+    importance: Literal["token", "sequence"] = "token"
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    clip_high: float = Field(default=0.28, ge=0)
+    dual_clip: float | None = Field(default=None, gt=1)
+    max_log_ratio: float = Field(default=20.0, gt=0, le=40)
+    tau_positive: float = Field(default=1.0, gt=0)
+    tau_negative: float = Field(default=1.05, gt=0)
+    beta: float = Field(default=0.0, ge=0)
+    kl: Literal["k1", "k2", "k3", "k3_true"] = "k3"
+    epochs: int = Field(default=1, ge=1)
+    minibatches: int = Field(default=1, ge=1)
     learning_rate: float = Field(default=1e-6, ge=0)
+    min_learning_rate: float = Field(default=0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
     weight_decay: float = Field(default=0.0, ge=0)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    clip_high: float = Field(default=0.28, ge=0)
-    advantage_std: Literal["group", "none"] = "group"
-    micro_batch_tokens: int = Field(default=16384, ge=1)
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class CorrectionSpec(Section):
+    """What is done about sampler and trainer giving the same token different log-probs: weights on the loss, from w =
+    exp(trainer's log-prob - sampler's) before the first update. Measured always, whatever is done.
+
+    "token_tis": min(w, high) for each token. "sequence_tis": min(product of w, high) for the sequence. "sequence_mask":
+    sequences whose product is above `high` (or below `low`) get 0. "icepop": tokens outside `[low, high]` get 0 (arXiv
+    2510.18855). "auto": "token_tis" if `max_staleness` > 0, else "none". With "none" the loss's ratios are taken to the
+    sampler's log-probs, else to the trainer's. Bounds that are not set: high 2 for TIS, 3 for sequence_mask, 5 for icepop; low
+    0.5 for icepop, else 0.
+    """
+
+    method: Literal["auto", "none", "token_tis", "sequence_tis", "sequence_mask", "icepop"] = "auto"
+    low: float | None = Field(default=None, ge=0)
+    high: float | None = Field(default=None, gt=0)
+
+
+class LoraSpec(Section):
+    """Train low-rank adapters (arXiv 2106.09685) and not the model. "all-linear" is every linear layer but the output head."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+
+
+class MemorySpec(Section):
+    """How an update fits into memory. Nothing here changes its result.
+
+    `micro_batch_tokens` bounds the tokens of one forward pass, padding included, `chunk_tokens` those whose logits exist at a
+    time. `zero_stage`: what the ranks share out (arXiv 1910.02054): 0 nothing, 1 optimizer state, 2 gradients as well, 3
+    weights as well. `packing` puts several sequences into one row; "auto" where the attention implementation takes them apart
+    without cost. `deepspeed` is merged over the configuration given to DeepSpeed, key by key.
+    """
+
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    chunk_tokens: int = Field(default=1024, ge=1)
+    gradient_checkpointing: bool = False
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    offload_optimizer: bool = False
+    packing: Literal["auto", "on", "off"] = "auto"
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    deepspeed: dict[str, Any] = {}
 
 
 class EvaluationSpec(Section):
@@ -122,9 +197,12 @@ class EvaluationSpec(Section):
 
 
 class CheckpointSpec(Section):
-    """Checkpoints every `every` steps; 0 writes only the last one."""
+    """A checkpoint every `every` steps (0: only the last), from which training can go on. The newest `keep_last` are kept, and of
+    older ones those whose step divides by `keep_every` (0: none)."""
 
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=50, ge=0)
+    keep_last: int = Field(default=2, ge=1)
+    keep_every: int = Field(default=0, ge=0)
 
 
 class WandbSpec(Section):
@@ -137,9 +215,8 @@ class WandbSpec(Section):
 
 
 class Job(Section):
-    """Everything that is trained, by one name. `max_staleness` (steps) 0 samples and trains in turn; k >= 1 lets sampling
-    run ahead, so that a batch is sampled by weights at most k steps old.
-    """
+    """Everything that is trained, by one name. `max_staleness` (steps) 0 samples and trains in turn; k >= 1 lets sampling run
+    ahead, so that a batch is sampled by weights at most k steps old."""
 
     name: str = Field(pattern=JOB_ID, max_length=40)
     model: str
@@ -152,7 +229,11 @@ class Job(Section):
     data: DataSpec
     sampling: SamplingSpec = SamplingSpec()
     rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    advantages: AdvantageSpec = AdvantageSpec()
     training: TrainingSpec = TrainingSpec()
+    correction: CorrectionSpec = CorrectionSpec()
+    lora: LoraSpec | None = None
+    memory: MemorySpec = MemorySpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoints: CheckpointSpec = CheckpointSpec()
     wandb: WandbSpec | None = None
@@ -164,94 +245,3 @@ class Job(Section):
         if twice:
             raise ValueError(f'two rewards are called {twice[0]!r}; give one of them another name = "..."')
         return self
-
-
-def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
-    """Returns the job in the TOML file `path` with `overrides` ("a.b=c") applied and paths made absolute.
-
-    Paths of data and model that exist relative to the working directory become absolute; others are taken as Hugging Face
-    ids. Raises BadRequest with one sentence a fault.
-    """
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise BadRequest(f"no job file at {str(path)!r}") from error
-    except OSError as error:
-        raise BadRequest(f"the job file {str(path)!r} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"{path}: not valid TOML: {error}") from error
-    for override in overrides:
-        _apply(document, override)
-    rewards: Any = document.get("rewards")
-    for reward in rewards if _is_list(rewards) else []:
-        if _is_table(reward) and reward.get("file") and reward.get("source") is None:
-            reward["source"] = _source(Path(str(reward["file"])), path.parent)
-    _absolute(document)
-    return parse_job(document, where=str(path))
-
-
-def parse_job(document: dict[str, Any], where: str = "job") -> Job:
-    """Returns the job that `document` describes; raises BadRequest naming each fault and the nearest valid key."""
-    try:
-        return Job.model_validate(document)
-    except ValidationError as error:
-        faults = sentences(error, Job, where)
-        raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
-
-
-def _apply(document: dict[str, Any], override: str) -> None:
-    """Sets `a.b=c` in the document. The value is read as TOML (1e-4, true, [1, 2]) and else taken as text; a whole-number
-    key steps into a list (`rewards.0.weight=2`)."""
-    key, separator, text = override.partition("=")
-    if not separator or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
-        raise BadRequest(f"--set {override!r}: expected KEY=VALUE, for example --set training.learning_rate=1e-5")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, last = key.split(".")
-    target: Any = document
-    for part in parents:
-        target = _child(target, part, override)
-    if _is_list(target):
-        target[_position(target, last, override)] = value
-    else:
-        target[last] = value
-
-
-def _child(target: Any, part: str, override: str) -> Any:
-    child: Any = target[_position(target, part, override)] if _is_list(target) else target.setdefault(part, {})
-    if not _is_table(child) and not _is_list(child):
-        raise BadRequest(f"--set {override!r}: {part!r} is {json.dumps(child, default=str)}, not a section")
-    return child
-
-
-def _position(items: list[Any], part: str, override: str) -> int:
-    if not part.isdigit() or int(part) >= len(items):
-        raise BadRequest(f"--set {override!r}: {part!r} is not a position in a list of {len(items)}")
-    return int(part)
-
-
-def _is_table(value: Any) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict)
-
-
-def _is_list(value: Any) -> TypeGuard[list[Any]]:
-    return isinstance(value, list)
-
-
-def _source(file: Path, folder: Path) -> str:
-    for candidate in (folder / file, file):
-        if candidate.is_file():
-            try:
-                return candidate.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise BadRequest(f"the reward file {str(candidate)!r} cannot be read as text: {error}") from error
-    raise BadRequest(f"no reward file at {str(file)!r}, looked for it in {str(Path.cwd())!r} and {str(folder)!r}")
-
-
-def _absolute(document: dict[str, Any]) -> None:
-    data = document.get("data")
-    for section, key in ((document, "model"), (data, "train"), (data, "eval")):
-        if _is_table(section) and isinstance(section.get(key), str) and Path(section[key]).exists():
-            section[key] = str(Path(section[key]).resolve())

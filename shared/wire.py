@@ -135,30 +135,56 @@ class RolloutGroup(Wire):
 
 
 class ScoreItem(Wire):
-    """One completion to grade. `row` holds the dataset's columns, which graders take as keyword arguments."""
+    """One completion to grade. `row` holds the dataset's columns, which graders take as keyword arguments.
+
+    `num_tokens` is the completion's length in tokens, for graders of length.
+    """
 
     prompt: str | tuple[Message, ...]
     completion: str
     finish_reason: FinishReason = "stop"
+    num_tokens: int | None = Field(default=None, ge=0)
     row: dict[str, Any] = {}
 
 
 class ScoreRequest(Wire):
-    """`POST /score`: every item graded by every reward."""
+    """`POST /score`: every item graded by every reward. `job_id` says in whose run folder verdicts may be remembered."""
 
     items: tuple[ScoreItem, ...]
     rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    job_id: JobId | None = None
+
+
+Verdict = Literal[
+    "ok",
+    "wrong",
+    "runtime_error",
+    "time_limit",
+    "memory_limit",
+    "output_limit",
+    "skipped",
+    "sandbox_error",
+    "error",
+]
+"""How a grading went. The last three have no value: not applicable, the sandbox failed, the grader failed."""
 
 
 class Part(Wire):
-    """What one grader said of one completion. `value` None: not applicable (`verdict` "skipped") or missing ("error").
+    """What one grader said of one completion. `value` None: not applicable (`verdict` "skipped") or missing ("sandbox_error",
+    "error"), which is never an invented 0.
 
-    `detail` is why, in a few words: what the program printed, evaluated to, or died of.
+    `detail` is why, in a few words: what the program evaluated to, or died of. `stdout` is the end of what it printed. `seconds` is
+    the time it took, and `cached` says that it was remembered. `errors` are OpenAI's names of grader errors
+    ("python_grader_runtime_error", "model_grader_refusal_error", ...).
     """
 
     value: float | None
-    verdict: Literal["ok", "skipped", "error"] = "ok"
+    verdict: Verdict = "ok"
     detail: str = ""
+    stdout: str = ""
+    seconds: float = 0.0
+    cached: bool = False
+    errors: tuple[str, ...] = ()
 
 
 class Score(Wire):
@@ -177,14 +203,15 @@ class ScoreResult(Wire):
 class ExecuteRequest(Wire):
     """`POST /execute`: runs `code` in the sandbox. `expression`, if given, is evaluated after it and its value returned.
 
-    `inputs` are bound as globals first. Limits: seconds of wall clock, MiB of memory.
+    `inputs` are bound as globals first. Limits: seconds of CPU time (`cpu_s`) and of wall clock (`timeout_s`), MiB of memory.
     """
 
     code: str = ""
     expression: str | None = None
     inputs: dict[str, Any] = {}
     stdin: str = ""
-    timeout_s: float = Field(default=4.0, gt=0, le=30)
+    cpu_s: float = Field(default=4.0, gt=0, le=600)
+    timeout_s: float = Field(default=30.0, gt=0, le=600)
     memory_mib: int = Field(default=512, ge=16, le=8192)
 
 
@@ -196,6 +223,7 @@ class Execution(Wire):
     stdout: str = ""
     stderr: str = ""
     wall_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 class GraderInfo(Wire):
@@ -241,7 +269,11 @@ class TrainerJob(Wire):
 
 
 class TrainerState(Wire):
-    """`GET /state`: `step` is the last applied one; the weights' version is the same number. None: no job yet."""
+    """`GET /state`: `step` is the last applied one; the weights' version is the same number. None: no job yet.
+
+    `num_trainable` counts the parameters that change (fewer under LoRA). `restarts` counts how often the ranks came back after
+    a failure, the last of which is `last_failure`.
+    """
 
     job_id: JobId | None
     step: int
@@ -249,6 +281,9 @@ class TrainerState(Wire):
     dtype: str
     device: str
     num_parameters: int
+    num_trainable: int = 0
+    restarts: int = 0
+    last_failure: str | None = None
 
 
 class TrainStepRequest(Wire):
@@ -263,9 +298,14 @@ class TrainStepRequest(Wire):
 
 
 class StepResult(Wire):
-    """What a step did. `loss` and `metrics` are over the whole step's valid tokens, all ranks and micro-batches."""
+    """What a step did. `loss` and `metrics` are over the whole step's valid tokens, all ranks and micro-batches.
+
+    `num_updates` counts optimizer steps. `skipped`: some loss or gradient was not finite, and the step changed no weight.
+    """
 
     step: int
+    num_updates: int = 1
+    skipped: bool = False
     loss: float
     grad_norm: float
     learning_rate: float
@@ -283,11 +323,12 @@ class CheckpointRequest(Wire):
 
 
 class Checkpoint(Wire):
-    """A complete checkpoint that plain `transformers` loads from `path`."""
+    """A complete checkpoint that plain `transformers` loads from `path`, and from which training can go on."""
 
     step: int
     path: str
     size_bytes: int
+    created_at: float = 0.0
 
 
 class CheckpointList(Wire):

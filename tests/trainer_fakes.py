@@ -7,7 +7,8 @@ from pathlib import Path
 from services.trainer.trainer import Trainer, Update
 from shared.config import Settings
 from shared.errors import BadRequest
-from shared.job import Job, parse_job
+from shared.job import Job
+from shared.job_file import parse_job
 from shared.wire import Example, TrainerJob, TrainStepRequest
 
 EXAMPLE = Example(prompt_token_ids=(1, 2), token_ids=(3, 4, 5), old_logprobs=(-1.0, -1.0, -1.0), advantage=1.0)

@@ -12,7 +12,7 @@ Advantages = list[list[float | None]]
 """`[P][G]`; None: no gradient comes from this rollout, and it is not counted in the loss."""
 
 
-def group_advantages(rewards_PG: Sequence[Sequence[float | None]], std: Literal["group", "none"]) -> Advantages:
+def group_advantages(rewards_PG: Sequence[Sequence[float | None]], std: Literal["group", "batch", "none"]) -> Advantages:
     """Returns `(r - mean) / (std + 1e-6)` over each group, with the unbiased standard deviation; `std` "none" leaves out the
     division.
 
@@ -22,7 +22,7 @@ def group_advantages(rewards_PG: Sequence[Sequence[float | None]], std: Literal[
     return [_group(rewards_G, std) for rewards_G in rewards_PG]
 
 
-def _group(rewards_G: Sequence[float | None], std: Literal["group", "none"]) -> list[float | None]:
+def _group(rewards_G: Sequence[float | None], std: Literal["group", "batch", "none"]) -> list[float | None]:
     present = [reward for reward in rewards_G if reward is not None]
     if len(present) < 2 or not has_signal(present):
         return [None] * len(rewards_G)

@@ -172,7 +172,7 @@ def _check_prompts(prompts: Prompts) -> None:
 def graded(batch: Batch, job: Job) -> tuple[GradedRollout, ...]:
     """Returns the batch's `[P*G]` rollouts as people look at them."""
     rewards_PG = [[score.value for score in scores] for scores in batch.scores]
-    advantages_PG = group_advantages(rewards_PG, job.training.advantage_std)
+    advantages_PG = group_advantages(rewards_PG, job.advantages.std)
     return tuple(
         GradedRollout(
             prompt_index=prompt.index,

@@ -113,7 +113,7 @@ class Pipeline:
     async def _train(self, batch: Batch, watch: Stopwatch, seconds: dict[str, float]) -> Step:
         await asyncio.to_thread(self.folder.write_batch, batch)
         rewards_PG = [[score.value for score in scores] for scores in batch.scores]
-        advantages_PG = group_advantages(rewards_PG, self.job.training.advantage_std)
+        advantages_PG = group_advantages(rewards_PG, self.job.advantages.std)
         examples = to_examples(batch.groups, advantages_PG)
         watch.lap("store")
         result = await self.peers.train_step(self.job_id, batch.step, examples)

@@ -72,7 +72,7 @@ class DeepSpeedEngine:
         Failed for a loss or gradient that is not finite, both with weights and optimizer as they were."""
         check(examples, self._model.config.vocab_size)
         training = self._job.training
-        batches = micro_batches_of_rank(examples, dist.get_rank(), dist.get_world_size(), training.micro_batch_tokens)
+        batches = micro_batches_of_rank(examples, dist.get_rank(), dist.get_world_size(), self._job.memory.micro_batch_tokens)
         metrics = StepMetrics(self._device, training.clip_low, training.clip_high)
         for group in self._zero.optimizer.param_groups:
             group["lr"] = learning_rate

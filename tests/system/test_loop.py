@@ -65,7 +65,7 @@ class Stack:
         return done
 
     def job(self, **changes: Any) -> Job:
-        from shared.job import load_job
+        from shared.job_file import load_job
 
         here = Path.cwd()
         os.chdir(self.folder)

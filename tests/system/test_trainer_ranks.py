@@ -21,7 +21,8 @@ from tiny_models import make_tiny_model
 
 from shared.client import Client
 from shared.errors import BadRequest, Conflict, Failed, HoneError
-from shared.job import Job, parse_job
+from shared.job import Job
+from shared.job_file import parse_job
 from shared.wire import (
     Checkpoint,
     CheckpointRequest,

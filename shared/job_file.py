@@ -1,0 +1,110 @@
+"""A job file: read, overridden by `--set a.b=c`, the reward files it names inlined, and every mistake explained.
+
+A mistake is told with the key, the value and the nearest valid key.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from pydantic import ValidationError
+
+from shared.errors import BadRequest
+from shared.explain import sentences
+from shared.job import Job
+
+
+def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+    """Returns the job in the TOML file `path` with `overrides` ("a.b=c") applied and paths made absolute.
+
+    Paths of data and model that exist relative to the working directory become absolute; others are taken as Hugging Face
+    ids. Raises BadRequest with one sentence a fault.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadRequest(f"no job file at {str(path)!r}") from error
+    except OSError as error:
+        raise BadRequest(f"the job file {str(path)!r} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"{path}: not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(document, override)
+    rewards: Any = document.get("rewards")
+    for reward in rewards if _is_list(rewards) else []:
+        if _is_table(reward) and reward.get("file") and reward.get("source") is None:
+            reward["source"] = _source(Path(str(reward["file"])), path.parent)
+    _absolute(document)
+    return parse_job(document, where=str(path))
+
+
+def parse_job(document: dict[str, Any], where: str = "job") -> Job:
+    """Returns the job that `document` describes; raises BadRequest naming each fault and the nearest valid key."""
+    try:
+        return Job.model_validate(document)
+    except ValidationError as error:
+        faults = sentences(error, Job, where)
+        raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
+
+
+def _apply(document: dict[str, Any], override: str) -> None:
+    """Sets `a.b=c` in the document. The value is read as TOML (1e-4, true, [1, 2]) and else taken as text; a whole-number
+    key steps into a list (`rewards.0.weight=2`)."""
+    key, separator, text = override.partition("=")
+    if not separator or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
+        raise BadRequest(f"--set {override!r}: expected KEY=VALUE, for example --set training.learning_rate=1e-5")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.split(".")
+    target: Any = document
+    for part in parents:
+        target = _child(target, part, override)
+    if _is_list(target):
+        target[_position(target, last, override)] = value
+    else:
+        target[last] = value
+
+
+def _child(target: Any, part: str, override: str) -> Any:
+    child: Any = target[_position(target, part, override)] if _is_list(target) else target.setdefault(part, {})
+    if not _is_table(child) and not _is_list(child):
+        raise BadRequest(f"--set {override!r}: {part!r} is {json.dumps(child, default=str)}, not a section")
+    return child
+
+
+def _position(items: list[Any], part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(items):
+        raise BadRequest(f"--set {override!r}: {part!r} is not a position in a list of {len(items)}")
+    return int(part)
+
+
+def _is_table(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def _is_list(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
+
+
+def _source(file: Path, folder: Path) -> str:
+    for candidate in (folder / file, file):
+        if candidate.is_file():
+            try:
+                return candidate.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise BadRequest(f"the reward file {str(candidate)!r} cannot be read as text: {error}") from error
+    raise BadRequest(f"no reward file at {str(file)!r}, looked for it in {str(Path.cwd())!r} and {str(folder)!r}")
+
+
+def _absolute(document: dict[str, Any]) -> None:
+    data = document.get("data")
+    for section, key in ((document, "model"), (data, "train"), (data, "eval")):
+        if _is_table(section) and isinstance(section.get(key), str) and Path(section[key]).exists():
+            section[key] = str(Path(section[key]).resolve())
