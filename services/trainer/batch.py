@@ -11,6 +11,7 @@ Left out: packing several examples into one row. It needs block-diagonal attenti
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,8 +26,9 @@ from shared.wire import Example
 class MicroBatch:
     """`[B, T]` tokens, and one entry for each of its `[N]` completion tokens, row by row.
 
-    Token n is `targets_N[n]`; the hidden state that predicts it is at `[rows_N[n], columns_N[n]]`. `lengths_N` is the
-    length of the completion that token n is in. `weight` is 1, or 0 for the dummy that keeps ranks in step.
+    Token n is `targets_N[n]`; the hidden state that predicts it is at `[rows_N[n], columns_N[n]]`. It is in sequence
+    `sequences_N[n]` of the micro-batch's `num_sequences` (never decreasing along n), whose completion is `lengths_N[n]` long.
+    `weight` is 1, or 0 for the dummy that keeps ranks in step.
     """
 
     input_ids_BT: Tensor
@@ -34,14 +36,16 @@ class MicroBatch:
     rows_N: Tensor
     columns_N: Tensor
     targets_N: Tensor
-    old_logprobs_N: Tensor
+    sequences_N: Tensor
+    num_sequences: int
+    sampler_logprobs_N: Tensor
     advantages_N: Tensor
     lengths_N: Tensor
     weight: float = 1.0
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return MicroBatch(**tensors, weight=self.weight)
+        return dataclasses.replace(self, **tensors)
 
 
 DUMMY = Example(prompt_token_ids=(0,), token_ids=(0,), old_logprobs=(0.0,), advantage=0.0)
@@ -118,7 +122,9 @@ def collate(examples: Sequence[Example], weight: float = 1.0) -> MicroBatch:
         rows_N=torch.repeat_interleave(torch.arange(len(rows)), lengths_B),
         columns_N=torch.cat([torch.arange(start, start + len(e.token_ids)) for start, e in zip(starts, examples, strict=True)]),
         targets_N=torch.cat([torch.tensor(example.token_ids) for example in examples]),
-        old_logprobs_N=torch.cat([torch.tensor(example.old_logprobs, dtype=torch.float32) for example in examples]),
+        sequences_N=torch.repeat_interleave(torch.arange(len(rows)), lengths_B),
+        num_sequences=len(rows),
+        sampler_logprobs_N=torch.cat([torch.tensor(example.old_logprobs, dtype=torch.float32) for example in examples]),
         advantages_N=torch.repeat_interleave(torch.tensor([e.advantage for e in examples], dtype=torch.float32), lengths_B),
         lengths_N=torch.repeat_interleave(lengths_B, lengths_B),
         weight=weight,

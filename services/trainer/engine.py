@@ -110,7 +110,7 @@ class DeepSpeedEngine:
         loss = LOSSES[training.loss](
             LossInputs(
                 logprobs_N=logprobs_N,
-                old_logprobs_N=batch.old_logprobs_N,
+                old_logprobs_N=batch.sampler_logprobs_N,
                 advantages_N=batch.advantages_N,
                 lengths_N=batch.lengths_N,
                 num_tokens=sum(len(example.token_ids) for example in examples),

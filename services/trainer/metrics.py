@@ -60,9 +60,9 @@ class StepMetrics:
         self._num_micro_batches += 1
         if batch.weight == 0:
             return
-        log_ratio_N = logprobs_N.double() - batch.old_logprobs_N.double()
+        log_ratio_N = logprobs_N.double() - batch.sampler_logprobs_N.double()
         raw_ratio_N = log_ratio_N.clamp(-MAX_RAW_LOG_RATIO, MAX_RAW_LOG_RATIO).exp()
-        ratio_N = importance_ratios(logprobs_N.double(), batch.old_logprobs_N.double())
+        ratio_N = importance_ratios(logprobs_N.double(), batch.sampler_logprobs_N.double())
         diff_N = log_ratio_N.abs()
         sums = [
             loss.double(),

@@ -45,6 +45,7 @@ def test_collate_points_at_the_states_that_predict_each_completion_token():
     assert batch.attention_mask_BT.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
     assert batch.rows_N.tolist() == [0, 0, 1, 1, 1]
     assert batch.columns_N.tolist() == [2, 3, 0, 1, 2]
+    assert (batch.sequences_N.tolist(), batch.num_sequences) == ([0, 0, 1, 1, 1], 2)
     assert batch.targets_N.tolist() == [8, 9, 0, 3, 4]
     assert batch.advantages_N.tolist() == [2, 2, -1, -1, -1]
     assert batch.lengths_N.tolist() == [2, 2, 3, 3, 3]
