@@ -1,0 +1,77 @@
+"""What every bench prints: a table for people, and as its last line one JSON object for programs.
+
+A `Figure` with a goal decides `ok`; one without is shown and judged by nobody. All figures are measured before any is
+compared, so a run prints whole whatever it finds; the exit status says whether every goal was met.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number. `goal` is what it should be at least ("min") or at most ("max")."""
+
+    name: str
+    value: float
+    unit: str = ""
+    goal: float | None = None
+    bound: Literal["min", "max"] = "min"
+
+    @property
+    def ok(self) -> bool:
+        if self.goal is None:
+            return True
+        return self.value >= self.goal if self.bound == "min" else self.value <= self.goal
+
+    @property
+    def verdict(self) -> str:
+        """What the table's last column says: the goal, and whether it was met."""
+        if self.goal is None:
+            return ""
+        return f"{'at least' if self.bound == 'min' else 'at most'} {self.goal:g}: {'met' if self.ok else 'MISSED'}"
+
+
+def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
+    """Returns the rows as text, the first column to the left and the others to the right."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+    return "\n".join([lines[0].rstrip(), "  ".join("-" * width for width in widths), *(line.rstrip() for line in lines[1:])])
+
+
+def finish(bench: str, figures: Sequence[Figure], **facts: Any) -> int:
+    """Prints the figures as a table and then, as the last line, one JSON object; returns the exit status, 0 if all goals are met.
+
+    `facts` (what was given to whom, repeats, sizes) go into the object beside the figures and the machine.
+    """
+    print(table([(f.name, f"{f.value:.4g}", f.unit, f.verdict) for f in figures], ("figure", "value", "unit", "goal")))
+    ok = all(figure.ok for figure in figures)
+    summary = {
+        "bench": bench,
+        "ok": ok,
+        "figures": {f.name: _entry(f) for f in figures},
+        "machine": {"cpu_cores": os.cpu_count(), "arch": platform.machine(), "load": round(os.getloadavg()[0], 2)},
+        **facts,
+    }
+    print(json.dumps(summary), flush=True)
+    return 0 if ok else 1
+
+
+def _entry(figure: Figure) -> dict[str, Any]:
+    entry: dict[str, Any] = {"value": round(figure.value, 6), "unit": figure.unit}
+    if figure.goal is not None:
+        entry |= {"goal": figure.goal, "bound": figure.bound, "ok": figure.ok}
+    return entry
