@@ -9,8 +9,10 @@
     class Matches(Grader[MatchesParams]):                  # MatchesParams: a pydantic model of what the job file may set
         async def grade(self, items): ...                  # one Part an item; `self.params`, `self.tools.sandbox`
 
-A grader gets all items of a request at once. A param of type `Column` names a column of the dataset, which is then checked to
-exist. The value of a grader is its own; weights are applied where the parts are summed (`scoring.py`).
+A grader says of itself how it wants to be called (`Grader`): with how many items at a time, how many calls at once, how long one
+may take, whether verdicts may be remembered. What it raises while grading is never a reward of 0: the items of that call have
+no value, and the reason is kept (`scoring.py`). A param of type `Column` names a column of the dataset, which is then checked
+to exist. The value of a grader is its own; weights are applied where the parts are summed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -48,21 +51,69 @@ Column = Annotated[str, _ColumnMark()]
 
 P = TypeVar("P", bound=Params)
 
+ErrorName = Literal[
+    "formula_parse_error",
+    "invalid_variable_error",
+    "model_grader_parse_error",
+    "model_grader_refusal_error",
+    "model_grader_server_error",
+    "other_error",
+    "python_grader_runtime_error",
+    "python_grader_server_error",
+    "sample_parse_error",
+    "truncated_observation_error",
+    "unresponsive_reward_error",
+]
+"""OpenAI's names of what can go wrong in grading, as a grader run reports them; `Part.errors` has them."""
+
+
+class GradingFailed(Exception):
+    """A grader cannot say what a completion earns. Its items have no value; `detail` says why, `errors` classify it."""
+
+    def __init__(self, detail: str, *errors: ErrorName) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.errors = errors or ("other_error",)
+
 
 @dataclass(frozen=True)
 class Tools:
-    """What graders may use."""
+    """What graders may use. `job_id` is the job that asks, None where none is named."""
 
     settings: Settings
     sandbox: Sandbox
     functions: FunctionWorkers
+    job_id: str | None = None
+
+    @property
+    def run_folder(self) -> Path | None:
+        """Returns the job's run folder, which may not exist yet."""
+        return self.settings.runs_dir / self.job_id if self.job_id else None
 
 
 class Grader(ABC, Generic[P]):
-    """One reward of a job, bound to its params. `description` in listings is the class's docstring."""
+    """One reward of a job, bound to its params. `description` in listings is the class's docstring.
+
+    It is kept, with whatever it opens, from request to request while its job goes on, and then closed. The class attributes
+    below say how it is called; where they follow from params, `__init__` may set them.
+    """
 
     name: ClassVar[str]
     params_type: ClassVar[type[Params]] = Params
+
+    pure: bool = False
+    """The verdict follows from the params and `content(item)` alone, so it may be remembered and given again. Say so where
+    grading costs more than looking up."""
+
+    items_per_call: int | None = None
+    """At most how many items one call of `grade` takes; None: all of a request. With 1 each item has a deadline of its own,
+    fails alone, and is told as soon as it is done."""
+
+    max_concurrency: int = 8
+    """How many calls of `grade` may run at once, over all requests."""
+
+    deadline_s: float = 300.0
+    """How long one call may take, its wait for a free sandbox included: a guard against hanging, above any limit in params."""
 
     def __init__(self, spec: RewardSpec, params: P, tools: Tools) -> None:
         self.spec = spec
@@ -87,7 +138,14 @@ class Grader(ABC, Generic[P]):
 
     @abstractmethod
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        """Returns one part an item, in order."""
+        """Returns one part an item, in order. What it raises makes the parts of all these items missing."""
+
+    def content(self, item: ScoreItem) -> Any:
+        """Returns plain data that says, with the params, all that the verdict on `item` depends on (only if `pure`)."""
+        return item.model_dump()
+
+    async def close(self) -> None:
+        """Ends what it holds open; it is not asked again."""
 
 
 def no_column(column: str, columns: Sequence[str]) -> str:
@@ -101,8 +159,8 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def grader(name: str) -> Callable[[T], T]:
-    """Registers a Grader class, or a function `(items)` or `(items, params)` that returns a number, None (not applicable) or
-    Part an item."""
+    """Registers a Grader class, or a quick function `(items)` or `(items, params)` that returns a number, None (not
+    applicable) or Part an item."""
 
     def register(target: T) -> T:
         if name in _graders:
