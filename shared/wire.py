@@ -347,7 +347,11 @@ class PublishRequest(Wire):
 
 
 class WeightsRef(Wire):
-    """One published version, and the body of `POST /reload_weights`. `digest` is of the bytes of every weight file."""
+    """One published version, and the body of `POST /reload_weights`. `digest` is of the bytes of every weight file.
+
+    `rewind`: load it even where a newer version of the job serves, or other bytes of this one: the trainer came back from a
+    checkpoint.
+    """
 
     job_id: JobId
     version: int = Field(ge=0)
@@ -355,6 +359,7 @@ class WeightsRef(Wire):
     path: str
     digest: str
     size_bytes: int
+    rewind: bool = False
 
 
 class ServingWeights(Wire):
@@ -385,7 +390,7 @@ class VersionInfo(BaseModel):
 
 # --- jobs --------------------------------------------------------------------------------------------------------------
 
-JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 
 
@@ -396,7 +401,11 @@ class SubmitRequest(Wire):
 
 
 class JobRecord(Wire):
-    """A job as the API shows it. Times are Unix seconds. `error` is a sentence; `run_dir` holds everything it wrote."""
+    """A job as the API shows it. Times are Unix seconds. `run_dir` holds everything it wrote.
+
+    `error` is a sentence: why it failed, or why it was paused. `recoveries` counts how often it went on after a service had
+    lost its state.
+    """
 
     id: JobId
     name: str
@@ -409,6 +418,8 @@ class JobRecord(Wire):
     eta_s: float | None = None
     reward: float | None = None
     cancel_requested: bool = False
+    pause_requested: bool = False
+    recoveries: int = 0
     error: str | None = None
     run_dir: str
     attempt: int = 0
@@ -466,10 +477,52 @@ class RolloutList(Wire):
     rollouts: tuple[GradedRollout, ...]
 
 
+class RegradeRequest(Wire):
+    """`POST /v1/jobs/{id}/regrade`: what other `rewards` would say of the stored rollouts of `first_step` to `last_step`, both
+    included. Nothing is written to the run. `num_examples` bounds the rollouts shown."""
+
+    first_step: int = Field(ge=1)
+    last_step: int = Field(ge=1)
+    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    num_examples: int = Field(default=10, ge=0, le=1000)
+
+
+class RegradedStep(Wire):
+    """Old and new mean reward of a step (None: no reward at all), how many rollouts have none, how many get another one, and
+    which advantages change their sign, by position in `[P*G]`. The sign of no advantage is 0."""
+
+    step: int
+    num_rollouts: int
+    old_reward: float | None
+    new_reward: float | None
+    old_missing: int
+    new_missing: int
+    num_changed: int
+    flipped: tuple[int, ...]
+
+
+class RegradedRollout(Wire):
+    """A rollout as it was graded, and as it would be."""
+
+    step: int
+    position: int
+    old: GradedRollout
+    new: GradedRollout
+
+
+class RegradeReport(Wire):
+    """What would flip. `examples` are the rollouts whose reward differs most, in that order."""
+
+    steps: tuple[RegradedStep, ...]
+    examples: tuple[RegradedRollout, ...]
+
+
 class Batch(Wire):
     """A sampled and scored step, as stored in the run folder: axes `[P]` prompts, `[P][G]` rollouts and scores.
 
-    `version` is the oldest weight version that sampled it. With the job this is all a replay of the step needs.
+    `version` is the oldest weight version that sampled it. `dropped` `[D][G]` are the scores of groups without signal in whose
+    place others were sampled. `graded` False: too many rewards were missing, so it was not trained on and will be graded again.
+    With the job this is all a replay of the step needs.
     """
 
     step: int
@@ -477,3 +530,5 @@ class Batch(Wire):
     prompts: tuple[Prompt, ...]
     groups: tuple[RolloutGroup, ...]
     scores: tuple[tuple[Score, ...], ...]
+    dropped: tuple[tuple[Score, ...], ...] = ()
+    graded: bool = True
