@@ -38,15 +38,25 @@ from shared.wire import (
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer step did. `grad_norm` is before clipping."""
+    """What the optimizer steps of one training step did. `grad_norm` is before clipping; `num_updates` counts them.
+
+    `skipped`: some loss or gradient was not finite, and no weight changed.
+    """
 
     loss: float
     grad_norm: float
     metrics: dict[str, float]
+    num_updates: int = 1
+    skipped: bool = False
 
 
 class Engine(Protocol):
-    """The trained policy: `engine.py`, on DeepSpeed. One method each for what must happen on all ranks together."""
+    """The trained policy: `engine.py`, on DeepSpeed. Every method is called on all ranks, with the same arguments.
+
+    The `save_` methods get a folder that all ranks see and that is there. `save_weights` and `save_checkpoint` gather what is
+    spread over the ranks and write from rank 0; `save_state` writes a share of each rank, and `load_state`, on an engine that was
+    just made, reads it (`state.py`).
+    """
 
     dtype: str
     device: str
@@ -58,6 +68,10 @@ class Engine(Protocol):
     def save_weights(self, folder: Path) -> None: ...
 
     def save_checkpoint(self, folder: Path) -> None: ...
+
+    def save_state(self, folder: Path) -> None: ...
+
+    def load_state(self, folder: Path) -> None: ...
 
     def close(self) -> None: ...
 
@@ -189,7 +203,7 @@ class Trainer:
     def _apply(self, loaded: Loaded, request: TrainStepRequest) -> StepResult:
         started = time.monotonic()
         rate = learning_rate(loaded.request.job, request.step)
-        update = Update(0.0, 0.0, {})
+        update = Update(0.0, 0.0, {}, num_updates=0)
         if request.examples:
             try:
                 update = loaded.engine.update(request.examples, rate)
@@ -208,6 +222,8 @@ class Trainer:
             num_tokens=sum(len(example.token_ids) for example in request.examples),
             train_s=time.monotonic() - started,
             metrics=update.metrics,
+            num_updates=update.num_updates,
+            skipped=update.skipped,
         )
 
 
