@@ -30,7 +30,8 @@ import transformers
 from torch import Tensor, nn
 
 from services.trainer.batch import MicroBatch, check, micro_batches_of_rank
-from services.trainer.loss import LOSSES, LossInputs
+from services.trainer.correction import correction_weights, resolve
+from services.trainer.loss import LossInputs, total_loss
 from services.trainer.metrics import StepMetrics
 from services.trainer.models import choose_dtype, copy_tokenizer, load_model
 from services.trainer.policy import Policy, check_head
@@ -51,6 +52,7 @@ class DeepSpeedEngine:
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job = job
         self._device = device
+        self._correction = resolve(job.correction, job.max_staleness)
         seed_everything(job.seed)
         dtype = choose_dtype(job.training.dtype)
         self._model: Any = load_model(job, dtype, device)
@@ -73,7 +75,7 @@ class DeepSpeedEngine:
         check(examples, self._model.config.vocab_size)
         training = self._job.training
         batches = micro_batches_of_rank(examples, dist.get_rank(), dist.get_world_size(), self._job.memory.micro_batch_tokens)
-        metrics = StepMetrics(self._device, training.clip_low, training.clip_high)
+        metrics = StepMetrics(self._device, training, self._correction)
         for group in self._zero.optimizer.param_groups:
             group["lr"] = learning_rate
         for batch, is_last in _with_last(batches):
@@ -105,21 +107,27 @@ class DeepSpeedEngine:
 
     def _accumulate(self, batch: MicroBatch, examples: tuple[Example, ...], metrics: StepMetrics) -> None:
         """Adds the batch's share of the step's gradient: one forward and one backward pass."""
-        training = self._job.training
+        training, sampler_logprobs_N = self._job.training, batch.sampler_logprobs_N
         logprobs_N, entropy_N = self._zero(batch)
-        loss = LOSSES[training.loss](
-            LossInputs(
-                logprobs_N=logprobs_N,
-                old_logprobs_N=batch.sampler_logprobs_N,
-                advantages_N=batch.advantages_N,
-                lengths_N=batch.lengths_N,
-                num_tokens=sum(len(example.token_ids) for example in examples),
-                num_sequences=len(examples),
-                clip_low=training.clip_low,
-                clip_high=training.clip_high,
-            )
+        num_tokens = sum(len(example.token_ids) for example in examples)
+        before_N = logprobs_N.detach()
+        x = LossInputs(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=sampler_logprobs_N if self._correction.method == "none" else before_N,
+            reference_logprobs_N=None,
+            advantages_N=batch.advantages_N,
+            weights_N=correction_weights(before_N, sampler_logprobs_N, batch.sequences_N, batch.num_sequences, self._correction),
+            sequences_N=batch.sequences_N,
+            lengths_N=batch.lengths_N,
+            num_tokens=num_tokens,
+            num_sequences=len(examples),
+            mean_tokens=num_tokens,
+            max_tokens=self._job.sampling.max_tokens,
+            training=training,
         )
-        metrics.add(batch, logprobs_N, entropy_N, loss)
+        loss = total_loss(x)
+        metrics.add(batch, x, entropy_N, loss)
+        metrics.add_mismatch(batch, before_N)
         self._zero.backward(_refusable(loss, logprobs_N) * (batch.weight * dist.get_world_size()))
 
 
