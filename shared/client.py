@@ -1,8 +1,8 @@
 """The one client: the only place that retries, and the only place with timeouts.
 
 A call has a deadline. It asks with `Prefer: respond-async`, so work longer than a proxy's time limit is polled for; a dropped
-connection or a restarted service is asked again with the same idempotency key. Retried: connection failures and 503. Never:
-anything the service answered on purpose.
+connection or a restarted service is asked again with the same idempotency key. Retried: connection failures, 503 and 429.
+Never: anything the service answered on purpose.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from shared import codec
 from shared.config import is_loopback
-from shared.errors import HoneError, NotFound, Unavailable, from_problem
+from shared.errors import Busy, HoneError, NotFound, Unavailable, from_problem
 from shared.logs import get_logger
 
 WAIT_S = 20
@@ -132,7 +132,8 @@ class Client:
                     raise
                 problem = error
             now = time.monotonic()
-            away_since = asked_at if away_since is None or now - asked_at > WAIT_S / 2 else away_since
+            lives = isinstance(problem, Busy) or now - asked_at > WAIT_S / 2
+            away_since = asked_at if away_since is None or lives else away_since
             if now + pause_s >= min(end, away_since + self._patience_s):
                 raise problem
             if pause_s == MAX_PAUSE_S:

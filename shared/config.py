@@ -77,6 +77,8 @@ class Settings(BaseSettings):
     sandbox: Literal["auto", "namespaces", "unsafe"] = "auto"
     sandbox_slots: int | None = Field(default=None, ge=1)
     allow_job_code: bool = True
+    max_queued_completions: int = Field(default=32_768, ge=1)
+    max_queued_programs: int = Field(default=4096, ge=1)
 
     def bearer(self) -> str | None:
         return self.token.get_secret_value() if self.token else None

@@ -6,6 +6,7 @@
     │   └── NotFound     404
     ├── Conflict     409  out of order, or the same key with another body
     ├── Unavailable  503  starting, draining or unreachable; the client retries only this one
+    │   └── Busy     429  too much is waiting already; the client asks again for as long as its deadline allows
     └── Failed       500  the service itself is broken
 
 A message is one sentence a person can act on: the value, what was expected, and where. `shared/client.py` turns a problem
@@ -73,11 +74,20 @@ class Unavailable(HoneError):
     title = "Unavailable"
 
 
+class Busy(Unavailable):
+    status = 429
+    kind = "busy"
+    title = "Busy"
+    retry_after_s: ClassVar[int] = 1
+
+
 class Failed(HoneError):
     pass
 
 
-_BY_STATUS: dict[int, type[HoneError]] = {c.status: c for c in (BadRequest, Unauthorized, NotFound, Conflict, Unavailable, Failed)}
+_BY_STATUS: dict[int, type[HoneError]] = {
+    c.status: c for c in (BadRequest, Unauthorized, NotFound, Conflict, Unavailable, Busy, Failed)
+}
 
 
 def from_problem(status: int, document: dict[str, Any] | None, source: str) -> HoneError:

@@ -4,15 +4,18 @@
     service.operation("POST", "/score", score)       # async def score(request: ScoreRequest) -> ScoreResult
     service.run(port)
 
-A body is JSON or msgpack by its Content-Type, the answer by Accept. Without a token the service answers only requests
+A body is JSON or msgpack by its Content-Type, the answer by Accept; an operation that can be streamed is a line of JSON for each
+result to those who accept `application/x-ndjson`. Without a token the service answers only requests
 addressed to this machine (the Host header), so that no web page can reach it through a name it controls.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
+import json
 import re
 import secrets
 import time
@@ -25,7 +28,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -33,13 +36,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import codec
 from shared.config import Settings, is_loopback
-from shared.errors import MEDIA_TYPE, BadRequest, HoneError, NotFound, Unauthorized, Unavailable, from_problem
+from shared.errors import MEDIA_TYPE, BadRequest, Busy, Failed, HoneError, NotFound, Unauthorized, Unavailable, from_problem
 from shared.logs import get_logger
 from shared.operations import Operation, Operations
 from shared.ports import check_port
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/version"})
 MAX_WAIT_S = 60.0
+LINES = "application/x-ndjson"
 
 Check = Callable[[], Awaitable[str | None]]
 """Returns None when the dependency is ready, else a sentence saying what it waits for."""
@@ -93,9 +97,15 @@ class Service:
         handler: Callable[[Any], Awaitable[BaseModel]],
         *,
         key: Callable[[Any], str] | None = None,
+        stream: Callable[[Any], AsyncGenerator[BaseModel]] | None = None,
+        cancellable: bool = False,
     ) -> None:
         """Adds a route that runs `handler` once a key, whoever retries. The key is `key(body)` (the natural one) or the
-        request's Idempotency-Key; with neither, each request is its own."""
+        request's Idempotency-Key; with neither, each request is its own.
+
+        `stream` yields the same results one by one; it is run for each request that accepts NDJSON, and ends with it. With
+        `cancellable`, so does an operation that nobody can ask for again: one without a key, waited for by a plain request.
+        """
         hints = get_type_hints(handler)
         result_type = hints.pop("return")
         (body_type,) = hints.values()
@@ -106,10 +116,14 @@ class Service:
             data = await request.body()
             media_type = _media_type(request, data)
             body = codec.decode(body_type, data, media_type)
+            if stream is not None and LINES in request.headers.get("accept", ""):
+                return await self._stream(stream(body), f"{method} {path}")
             given = key(body) if key else request.headers.get("idempotency-key")
             request_key.set(given)
             full_key = f"{method} {path} {given}" if given else None
             operation = self.operations.start(lambda: handler(body), full_key, hashlib.sha256(data).hexdigest(), f"{method} {path}")
+            if cancellable and not given and _preferred_wait_s(request) is None:
+                await _done_or_gone(operation, request)
             return await self._answer(operation, request)
 
         self.app.add_api_route(
@@ -159,6 +173,37 @@ class Service:
             return _render(result, request)
         location = f"/operations/{operation.id}"
         return JSONResponse({"operation": operation.id}, 202, {"location": location, "preference-applied": "respond-async"})
+
+    async def _stream(self, results: AsyncGenerator[BaseModel], name: str) -> Response:
+        """Answers with one line a result. What fails before the first has its own status, after it a problem as last line."""
+        end = time.monotonic() + self.settings.operation_deadline_s
+
+        async def next_line() -> bytes | None:
+            try:
+                async with asyncio.timeout(max(end - time.monotonic(), 0.0)):
+                    result = await anext(results, None)
+            except TimeoutError as error:
+                raise Failed(f"{name} was not done by its deadline (setting HONE_OPERATION_DEADLINE_S)") from error
+            except HoneError:
+                raise
+            except Exception as error:
+                get_logger().exception("stream failed", operation=name)
+                raise Failed(f"{name}: {type(error).__name__}: {error}") from error
+            return None if result is None else codec.encode(result) + b"\n"
+
+        first = await next_line()
+
+        async def lines() -> AsyncGenerator[bytes]:
+            async with contextlib.aclosing(results):
+                try:
+                    line = first
+                    while line is not None:
+                        yield line
+                        line = await next_line()
+                except HoneError as error:
+                    yield json.dumps(error.problem()).encode() + b"\n"
+
+        return StreamingResponse(lines(), media_type=LINES)
 
     async def _poll(self, id: str, request: Request, wait: float = 0.0) -> Response:
         operation = self.operations.get(id)
@@ -274,8 +319,23 @@ def _preferred_wait_s(request: Request) -> float | None:
     return min(float(wait.group(1)), MAX_WAIT_S) if wait else 0.0
 
 
+async def _done_or_gone(operation: Operation, request: Request) -> None:
+    """Waits until the operation is done, or its client gone, which ends it."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.create_task(gone())
+    await asyncio.wait({operation.task, watch}, return_when=asyncio.FIRST_COMPLETED)
+    watch.cancel()
+    if not operation.task.done():
+        operation.task.cancel()
+
+
 def _problem(error: HoneError) -> JSONResponse:
-    return JSONResponse(error.problem(), error.status, media_type=MEDIA_TYPE)
+    headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, Busy) else {}
+    return JSONResponse(error.problem(), error.status, headers, media_type=MEDIA_TYPE)
 
 
 async def _answer_error(_request: Request, error: Exception) -> Response:

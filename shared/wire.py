@@ -200,6 +200,13 @@ class ScoreResult(Wire):
     scores: tuple[Score, ...]
 
 
+class ScoredItem(Wire):
+    """A line of a streamed `/score`: the item at `index` is graded by every reward. Lines come in the order of completion."""
+
+    index: int
+    score: Score
+
+
 class ExecuteRequest(Wire):
     """`POST /execute`: runs `code` in the sandbox. `expression`, if given, is evaluated after it and its value returned.
 
