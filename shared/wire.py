@@ -269,7 +269,8 @@ class Example(Wire):
 
 
 class TrainerJob(Wire):
-    """`PUT /job`: load this job's model at its start. The same job again changes nothing; another one replaces it."""
+    """`PUT /job`: load this job, from its newest checkpoint in the run folder or else at its start. The same job again changes
+    nothing; another one replaces it."""
 
     job_id: JobId
     job: Job
@@ -278,8 +279,10 @@ class TrainerJob(Wire):
 class TrainerState(Wire):
     """`GET /state`: `step` is the last applied one; the weights' version is the same number. None: no job yet.
 
-    `num_trainable` counts the parameters that change (fewer under LoRA). `restarts` counts how often the ranks came back after
-    a failure, the last of which is `last_failure`.
+    `num_trainable` counts the parameters that change (fewer under LoRA). `skipped_steps` counts steps that changed no weight,
+    because a loss or gradient was not finite. `resumed_step` is the checkpoint that the job went on from, and `damaged` says which
+    newer ones could not be used. `restarts` counts how often the ranks came back after a failure, the last of which is
+    `last_failure`.
     """
 
     job_id: JobId | None
@@ -289,6 +292,9 @@ class TrainerState(Wire):
     device: str
     num_parameters: int
     num_trainable: int = 0
+    skipped_steps: int = 0
+    resumed_step: int | None = None
+    damaged: tuple[str, ...] = ()
     restarts: int = 0
     last_failure: str | None = None
 
