@@ -77,6 +77,7 @@ class Settings(BaseSettings):
     sandbox: Literal["auto", "namespaces", "unsafe"] = "auto"
     sandbox_slots: int | None = Field(default=None, ge=1)
     allow_job_code: bool = True
+    reward_cache_mib: int = Field(default=64, ge=0)
     max_queued_completions: int = Field(default=32_768, ge=1)
     max_queued_programs: int = Field(default=4096, ge=1)
 

@@ -1,11 +1,12 @@
 """The reward service: grading, and all untrusted code.
 
-    POST /score               every item graded by every reward
+    POST /score               every item graded by every reward; as lines, one an item, to who accepts application/x-ndjson
     POST /execute             one program in the sandbox
     GET  /graders             what can be named in a job, with the schema of its params
     POST /graders/validate    would these rewards work on rows with these columns?
 
-State: warm sandbox slots and the workers of jobs' own functions. Nothing else is kept: any replica can answer any request.
+State: warm sandbox slots, the workers of jobs' own functions, remembered verdicts. All can be lost: any replica can answer any
+request.
 """
 
 from __future__ import annotations
@@ -13,14 +14,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator
 
-from services.reward import graders, registry, scoring
+from prometheus_client import Counter
+
+from services.reward import graders, registry
+from services.reward.admission import Admission
 from services.reward.functions import FunctionWorkers
 from services.reward.registry import Tools
 from services.reward.sandbox.base import Sandbox
 from services.reward.sandbox.local import LocalSandbox
+from services.reward.scoring import Scorer
 from shared.config import Settings
 from shared.service import Service
-from shared.wire import ExecuteRequest, Execution, GraderList, ScoreRequest, ScoreResult, Validated, ValidateRequest
+from shared.wire import (
+    ExecuteRequest,
+    Execution,
+    GraderList,
+    Score,
+    ScoredItem,
+    ScoreRequest,
+    ScoreResult,
+    Validated,
+    ValidateRequest,
+)
 
 
 def build(settings: Settings, sandbox: Sandbox | None = None) -> Service:
@@ -28,6 +43,7 @@ def build(settings: Settings, sandbox: Sandbox | None = None) -> Service:
     graders.load()
     sandbox = sandbox or LocalSandbox(isolated=settings.sandbox != "unsafe", num_slots=settings.sandbox_slots)
     tools = Tools(settings, sandbox, FunctionWorkers(sandbox))
+    scorer = Scorer(tools)
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
@@ -35,6 +51,7 @@ def build(settings: Settings, sandbox: Sandbox | None = None) -> Service:
         try:
             yield
         finally:
+            await scorer.close()
             await tools.functions.close()
             await sandbox.close()
 
@@ -48,37 +65,60 @@ def build(settings: Settings, sandbox: Sandbox | None = None) -> Service:
         version_info=lambda: {"sandbox": sandbox.report()},
         lifespan=lifespan,
     )
-    _add_routes(service, tools)
+    _add_routes(service, tools, scorer)
     return service
 
 
-def _add_routes(service: Service, tools: Tools) -> None:
-    executions = service.gauge("executions", "Programs run by /execute since the start")
-    completions = service.gauge("completions", "Completions graded since the start")
-    missing = service.gauge("missing_rewards", "Completions whose reward is missing since the start")
+def _add_routes(service: Service, tools: Tools, scorer: Scorer) -> None:
+    counts = _Counts(service)
+    programs = Admission("programs", service.settings.max_queued_programs, "HONE_MAX_QUEUED_PROGRAMS")
 
     async def score(request: ScoreRequest) -> ScoreResult:
         """Grades every item by every reward."""
-        result = await scoring.score(request, tools)
-        completions.inc(len(result.scores))
-        missing.inc(sum(score.value is None for score in result.scores))
+        result = await scorer.score(request)
+        for one in result.scores:
+            counts.add(one)
         return result
+
+    async def stream(request: ScoreRequest) -> AsyncGenerator[ScoredItem]:
+        async with contextlib.aclosing(scorer.stream(request)) as lines:
+            async for line in lines:
+                counts.add(line.score)
+                yield line
 
     async def execute(request: ExecuteRequest) -> Execution:
         """Runs one program in the sandbox."""
-        executions.inc()
-        return await tools.sandbox.execute(request)
+        counts.executions.inc()
+        with programs.of(1):
+            return await tools.sandbox.execute(request)
 
     async def validate(request: ValidateRequest) -> Validated:
         """Says whether these rewards would work on rows with these columns; 422 with sentences if not."""
-        checked = await scoring.checked(request.rewards, request.columns, tools)
-        return Validated(rewards=tuple(grader.spec.label for grader in checked))
+        await scorer.check(request.rewards, request.columns)
+        return Validated(rewards=tuple(spec.label for spec in request.rewards))
 
     async def list_graders() -> GraderList:
         """Lists the graders that a job can name."""
         return GraderList(graders=registry.infos())
 
-    service.operation("POST", "/score", score)
-    service.operation("POST", "/execute", execute)
+    service.operation("POST", "/score", score, stream=stream, cancellable=True)
+    service.operation("POST", "/execute", execute, cancellable=True)
     service.operation("POST", "/graders/validate", validate)
     service.query("/graders", list_graders)
+
+
+class _Counts:
+    """What was done since the start."""
+
+    def __init__(self, service: Service) -> None:
+        self.executions = service.gauge("executions", "Programs run by /execute since the start")
+        self._completions = service.gauge("completions", "Completions graded since the start")
+        self._missing = service.gauge("missing_rewards", "Completions whose reward is missing since the start")
+        labels = ["verdict", "cached"]
+        self._parts = Counter("hone_reward_parts", "What graders said of completions", labels, registry=service.registry)
+
+    def add(self, score: Score) -> None:
+        self._completions.inc()
+        self._missing.inc(score.value is None)
+        for part in score.parts.values():
+            self._parts.labels(part.verdict, str(part.cached).lower()).inc()

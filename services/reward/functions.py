@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from services.reward.failures import GradingFailed
 from services.reward.sandbox import visible
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker
 from services.reward.sandbox.slots import CannotIsolate
@@ -63,13 +64,14 @@ class FunctionWorkers:
     async def call(self, spec: RewardSpec, arguments: dict[str, Any], count: int, timeout_s: float) -> list[float | None]:
         """Returns the `count` values that the function gives for `arguments`; None means not applicable.
 
-        Arguments that it has no parameter for are left out. Raises BadRequest if it raises, is late, or returns anything else.
+        Arguments that it has no parameter for are left out. Raises GradingFailed if it raises, is late, or returns anything else.
         """
         async with self._entry(spec) as entry:
             try:
                 answer = await self._answer(entry, spec, arguments, timeout_s)
             except TimeoutError as error:
-                raise BadRequest(f"{_named(spec)} did not return within {timeout_s:g} s for {count} completions") from error
+                late = f"{_named(spec)} did not return within {timeout_s:g} s for {count} completions"
+                raise GradingFailed(late, "unresponsive_reward_error") from error
         return _values(answer, count, spec)
 
     async def close(self) -> None:
@@ -107,7 +109,7 @@ class FunctionWorkers:
                 return answer
             except SlotDied as error:
                 if is_last:
-                    raise BadRequest(f"{_named(spec)} ended its process twice: {error} (it may use 8 GiB of memory)") from error
+                    raise _failed(f"{_named(spec)} ended its process twice: {error} (it may use 8 GiB of memory)") from error
                 get_logger().warning("reward function worker died", function=spec.function, reason=str(error))
             finally:
                 if not answered:
@@ -145,15 +147,15 @@ class FunctionWorkers:
 
 def _values(answer: Any, count: int, spec: RewardSpec) -> list[float | None]:
     if isinstance(answer, dict) and "error" in answer:
-        raise BadRequest(f"{_named(spec)} failed: {str(answer['error'])[:1000]}")
+        raise _failed(f"{_named(spec)} failed: {str(answer['error'])[:1000]}")
     values = answer.get("values") if isinstance(answer, dict) else None
     if not isinstance(values, list):
-        raise BadRequest(f"{_named(spec)} answered with something that is not a list of numbers")
+        raise _failed(f"{_named(spec)} answered with something that is not a list of numbers")
     if len(values) != count:
-        raise BadRequest(f"{_named(spec)} returned {len(values)} values for {count} completions")
+        raise _failed(f"{_named(spec)} returned {len(values)} values for {count} completions")
     for position, value in enumerate(values):
         if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-            raise BadRequest(f"{_named(spec)} returned {value!r:.40} for completion {position}, expected a number or None")
+            raise _failed(f"{_named(spec)} returned {value!r:.40} for completion {position}, expected a number or None")
     return [None if value is None else float(value) for value in values]
 
 
@@ -163,3 +165,7 @@ def _named(spec: RewardSpec) -> str:
 
 def _file(spec: RewardSpec) -> str:
     return PurePath(spec.file).name if spec.file else "reward.py"
+
+
+def _failed(detail: str) -> GradingFailed:
+    return GradingFailed(detail, "python_grader_runtime_error")

@@ -23,10 +23,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from services.reward.failures import ErrorName, GradingFailed
 from services.reward.functions import FunctionWorkers
 from services.reward.sandbox.base import Sandbox
 from shared.config import Settings
@@ -34,6 +35,8 @@ from shared.errors import BadRequest
 from shared.explain import nearest, sentences
 from shared.job import RewardSpec
 from shared.wire import GraderInfo, Part, ScoreItem
+
+__all__ = ["Column", "ErrorName", "Grader", "GradingFailed", "Params", "Tools", "bind", "grader", "infos", "no_column"]
 
 
 class Params(BaseModel):
@@ -50,30 +53,6 @@ Column = Annotated[str, _ColumnMark()]
 """The name of a dataset column that every row must have."""
 
 P = TypeVar("P", bound=Params)
-
-ErrorName = Literal[
-    "formula_parse_error",
-    "invalid_variable_error",
-    "model_grader_parse_error",
-    "model_grader_refusal_error",
-    "model_grader_server_error",
-    "other_error",
-    "python_grader_runtime_error",
-    "python_grader_server_error",
-    "sample_parse_error",
-    "truncated_observation_error",
-    "unresponsive_reward_error",
-]
-"""OpenAI's names of what can go wrong in grading, as a grader run reports them; `Part.errors` has them."""
-
-
-class GradingFailed(Exception):
-    """A grader cannot say what a completion earns. Its items have no value; `detail` says why, `errors` classify it."""
-
-    def __init__(self, detail: str, *errors: ErrorName) -> None:
-        super().__init__(detail)
-        self.detail = detail
-        self.errors = errors or ("other_error",)
 
 
 @dataclass(frozen=True)

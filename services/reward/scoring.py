@@ -1,63 +1,111 @@
-"""A request's items and rewards -> scores. Everything is checked before anything is graded, so a mistake costs nothing."""
+"""A request's items and rewards -> scores, each told as soon as all its parts are there.
+
+What can be known to be wrong before grading (names, params, columns) is a BadRequest and costs nothing. What goes wrong in
+grading is a part without a value.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
 
-from services.reward import registry
-from services.reward.registry import Grader, Tools
+from services.reward.admission import Admission
+from services.reward.calling import Caller, Callers
+from services.reward.registry import Tools
 from shared.errors import BadRequest
 from shared.job import RewardSpec
-from shared.wire import Part, Score, ScoreItem, ScoreRequest, ScoreResult
+from shared.wire import Part, Score, ScoredItem, ScoreItem, ScoreRequest, ScoreResult
 
 SAMPLER_FAILED = Part(value=None, verdict="error", detail="the sampler failed on this completion, so it was not graded")
 
 
-async def checked(rewards: Sequence[RewardSpec], columns: Sequence[str], tools: Tools) -> list[Grader[Any]]:
-    """Returns the graders of `rewards`. Raises BadRequest for whatever could not work on rows with these `columns`."""
-    labels = [spec.label for spec in rewards]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise BadRequest(f'two rewards are called {label!r}; give one of them another name = "..."')
-    graders = [registry.bind(spec, tools) for spec in rewards]
-    for grader in graders:
-        await grader.check(columns)
-    return graders
+class Scorer:
+    """Grades by the graders that requests name, and takes only so many completions at a time."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._callers = Callers(tools)
+        self._admission = Admission("completions", tools.settings.max_queued_completions, "HONE_MAX_QUEUED_COMPLETIONS")
+
+    async def close(self) -> None:
+        await self._callers.close()
+
+    async def check(self, rewards: Sequence[RewardSpec], columns: Sequence[str]) -> None:
+        """Raises BadRequest for whatever could not work on rows with these `columns`."""
+        async with self._checked(rewards, columns, None):
+            pass
+
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        """Returns one score an item, in order."""
+        async with contextlib.aclosing(self.stream(request)) as lines:
+            by_index = {line.index: line.score async for line in lines}
+        return ScoreResult(scores=tuple(by_index[index] for index in range(len(request.items))))
+
+    async def stream(self, request: ScoreRequest) -> AsyncGenerator[ScoredItem]:
+        """Yields each item's score as soon as it is known. A completion that the sampler marked as failed has no reward,
+        whatever its text. Raises BadRequest, Busy, or Failed where nothing can be graded, before the first item."""
+        specs = {spec.label: spec for spec in request.rewards}
+        gradable: list[int] = []
+        with self._admission.of(len(request.items)):
+            async with self._checked(request.rewards, _columns(request.items), request.job_id) as callers:
+                for index, item in enumerate(request.items):
+                    if item.finish_reason == "error":
+                        yield ScoredItem(index=index, score=total(dict.fromkeys(specs, SAMPLER_FAILED), specs))
+                    else:
+                        gradable.append(index)
+                async with contextlib.aclosing(_graded([request.items[index] for index in gradable], callers)) as graded:
+                    async for position, parts in graded:
+                        yield ScoredItem(index=gradable[position], score=total(parts, specs))
+
+    @contextlib.asynccontextmanager
+    async def _checked(
+        self, rewards: Sequence[RewardSpec], columns: Sequence[str], job_id: str | None
+    ) -> AsyncGenerator[list[Caller]]:
+        labels = [spec.label for spec in rewards]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise BadRequest(f'two rewards are called {label!r}; give one of them another name = "..."')
+        async with self._callers.of(rewards, job_id) as callers:
+            for caller in callers:
+                await caller.grader.check(columns)
+            yield callers
 
 
-async def score(request: ScoreRequest, tools: Tools) -> ScoreResult:
-    """Returns one score an item. A completion that the sampler marked as failed has no reward, whatever its text."""
-    graders = await checked(request.rewards, _columns(request.items), tools)
-    gradable = [item for item in request.items if item.finish_reason != "error"]
-    graded = await asyncio.gather(*(_grade(grader, gradable) for grader in graders))
-    weights = {spec.label: spec.weight for spec in request.rewards}
-    rows = iter(zip(*graded, strict=True))
-    scores = [
-        _total(
-            dict(zip(weights, next(rows) if item.finish_reason != "error" else [SAMPLER_FAILED] * len(weights), strict=True)),
-            weights,
-        )
-        for item in request.items
-    ]
-    return ScoreResult(scores=tuple(scores))
+async def _graded(items: Sequence[ScoreItem], callers: Sequence[Caller]) -> AsyncGenerator[tuple[int, dict[str, Part]]]:
+    """Yields each item's position and its parts by label, once all are there. Closed early, it ends the grading."""
+    told: asyncio.Queue[tuple[int, str, Part] | BaseException] = asyncio.Queue()
+
+    async def run(caller: Caller) -> None:
+        label = caller.grader.spec.label
+        try:
+            await caller.grade(items, lambda position, part: told.put_nowait((position, label, part)))
+        except Exception as error:
+            told.put_nowait(error)
+
+    tasks = [asyncio.create_task(run(caller)) for caller in callers]
+    parts: list[dict[str, Part]] = [{} for _ in items]
+    try:
+        for _ in range(len(items) * len(callers)):
+            news = await told.get()
+            if isinstance(news, BaseException):
+                raise news
+            position, label, part = news
+            parts[position][label] = part
+            if len(parts[position]) == len(callers):
+                yield position, {caller.grader.spec.label: parts[position][caller.grader.spec.label] for caller in callers}
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _grade(grader: Grader[Any], items: list[ScoreItem]) -> Sequence[Part]:
-    parts = await grader.grade(items) if items else []
-    if len(parts) != len(items):
-        raise BadRequest(f"grader {grader.name!r} returned {len(parts)} parts for {len(items)} completions")
-    return parts
-
-
-def _total(parts: dict[str, Part], weights: dict[str, float]) -> Score:
+def total(parts: dict[str, Part], specs: dict[str, RewardSpec]) -> Score:
     """Returns the weighted sum of the parts that apply; None if one is missing or none applies."""
     applicable = {label: part for label, part in parts.items() if part.verdict != "skipped"}
     values = {label: part.value for label, part in applicable.items() if part.value is not None}
     if not applicable or len(values) < len(applicable):
         return Score(value=None, parts=parts)
-    return Score(value=sum(weights[label] * value for label, value in values.items()), parts=parts)
+    return Score(value=sum(specs[label].weight * value for label, value in values.items()), parts=parts)
 
 
 def _columns(items: Sequence[ScoreItem]) -> list[str]:

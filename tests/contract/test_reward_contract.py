@@ -117,9 +117,9 @@ async def test_an_own_function_stays_loaded_between_requests(client: Client) -> 
     source = (
         "import time\ntime.sleep(0.5)\nLOADED = time.time()\ndef reward(completions):\n    return [LOADED for _ in completions]"
     )
-    first = await score(client, items("a"), own(source))
+    (first,) = await score(client, items("a"), own(source))
     start = time.monotonic()
-    assert await score(client, items("a"), own(source)) == first
+    assert [again.value for again in await score(client, items("a"), own(source))] == [first.value]
     assert time.monotonic() - start < 0.4
 
 
@@ -136,6 +136,30 @@ def reward(completions, paths):
     paths = ["/proc/1", "/home", "/etc/shadow", "/run", str(Path(__file__).parents[2] / "pyproject.toml")]
     (scored,) = await score(client, items("a", paths=paths), own(source))
     assert scored.value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (own("def rewrd(completions): ..."), "reward.py defines no function 'reward'; it defines rewrd"),
+        (own("def reward(completions:"), "reward function 'reward' cannot be loaded: reward.py line 1: SyntaxError: "),
+        (own("import torhc"), "reward.py line 1: ModuleNotFoundError: No module named 'torhc'"),
+        (
+            own("def reward(completions, answr): ..."),
+            "reward function 'reward' takes 'answr': no column 'answr'; columns are answer",
+        ),
+        (own("def reward(completions): ...", params={"timeout": 1}), "unknown key 'timeout'; did you mean 'timeout_s'?"),
+        (RewardSpec(grader="exactmatch"), "no grader 'exactmatch'; did you mean 'exact_match'?"),
+        (
+            RewardSpec(grader="exact_match", params={"column": "answr"}),
+            "no column 'answr'; columns are answer; did you mean 'answer'?",
+        ),
+    ],
+)
+async def test_a_mistake_in_a_reward_is_a_bad_request_that_says_where(client: Client, spec: RewardSpec, message: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        await score(client, items("a", "b", answer="a"), spec)
+    assert message in caught.value.detail
 
 
 @pytest.mark.parametrize(
@@ -158,30 +182,19 @@ def reward(completions, paths):
             own("def reward(completions):\n    return [0, float('nan')]"),
             "it returned nan for completion 1, expected a finite number",
         ),
-        (own("def rewrd(completions): ..."), "reward.py defines no function 'reward'; it defines rewrd"),
-        (own("def reward(completions:"), "reward function 'reward' cannot be loaded: reward.py line 1: SyntaxError: "),
-        (own("import torhc"), "reward.py line 1: ModuleNotFoundError: No module named 'torhc'"),
-        (
-            own("def reward(completions, answr): ..."),
-            "reward function 'reward' takes 'answr': no column 'answr'; columns are answer",
-        ),
         (
             own("def reward(completions):\n    while True: pass", params={"timeout_s": 0.3}),
             "reward function 'reward' did not return within 0.3 s for 2 completions",
         ),
         (own("import os\ndef reward(completions):\n    os._exit(7)"), "reward function 'reward' ended its process twice: "),
-        (own("def reward(completions): ...", params={"timeout": 1}), "unknown key 'timeout'; did you mean 'timeout_s'?"),
-        (RewardSpec(grader="exactmatch"), "no grader 'exactmatch'; did you mean 'exact_match'?"),
-        (
-            RewardSpec(grader="exact_match", params={"column": "answr"}),
-            "no column 'answr'; columns are answer; did you mean 'answer'?",
-        ),
     ],
 )
-async def test_a_mistake_in_a_reward_is_a_bad_request_that_says_where(client: Client, spec: RewardSpec, message: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        await score(client, items("a", "b", answer="a"), spec)
-    assert message in caught.value.detail
+async def test_an_own_function_that_fails_gives_no_reward_and_says_where(client: Client, spec: RewardSpec, message: str) -> None:
+    for scored in await score(client, items("a", "b", answer="a"), spec):
+        part = scored.parts["reward"]
+        assert (scored.value, part.value, part.verdict) == (None, None, "error")
+        assert message in part.detail
+        assert part.errors == (("unresponsive_reward_error",) if "within" in message else ("python_grader_runtime_error",))
 
 
 async def test_validate_says_before_training_what_score_would_say(client: Client) -> None:

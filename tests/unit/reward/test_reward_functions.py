@@ -12,9 +12,9 @@ import pytest_asyncio
 from reward_helpers import processes_of
 
 from services.reward import functions
+from services.reward.failures import GradingFailed
 from services.reward.functions import FunctionWorkers
 from services.reward.sandbox.local import LocalSandbox
-from shared.errors import BadRequest
 from shared.job import RewardSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -79,7 +79,7 @@ async def test_a_worker_killed_between_calls_is_replaced(workers: FunctionWorker
 async def test_a_late_function_is_ended_and_the_next_call_is_right(workers: FunctionWorkers) -> None:
     spec = RewardSpec(source="import time\ndef reward(completions):\n    time.sleep(float(completions[0]))\n    return [1.0]")
     before = len(processes_of(os.getpid()))
-    with pytest.raises(BadRequest, match=r"did not return within 0.2 s for 1 completions"):
+    with pytest.raises(GradingFailed, match=r"did not return within 0.2 s for 1 completions"):
         await workers.call(spec, {"completions": ["60"]}, 1, 0.2)
     assert len(processes_of(os.getpid())) == before
     assert await workers.call(spec, {"completions": ["0"]}, 1, 10.0) == [1.0]
@@ -103,5 +103,5 @@ def reward(completions):
     ],
 )
 async def test_forged_answers_are_checked(workers: FunctionWorkers, forged: str, message: str) -> None:
-    with pytest.raises(BadRequest, match=message):
+    with pytest.raises(GradingFailed, match=message):
         await call(workers, RewardSpec(source=FORGER.replace("FORGED", forged)), "a")

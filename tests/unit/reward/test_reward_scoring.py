@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import pytest
 from reward_helpers import ScriptedSandbox, tools_of
 
-from services.reward import registry, scoring
+from services.reward import registry
 from services.reward.registry import Column, Grader, Params, Tools, grader
+from services.reward.scoring import SAMPLER_FAILED, Scorer
 from shared.errors import BadRequest
 from shared.job import RewardSpec
-from shared.wire import Execution, Part, Score, ScoreItem, ScoreRequest
+from shared.wire import Execution, Part, Score, ScoreItem, ScoreRequest, ScoreResult
 
 
 class EchoParams(Params):
@@ -44,37 +45,46 @@ def request(items: list[ScoreItem], *specs: RewardSpec) -> ScoreRequest:
     return ScoreRequest(items=tuple(items), rewards=specs)
 
 
+async def score(request: ScoreRequest, tools: Tools) -> ScoreResult:
+    """The result without its times."""
+    result = await Scorer(tools).score(request)
+    untimed = [{label: part.model_copy(update={"seconds": 0.0}) for label, part in one.parts.items()} for one in result.scores]
+    return ScoreResult(
+        scores=tuple(one.model_copy(update={"parts": parts}) for one, parts in zip(result.scores, untimed, strict=True))
+    )
+
+
 BY_ROW = RewardSpec(grader="test_column", weight=0.5)
 SHOUTS = RewardSpec(grader="test_shouts", weight=2.0, name="loud")
 
 
 async def test_a_score_is_the_weighted_sum_of_its_parts(scripted_tools: Tools) -> None:
-    result = await scoring.score(request([item("A", reward=3.0), item("a", reward=1.0)], BY_ROW, SHOUTS), scripted_tools)
+    result = await score(request([item("A", reward=3.0), item("a", reward=1.0)], BY_ROW, SHOUTS), scripted_tools)
     assert [score.value for score in result.scores] == [0.5 * 3 + 2 * 1, 0.5 * 1 + 2 * 0]
     assert result.scores[0].parts == {"test_column": Part(value=3.0), "loud": Part(value=1.0)}
 
 
 async def test_a_skipped_part_does_not_count_and_all_skipped_is_no_score(scripted_tools: Tools) -> None:
     items = [item("", reward=3.0), item("", reward="skipped")]
-    result = await scoring.score(request(items, BY_ROW, SHOUTS), scripted_tools)
+    result = await score(request(items, BY_ROW, SHOUTS), scripted_tools)
     assert [score.value for score in result.scores] == [1.5, None]
 
 
 async def test_one_missing_part_makes_the_whole_score_missing(scripted_tools: Tools) -> None:
-    result = await scoring.score(request([item("A", reward="error")], BY_ROW, SHOUTS), scripted_tools)
+    result = await score(request([item("A", reward="error")], BY_ROW, SHOUTS), scripted_tools)
     assert result.scores[0].value is None
     assert result.scores[0].parts["loud"].value == 1.0
 
 
 async def test_a_failed_completion_is_never_graded(scripted_tools: Tools) -> None:
-    result = await scoring.score(request([item("A", "error", reward=1.0), item("A", reward=1.0)], SHOUTS), scripted_tools)
-    assert result.scores[0] == Score(value=None, parts={"loud": scoring.SAMPLER_FAILED})
+    result = await score(request([item("A", "error", reward=1.0), item("A", reward=1.0)], SHOUTS), scripted_tools)
+    assert result.scores[0] == Score(value=None, parts={"loud": SAMPLER_FAILED})
     assert result.scores[1].value == 2.0
 
 
 async def test_a_failing_sandbox_is_a_missing_reward_and_not_zero() -> None:
     tools = tools_of(ScriptedSandbox(Execution(verdict="sandbox_error", stderr="the sandbox failed twice: gone")))
-    result = await scoring.score(request([item("1", target=1)], RewardSpec(grader="python_value")), tools)
+    result = await score(request([item("1", target=1)], RewardSpec(grader="python_value")), tools)
     assert result.scores[0].value is None
     assert result.scores[0].parts["python_value"] == Part(value=None, verdict="error", detail="the sandbox failed twice: gone")
 
@@ -100,24 +110,24 @@ async def test_a_mistake_in_a_reward_is_named_with_the_nearest_right_thing(
     scripted_tools: Tools, spec: RewardSpec, message: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
-        await scoring.checked([spec], ["prompt", "answer"], scripted_tools)
+        await Scorer(scripted_tools).check([spec], ["prompt", "answer"])
     assert message in caught.value.detail
 
 
 async def test_a_column_that_only_some_rows_have_is_not_there(scripted_tools: Tools) -> None:
     with pytest.raises(BadRequest, match="no column 'reward'; columns are none"):
-        await scoring.score(request([item(reward=1.0), item()], BY_ROW), scripted_tools)
+        await score(request([item(reward=1.0), item()], BY_ROW), scripted_tools)
 
 
 async def test_two_rewards_of_one_name_are_refused(scripted_tools: Tools) -> None:
     with pytest.raises(BadRequest, match="two rewards are called 'test_shouts'"):
-        await scoring.checked([RewardSpec(grader="test_shouts")] * 2, [], scripted_tools)
+        await Scorer(scripted_tools).check([RewardSpec(grader="test_shouts")] * 2, [])
 
 
 async def test_job_code_is_refused_where_the_settings_forbid_it() -> None:
     tools = tools_of(ScriptedSandbox(Execution(verdict="ok")), allow_job_code=False)
     with pytest.raises(BadRequest, match="HONE_ALLOW_JOB_CODE=false"):
-        await scoring.checked([RewardSpec(source="def reward(completions): ...")], [], tools)
+        await Scorer(tools).check([RewardSpec(source="def reward(completions): ...")], [])
 
 
 def test_listings_show_the_params_of_class_and_function_graders() -> None:

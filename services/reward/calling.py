@@ -1,0 +1,163 @@
+"""How graders are called: so many items at a time, so many calls at once, each call with a deadline, alike items once.
+
+A call that fails gives its items parts without a value, with the reason. Only what no grader can do anything about (the host
+cannot isolate programs) ends the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.reward import registry
+from services.reward.registry import ErrorName, Grader, GradingFailed, Tools
+from services.reward.remembered import Remembered, as_cached, key_of
+from shared.errors import BadRequest, HoneError
+from shared.job import RewardSpec
+from shared.logs import get_logger
+from shared.wire import Part, ScoreItem
+
+MAX_KEPT = 64
+
+Tell = Callable[[int, Part], None]
+"""Takes an item's position and its part."""
+
+
+class Caller:
+    """One bound grader and its limits."""
+
+    def __init__(self, grader: Grader[Any], remembered: Remembered) -> None:
+        self.grader = grader
+        self._remembered = remembered
+        self._free = asyncio.Semaphore(grader.max_concurrency)
+
+    async def grade(self, items: Sequence[ScoreItem], tell: Tell) -> None:
+        """Tells each item's part as soon as it is known."""
+        asked: list[_Alike] = []
+        for alike in self._alike(items):
+            known = self._remembered.get(alike.key) if alike.key else None
+            if known is None:
+                asked.append(alike)
+            else:
+                for position in alike.positions:
+                    tell(position, known)
+        size = self.grader.items_per_call or len(asked) or 1
+        calls = [asked[start : start + size] for start in range(0, len(asked), size)]
+        await _together(self._call(call, items, tell) for call in calls)
+
+    def _alike(self, items: Sequence[ScoreItem]) -> list[_Alike]:
+        """Returns the items by what a pure grader's verdict depends on; for another grader each is alone."""
+        if not self.grader.pure:
+            return [_Alike(None, [position]) for position in range(len(items))]
+        by_key: dict[bytes, list[int]] = {}
+        for position, item in enumerate(items):
+            by_key.setdefault(key_of(self.grader, item), []).append(position)
+        return [_Alike(key, positions) for key, positions in by_key.items()]
+
+    async def _call(self, call: Sequence[_Alike], items: Sequence[ScoreItem], tell: Tell) -> None:
+        async with self._free:
+            parts = await self._parts([items[alike.positions[0]] for alike in call])
+        for alike, part in zip(call, parts, strict=True):
+            if alike.key:
+                self._remembered.put(alike.key, part)
+            first, *others = alike.positions
+            tell(first, part)
+            for position in others:
+                tell(position, as_cached(part))
+
+    async def _parts(self, items: Sequence[ScoreItem]) -> list[Part]:
+        """Returns one part an item, whatever the grader does. Raises only what ends the whole request."""
+        start = time.perf_counter()
+        try:
+            async with asyncio.timeout(self.grader.deadline_s) as deadline:
+                parts = await self.grader.grade(items)
+            if len(parts) != len(items):
+                raise GradingFailed(f"the grader returned {len(parts)} verdicts for {len(items)} completions")
+        except GradingFailed as error:
+            parts = _missing(len(items), error.detail, *error.errors)
+        except BadRequest as error:
+            parts = _missing(len(items), error.detail, "invalid_variable_error")
+        except HoneError:
+            raise
+        except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                parts = _missing(len(items), f"not done within {self.grader.deadline_s:g} s", "unresponsive_reward_error")
+            else:
+                get_logger().exception("grader failed", grader=self.grader.name)
+                parts = _missing(len(items), f"{type(error).__name__}: {error}"[:500], "other_error")
+        seconds = (time.perf_counter() - start) / len(items)
+        return [part if part.seconds else part.model_copy(update={"seconds": round(seconds, 6)}) for part in parts]
+
+
+class Callers:
+    """The graders that jobs use now, each bound once, with the `MAX_KEPT` last used ones. `close` closes all."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._remembered = Remembered(tools.settings.reward_cache_mib << 20)
+        self._kept: OrderedDict[tuple[str | None, str], _Kept] = OrderedDict()
+
+    @contextlib.asynccontextmanager
+    async def of(self, rewards: Sequence[RewardSpec], job_id: str | None) -> AsyncGenerator[list[Caller]]:
+        """Yields a caller a reward; none is closed meanwhile. Raises BadRequest for a reward that cannot be bound."""
+        kept = [self._keep(spec, job_id) for spec in rewards]
+        for one in kept:
+            one.users += 1
+        try:
+            await self._close_surplus()
+            yield [one.caller for one in kept]
+        finally:
+            for one in kept:
+                one.users -= 1
+
+    async def close(self) -> None:
+        for kept in self._kept.values():
+            await kept.caller.grader.close()
+        self._kept.clear()
+
+    def _keep(self, spec: RewardSpec, job_id: str | None) -> _Kept:
+        key = (job_id, spec.model_dump_json())
+        if key not in self._kept:
+            grader = registry.bind(spec, replace(self._tools, job_id=job_id))
+            self._kept[key] = _Kept(Caller(grader, self._remembered))
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    async def _close_surplus(self) -> None:
+        unused = [key for key, kept in self._kept.items() if not kept.users]
+        surplus = max(len(self._kept) - MAX_KEPT, 0)
+        for kept in [self._kept.pop(key) for key in unused[:surplus]]:
+            await kept.caller.grader.close()
+
+
+@dataclass
+class _Kept:
+    caller: Caller
+    users: int = 0
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Positions of items that get one verdict. `key`: under which it is remembered, if it may be."""
+
+    key: bytes | None
+    positions: list[int]
+
+
+def _missing(count: int, detail: str, *errors: ErrorName) -> list[Part]:
+    return [Part(value=None, verdict="error", detail=detail, errors=errors)] * count
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Runs all; the first failure ends the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in work:
+                group.create_task(one)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

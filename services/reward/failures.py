@@ -1,0 +1,29 @@
+"""How a grader says that it cannot grade."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+ErrorName = Literal[
+    "formula_parse_error",
+    "invalid_variable_error",
+    "model_grader_parse_error",
+    "model_grader_refusal_error",
+    "model_grader_server_error",
+    "other_error",
+    "python_grader_runtime_error",
+    "python_grader_server_error",
+    "sample_parse_error",
+    "truncated_observation_error",
+    "unresponsive_reward_error",
+]
+"""OpenAI's names of what can go wrong in grading, as a grader run reports them; `Part.errors` has them."""
+
+
+class GradingFailed(Exception):
+    """A grader cannot say what a completion earns. Its items have no value; `detail` says why, `errors` classify it."""
+
+    def __init__(self, detail: str, *errors: ErrorName) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.errors = errors or ("other_error",)
