@@ -13,7 +13,7 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from services.orchestrator.advantages import group_advantages
+from services.orchestrator.advantages import batch_advantages
 from services.orchestrator.folder import RunFolder
 from services.orchestrator.peers import Peers
 from services.orchestrator.prompts import Prompts, load_prompts
@@ -171,8 +171,7 @@ def _check_prompts(prompts: Prompts) -> None:
 
 def graded(batch: Batch, job: Job) -> tuple[GradedRollout, ...]:
     """Returns the batch's `[P*G]` rollouts as people look at them."""
-    rewards_PG = [[score.value for score in scores] for scores in batch.scores]
-    advantages_PG = group_advantages(rewards_PG, job.advantages.std)
+    advantages_PG = batch_advantages(batch, job)
     return tuple(
         GradedRollout(
             prompt_index=prompt.index,

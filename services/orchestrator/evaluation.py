@@ -25,9 +25,9 @@ async def evaluate(job: Job, job_id: str, prompts: tuple[Prompt, ...], peers: Pe
 
     async def grade(prompt: Prompt, position: int) -> tuple[Score, ...]:
         key = f"{job_id}:eval:{version}:{position}"
-        return await peers.score(prompt, await peers.generate(prompt, version, key=key, sampling=sampling))
+        return await peers.score(prompt, await peers.generate(prompt, version, key=key, sampling=sampling), job_id=job_id)
 
     scores_PG = await asyncio.gather(*(grade(prompt, position) for position, prompt in enumerate(prompts)))
-    metrics = reward_metrics(tuple(scores_PG))
+    metrics = reward_metrics(scores_PG, job)
     kept = ("reward", "missing_rewards")
     return {f"eval/{name}": value for name, value in metrics.items() if name in kept or name.startswith("rewards/")}

@@ -71,12 +71,19 @@ class Peers:
         deadline_s = self._settings.generate_deadline_s
         return await self._rollout.call("POST", "/generate", body, RolloutGroup, deadline_s=deadline_s, key=key)
 
-    async def score(self, prompt: Prompt, group: RolloutGroup) -> tuple[Score, ...]:
+    async def score(self, prompt: Prompt, group: RolloutGroup, *, job_id: str | None = None) -> tuple[Score, ...]:
+        """Returns the group's scores `[G]`. What graders remember goes into the run folder of `job_id`, if given."""
         items = tuple(
-            ScoreItem(prompt=prompt.content, completion=r.text, finish_reason=r.finish_reason, row=prompt.row)
-            for r in group.rollouts
+            ScoreItem(
+                prompt=prompt.content,
+                completion=rollout.text,
+                finish_reason=rollout.finish_reason,
+                num_tokens=len(rollout.token_ids),
+                row=prompt.row,
+            )
+            for rollout in group.rollouts
         )
-        body = ScoreRequest(items=items, rewards=self._job.rewards)
+        body = ScoreRequest(items=items, rewards=self._job.rewards, job_id=job_id)
         deadline_s = self._settings.score_deadline_s
         return (await self._reward.call("POST", "/score", body, ScoreResult, deadline_s=deadline_s)).scores
 

@@ -15,37 +15,42 @@ The synchronous loop and the overlapped one are the same code: while step k trai
 k + max_staleness are being sampled, so a batch is trained on by weights at most max_staleness steps newer than those that
 sampled it. The next one starts only once the weights of step k serve: nothing sampled is ever thrown away.
 
-Left out, and done around this file in run.py: telemetry, evaluation, checkpoints, resuming, cancelling.
+Left out: replacing groups without signal (groups.py); and done around this file, in run.py: telemetry, evaluation,
+checkpoints, resuming, pausing, cancelling.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from services.orchestrator.advantages import Advantages, group_advantages
+from services.orchestrator.advantages import Advantages, batch_advantages
 from services.orchestrator.clock import Stopwatch
 from services.orchestrator.examples import to_examples
 from services.orchestrator.folder import RunFolder
+from services.orchestrator.groups import GradedGroup, MustPause, refill, to_batch, too_many_missing
 from services.orchestrator.peers import Peers
 from services.orchestrator.prompts import Prompts
-from services.orchestrator.tasks import stop
+from services.orchestrator.tasks import all_of, stop
 from shared.errors import Failed
 from shared.job import Job
-from shared.wire import Batch, Prompt, RolloutGroup, Score, ServingWeights, StepResult
+from shared.wire import Batch, Prompt, RolloutGroup, ServingWeights, StepResult
 
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step: its weights serve. `seconds` says where the time went; `staleness` is in steps."""
+    """A finished step: its weights serve. `seconds` says where the time went; `staleness` is in steps; a `replayed` batch was
+    stored and not sampled."""
 
     batch: Batch
     advantages_PG: Advantages
     result: StepResult
     staleness: int
     seconds: dict[str, float]
+    replayed: bool
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Pipeline:
     prompts: Prompts
     peers: Peers
     folder: RunFolder
+    max_missing: float  # share of rewards, beyond which a batch is not trained on
 
     async def steps(self, last_step: int) -> AsyncGenerator[Step]:
         """Yields each step after `last_step` once the weights it made serve. The next one waits until it is asked for."""
@@ -73,36 +79,45 @@ class Pipeline:
             await stop(*sampling)
 
     async def sample(self, step: int) -> tuple[Batch, dict[str, float]]:
-        """Returns the step's scored batch: the stored one if a crash came after it, else a new one. A group is graded as soon as
-        it is sampled, while others still are."""
+        """Returns the step's scored batch and the seconds that took: the stored one (no seconds) if a crash came after it, else
+        a new one. Raises MustPause if too many rewards are missing; the rollouts are stored, and graded again next time."""
         watch = Stopwatch()
-        if step in self.folder.batch_steps():
-            return await asyncio.to_thread(self.folder.batch, step), {}
-        prompts_P = self.prompts.for_step(step)
+        stored = await asyncio.to_thread(self.folder.batch, step) if step in self.folder.batch_steps() else None
+        if stored and stored.graded:
+            return stored, {}
+        if stored:
+            groups_P, dropped = await all_of(map(self._grade, stored.prompts, stored.groups)), []
+        else:
+            sample_round = functools.partial(self._sample_round, step, watch)
+            groups_P = await sample_round(0, self.job.sampling.prompts_per_step)
+            groups_P, dropped = await refill(groups_P, self.job, self.max_missing, sample_round)
+        watch.lap("reward")
+        batch = to_batch(step, groups_P, dropped)
+        if reason := too_many_missing(batch, self.max_missing):
+            await asyncio.to_thread(self.folder.write_batch, batch.model_copy(update={"graded": False}))
+            raise MustPause(reason)
+        return batch, watch.seconds
+
+    async def _sample_round(self, step: int, watch: Stopwatch, round: int, count: int) -> list[GradedGroup]:
+        """Returns graded groups of up to `count` prompts; each is graded as soon as it is sampled, while others still are."""
         min_version = max(step - 1 - self.job.max_staleness, 0)
 
-        async def sample_group(prompt: Prompt, position: int) -> tuple[RolloutGroup, tuple[Score, ...]]:
-            group = await self.peers.generate(prompt, min_version, key=f"{self.job_id}:{step}:{position}")
+        async def sample_group(prompt: Prompt, position: int) -> GradedGroup:
+            group = await self.peers.generate(prompt, min_version, key=f"{self.job_id}:{step}:{round}:{position}")
             watch.lap("generate")
-            return group, await self.peers.score(prompt, group)
+            return await self._grade(prompt, group)
 
-        tasks = [asyncio.create_task(sample_group(prompt, position)) for position, prompt in enumerate(prompts_P)]
-        try:
-            graded_P = await asyncio.gather(*tasks)
-        finally:
-            await stop(*tasks)
-        watch.lap("reward")
-        groups_P = tuple(group for group, _ in graded_P)
-        versions = [version for group in groups_P for rollout in group.rollouts for version in rollout.versions]
-        if not versions:
-            raise Failed(f"step {step}: no rollout says which weights sampled it; all of them failed, or the sampler serves none")
-        scores_PG = tuple(scores for _, scores in graded_P)
-        return Batch(step=step, version=min(versions), prompts=prompts_P, groups=groups_P, scores=scores_PG), watch.seconds
+        prompts = self.prompts.for_step(step, round)[:count]
+        return await all_of(sample_group(prompt, position) for position, prompt in enumerate(prompts))
 
-    async def sync_weights(self, version: int) -> ServingWeights:
-        """Makes the sampler serve the trainer's `version`; raises Failed unless it answers with that version and its digest."""
+    async def _grade(self, prompt: Prompt, group: RolloutGroup) -> GradedGroup:
+        return GradedGroup(prompt, group, await self.peers.score(prompt, group, job_id=self.job_id))
+
+    async def sync_weights(self, version: int, *, rewind: bool = False) -> ServingWeights:
+        """Makes the sampler serve the trainer's `version`; raises Failed unless it answers with that version and its digest.
+        `rewind`: also where it serves a newer one, of a trainer that has since come back from a checkpoint."""
         published = await self.peers.publish_weights(self.job_id, version, self.job.weight_sync)
-        serving = await self.peers.reload_weights(published)
+        serving = await self.peers.reload_weights(published.model_copy(update={"rewind": rewind}))
         if (serving.version, serving.digest) != (version, published.digest):
             raise Failed(
                 f"weight sync: the trainer published version {version} with digest {published.digest[:12]}, but the sampler "
@@ -112,12 +127,11 @@ class Pipeline:
 
     async def _train(self, batch: Batch, watch: Stopwatch, seconds: dict[str, float]) -> Step:
         await asyncio.to_thread(self.folder.write_batch, batch)
-        rewards_PG = [[score.value for score in scores] for scores in batch.scores]
-        advantages_PG = group_advantages(rewards_PG, self.job.advantages.std)
+        advantages_PG = batch_advantages(batch, self.job)
         examples = to_examples(batch.groups, advantages_PG)
         watch.lap("store")
         result = await self.peers.train_step(self.job_id, batch.step, examples)
         watch.lap("train")
         await self.sync_weights(batch.step)
         watch.lap("sync")
-        return Step(batch, advantages_PG, result, batch.step - 1 - batch.version, seconds | watch.seconds)
+        return Step(batch, advantages_PG, result, batch.step - 1 - batch.version, seconds | watch.seconds, not seconds)

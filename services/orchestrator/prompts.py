@@ -1,4 +1,4 @@
-"""The job's problems. Which ones a step takes is a pure function of (job seed, step), so resuming needs no saved position."""
+"""The job's problems. Which ones a step takes is a pure function of (job seed, step, round): resuming needs no saved position."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ class Prompts:
         held_out = self._evaluation.column_names if self._evaluation is not None else self._train.column_names
         return tuple(name for name in self._train.column_names if name in held_out)
 
-    def for_step(self, step: int) -> tuple[Prompt, ...]:
-        """Returns the step's `[P]` prompts. Each pass over the data is shuffled anew; step 1 is the first."""
-        count = self._job.sampling.prompts_per_step
-        positions = range((step - 1) * count, step * count)
-        return tuple(self._prompt(self._train, self._index(position)) for position in positions)
+    def for_step(self, step: int, round: int = 0) -> tuple[Prompt, ...]:
+        """Returns the step's `[P]` prompts. Each pass over the data is shuffled anew; step 1 is the first.
+
+        In rounds from 1, those that may replace groups without signal: drawn from all rows that no earlier round of the step
+        could have taken, so fewer than `[P]` once a small data set has no more.
+        """
+        return tuple(self._prompt(self._train, index) for index in self._indices(step, round))
 
     def held_out(self) -> tuple[Prompt, ...]:
         """Returns the evaluation problems, the same ones each time; empty without `data.eval`."""
@@ -50,6 +52,15 @@ class Prompts:
             return ()
         count = min(self._job.evaluation.num_prompts or len(self._evaluation), len(self._evaluation))
         return tuple(self._prompt(self._evaluation, index) for index in range(count))
+
+    def _indices(self, step: int, round: int) -> list[int]:
+        count = self._job.sampling.prompts_per_step
+        if round == 0:
+            return [self._index(position) for position in range((step - 1) * count, step * count)]
+        earlier = {index for before in range(round) for index in self._indices(step, before)}
+        rows = range(len(self._train))
+        drawn = random.Random(f"{self._job.seed}:{step}:{round}").sample(rows, min(count + len(earlier), len(rows)))
+        return [index for index in drawn if index not in earlier][:count]
 
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._train))

@@ -74,11 +74,11 @@ class Run:
             ) from error
 
     async def _train(self, prompts: Prompts) -> dict[str, Any]:
-        pipeline = Pipeline(self._id, self._job, prompts, self._peers, self._folder)
+        pipeline = Pipeline(self._id, self._job, prompts, self._peers, self._folder, self._settings.max_missing_rewards)
         await self._log("loading the model into the trainer and the sampler")
         state, _ = await asyncio.gather(self._peers.put_job(self._id), self._peers.put_model())
         done = await asyncio.to_thread(self._folder.start_at, state.step)
-        await pipeline.sync_weights(state.step)
+        await pipeline.sync_weights(state.step, rewind=True)
         await self._log(f"{state.num_parameters:,} parameters, {state.dtype}, {state.num_ranks} trainer rank(s) on {state.device}")
         if done is None:
             await self._record(0, await self._evaluate(prompts, 0))
@@ -97,7 +97,7 @@ class Run:
 
     async def _after_step(self, step: Step, prompts: Prompts, step_s: float, elapsed_s: float, first: int) -> Checkpoint | None:
         number, job = step.batch.step, self._job
-        metrics = step_metrics(step, step_s)
+        metrics = step_metrics(step, self._job, step_s)
         await self._check(step, metrics)
         last = number == job.steps
         checkpoint = None

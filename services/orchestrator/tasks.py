@@ -1,11 +1,14 @@
-"""Ending a task for certain."""
+"""Tasks that end for certain."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
 
 PATIENCE_S = 0.5
+
+T = TypeVar("T")
 
 
 async def stop(*tasks: asyncio.Task[Any]) -> None:
@@ -16,3 +19,12 @@ async def stop(*tasks: asyncio.Task[Any]) -> None:
         for task in waiting:
             task.cancel()
         _, waiting = await asyncio.wait(waiting, timeout=PATIENCE_S)
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns all results, in order. If one fails, the others have ended when its error is raised."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await stop(*tasks)

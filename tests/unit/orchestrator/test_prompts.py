@@ -58,6 +58,22 @@ def test_fewer_rows_than_prompts_repeat() -> None:
     assert len(indices(Prompts(make_job(), rows(3), None), 1)) == 4
 
 
+def test_prompts_that_replace_others_are_fresh_ones_and_the_same_whoever_asks() -> None:
+    prompts = Prompts(make_job(), rows(50), None)
+    rounds = [[prompt.index for prompt in prompts.for_step(2, round)] for round in range(4)]
+    assert [len(indices) for indices in rounds] == [4, 4, 4, 4]
+    assert len({index for indices in rounds for index in indices}) == 16
+    again = Prompts(make_job(), rows(50), None)
+    assert [prompt.index for prompt in again.for_step(2, 3)] == rounds[3]
+    assert [prompt.index for prompt in again.for_step(3, 3)] != rounds[3]
+
+
+def test_a_small_data_set_runs_out_of_fresh_prompts() -> None:
+    prompts = Prompts(make_job(), rows(6), None)
+    rounds = [[prompt.index for prompt in prompts.for_step(1, round)] for round in range(3)]
+    assert sorted(rounds[0] + rounds[1]) == list(range(6)) and rounds[2] == []
+
+
 def test_held_out_prompts_are_always_the_same_first_ones() -> None:
     prompts = Prompts(make_job(evaluation={"num_prompts": 2}), rows(5), rows(9))
     assert [prompt.index for prompt in prompts.held_out()] == [0, 1]

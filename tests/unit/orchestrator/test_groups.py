@@ -1,0 +1,89 @@
+"""Groups without signal are replaced within bounds; batches without rewards are refused."""
+
+from __future__ import annotations
+
+import pytest
+from test_advantages import make_job, score
+
+from services.orchestrator.groups import GradedGroup, refill, to_batch, too_many_missing
+from shared.errors import Failed
+from shared.job import Job
+from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score
+
+
+def refilling(rounds: int) -> Job:
+    job = make_job()
+    return job.model_copy(update={"sampling": job.sampling.model_copy(update={"refills": rounds})})
+
+
+def graded(name: int, *rewards: float | None, versions: tuple[int, ...] = (3,)) -> GradedGroup:
+    rollout = Rollout(text="x", token_ids=(1,), logprobs=(-0.5,), finish_reason="stop", versions=versions)
+    group = RolloutGroup(prompt_token_ids=(1,), rollouts=(rollout,) * len(rewards))
+    return GradedGroup(Prompt(index=name, content="p", row={}), group, tuple(score(make_job(), reward) for reward in rewards))
+
+
+class Fresh:
+    """Gives the groups of each round in turn, and remembers what was asked."""
+
+    def __init__(self, *rounds: list[GradedGroup]) -> None:
+        self._rounds = rounds
+        self.asked: list[tuple[int, int]] = []
+
+    async def __call__(self, round: int, count: int) -> list[GradedGroup]:
+        self.asked.append((round, count))
+        return self._rounds[round - 1][:count]
+
+
+def names(groups: list[GradedGroup]) -> list[int]:
+    return [group.prompt.index for group in groups]
+
+
+async def test_each_round_replaces_only_what_is_still_without_signal() -> None:
+    groups = [graded(0, 1.0, 1.0), graded(1, 0.0, 1.0), graded(2, 0.0, 0.0)]
+    fresh = Fresh([graded(10, 0.0, 0.0), graded(11, 1.0, 0.0)], [graded(20, 0.5, 0.0)], [])
+    kept, dropped = await refill(groups, refilling(3), 0.5, fresh)
+    assert fresh.asked == [(1, 2), (2, 1)], "and stops once all have signal"
+    assert names(kept) == [20, 1, 11] and names(dropped) == [0, 2, 10]
+
+
+async def test_rounds_are_bounded_and_what_has_no_signal_then_stays() -> None:
+    flat = [graded(0, 1.0, 1.0), graded(1, 0.0, 0.0)]
+    fresh = Fresh([graded(10, 1.0, 1.0), graded(11, 1.0, 1.0)])
+    kept, dropped = await refill(flat, refilling(1), 0.5, fresh)
+    assert fresh.asked == [(1, 2)] and names(kept) == [10, 11] and names(dropped) == [0, 1]
+    none = Fresh()
+    assert (await refill(flat, refilling(0), 0.5, none))[0] == flat and none.asked == []
+
+
+async def test_a_data_set_that_runs_out_of_prompts_replaces_what_it_can() -> None:
+    fresh = Fresh([graded(10, 0.0, 1.0)], [])
+    kept, dropped = await refill([graded(0, 1.0, 1.0), graded(1, 0.0, 0.0)], refilling(5), 0.5, fresh)
+    assert names(kept) == [10, 1] and names(dropped) == [0]
+    assert fresh.asked == [(1, 2), (2, 1)]
+
+
+async def test_nothing_is_replaced_for_rewards_that_are_missing() -> None:
+    fresh = Fresh([graded(10, 0.0, 1.0)])
+    groups = [graded(0, None, None), graded(1, None, 0.0)]
+    assert (await refill(groups, refilling(3), 0.5, fresh)) == (groups, []) and fresh.asked == []
+
+
+def test_a_batch_carries_its_oldest_version_and_what_was_dropped() -> None:
+    batch = to_batch(7, [graded(0, 1.0, versions=(4, 5)), graded(1, 0.0, versions=(5,))], [graded(2, 0.0)])
+    assert (batch.step, batch.version, [prompt.index for prompt in batch.prompts]) == (7, 4, [0, 1])
+    assert batch.dropped == (graded(2, 0.0).scores,) and batch.graded
+    with pytest.raises(Failed, match="step 7: no rollout says which weights sampled it"):
+        to_batch(7, [graded(0, 1.0, versions=())])
+
+
+def test_missing_rewards_are_told_with_their_share_and_the_first_reasons() -> None:
+    def failed(detail: str) -> Score:
+        return Score(value=None, parts={"judge": Part(value=None, verdict="error", detail=detail)})
+
+    group = graded(0, 1.0, 1.0, 1.0, 1.0)
+    scores = (score(make_job(), 1.0), failed("no key"), failed("no key"), failed("refused"))
+    batch = to_batch(2, [GradedGroup(group.prompt, group.group, scores)])
+    assert too_many_missing(batch, 0.75) is None
+    assert too_many_missing(batch, 0.5) == (
+        "step 2: 75% of the rewards are missing, more than the 50% of HONE_MAX_MISSING_REWARDS; judge: no key; judge: refused"
+    )
