@@ -29,6 +29,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
+from services.trainer import state
 from services.trainer.batch import MicroBatch, check, micro_batches_of_rank
 from services.trainer.correction import correction_weights, resolve
 from services.trainer.loss import LossInputs, total_loss
@@ -60,6 +61,7 @@ class DeepSpeedEngine:
         self.dtype = str(dtype).removeprefix("torch.")
         self.device = str(device)
         self.num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self.num_trainable = sum(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
         self.weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self._model.parameters())
         policy = Policy(self._model, job.sampling.temperature)
         self._zero: Any = deepspeed.initialize(
@@ -90,12 +92,22 @@ class DeepSpeedEngine:
 
     def save_weights(self, folder: Path) -> None:
         """Writes `model.safetensors` and `config.json` into `folder`."""
-        self._model.save_pretrained(folder, max_shard_size=ONE_FILE)
+        if dist.get_rank() == 0:
+            self._model.save_pretrained(folder, max_shard_size=ONE_FILE)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Writes a whole Hugging Face model folder: weights, configurations, tokenizer."""
-        self._model.save_pretrained(folder)
-        copy_tokenizer(self._job, folder)
+        if dist.get_rank() == 0:
+            self._model.save_pretrained(folder)
+            copy_tokenizer(self._job, folder)
+
+    def save_state(self, folder: Path) -> None:
+        """Writes this rank's share of what is needed to go on to the bit."""
+        state.save(self._zero, folder)
+
+    def load_state(self, folder: Path) -> None:
+        """Goes on from what `save_state` wrote."""
+        state.load(self._zero, folder)
 
     def close(self) -> None:
         """Frees the memory of model and optimizer."""
