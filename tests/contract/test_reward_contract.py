@@ -79,7 +79,7 @@ async def test_score_runs_whole_programs(client: Client) -> None:
 async def test_a_spinning_program_scores_zero_at_its_time_limit(client: Client) -> None:
     spec = RewardSpec(grader="python_value", params={"timeout_s": 0.2})
     (spun,) = await score(client, items("while True: pass\n1", target=1), spec)
-    assert (spun.value, spun.parts["python_value"].detail) == (0.0, "time limit 0.2 s")
+    assert (spun.value, spun.parts["python_value"].verdict) == (0.0, "time_limit")
 
 
 async def test_an_own_function_gets_completions_prompts_and_columns(client: Client) -> None:

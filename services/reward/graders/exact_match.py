@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.reward.registry import Column, Params, grader
-from shared.errors import BadRequest
+from services.reward.registry import Column, Grader, GradingFailed, Params, grader
 from shared.wire import Part, ScoreItem
 
 
@@ -18,22 +17,23 @@ class ExactMatchParams(Params):
 
 
 @grader("exact_match")
-def exact_match(items: Sequence[ScoreItem], params: ExactMatchParams) -> list[Part]:
+class ExactMatch(Grader[ExactMatchParams]):
     """1 for a completion equal to the row's `column`, else 0."""
-    parts: list[Part] = []
-    for position, item in enumerate(items):
-        given, wanted = _normal(item.completion, params), _normal(_expected(item, params.column, position), params)
-        parts.append(Part(value=float(given == wanted), detail="" if given == wanted else f"wanted {wanted!r:.80}"))
-    return parts
 
+    items_per_call = 1
 
-def _expected(item: ScoreItem, column: str, position: int) -> str:
-    value = item.row[column]
-    if type(value) not in (str, int):
-        raise BadRequest(f"column {column!r} of item {position} is {value!r:.80}; expected text or a whole number")
-    return str(value)
+    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
+        return [self._part(item) for item in items]
 
+    def _part(self, item: ScoreItem) -> Part:
+        value = item.row[self.params.column]
+        if type(value) not in (str, int):
+            fault = f"column {self.params.column!r} is {value!r:.80}; expected text or a whole number"
+            raise GradingFailed(fault, "invalid_variable_error")
+        if self._normal(item.completion) == self._normal(str(value)):
+            return Part(value=1.0)
+        return Part(value=0.0, verdict="wrong", detail=f"wanted {value!r:.80}")
 
-def _normal(text: str, params: ExactMatchParams) -> str:
-    text = text.strip() if params.strip else text
-    return text.casefold() if params.ignore_case else text
+    def _normal(self, text: str) -> str:
+        text = text.strip() if self.params.strip else text
+        return text.casefold() if self.params.ignore_case else text

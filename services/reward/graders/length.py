@@ -48,4 +48,4 @@ def _part(count: int, low: int | None, high: int | None, shape: str) -> Part:
         value = max(0.0, 2.0 - count / high)
     if shape == "step" and value < 1.0:
         value = 0.0
-    return Part(value=value, detail=f"{count} characters")
+    return Part(value=value, verdict="ok" if value else "wrong", detail=f"{count} characters")

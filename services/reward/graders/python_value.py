@@ -13,13 +13,13 @@ from typing import Any
 
 from pydantic import Field
 
-from services.reward.registry import Column, Grader, Params, grader
-from shared.errors import BadRequest
-from shared.wire import ExecuteRequest, Execution, Part, ScoreItem
+from services.reward.graders.compare import same
+from services.reward.graders.programs import KEEP_CHARS, fault, program_of
+from services.reward.registry import Column, Grader, GradingFailed, Params, grader
+from shared.wire import ExecuteRequest, Part, ScoreItem
 
 MAX_EXPRESSION_CHARS = 1000
 _TOKEN = re.compile(r"[ \t]+|(?P<number>[0-9]+)|//|[-+*/%()]")
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 LAST_VALUE = """
 import ast as _ast
@@ -35,12 +35,14 @@ exec(compile(_tree, "program.py", "exec"))
 class PythonValueParams(Params):
     """`target` and `numbers` are columns: the wanted value, and the numbers that must be used (a list of whole numbers).
 
-    `timeout_s` and `memory_mib` bound one program. `tolerance` is the largest accepted difference of two numbers.
+    `cpu_s` (seconds of CPU), `timeout_s` (of wall clock) and `memory_mib` bound one program. `tolerance` is the largest accepted
+    difference of two numbers.
     """
 
     target: Column = "target"
     numbers: Column | None = None
-    timeout_s: float = Field(default=2.0, gt=0, le=30)
+    cpu_s: float = Field(default=2.0, gt=0, le=30)
+    timeout_s: float = Field(default=30.0, gt=0, le=300)
     memory_mib: int = Field(default=256, ge=16, le=8192)
     tolerance: float = Field(default=0.0, ge=0)
 
@@ -52,55 +54,47 @@ class PythonValue(Grader[PythonValueParams]):
     With `numbers`, it must be one arithmetic expression that uses exactly those numbers.
     """
 
-    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        parts: list[Part | None] = [self._refused(item, position) for position, item in enumerate(items)]
-        asked = [position for position, part in enumerate(parts) if part is None]
-        executions = await self.tools.sandbox.run([self._request(items[position]) for position in asked])
-        for position, execution in zip(asked, executions, strict=True):
-            parts[position] = self._judge(execution, items[position].row[self.params.target])
-        return [part for part in parts if part is not None]
+    pure = True
+    items_per_call = 1
+    max_concurrency = 64
 
-    def _refused(self, item: ScoreItem, position: int) -> Part | None:
-        """Returns the verdict on an expression that breaks the rules of `numbers`, else None."""
-        if self.params.numbers is None:
-            return None
+    def content(self, item: ScoreItem) -> Any:
+        numbers = item.row[self.params.numbers] if self.params.numbers else None
+        return [program_of(item.completion), item.row[self.params.target], numbers]
+
+    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
+        return [await self._grade(item) for item in items]
+
+    async def _grade(self, item: ScoreItem) -> Part:
+        program, target = program_of(item.completion).strip(), item.row[self.params.target]
+        if self.params.numbers is not None and (rule := breach(program, self._numbers(item))):
+            return Part(value=0.0, verdict="wrong", detail=rule)
+        execution = await self.tools.sandbox.execute(self._request(program))
+        verdict, detail = fault(execution)
+        if verdict != "ok":
+            return Part(value=0.0, verdict=verdict, detail=detail, stdout=execution.stdout[-KEEP_CHARS:])
+        right = same(execution.value, target, self.params.tolerance)
+        detail = f"evaluated to {execution.value!r:.80}" + ("" if right else f", wanted {target!r:.80}")
+        stdout = execution.stdout[-KEEP_CHARS:]
+        return Part(value=float(right), verdict="ok" if right else "wrong", detail=detail, stdout=stdout)
+
+    def _numbers(self, item: ScoreItem) -> list[int]:
+        """Returns the row's numbers. Raises GradingFailed for a row whose columns hold anything else."""
+        assert self.params.numbers is not None
         target, numbers = item.row[self.params.target], item.row[self.params.numbers]
         if not isinstance(numbers, list | tuple) or any(type(number) is not int for number in numbers):
-            raise BadRequest(
-                f"column {self.params.numbers!r} of item {position} is {numbers!r:.80}; expected a list of whole numbers"
-            )
+            fault = f"column {self.params.numbers!r} is {numbers!r:.80}; expected a list of whole numbers"
+            raise GradingFailed(fault, "invalid_variable_error")
         if type(target) not in (int, float):
-            raise BadRequest(f"column {self.params.target!r} of item {position} is {target!r:.80}; expected a number")
-        fault = breach(program_of(item.completion), numbers)
-        return Part(value=0.0, detail=fault) if fault else None
+            raise GradingFailed(f"column {self.params.target!r} is {target!r:.80}; expected a number", "invalid_variable_error")
+        return list(numbers)
 
-    def _request(self, item: ScoreItem) -> ExecuteRequest:
-        program = program_of(item.completion)
-        limits = {"timeout_s": self.params.timeout_s, "memory_mib": self.params.memory_mib}
+    def _request(self, program: str) -> ExecuteRequest:
+        limits = {"cpu_s": self.params.cpu_s, "timeout_s": self.params.timeout_s, "memory_mib": self.params.memory_mib}
         if self.params.numbers is not None:
             return ExecuteRequest(expression=program, **limits)
         last = 'eval(compile(_last, "program.py", "eval"))'
         return ExecuteRequest(code=LAST_VALUE, expression=last, inputs={"_source": program}, **limits)
-
-    def _judge(self, execution: Execution, target: Any) -> Part:
-        if execution.verdict == "sandbox_error":
-            return Part(value=None, verdict="error", detail=execution.stderr)
-        if execution.verdict == "time_limit":
-            return Part(value=0.0, detail=f"time limit {self.params.timeout_s:g} s")
-        if execution.verdict == "memory_limit":
-            return Part(value=0.0, detail=f"memory limit {self.params.memory_mib} MiB")
-        if execution.verdict != "ok":
-            lines = execution.stderr.strip().splitlines() or [execution.verdict]
-            return Part(value=0.0, detail=lines[-1][:200])
-        if same(execution.value, target, self.params.tolerance):
-            return Part(value=1.0, detail=f"evaluated to {execution.value!r:.80}")
-        return Part(value=0.0, detail=f"evaluated to {execution.value!r:.80}, wanted {target!r:.80}")
-
-
-def program_of(completion: str) -> str:
-    """Returns the last fenced code block of the completion, or else all of it, without blanks around."""
-    blocks = _FENCE.findall(completion)
-    return (blocks[-1] if blocks else completion).strip()
 
 
 def breach(expression: str, numbers: Sequence[int]) -> str:
@@ -119,19 +113,3 @@ def breach(expression: str, numbers: Sequence[int]) -> str:
             used.append(int(token["number"]))
         position = token.end()
     return "" if sorted(used) == sorted(numbers) else f"used {sorted(used)!s:.80}, wanted {sorted(numbers)}"
-
-
-def same(value: Any, target: Any, tolerance: float = 0.0) -> bool:
-    """Returns whether two plain values are equal: numbers by value (within `tolerance`), all else by exact type as well."""
-    if type(value) in (int, float) and type(target) in (int, float):
-        try:
-            return value == target or (tolerance > 0 and abs(value - target) <= tolerance)
-        except OverflowError:
-            return False  # a whole number beyond what a float can hold is near no float
-    if type(value) is not type(target):
-        return False
-    if isinstance(value, list):
-        return len(value) == len(target) and all(same(a, b, tolerance) for a, b in zip(value, target, strict=True))
-    if isinstance(value, dict):
-        return value.keys() == target.keys() and all(same(part, target[key], tolerance) for key, part in value.items())
-    return bool(value == target)

@@ -18,7 +18,7 @@ OPEN, CLOSE = "<think>", "</think>"
 def think_format(items: Sequence[ScoreItem]) -> list[Part]:
     """1 for a completion of exactly one <think>...</think> at its start and then a non-empty answer, else 0."""
     faults = [_fault(item.completion) for item in items]
-    return [Part(value=0.0 if fault else 1.0, detail=fault) for fault in faults]
+    return [Part(value=0.0, verdict="wrong", detail=fault) if fault else Part(value=1.0) for fault in faults]
 
 
 def _fault(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.reward import registry
-from services.reward.registry import Tools
+from services.reward.registry import GradingFailed, Tools
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import ScoreItem
@@ -92,5 +92,5 @@ async def test_exact_match_strips_and_ignores_case_as_told(scripted_tools: Tools
 
 async def test_exact_match_takes_whole_numbers_and_refuses_the_rest(scripted_tools: Tools) -> None:
     assert await values(scripted_tools, "exact_match", ["15", "16"], {}, {"answer": 15}) == [1.0, 0.0]
-    with pytest.raises(BadRequest, match=r"column 'answer' of item 0 is \[1\]; expected text or a whole number"):
+    with pytest.raises(GradingFailed, match=r"column 'answer' is \[1\]; expected text or a whole number"):
         await values(scripted_tools, "exact_match", ["1"], {}, {"answer": [1]})

@@ -8,8 +8,10 @@ import pytest
 from reward_helpers import ScriptedSandbox, tools_of
 
 from services.reward import registry
-from services.reward.graders.python_value import breach, program_of, same
-from shared.errors import BadRequest
+from services.reward.graders.compare import same
+from services.reward.graders.programs import program_of
+from services.reward.graders.python_value import breach
+from services.reward.registry import GradingFailed
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
 
@@ -61,6 +63,13 @@ def test_the_countdown_rule_names_its_first_breach(expression: str, fault: str) 
         ({"a": 1}, {"b": 1}, 0, False),
         (None, None, 0, True),
         (None, 0, 0, False),
+        ((1,), [1], 0, False),
+        ({1, 2}, frozenset({2, 1}), 0, True),
+        ({True}, {1}, 0, False),
+        ({(1, True)}, {(1, 1)}, 0, False),
+        ({1: "a"}, {True: "a"}, 0, False),
+        ([float("nan")], [float("nan")], 0, False),
+        ("1", b"1", 0, False),
     ],
 )
 def test_numbers_are_equal_by_value_and_all_else_by_type_too(value: Any, target: Any, tolerance: float, equal: bool) -> None:
@@ -68,7 +77,7 @@ def test_numbers_are_equal_by_value_and_all_else_by_type_too(value: Any, target:
 
 
 def test_the_last_fenced_block_is_the_program() -> None:
-    assert program_of("  1+2\n") == "1+2"
+    assert program_of("\n  1+2\n") == "  1+2"
     assert program_of("```python\n1+2\n```") == "1+2"
     assert program_of("First\n```\n1\n```\nthen\n```py\nx = 2\nx\n```\nDone.") == "x = 2\nx"
 
@@ -83,15 +92,23 @@ async def grade(answer: Execution, row: dict[str, Any], completion: str = "3+5",
     ("answer", "part"),
     [
         (Execution(verdict="ok", value=15), Part(value=1.0, detail="evaluated to 15")),
-        (Execution(verdict="ok", value=8), Part(value=0.0, detail="evaluated to 8, wanted 15")),
-        (Execution(verdict="time_limit"), Part(value=0.0, detail="time limit 2 s")),
-        (Execution(verdict="memory_limit"), Part(value=0.0, detail="memory limit 256 MiB")),
-        (Execution(verdict="runtime_error", stderr="Traceback\nSyntaxError: bad\n"), Part(value=0.0, detail="SyntaxError: bad")),
-        (Execution(verdict="sandbox_error", stderr="no"), Part(value=None, verdict="error", detail="no")),
+        (Execution(verdict="ok", value=8), Part(value=0.0, verdict="wrong", detail="evaluated to 8, wanted 15")),
+        (Execution(verdict="time_limit", stderr="late\n"), Part(value=0.0, verdict="time_limit", detail="late")),
+        (Execution(verdict="memory_limit"), Part(value=0.0, verdict="memory_limit", detail="memory_limit")),
+        (
+            Execution(verdict="runtime_error", stderr="Traceback\nSyntaxError: bad\n", stdout="hello"),
+            Part(value=0.0, verdict="runtime_error", detail="SyntaxError: bad", stdout="hello"),
+        ),
     ],
 )
-async def test_how_a_program_ended_is_its_reward_and_a_broken_sandbox_is_none(answer: Execution, part: Part) -> None:
+async def test_how_a_program_ended_is_its_verdict(answer: Execution, part: Part) -> None:
     assert await grade(answer, {"target": 15}) == part
+
+
+async def test_a_broken_sandbox_is_no_reward() -> None:
+    with pytest.raises(GradingFailed, match="no slot") as caught:
+        await grade(Execution(verdict="sandbox_error", stderr="no slot"), {"target": 15})
+    assert caught.value.errors == ("python_grader_server_error",)
 
 
 async def test_the_expected_value_never_enters_the_sandbox() -> None:
@@ -103,22 +120,20 @@ async def test_the_expected_value_never_enters_the_sandbox() -> None:
     assert not any("987654321" in request.model_dump_json() for request in sandbox.asked)
 
 
-async def test_identical_programs_of_a_request_run_once() -> None:
-    sandbox = ScriptedSandbox(Execution(verdict="ok", value=3))
-    bound = registry.bind(RewardSpec(grader="python_value"), tools_of(sandbox))
-    items = [ScoreItem(prompt="", completion=text, row={"target": target}) for text, target in (("1+2", 3), ("2+1", 3), ("1+2", 4))]
-    assert [part.value for part in await bound.grade(items)] == [1.0, 1.0, 0.0]
-    assert len(sandbox.asked) == 2
+def test_what_the_verdict_depends_on_is_the_program_and_the_columns_used() -> None:
+    bound = registry.bind(RewardSpec(grader="python_value"), tools_of(ScriptedSandbox(Execution(verdict="ok"))))
+    items = [ScoreItem(prompt="", completion=text, row={"target": 3, "x": text}) for text in ("1+2", "So:\n```\n1+2\n```")]
+    assert [bound.content(item) for item in items] == [["1+2", 3, None]] * 2
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"target": 8, "nums": "3, 5"}, "column 'nums' of item 0 is '3, 5'; expected a list of whole numbers"),
-        ({"target": 8, "nums": [True]}, r"column 'nums' of item 0 is \[True\]; expected a list of whole numbers"),
-        ({"target": "8", "nums": [3, 5]}, "column 'target' of item 0 is '8'; expected a number"),
+        ({"target": 8, "nums": "3, 5"}, "column 'nums' is '3, 5'; expected a list of whole numbers"),
+        ({"target": 8, "nums": [True]}, r"column 'nums' is \[True\]; expected a list of whole numbers"),
+        ({"target": "8", "nums": [3, 5]}, "column 'target' is '8'; expected a number"),
     ],
 )
-async def test_columns_of_the_wrong_type_are_the_callers_mistake(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadRequest, match=message):
+async def test_columns_of_the_wrong_type_have_no_reward(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(GradingFailed, match=message):
         await grade(Execution(verdict="ok", value=8), row, numbers="nums")

@@ -86,7 +86,9 @@ async def test_a_failing_sandbox_is_a_missing_reward_and_not_zero() -> None:
     tools = tools_of(ScriptedSandbox(Execution(verdict="sandbox_error", stderr="the sandbox failed twice: gone")))
     result = await score(request([item("1", target=1)], RewardSpec(grader="python_value")), tools)
     assert result.scores[0].value is None
-    assert result.scores[0].parts["python_value"] == Part(value=None, verdict="error", detail="the sandbox failed twice: gone")
+    part = result.scores[0].parts["python_value"]
+    assert (part.value, part.verdict, part.detail) == (None, "error", "the sandbox failed twice: gone")
+    assert part.errors == ("python_grader_server_error",)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ async def test_job_code_is_refused_where_the_settings_forbid_it() -> None:
 def test_listings_show_the_params_of_class_and_function_graders() -> None:
     params = {info.name: set(info.params["properties"]) for info in registry.infos()}
     assert params["exact_match"] == {"column", "strip", "ignore_case"}
-    assert params["python_value"] == {"target", "numbers", "timeout_s", "memory_mib", "tolerance"}
+    assert params["python_value"] == {"target", "numbers", "cpu_s", "timeout_s", "memory_mib", "tolerance"}
     assert params["think_format"] == set()
     assert params["function"] == {"timeout_s"}
 

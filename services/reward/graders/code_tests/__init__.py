@@ -1,0 +1,192 @@
+"""Runs the model's program against a row's tests. The expected answers never enter the sandbox where it runs.
+
+    asserts.py   assert-style tests -> calls to make, and what must hold of the results
+    candidate.py makes the calls in a sandbox (`inside_candidate.py`); results are plain data (`codec.py`)
+    evaluate.py  evaluates the assertions, here, over those
+    proxy.py     tests that cannot be converted: in a second sandbox (`inside_tests.py`), with proxies for the candidate's functions
+    stdio.py     inputs and outputs of whole programs
+
+A missing result is a failed test, whatever the exit code and whatever was printed. Not supported: candidates that the tests take
+apart as objects (only plain data crosses), and changes that a function makes to its arguments (calls get copies).
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import textwrap
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from services.reward.graders.code_tests import proxy, stdio
+from services.reward.graders.code_tests.asserts import Case
+from services.reward.graders.code_tests.candidate import Candidate, Limits, Outcome
+from services.reward.graders.code_tests.evaluate import Failed, evaluate
+from services.reward.graders.code_tests.tests import Style, Tests, read
+from services.reward.graders.programs import program_of
+from services.reward.registry import Column, Grader, GradingFailed, Params, grader
+from shared.errors import BadRequest
+from shared.wire import Part, ScoreItem, Verdict
+
+CALLS_PER_JOB = 32
+
+
+class CodeTestsParams(Params):
+    """`tests` is the column of the tests, in the `style` they have:
+
+    "asserts": Python source of assert statements, or a list of it (MBPP's `test_list`).
+    "check": Python source that defines `check(candidate)` (HumanEval's `test`), called with the function `entry_point`.
+    "stdio": a list of `{"input", "output"}`, or `{"inputs": [...], "outputs": [...]}`, as data or as JSON text.
+
+    The other columns are optional. `entry_point`: the name of the function that is tested. `setup`: Python source that is run
+    before the program, such as imports. `prefix`: what the program begins with where the completion does not define the
+    function itself (HumanEval's `prompt`).
+
+    `credit` "binary": 1 if all tests pass, else 0, and the first failing test is the last; "partial": the share that passes.
+    `cpu_s` bounds one test, in seconds of CPU; `timeout_s` all tests of a program, in seconds of wall clock. `tolerance`: how far
+    numbers in the output of "stdio" may be off, absolutely or relatively.
+    """
+
+    tests: Column = "tests"
+    style: Style = "asserts"
+    entry_point: Column | None = None
+    setup: Column | None = None
+    prefix: Column | None = None
+    credit: Literal["binary", "partial"] = "binary"
+    cpu_s: float = Field(default=4.0, gt=0, le=120)
+    timeout_s: float = Field(default=30.0, gt=0, le=300)
+    memory_mib: int = Field(default=512, ge=16, le=8192)
+    tolerance: float = Field(default=0.0, ge=0)
+
+
+@grader("code_tests")
+class CodeTests(Grader[CodeTestsParams]):
+    """1 if the completion's program passes the row's tests, else 0; with partial credit, the share of them that it passes.
+
+    The program is the last fenced block of the completion, or all of it.
+    """
+
+    pure = True
+    items_per_call = 1
+    max_concurrency = 64
+    deadline_s = 900.0
+
+    async def check(self, columns: Sequence[str]) -> None:
+        await super().check(columns)
+        if self.params.style == "check" and self.params.entry_point is None:
+            raise BadRequest(f'reward {self.spec.label!r}: style "check" needs entry_point, the column of the function\'s name')
+
+    def content(self, item: ScoreItem) -> Any:
+        return [program_of(item.completion), *(item.row.get(column) for column in self._columns if column)]
+
+    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
+        return [await self._grade(item) for item in items]
+
+    @property
+    def _columns(self) -> tuple[str | None, ...]:
+        return self.params.tests, self.params.entry_point, self.params.setup, self.params.prefix
+
+    async def _grade(self, item: ScoreItem) -> Part:
+        params = self.params
+        value = item.row[params.tests]
+        entry, setup, prefix = (self._text(item, column) for column in self._columns[1:])
+        tests = read(value, params.style, entry or None, setup, prefix)
+        limits = Limits(params.cpu_s, params.timeout_s, params.memory_mib)
+        program = _completed(program_of(item.completion), prefix, entry)
+        setup = f"{setup}\n{tests.imports}".strip()
+        candidate = Candidate(self.tools.sandbox, setup, program, limits, allow_nan="nan" in repr(value).lower())
+        verdicts = await self._verdicts(candidate, tests)
+        return self._part(verdicts, tests.count, candidate)
+
+    def _text(self, item: ScoreItem, column: str | None) -> str:
+        text = item.row[column] if column else ""
+        if not isinstance(text, str | None):
+            raise GradingFailed(f"column {column!r} is {text!r:.80}; expected text", "invalid_variable_error")
+        return text or ""
+
+    async def _verdicts(self, candidate: Candidate, tests: Tests) -> list[tuple[Verdict, str]]:
+        """Returns verdict and reason of each test that was run, in order; with binary credit up to the first failing one."""
+        verdicts = await self._cases(candidate, tests.cases)
+        for code in tests.codes:
+            if self._is_over(candidate, verdicts):
+                return verdicts
+            verdicts.append(await proxy.run(candidate, code))
+        for pair in tests.pairs:
+            if self._is_over(candidate, verdicts):
+                return verdicts
+            verdicts.append(await stdio.run(candidate, pair, self.params.tolerance))
+        return verdicts
+
+    async def _cases(self, candidate: Candidate, cases: tuple[Case, ...]) -> list[tuple[Verdict, str]]:
+        """Runs many cases in one process; again one by one where that process came to an end of its own."""
+        verdicts: list[tuple[Verdict, str]] = []
+        for start in range(0, len(cases), CALLS_PER_JOB):
+            several = cases[start : start + CALLS_PER_JOB]
+            answers = await _judged(candidate, several, stop=self.params.credit == "binary", share=2)
+            for case, answer in itertools.zip_longest(several, answers or ()):
+                if self._is_over(candidate, verdicts):
+                    return verdicts
+                if answers is None:
+                    (answer,) = await _judged(candidate, [case], stop=True) or [("runtime_error", "no result")]
+                verdicts.append(answer or ("runtime_error", "no result"))
+        return verdicts
+
+    def _is_over(self, candidate: Candidate, verdicts: list[tuple[Verdict, str]]) -> bool:
+        failed = self.params.credit == "binary" and any(verdict != "ok" for verdict, _ in verdicts)
+        return failed or candidate.out_of_time
+
+    def _part(self, verdicts: list[tuple[Verdict, str]], count: int, candidate: Candidate) -> Part:
+        passed = sum(verdict == "ok" for verdict, _ in verdicts)
+        share = passed / count
+        value = share if self.params.credit == "partial" else float(passed == count)
+        if passed == count:
+            return Part(value=value, detail=f"passed {count} tests", stdout=candidate.stdout)
+        if passed == len(verdicts):
+            verdicts = [*verdicts, ("time_limit", f"all tests together took longer than {self.params.timeout_s:g} s")]
+        number, verdict, detail = next((number, *end) for number, end in enumerate(verdicts, 1) if end[0] != "ok")
+        return Part(value=value, verdict=verdict, detail=f"test {number} of {count}: {detail}", stdout=candidate.stdout)
+
+
+async def _judged(candidate: Candidate, cases: Sequence[Case], *, stop: bool, share: int = 1) -> list[tuple[Verdict, str]] | None:
+    """Returns the verdicts of cases run in one process; None where that process ended and another try, one by one, may tell
+    more."""
+    calls = [["expression", call] for case in cases for call in case.calls]
+    outcomes = await candidate.call(calls, stop=stop, share=min(share, len(cases)))
+    if isinstance(outcomes, Outcome):
+        return [(outcomes.verdict, outcomes.detail)] if len(cases) == 1 else None
+    verdicts: list[tuple[Verdict, str]] = []
+    start = 0
+    for case in cases:
+        own = outcomes[start : start + len(case.calls)]
+        start += len(case.calls)
+        verdicts.append(_verdict(case, own))
+    return verdicts
+
+
+def _verdict(case: Case, outcomes: list[Outcome]) -> tuple[Verdict, str]:
+    for outcome in outcomes:
+        if outcome.verdict != "ok":
+            return outcome.verdict, f"{outcome.detail} in {case.source:.100}"
+    if len(outcomes) < len(case.calls):
+        return "runtime_error", f"no result in {case.source:.100}"
+    values = {f"_{number}": outcome.value for number, outcome in enumerate(outcomes)}
+    shown = ", ".join(f"{value!r:.80}" for value in values.values())
+    try:
+        holds = evaluate(case.test, values)
+    except (Failed, ArithmeticError, LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
+        return "wrong", f"{case.source:.100} cannot hold for {shown} ({error!s:.80})"
+    return ("ok", "") if holds else ("wrong", f"{case.source:.100} does not hold: it got {shown}")
+
+
+def _completed(program: str, prefix: str, entry_point: str) -> str:
+    """Returns the program with its prefix before it, unless it defines the entry point itself."""
+    whole = textwrap.dedent(program).strip()
+    if not prefix:
+        return whole
+    try:
+        defined = {node.name for node in ast.parse(whole).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        defined = set()
+    return whole if entry_point in defined else f"{prefix.rstrip()}\n{program}"

@@ -1,0 +1,90 @@
+"""Makes the calls of a program in a sandbox, from the outside. What comes back is untrusted and read here with care."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.reward.graders.code_tests import inside
+from services.reward.graders.code_tests.codec import NotPlain, decode
+from services.reward.graders.programs import KEEP_CHARS, fault
+from services.reward.sandbox.base import Sandbox
+from shared.wire import Execution, Verdict
+
+_VERDICTS: dict[str, Verdict] = {"raised": "runtime_error", "opaque": "wrong", "large": "output_limit", "late": "time_limit"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one test: seconds of CPU, MiB of memory. Of all tests of a program together: `timeout_s` seconds of wall clock."""
+
+    cpu_s: float
+    timeout_s: float
+    memory_mib: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call came to. `verdict` "ok": `value` counts, and `text` is that value encoded."""
+
+    verdict: Verdict
+    detail: str = ""
+    value: Any = None
+    how: str = ""
+    text: str = ""
+
+
+@dataclass
+class Candidate:
+    """One program, with what it printed and how long it ran so far."""
+
+    sandbox: Sandbox
+    setup: str
+    program: str
+    limits: Limits
+    allow_nan: bool = False
+    stdout: str = ""
+    wall_s: float = 0.0
+
+    @property
+    def out_of_time(self) -> bool:
+        return self.wall_s >= self.limits.timeout_s
+
+    async def call(self, calls: Sequence[list[str]], *, stop: bool, share: int = 1) -> list[Outcome] | Outcome:
+        """Returns the outcome of each call, up to the first without a value if `stop`; or the one outcome that ended the whole
+        process. All calls are made in one process, which may use the CPU time of `share` tests. Raises GradingFailed."""
+        arguments = {"setup": self.setup, "program": self.program, "calls": list(calls), "cpu_s": self.limits.cpu_s, "stop": stop}
+        execution = await self.execute(inside.candidate_job(arguments, **self.job_limits(share)))
+        verdict, detail = fault(execution)
+        if verdict != "ok":
+            return Outcome(verdict, detail)
+        return self._outcomes(execution.value, len(calls))
+
+    async def execute(self, request: Any) -> Execution:
+        """Returns how a job of this program ended, and takes note of its time and output."""
+        execution = await self.sandbox.execute(request)
+        self.wall_s += execution.wall_s
+        self.stdout = execution.stdout[-KEEP_CHARS:]
+        return execution
+
+    def job_limits(self, share: int = 1) -> dict[str, Any]:
+        cpu_s = min(self.limits.cpu_s * share, self.limits.timeout_s)
+        return {"cpu_s": cpu_s, "timeout_s": self.limits.timeout_s, "memory_mib": self.limits.memory_mib}
+
+    def _outcomes(self, answer: Any, num_calls: int) -> list[Outcome] | Outcome:
+        pairs = answer if isinstance(answer, list) else []
+        if not all(isinstance(pair, list) and len(pair) == 2 and all(type(part) is str for part in pair) for pair in pairs):
+            pairs = []
+        if not pairs:
+            return Outcome("runtime_error", "the program gave no usable result")
+        return [self._outcome(how, text) for how, text in pairs[:num_calls]]
+
+    def _outcome(self, how: str, text: str) -> Outcome:
+        if how == "value":
+            try:
+                return Outcome("ok", value=decode(text, allow_nan=self.allow_nan), how=how, text=text)
+            except NotPlain as error:
+                return Outcome("wrong", f"returned {error}", how="opaque", text=f"returned {error}")
+        verdict: Verdict = "memory_limit" if text.startswith("MemoryError") else _VERDICTS.get(how, "runtime_error")
+        return Outcome(verdict, f"returned {text}" if how == "opaque" else text, how=how, text=text)

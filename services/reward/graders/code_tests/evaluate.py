@@ -1,0 +1,205 @@
+"""Evaluates the assertion of a test, on the trusted side, over plain values: a small language, read from Python's syntax tree.
+
+Constants, collections, arithmetic, comparisons, `and`/`or`/`not`, subscripts, a few functions and methods. `supported` says
+before anything runs whether an expression stays within it. Equality is `same` of compare.py, not Python's. A value comes from
+untrusted code, so whatever could take long or much memory is bounded.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from services.reward.graders.compare import same
+
+MAX_SIZE = 1_000_000
+MAX_BITS = 100_000
+
+
+class Failed(Exception):
+    """The assertion cannot hold for these values; the message says why."""
+
+
+def _range(*arguments: int) -> range:
+    return _bounded(range(*arguments))
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, range | str | bytes | list | tuple) and len(value) > MAX_SIZE:
+        raise Failed(f"more than {MAX_SIZE} items")
+    return value
+
+
+def _times(left: Any, right: Any) -> Any:
+    for many, count in ((left, right), (right, left)):
+        if isinstance(many, str | bytes | list | tuple) and isinstance(count, int) and len(many) * count > MAX_SIZE:
+            raise Failed(f"more than {MAX_SIZE} items")
+    return left * right
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MAX_BITS:
+        raise Failed(f"a number of more than {MAX_BITS} bits")
+    return base**exponent
+
+
+_KINDS: list[Any] = [bool, complex, dict, enumerate, float, frozenset, int, list, reversed, set, str, tuple, type, zip]
+_KINDS += [abs, all, any, divmod, isinstance, len, max, min, round, sorted, sum]
+FUNCTIONS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in _KINDS} | {"range": _range}
+_MATH = ("ceil", "cos", "e", "exp", "fabs", "floor", "inf", "isclose", "isinf", "isnan", "log", "nan", "pi", "sin", "sqrt")
+MATH: dict[str, Any] = {name: getattr(math, name) for name in _MATH}
+METHODS = {"count", "get", "items", "join", "keys", "lower", "split", "strip", "upper", "values"}
+
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+}
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: _times,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+}
+_ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_MEMBERS = (ast.In, ast.NotIn)
+_LEAVES = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.BoolOp, ast.IfExp, ast.Subscript, ast.Slice)
+
+
+def supported(node: ast.AST, names: frozenset[str]) -> bool:
+    """Returns whether `evaluate` can evaluate this, given values for `names`."""
+    if isinstance(node, ast.Name):
+        return node.id in names or node.id in FUNCTIONS or node.id == "isclose"
+    if isinstance(node, ast.Attribute):
+        return isinstance(node.value, ast.Name) and node.value.id == "math" and node.attr in MATH
+    if isinstance(node, ast.Call):
+        keywords = [keyword.value for keyword in node.keywords if keyword.arg not in (None, "key")]
+        if len(keywords) < len(node.keywords) or any(isinstance(argument, ast.Starred) for argument in node.args):
+            return False
+        return _supported_function(node.func, names) and all(supported(part, names) for part in (*node.args, *keywords))
+    if isinstance(node, ast.Compare):
+        for kind, right in zip(node.ops, node.comparators, strict=True):
+            singleton = isinstance(right, ast.Constant) and (right.value is None or isinstance(right.value, bool))
+            if isinstance(kind, ast.Is | ast.IsNot) and not singleton:
+                return False
+    elif isinstance(node, ast.UnaryOp):
+        return type(node.op) in _UNARY and supported(node.operand, names)
+    elif isinstance(node, ast.BinOp):
+        is_text = isinstance(node.left, ast.Constant | ast.JoinedStr) and isinstance(getattr(node.left, "value", ""), str | bytes)
+        formats = isinstance(node.op, ast.Mod) and is_text
+        return type(node.op) in _BINARY and not formats and supported(node.left, names) and supported(node.right, names)
+    elif not isinstance(node, _LEAVES) or (isinstance(node, ast.Dict) and None in node.keys):
+        return False
+    return all(supported(part, names) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
+
+
+def _supported_function(node: ast.expr, names: frozenset[str]) -> bool:
+    if isinstance(node, ast.Attribute) and not supported(node, names):
+        return node.attr in METHODS and supported(node.value, names)
+    return isinstance(node, ast.Attribute | ast.Name) and supported(node, names)
+
+
+def evaluate(node: ast.expr, values: dict[str, Any]) -> Any:
+    """Returns the value of a supported expression; `values` are those of its free names. Raises Failed, or what Python would."""
+    return _Evaluation(values).of(node)
+
+
+class _Evaluation:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def of(self, node: ast.expr | None) -> Any:
+        return getattr(self, f"_{type(node).__name__.lower()}")(node)
+
+    def _constant(self, node: ast.Constant) -> Any:
+        return node.value
+
+    def _name(self, node: ast.Name) -> Any:
+        if node.id in self._values:
+            return self._values[node.id]
+        return FUNCTIONS[node.id] if node.id in FUNCTIONS else MATH[node.id]
+
+    def _attribute(self, node: ast.Attribute) -> Any:
+        return MATH[node.attr]
+
+    def _list(self, node: ast.List) -> list[Any]:
+        return [self.of(part) for part in node.elts]
+
+    def _tuple(self, node: ast.Tuple) -> tuple[Any, ...]:
+        return tuple(self.of(part) for part in node.elts)
+
+    def _set(self, node: ast.Set) -> set[Any]:
+        return {self.of(part) for part in node.elts}
+
+    def _dict(self, node: ast.Dict) -> dict[Any, Any]:
+        return {self.of(key): self.of(value) for key, value in zip(node.keys, node.values, strict=True)}
+
+    def _unaryop(self, node: ast.UnaryOp) -> Any:
+        return _UNARY[type(node.op)](self.of(node.operand))
+
+    def _binop(self, node: ast.BinOp) -> Any:
+        left, right = self.of(node.left), self.of(node.right)
+        if isinstance(node.op, ast.Mod) and isinstance(left, str | bytes):
+            raise Failed("text formatting")
+        return _BINARY[type(node.op)](left, right)
+
+    def _boolop(self, node: ast.BoolOp) -> Any:
+        value: Any = None
+        for part in node.values:
+            value = self.of(part)
+            if bool(value) is isinstance(node.op, ast.Or):
+                break
+        return value
+
+    def _ifexp(self, node: ast.IfExp) -> Any:
+        return self.of(node.body if self.of(node.test) else node.orelse)
+
+    def _subscript(self, node: ast.Subscript) -> Any:
+        return self.of(node.value)[self.of(node.slice)]
+
+    def _slice(self, node: ast.Slice) -> slice:
+        return slice(*(None if part is None else self.of(part) for part in (node.lower, node.upper, node.step)))
+
+    def _call(self, node: ast.Call) -> Any:
+        arguments = [_bounded(self.of(part)) for part in node.args]
+        keywords = {str(keyword.arg): self.of(keyword.value) for keyword in node.keywords}
+        if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
+            return getattr(self.of(node.func.value), node.func.attr)(*arguments, **keywords)
+        return self.of(node.func)(*arguments, **keywords)
+
+    def _compare(self, node: ast.Compare) -> bool:
+        left = self.of(node.left)
+        for kind, comparator in zip(node.ops, node.comparators, strict=True):
+            right = self.of(comparator)
+            if not _holds(kind, left, right):
+                return False
+            left = right
+        return True
+
+
+def _holds(kind: ast.cmpop, left: Any, right: Any) -> bool:
+    if isinstance(kind, ast.Eq | ast.NotEq):
+        return same(left, right) is isinstance(kind, ast.Eq)
+    if isinstance(kind, ast.Is | ast.IsNot):
+        return (left is right) is isinstance(kind, ast.Is)
+    if isinstance(kind, _MEMBERS):
+        found = left in right if isinstance(right, str | bytes) else any(same(left, part) for part in right)
+        return found is isinstance(kind, ast.In)
+    if left != left or right != right:
+        raise Failed("NaN has no order")  # so that "not x > 3" does not hold for it
+    return _ORDER[type(kind)](left, right)

@@ -1,0 +1,78 @@
+"""In the candidate's sandbox: runs the program, makes the calls, returns what came out. Standard library only.
+
+Its source is sent with each job; from `exec` on everything here belongs to the program. No expected value is anywhere near.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from services.reward.graders.code_tests.codec import NotPlain, TooLarge, decode, encode
+
+MAX_MESSAGE_CHARS = 200
+
+
+class TimeLimit(BaseException):
+    """One call used up its CPU time."""
+
+
+def run(setup: str, program: str, calls: list[list[str]], cpu_s: float, stop: bool) -> list[list[str]]:
+    """Returns one `[how, text]` a call: "value" with the encoded value; else "raised", "opaque", "large" or "late" with why.
+
+    A call is `["expression", source]`, or `["call", name, encoded (arguments, keywords)]`. With `stop` the first call that
+    gives no value is the last one made. A program that fails before any call fails them all.
+    """
+    module = types.ModuleType("program")
+    sys.modules[module.__name__] = module
+    _ = signal.signal(signal.SIGPROF, _late)
+    outcomes: list[list[str]] = []
+    beginning = _outcome(lambda: _execute(setup, program, module.__dict__), cpu_s)
+    for call in calls:
+        how = beginning if beginning[0] != "value" else _outcome(lambda call=call: _made(call, module.__dict__), cpu_s)
+        outcomes.append(how)
+        if stop and how[0] != "value":
+            break
+    return outcomes
+
+
+def _outcome(step: Callable[[], Any], cpu_s: float) -> list[str]:
+    try:
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        return ["value", encode(step())]
+    except TimeLimit:
+        return ["late", f"more than {cpu_s:g} s of CPU time"]
+    except NotPlain as error:
+        return ["opaque", str(error)[:MAX_MESSAGE_CHARS]]
+    except TooLarge as error:
+        return ["large", str(error)[:MAX_MESSAGE_CHARS]]
+    except BaseException as error:
+        return ["raised", _described(error)]
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _execute(setup: str, program: str, names: dict[str, Any]) -> None:
+    for source in (setup, program):
+        exec(compile(source, "program.py", "exec", dont_inherit=True), names)
+
+
+def _made(call: list[str], names: dict[str, Any]) -> Any:
+    if call[0] == "expression":
+        return eval(compile(call[1], "call", "eval", dont_inherit=True), names)
+    arguments, keywords = decode(call[2])
+    return names[call[1]](*arguments, **keywords)
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
+    except BaseException:
+        return type(error).__name__
+
+
+def _late(number: int, frame: Any) -> None:
+    raise TimeLimit

@@ -1,0 +1,92 @@
+"""Runs tests that could not be converted, as they are, in a second sandbox that never holds the candidate's code.
+
+    tests' sandbox:  the tests, with a proxy for each function of the candidate     -> the calls they want to make
+    trusted side:    hands calls and results to and fro, as plain data
+    candidate's:     the program, and those calls                                   -> results
+
+A sandbox job is one shot, so tests and calls take turns: the tests run with what is known, and say which calls they need; the
+candidate makes all calls so far, in order; the tests run again. Guessing (`inside_tests.py`) makes that two turns for most tests.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Any
+
+from services.reward.graders.code_tests import inside
+from services.reward.graders.code_tests.asserts import BUILTINS, bound_names, loaded_names
+from services.reward.graders.code_tests.candidate import Candidate, Outcome
+from services.reward.graders.programs import fault
+from services.reward.registry import GradingFailed
+from shared.wire import ExecuteRequest, Verdict
+
+MAX_TURNS = 40
+GUESSING_TURNS = 4
+
+_VERDICTS: dict[str, Verdict] = {"passed": "ok", "failed": "wrong", "opaque": "wrong"}
+
+
+@dataclass(frozen=True)
+class TestCode:
+    """Tests as source. `names` are the candidate's functions in it; `entry` is what its `check` is called with."""
+
+    setup: str
+    source: str
+    names: tuple[str, ...]
+    entry: str | None = None
+
+
+def unconverted(source: str, setup: str, entry: str | None = None) -> TestCode:
+    """Returns test code with proxies for all names that neither it, nor the setup, nor Python defines."""
+    tree = ast.parse(source)
+    known = BUILTINS | bound_names(ast.parse(setup)) | bound_names(tree)
+    names = (loaded_names(tree) - known) | ({entry} if entry else set())
+    return TestCode(setup, source, tuple(sorted(names)), entry)
+
+
+async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
+    """Returns the verdict of the tests, and why. Raises GradingFailed where they cannot be run in this way."""
+    calls = await _guessed_calls(candidate, tests, [])
+    for turn in range(MAX_TURNS):
+        outcomes = await _made(candidate, calls)
+        if isinstance(outcomes, Outcome):
+            return outcomes.verdict, outcomes.detail
+        known = [[*call, outcome.how, outcome.text] for call, outcome in zip(calls, outcomes, strict=False)]
+        answer = await _tests_turn(candidate, tests, known)
+        if answer["how"] == "unfit":
+            raise GradingFailed(f"the tests pass on what is not plain data: {answer['text']}", "other_error")
+        if answer["how"] != "unknown":
+            return _VERDICTS.get(answer["how"], "runtime_error"), answer["text"]
+        guessed = await _guessed_calls(candidate, tests, known) if turn < GUESSING_TURNS else []
+        calls = max(guessed, answer["calls"], key=len)
+    raise GradingFailed(f"the tests were not done after {MAX_TURNS} turns; do they make other calls each time they run?")
+
+
+async def _made(candidate: Candidate, calls: list[list[str]]) -> list[Outcome] | Outcome:
+    """Returns the outcome of each call, or the one that decides all."""
+    if not calls:
+        return []
+    outcomes = await candidate.call([["call", *call] for call in calls], stop=False, share=len(calls))
+    if isinstance(outcomes, Outcome):
+        return outcomes
+    return next((outcome for outcome in outcomes if outcome.how in ("late", "large")), outcomes)
+
+
+async def _guessed_calls(candidate: Candidate, tests: TestCode, known: list[list[str]]) -> list[list[str]]:
+    """Returns the calls that the tests will make, as far as guesses tell; none where a guess led astray."""
+    execution = await candidate.sandbox.execute(_job(candidate, tests, known, guess=True))
+    return execution.value["calls"] if fault(execution)[0] == "ok" else []
+
+
+async def _tests_turn(candidate: Candidate, tests: TestCode, known: list[list[str]]) -> dict[str, Any]:
+    execution = await candidate.sandbox.execute(_job(candidate, tests, known, guess=False))
+    verdict, detail = fault(execution)
+    if verdict != "ok":
+        raise GradingFailed(f"the tests themselves ended with {verdict}: {detail}")
+    return execution.value
+
+
+def _job(candidate: Candidate, tests: TestCode, known: list[list[str]], *, guess: bool) -> ExecuteRequest:
+    arguments = {"setup": tests.setup, "tests": tests.source, "names": list(tests.names), "entry": tests.entry}
+    return inside.tests_job(arguments | {"known": known, "guess": guess}, **candidate.job_limits())
