@@ -193,6 +193,29 @@ def cancel(job: JobArgument, output: OutputOption = Output.table) -> None:
 
 
 @command
+def pause(job: JobArgument, output: OutputOption = Output.table) -> None:
+    """Pause a job: it lets go of the services, and keeps all it has."""
+    with connect() as client:
+        record = client.pause(job)
+    if output is Output.json:
+        view.as_json(out, record)
+    else:
+        state = "paused" if record.status == "paused" else "being paused"
+        out.print(f"job {record.id} is {state}; `hone resume {record.id}` goes on from there", highlight=False)
+
+
+@command
+def resume(job: JobArgument, output: OutputOption = Output.table) -> None:
+    """Let a paused job go on where it was."""
+    with connect() as client:
+        record = client.resume(job)
+    if output is Output.json:
+        view.as_json(out, record)
+    else:
+        out.print(f"job {record.id} is {record.status}; `hone logs -f {record.id}` watches it", highlight=False)
+
+
+@command
 def doctor(output: OutputOption = Output.table) -> None:
     """Check this machine and the stack that runs on it."""
     report = checks.examine()

@@ -71,8 +71,16 @@ class Client:
         return self._runner.run(self._client.get(f"/v1/jobs?limit={limit}", JobList)).jobs
 
     def cancel(self, job: str) -> JobRecord:
-        path = f"/v1/jobs/{self.get(job).id}/cancel"
-        return self._runner.run(self._client.call("POST", path, None, JobRecord, deadline_s=30.0))
+        """Cancels a queued or paused job now, a running one within seconds."""
+        return self._change(job, "cancel")
+
+    def pause(self, job: str) -> JobRecord:
+        """Pauses a queued job now, a running one within seconds; another job may then run."""
+        return self._change(job, "pause")
+
+    def resume(self, job: str) -> JobRecord:
+        """Queues a paused job again; it goes on where it was."""
+        return self._change(job, "resume")
 
     def metrics(self, job: str, after_step: int = -1) -> MetricsList:
         return self._runner.run(self._client.get(f"/v1/jobs/{self.get(job).id}/metrics?after_step={after_step}", MetricsList))
@@ -123,6 +131,10 @@ class Client:
         record = self.get(job_id)
         assert record.status in TERMINAL
         return record
+
+    def _change(self, job: str, action: str) -> JobRecord:
+        path = f"/v1/jobs/{self.get(job).id}/{action}"
+        return self._runner.run(self._client.call("POST", path, None, JobRecord, deadline_s=30.0))
 
 
 async def _next(stream: AsyncGenerator[tuple[str, str, str]]) -> tuple[str, str, str]:

@@ -28,7 +28,14 @@ COLUMNS = {
 """What `hone metrics` shows of a step: heading and metric. `-o json` has all of them."""
 
 BARS = "▁▂▃▄▅▆▇█"
-COLOURS = {"queued": "yellow", "running": "cyan", "succeeded": "green", "failed": "red", "cancelled": "magenta"}
+COLOURS = {
+    "queued": "yellow",
+    "running": "cyan",
+    "paused": "bright_yellow",
+    "succeeded": "green",
+    "failed": "red",
+    "cancelled": "magenta",
+}
 STAGES = ("wait_for_batch", "generate", "reward", "store", "train", "sync")
 
 
@@ -81,7 +88,8 @@ def job_details(record: JobRecord) -> Table:
         "reward": record.reward,
         "model": record.job.model,
         "run folder": record.run_dir,
-        "error": record.error,
+        "paused because" if record.status == "paused" else "error": record.error,
+        "recoveries": record.recoveries or None,
         **{name: value for name, value in (record.summary or {}).items() if isinstance(value, int | float | str)},
     }
     for name, value in rows.items():

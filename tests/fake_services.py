@@ -28,6 +28,7 @@ from shared.wire import (
     Rollout,
     RolloutGroup,
     Score,
+    ScoreItem,
     ScoreRequest,
     ScoreResult,
     ServingWeights,
@@ -51,7 +52,7 @@ class FakeServices:
         self.step = 0
         self.serving = ServingWeights(job_id=None, version=None, digest=None, model=None)
         self.trained: list[TrainStepRequest] = []
-        self.lags: list[int] = []
+        self.grade: Callable[[ScoreItem], Part] = lambda item: Part(value=float(item.completion == "right"))
         self._random = random.Random(0)
         self._services = {name: Service(name, settings) for name in ("rollout", "trainer", "reward")}
         for name, method, path, handler in (
@@ -152,8 +153,8 @@ class FakeServices:
 
     async def _score(self, body: ScoreRequest) -> ScoreResult:
         await self._note("score", body)
-        values = [1.0 if item.completion == "right" else 0.0 for item in body.items]
-        return ScoreResult(scores=tuple(Score(value=value, parts={"right": Part(value=value)}) for value in values))
+        parts = [self.grade(item) for item in body.items]
+        return ScoreResult(scores=tuple(Score(value=part.value, parts={"right": part}) for part in parts))
 
     async def _validate(self, body: ValidateRequest) -> Validated:
         await self._note("validate", body)

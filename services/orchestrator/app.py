@@ -99,8 +99,18 @@ def _add_job_routes(service: Service, settings: Settings, store: Store) -> None:
 
     @app.post("/v1/jobs/{job_id}/cancel")
     async def cancel_job(job_id: str) -> JobRecord:
-        """Cancels a queued job now, a running one within seconds."""
+        """Cancels a queued or paused job now, a running one within seconds."""
         return await store.cancel(job_id)
+
+    @app.post("/v1/jobs/{job_id}/pause")
+    async def pause_job(job_id: str) -> JobRecord:
+        """Pauses a queued job now, a running one within seconds. The worker is then free for the next job."""
+        return await store.pause(job_id)
+
+    @app.post("/v1/jobs/{job_id}/resume")
+    async def resume_job(job_id: str) -> JobRecord:
+        """Queues a paused job again. It goes on where it was."""
+        return await store.resume(job_id)
 
 
 def _add_history_routes(app: FastAPI, store: Store) -> None:

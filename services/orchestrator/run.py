@@ -130,15 +130,10 @@ class Run:
         return metrics | {"time/eval": time.monotonic() - start} if metrics else {}
 
     async def _check(self, step: Step, metrics: dict[str, float]) -> None:
-        """Stops a run whose rewards are missing, and warns once of a sampler that is not the trainer's policy."""
-        missing, limit = metrics["missing_rewards"], self._settings.max_missing_rewards
-        if missing > limit:
-            parts = [part for scores in step.batch.scores for score in scores for part in score.parts.values()]
-            reason = next((part.detail for part in parts if part.verdict == "error"), "no reward applies")
-            raise Failed(
-                f"step {step.batch.step}: {missing:.0%} of the rewards are missing, more than the {limit:.0%} of "
-                f"HONE_MAX_MISSING_REWARDS; the first: {reason}"
-            )
+        """Warns of an update that was refused, and once of a sampler that is not the trainer's policy."""
+        if step.result.skipped:
+            message = f"step {step.batch.step}: loss or gradient were not finite, so the step changed no weight"
+            await self._store.report(self._lease, "log", message, {"step": step.batch.step}, level="warning")
         difference = metrics.get("mismatch/logprob_diff_mean", 0.0)
         if step.staleness == 0 and difference > LOGPROB_WARNING and "mismatch" not in self._warned:
             self._warned.add("mismatch")

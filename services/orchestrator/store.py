@@ -1,9 +1,9 @@
-"""Jobs in Redis. Truth is a job's hash; the stream is only the to-do list; every change is one atomic script.
+"""Jobs in Redis. Truth is a job's hash; the stream is only the to-do list; every change is one atomic script (scripts.py).
 
     hone:jobs              zset    every job id by creation time
     hone:job:<id>          hash    the record; `attempt` is the fencing token, `entry` the job's entry in the to-do stream
     hone:job:<id>:events   stream  what happened, in order
-    hone:todo              stream  consumer group `workers`; an entry stays until its job has ended
+    hone:todo              stream  consumer group `workers`; an entry stays until its job has ended or is paused
     hone:key:<key>         string  idempotency key -> job id and body fingerprint, for a day
 
 A worker's lease is its entry's idle time: `beat` renews it, `take` reclaims an entry whose lease lapsed. A worker that lost its
@@ -18,116 +18,26 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import RedisError, ResponseError
 
+from services.orchestrator import scripts
 from shared.errors import BadRequest, Conflict, NotFound, Unavailable
 from shared.job import Job
-from shared.wire import Event, JobList, JobRecord
+from shared.wire import TERMINAL, Event, JobList, JobRecord
 
 JOBS, TODO, GROUP = "hone:jobs", "hone:todo", "workers"
 MAX_TRIES = 20
+PAUSED_ON_REQUEST = "paused on request"
 SOCKET_TIMEOUT_S = 30.0
 MAX_CONNECTIONS = 4096
 """Each follower of a job's events holds one while it waits."""
 KEY_TTL_S = 24 * 3600
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
-
-_EVENT = """
-local function event(job, type, level, message, data)
-  redis.call('XADD', job .. ':events', '*', 'type', type, 'level', level, 'message', message, 'data', data, 'time', ARGV[1])
-end
-local function ended(job)
-  local status = redis.call('HGET', job, 'status')
-  return status == 'succeeded' or status == 'failed' or status == 'cancelled'
-end
-local function drop(job)
-  local entry = redis.call('HGET', job, 'entry')
-  if entry then redis.call('XACK', 'hone:todo', 'workers', entry) redis.call('XDEL', 'hone:todo', entry) end
-end
-"""
-
-# KEYS: job, key ('' for none). ARGV: now, id, fingerprint, ttl, field, value, ...
-_SUBMIT = (
-    _EVENT
-    + """
-if redis.call('EXISTS', KEYS[1]) == 1 then return ARGV[2] .. ' ' .. ARGV[3] end
-if KEYS[2] ~= '' then
-  local known = redis.call('GET', KEYS[2])
-  if known then return known end
-  redis.call('SET', KEYS[2], ARGV[2] .. ' ' .. ARGV[3], 'EX', ARGV[4])
-end
-for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('HSET', KEYS[1], 'entry', redis.call('XADD', 'hone:todo', '*', 'job', ARGV[2]))
-redis.call('ZADD', 'hone:jobs', ARGV[1], ARGV[2])
-event(KEYS[1], 'status', 'info', 'queued', '{"status": "queued"}')
-return ARGV[2] .. ' ' .. ARGV[3]
-"""
-)
-
-# KEYS: job. ARGV: now, owner, most tries without a step done, to-do entry. Returns the attempt, or 0 if there is nothing to do.
-_START = (
-    _EVENT
-    + """
-if redis.call('HGET', KEYS[1], 'entry') ~= ARGV[4] or ended(KEYS[1]) then
-  redis.call('XACK', 'hone:todo', 'workers', ARGV[4]) redis.call('XDEL', 'hone:todo', ARGV[4])
-  return 0
-end
-local attempt = redis.call('HINCRBY', KEYS[1], 'attempt', 1)
-if redis.call('HINCRBY', KEYS[1], 'tries', 1) > tonumber(ARGV[3]) then
-  local why = 'gave up after ' .. ARGV[3] .. ' attempts in a row that were cut off before a step was done'
-  redis.call('HSET', KEYS[1], 'status', 'failed', 'error', why, 'finished_at', ARGV[1])
-  event(KEYS[1], 'status', 'error', why, '{"status": "failed"}')
-  drop(KEYS[1])
-  return 0
-end
-redis.call('HSET', KEYS[1], 'status', 'running', 'owner', ARGV[2])
-redis.call('HSETNX', KEYS[1], 'started_at', ARGV[1])
-event(KEYS[1], 'status', 'info', 'running', '{"status": "running", "attempt": ' .. attempt .. '}')
-return attempt
-"""
-)
-
-# KEYS: job. ARGV: now, attempt, owner. Returns -1 if the lease is lost, 1 if cancelling was asked for, else 0.
-_BEAT = """
-if redis.call('HGET', KEYS[1], 'attempt') ~= ARGV[2] or redis.call('HGET', KEYS[1], 'status') ~= 'running' then return -1 end
-redis.call('XCLAIM', 'hone:todo', 'workers', ARGV[3], 0, redis.call('HGET', KEYS[1], 'entry'), 'JUSTID')
-return redis.call('HGET', KEYS[1], 'cancel_requested') == '1' and 1 or 0
-"""
-
-# KEYS: job. ARGV: now, attempt, type, level, message, data, field, value, ... Returns 0 if the lease is lost.
-_REPORT = (
-    _EVENT
-    + """
-if redis.call('HGET', KEYS[1], 'attempt') ~= ARGV[2] or ended(KEYS[1]) then return 0 end
-for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-if ARGV[3] == 'step' then redis.call('HSET', KEYS[1], 'tries', 0) end
-event(KEYS[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
-if ended(KEYS[1]) then drop(KEYS[1]) end
-return 1
-"""
-)
-
-# KEYS: job. ARGV: now. Returns the status before.
-_CANCEL = (
-    _EVENT
-    + """
-local status = redis.call('HGET', KEYS[1], 'status')
-if status == 'queued' then
-  redis.call('HSET', KEYS[1], 'status', 'cancelled', 'cancel_requested', '1', 'finished_at', ARGV[1])
-  event(KEYS[1], 'status', 'info', 'cancelled', '{"status": "cancelled"}')
-  drop(KEYS[1])
-elseif status == 'running' and redis.call('HGET', KEYS[1], 'cancel_requested') ~= '1' then
-  redis.call('HSET', KEYS[1], 'cancel_requested', '1')
-  event(KEYS[1], 'log', 'info', 'cancelling after the call under way', '{}')
-end
-return status
-"""
-)
 
 
 class StoreUnavailable(Unavailable):
@@ -160,11 +70,14 @@ class Store:
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=5,
         )
-        self._submit = self._redis.register_script(_SUBMIT)
-        self._start = self._redis.register_script(_START)
-        self._beat = self._redis.register_script(_BEAT)
-        self._report = self._redis.register_script(_REPORT)
-        self._cancel = self._redis.register_script(_CANCEL)
+        self._submit = self._redis.register_script(scripts.SUBMIT)
+        self._start = self._redis.register_script(scripts.START)
+        self._beat = self._redis.register_script(scripts.BEAT)
+        self._report = self._redis.register_script(scripts.REPORT)
+        self._halt = self._redis.register_script(scripts.HALT)
+        self._pause = self._redis.register_script(scripts.PAUSE)
+        self._resume = self._redis.register_script(scripts.RESUME)
+        self._cancel = self._redis.register_script(scripts.CANCEL)
 
     async def open(self) -> None:
         """Checks that Redis keeps what it accepts. Raises Unavailable if it cannot be reached, BadRequest if it is set up to
@@ -231,12 +144,30 @@ class Store:
         return JobList(jobs=records, next_after=records[-1].id if len(ids) > limit else None)
 
     async def cancel(self, job_id: str) -> JobRecord:
-        """Returns the record of the job, which is cancelled now if it was queued and soon if it runs. Cancelling twice is
-        cancelling once. Raises Conflict if it has ended otherwise."""
+        """Returns the record of the job, which is cancelled now if it was queued or paused and soon if it runs. Cancelling twice
+        is cancelling once. Raises Conflict if it has ended otherwise."""
         await self.get(job_id)
         before = await self._call(self._cancel, [_job(job_id)], [time.time()])
         if before in ("succeeded", "failed"):
-            raise Conflict(f"job {job_id!r} has {before}; only a queued or running job can be cancelled")
+            raise Conflict(f"job {job_id!r} has {before}; only a queued, running or paused job can be cancelled")
+        return await self.get(job_id)
+
+    async def pause(self, job_id: str) -> JobRecord:
+        """Returns the record of the job, which is paused now if it was queued and soon if it runs. Pausing twice is pausing
+        once. Raises Conflict if it has ended."""
+        await self.get(job_id)
+        before = await self._call(self._pause, [_job(job_id)], [time.time(), PAUSED_ON_REQUEST])
+        if before in TERMINAL:
+            raise Conflict(f"job {job_id!r} {_has(before)}; only a queued or running job can be paused")
+        return await self.get(job_id)
+
+    async def resume(self, job_id: str) -> JobRecord:
+        """Returns the record of the job, which is queued again if it was paused; a pause that was asked for and did not come
+        about yet is called off. Raises Conflict if it has ended."""
+        await self.get(job_id)
+        before = await self._call(self._resume, [_job(job_id)], [time.time()])
+        if before in TERMINAL:
+            raise Conflict(f"job {job_id!r} {_has(before)}; only a paused job can be resumed")
         return await self.get(job_id)
 
     async def take(self, owner: str, lease_s: float, block_s: float) -> Lease | None:
@@ -256,12 +187,20 @@ class Store:
         attempt = await self._call(self._start, [_job(job_id)], [time.time(), owner, MAX_TRIES, entry])
         return Lease(job_id, attempt, owner) if attempt else None
 
-    async def beat(self, lease: Lease) -> bool:
-        """Renews the lease; returns whether cancelling was asked for. Raises LeaseLost."""
+    async def beat(self, lease: Lease) -> Literal["cancel", "pause"] | None:
+        """Renews the lease; returns what was asked for, if anything. Raises LeaseLost."""
         answer = await self._call(self._beat, [_job(lease.job_id)], [time.time(), lease.attempt, lease.owner])
         if answer < 0:
             raise LeaseLost(lease.job_id)
-        return answer == 1
+        asked: dict[int, Literal["cancel", "pause"]] = {1: "cancel", 2: "pause"}
+        return asked.get(answer)
+
+    async def halt(self, lease: Lease, why: str | None) -> None:
+        """Pauses the job that the worker has let go of: as it was asked to, or for the reason `why`. A job that was cancelled
+        meanwhile is cancelled, and one resumed meanwhile is queued. Raises LeaseLost."""
+        arguments = [time.time(), lease.attempt, why or PAUSED_ON_REQUEST, "0" if why else "1"]
+        if not await self._call(self._halt, [_job(lease.job_id)], arguments):
+            raise LeaseLost(lease.job_id)
 
     async def report(
         self, lease: Lease, type: str, message: str, data: dict[str, Any] | None = None, *, level: str = "info", **fields: Any
@@ -290,6 +229,10 @@ class Store:
 
 def _job(job_id: str) -> str:
     return f"hone:job:{job_id}"
+
+
+def _has(status: str) -> str:
+    return f"was {status}" if status == "cancelled" else f"has {status}"
 
 
 def _unavailable(error: RedisError) -> StoreUnavailable:

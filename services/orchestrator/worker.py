@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 
+from services.orchestrator.groups import MustPause
 from services.orchestrator.run import Run
 from services.orchestrator.store import Lease, LeaseLost, Store, StoreUnavailable
 from services.orchestrator.tasks import stop
@@ -51,17 +52,20 @@ class Worker:
             await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 await stop(work)
-                beat.result()
-                await self._end(lease, "cancelled", None)
+                if beat.result() == "pause":
+                    await self._store.halt(lease, None)
+                else:
+                    await self._end(lease, "cancelled", None)
             else:
                 await self._finish(lease, work)
         finally:
             await stop(work, beat)
 
-    async def _keep(self, lease: Lease) -> None:
-        """Renews the lease; returns when cancelling was asked for."""
-        while not await self._store.beat(lease):
+    async def _keep(self, lease: Lease) -> str:
+        """Renews the lease; returns what is asked for, "cancel" or "pause", when it is."""
+        while not (asked := await self._store.beat(lease)):
             await asyncio.sleep(min(self._settings.lease_s / 4, MAX_BEAT_S))
+        return asked
 
     async def _finish(self, lease: Lease, work: asyncio.Task[dict[str, object]]) -> None:
         error = work.exception()
@@ -72,6 +76,9 @@ class Worker:
             await self._store.report(
                 lease, "status", "succeeded", {"status": "succeeded"}, status="succeeded", finished_at=time.time(), summary=summary
             )
+        elif isinstance(error, MustPause):
+            get_logger().warning("job paused", job=lease.job_id, reason=error.detail)
+            await self._store.halt(lease, f"{error.detail}; see to it, then `hone resume {lease.job_id}` goes on from there")
         elif isinstance(error, HoneError):
             await self._end(lease, "failed", error.detail)
         else:

@@ -1,0 +1,209 @@
+"""Jobs that are paused: on request, or because too many rewards are missing. Nothing is lost, nothing is done twice."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orchestrator_stack
+import pytest
+from fake_services import FakeServices
+from orchestrator_stack import Stack, orchestrator
+
+from services.orchestrator.store import Store
+from shared.client import Client
+from shared.config import Settings
+from shared.job import Job
+from shared.wire import TERMINAL, JobRecord, Part, ScoreItem, SubmitRequest
+
+job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
+
+JUDGE_AWAY = Part(value=None, verdict="error", detail="the judge answered 401")
+
+
+class Gate:
+    """Holds a route of the fakes from some step on, until it is opened."""
+
+    def __init__(self, fakes: FakeServices, route: str, step: int) -> None:
+        self.reached, self._open, self._step = asyncio.Event(), asyncio.Event(), step
+        fakes.fault[route] = self._wait
+
+    async def _wait(self, body: Any) -> None:
+        if body.step >= self._step and not self._open.is_set():
+            self.reached.set()
+            await self._open.wait()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+async def test_a_paused_job_frees_the_worker_and_goes_on_where_it_was(stack: Stack) -> None:
+    gate = Gate(stack.fakes, "train_step", 4)
+    first = (await stack.submit()).id
+    await gate.reached.wait()
+    assert (await stack.post(f"{first}/pause")).pause_requested
+    paused = await stack.until(first, "paused")
+    assert (paused.step, paused.error, paused.pause_requested, paused.finished_at) == (3, "paused on request", False, None)
+    gate.open()
+    second = await stack.until((await stack.submit()).id)
+    assert second.status == "succeeded", "another job runs meanwhile"
+    await asyncio.sleep(0.1)
+    assert (await stack.get(first)).status == "paused"
+    sampled = stack.fakes.calls["generate"]
+    assert (await stack.post(f"{first}/resume")).error is None
+    done = await stack.until(first)
+    assert (done.status, done.step, done.attempt) == ("succeeded", 8, 2)
+    assert [row.step for row in stack.folder(first).metrics()] == list(range(9))
+    messages = [event.message for event in await stack.events(first) if event.type == "status"]
+    assert messages == ["queued", "running", "paused on request", "queued", "running", "succeeded"]
+    # the other job took the fake trainer from it: steps 1 to 4 are trained again from disk, and only 5 to 8 sampled
+    assert stack.fakes.calls["generate"] - sampled == 4 * 6 + 2 * 12
+
+
+async def test_pausing_and_resuming_twice_are_once_and_a_queued_job_is_paused_at_once(stack: Stack) -> None:
+    gate = Gate(stack.fakes, "train_step", 1)
+    running, queued = (await stack.submit()).id, (await stack.submit()).id
+    await gate.reached.wait()
+    for _ in range(2):
+        assert (await stack.post(f"{queued}/pause")).status == "paused"
+    gate.open()
+    assert (await stack.until(running)).status == "succeeded"
+    assert (await stack.get(queued)).attempt == 0, "a paused job is not taken up"
+    for _ in range(2):
+        await stack.post(f"{queued}/resume")
+    done = await stack.until(queued)
+    assert (done.status, done.attempt) == ("succeeded", 1)
+    messages = [event.message for event in await stack.events(queued) if event.type == "status"]
+    assert messages == ["queued", "paused on request", "queued", "running", "succeeded"]
+
+
+async def test_an_ended_job_can_be_neither_paused_nor_resumed(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    for action in ("pause", "resume"):
+        response = await stack.http.post(f"/v1/jobs/{record.id}/{action}")
+        assert response.status_code == 409 and f"job {record.id!r} has succeeded" in response.json()["detail"]
+        assert (await stack.http.post(f"/v1/jobs/nope/{action}")).status_code == 404
+
+
+async def test_a_paused_job_can_be_cancelled_and_then_not_resumed(stack: Stack) -> None:
+    gate = Gate(stack.fakes, "train_step", 2)
+    job_id = (await stack.submit()).id
+    await gate.reached.wait()
+    await stack.post(f"{job_id}/pause")
+    await stack.until(job_id, "paused")
+    gate.open()
+    cancelled = await stack.post(f"{job_id}/cancel")
+    assert (cancelled.status, cancelled.error) == ("cancelled", None) and cancelled.finished_at is not None
+    response = await stack.http.post(f"/v1/jobs/{job_id}/resume")
+    assert response.status_code == 409 and "was cancelled" in response.json()["detail"]
+
+
+async def test_a_pause_that_is_called_off_before_it_comes_about_interrupts_nothing_for_long(
+    settings: Settings, redis_url: str
+) -> None:
+    """At the seam of the store: what a worker finds that has let go of a job, and then says so."""
+    store = Store(redis_url)
+    await store.open()
+    job = Job.model_validate({"name": "t", "model": "m/m", "steps": 1, "data": {"train": "x"}, "rewards": [{"grader": "length"}]})
+
+    async def running(job_id: str) -> Any:
+        await store.submit(job_id, job, settings.runs_dir, None)
+        lease = await store.take("worker", 30, 0.1)
+        assert lease is not None and lease.job_id == job_id
+        await store.pause(job_id)
+        assert await store.beat(lease) == "pause"
+        return lease
+
+    lease = await running("resumed")
+    await store.resume("resumed")
+    assert await store.beat(lease) is None
+    await store.halt(lease, None)
+    assert (await store.get("resumed")).status == "queued"
+    again = await store.take("worker", 30, 0.1)
+    assert again is not None and (again.job_id, again.attempt) == ("resumed", 2)
+    await store.report(again, "status", "succeeded", status="succeeded")
+    lease = await running("cancelled")
+    await store.cancel("cancelled")
+    await store.halt(lease, None)
+    assert (await store.get("cancelled")).status == "cancelled"
+    await store.close()
+
+
+async def test_a_paused_job_stays_paused_over_a_restart(settings: Settings, redis_url: str, job: Job) -> None:
+    fakes = FakeServices(settings)
+    gate = Gate(fakes, "train_step", 3)
+    async with fakes.running(settings) as settings:
+        async with orchestrator(settings, redis_url) as (store, transport):
+            client = Client("orchestrator", "http://localhost", transport=transport)
+            record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10)
+            await gate.reached.wait()
+            await store.pause(record.id)
+            async with asyncio.timeout(20):
+                while (await store.get(record.id)).status != "paused":
+                    await asyncio.sleep(0.02)
+        gate.open()
+        async with orchestrator(settings, redis_url) as (store, _):
+            await asyncio.sleep(1.2)
+            assert (await store.get(record.id)).status == "paused"
+            await store.resume(record.id)
+            async with asyncio.timeout(20):
+                while (found := await store.get(record.id)).status not in TERMINAL:
+                    await asyncio.sleep(0.02)
+    assert (found.status, found.step) == ("succeeded", 8)
+    assert [request.step for request in fakes.trained] == list(range(1, 9)), "the trainer still had it: nothing trained twice"
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_missing_rewards_beyond_the_limit_pause_the_job_and_are_graded_again(stack: Stack, max_staleness: int) -> None:
+    def away(item: ScoreItem) -> Part:
+        return JUDGE_AWAY if stack.fakes.step >= 3 else right(item)
+
+    right, stack.fakes.grade = stack.fakes.grade, away
+    job_id = (await stack.submit(stack.job.model_copy(update={"max_staleness": max_staleness, "evaluation": NO_EVAL}))).id
+    paused = await stack.until(job_id, "paused")
+    assert paused.step in (3, 4) and paused.error is not None
+    assert paused.error == (
+        f"step {paused.step + 1}: 100% of the rewards are missing, more than the 50% of HONE_MAX_MISSING_REWARDS; "
+        f"right: the judge answered 401; see to it, then `hone resume {job_id}` goes on from there"
+    )
+    assert [request.step for request in stack.fakes.trained] == list(range(1, paused.step + 1)), "not trained on"
+    waiting = stack.folder(job_id).batch(paused.step + 1)
+    assert not waiting.graded
+    (event,) = [event for event in await stack.events(job_id) if event.level == "warning"]
+    assert event.data == {"status": "paused"} and event.message == paused.error
+    stack.fakes.grade = right
+    await stack.post(f"{job_id}/resume")
+    done = await stack.until(job_id)
+    assert (done.status, done.step, done.error) == ("succeeded", 8, None)
+    graded = stack.folder(job_id).batch(paused.step + 1)
+    assert graded.graded and graded.groups == waiting.groups, "the same rollouts, graded"
+    assert all(score.value is not None for scores in graded.scores for score in scores)
+    assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
+
+
+NO_EVAL = Job.model_fields["evaluation"].default.model_copy(update={"every": 1000, "num_prompts": 1})
+
+
+async def test_a_job_whose_rewards_are_still_missing_pauses_again(stack: Stack) -> None:
+    stack.fakes.grade = lambda _: JUDGE_AWAY
+    job_id = (await stack.submit()).id
+    await stack.until(job_id, "paused")
+    sampled = stack.fakes.calls["generate"]
+    await stack.post(f"{job_id}/resume")
+    assert (await stack.until(job_id, "paused", "running")).status in ("paused", "running")
+    async with asyncio.timeout(20):
+        while (await stack.get(job_id)).attempt < 2:
+            await asyncio.sleep(0.02)
+    again = await stack.until(job_id, "paused")
+    assert again.error is not None and "100% of the rewards are missing" in again.error
+    assert stack.fakes.calls["generate"] == sampled, "nothing is sampled again to be graded"
+    assert stack.fakes.trained == []
+
+
+async def test_a_share_of_missing_rewards_within_the_limit_is_a_metric(stack: Stack) -> None:
+    count = iter(range(100_000))
+    right = stack.fakes.grade
+    stack.fakes.grade = lambda item: JUDGE_AWAY if next(count) % 4 == 0 else right(item)
+    record = await stack.until((await stack.submit()).id)
+    rows = [row for row in stack.folder(record.id).metrics() if row.step]
+    assert record.status == "succeeded" and [row.metrics["missing_rewards"] for row in rows] == [0.25] * 8
