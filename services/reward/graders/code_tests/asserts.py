@@ -100,6 +100,11 @@ class _Extraction(ast.NodeTransformer):
         if isinstance(node, ast.expr) and self._is_result(node):
             self.calls.append(node)
             return ast.Name(f"_{len(self.calls) - 1}", ast.Load())
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # a method of a result is called outside
+            method: Any = self.visit(node.func.value)
+            parts: list[Any] = [self.visit(part) for part in (*node.args, *node.keywords)]
+            count = len(node.args)
+            return ast.Call(ast.Attribute(method, node.func.attr, ast.Load()), parts[:count], parts[count:])
         return self.generic_visit(node)
 
     def _is_result(self, node: ast.expr) -> bool:

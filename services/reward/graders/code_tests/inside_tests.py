@@ -32,6 +32,8 @@ class Guess:
     """What a call might have returned. It agrees with everything."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return self
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -66,7 +68,9 @@ class _Lenient(ast.NodeTransformer):
 class Proxies:
     def __init__(self, known: list[list[str]], guess: bool) -> None:
         """`known`: one `[name, encoded arguments, how, text]` a call made so far, in order."""
-        self._known = known
+        self._outcomes: dict[tuple[str, str], list[list[str]]] = {}
+        for name, given, how, text in known:
+            self._outcomes.setdefault((name, given), []).append([how, text])
         self._guess = guess
         self.made: list[list[str]] = []
         self.unknown = 0
@@ -78,20 +82,25 @@ class Proxies:
         try:
             given = encode((arguments, keywords))
         except NotPlain as error:
-            raise Stop("unknown" if self.unknown else "unfit", f"{name} is called with {error}") from None
+            if self.unknown:
+                return self._guessed()  # its arguments are guesses
+            raise Stop("unfit", f"{name} is called with {error}") from None
         self.made.append([name, given])
-        position = len(self.made) - 1
-        if self.unknown or position >= len(self._known) or self._known[position][:2] != [name, given]:
-            self.unknown += 1
-            if self._guess and self.unknown < MAX_GUESSED_CALLS:
-                return Guess()
-            raise Stop("unknown")
-        how, text = self._known[position][2:]
+        outcomes = self._outcomes.get((name, given))
+        if not outcomes:
+            return self._guessed()
+        how, text = outcomes.pop(0)
         if how == "value":
             return decode(text)
         if how == "raised":
             raise _error(text)
         raise Stop(how, text)
+
+    def _guessed(self) -> Guess:
+        self.unknown += 1
+        if self._guess and self.unknown < MAX_GUESSED_CALLS:
+            return Guess()
+        raise Stop("unknown")
 
 
 def _error(text: str) -> Exception:

@@ -56,9 +56,11 @@ async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
         answer = await _tests_turn(candidate, tests, known)
         if answer["how"] == "unfit":
             raise GradingFailed(f"the tests pass on what is not plain data: {answer['text']}", "other_error")
-        if answer["how"] != "unknown":
+        in_order = answer["calls"] == calls[: len(answer["calls"])]  # else what a call gave may come of others before it
+        if answer["how"] != "unknown" and in_order:
             return _VERDICTS.get(answer["how"], "runtime_error"), answer["text"]
-        guessed = await _guessed_calls(candidate, tests, known) if turn < GUESSING_TURNS else []
+        is_short = answer["how"] == "unknown" and turn < GUESSING_TURNS
+        guessed = await _guessed_calls(candidate, tests, known) if is_short else []
         calls = max(guessed, answer["calls"], key=len)
     raise GradingFailed(f"the tests were not done after {MAX_TURNS} turns; do they make other calls each time they run?")
 
