@@ -71,6 +71,7 @@ class Proxies:
         self._outcomes: dict[tuple[str, str], list[list[str]]] = {}
         for name, given, how, text in known:
             self._outcomes.setdefault((name, given), []).append([how, text])
+        self._last: dict[tuple[str, str], list[str]] = {}
         self._guess = guess
         self.made: list[list[str]] = []
         self.unknown = 0
@@ -87,9 +88,13 @@ class Proxies:
             raise Stop("unfit", f"{name} is called with {error}") from None
         self.made.append([name, given])
         outcomes = self._outcomes.get((name, given))
-        if not outcomes:
-            return self._guessed()
-        how, text = outcomes.pop(0)
+        if outcomes:
+            self._last[name, given] = outcomes.pop(0)
+        else:
+            guess = self._guessed()
+            if (name, given) not in self._last:
+                return guess
+        how, text = self._last[name, given]  # of the same call before, if this one was not made yet
         if how == "value":
             return decode(text)
         if how == "raised":
