@@ -29,7 +29,7 @@ class LocalSandbox(Sandbox):
         self._isolated = isolated
         self._slots = [Slot(number, mode="jobs", isolated=isolated) for number in range(num_slots)]
         self._num_workers = 0
-        self._idle: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()
+        self._idle: asyncio.Queue[Slot] = asyncio.Queue()  # in turn, so that a slot has time to fork its next child
         self._problem: str | None = "the sandbox was not started yet"
         self._probes: dict[str, str] = {}
 
@@ -85,9 +85,11 @@ class LocalSandbox(Sandbox):
             try:
                 if not slot.alive:
                     await slot.start()
-                facts = await slot.ask(request.model_dump(), request.timeout_s + GRACE_S)
+                facts = await slot.run(request, request.timeout_s + GRACE_S)
                 if not facts["began"]:
                     raise SlotDied(f"a program could not be started: {facts['stderr'].strip()[-200:] or facts['exit']}")
+                if verdicts.killed_from_outside(facts, request):
+                    raise SlotDied("a program was killed from outside")
                 return verdicts.execution(facts, request)
             except (SlotDied, CannotIsolate) as error:
                 reason = str(error)

@@ -18,6 +18,7 @@ from typing import Any
 from services.reward.sandbox import visible
 from services.reward.sandbox.base import SlotDied, Worker
 from services.reward.sandbox.inside import frames
+from shared.wire import ExecuteRequest
 
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 2.0
@@ -67,10 +68,25 @@ class Slot(Worker):
 
     async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
         """Returns the answer. Anything but an answer (death, silence, cancellation) ends the slot: its state is unknown."""
+        return (await self._exchange(frames.pack(message), deadline_s))[0]
+
+    async def run(self, request: ExecuteRequest, deadline_s: float) -> dict[str, Any]:
+        """Returns the facts of a job (see `inside/job.py`) with its `stdout`, `stderr` and `result`. Ends the slot where `ask`
+        does."""
+        limits = {"timeout_s": request.timeout_s, "cpu_s": request.cpu_s}
+        program = request.model_dump(exclude={"stdin", "timeout_s"})
+        message = frames.pack(limits) + frames.pack(program) + frames.pack_bytes(request.stdin.encode())
+        facts, *texts = await self._exchange(message, deadline_s, num_bytes=3)
+        return facts | dict(zip(("stdout", "stderr", "result"), texts, strict=True))
+
+    async def _exchange(self, message: bytes, deadline_s: float, *, num_bytes: int = 0) -> list[Any]:
+        """Returns the answer, and `num_bytes` messages after it that are text."""
         answered = False
         try:
             async with asyncio.timeout(deadline_s):
-                answer = await self._exchange(message)
+                await self._send(message)
+                answer = [_from_json(await self._receive())]
+                answer += [(await self._receive()).decode("utf-8", "replace") for _ in range(num_bytes)]
             answered = True
             return answer
         finally:
@@ -106,6 +122,9 @@ class Slot(Worker):
             "uid": _outside_uid(self._number),
             "binds": visible.binds(packages=self._mode == "function"),
             "links": visible.links(),
+            "meters": [None, None],
+            "package_paths": [],
+            "preload": [],
         }
         flags = ["-P", "-s", "-S", "-B", "-X", "utf8"]
         command = [visible.interpreter(), *flags, "-c", _BOOT.format(home=_HOME), json.dumps(config)]
@@ -124,7 +143,7 @@ class Slot(Worker):
     async def _wait_until_ready(self, log: int) -> None:
         try:
             async with asyncio.timeout(START_DEADLINE_S):
-                answer = await self._receive()
+                answer = _from_json(await self._receive())
         except TimeoutError as error:
             await self.close()
             raise CannotIsolate(f"a slot was not ready after {START_DEADLINE_S:g} s") from error
@@ -135,33 +154,37 @@ class Slot(Worker):
             await self.close()
             raise CannotIsolate(str(answer["fatal"]))
 
-    async def _exchange(self, message: dict[str, Any]) -> Any:
+    async def _send(self, message: bytes) -> None:
         if self._writer is None:
             raise SlotDied("it was never started")
         try:
-            self._writer.write(frames.pack(message))
+            self._writer.write(message)
             await self._writer.drain()
         except OSError as error:
             raise SlotDied(await self._how_it_ended()) from error
-        return await self._receive()
 
-    async def _receive(self) -> Any:
+    async def _receive(self) -> bytes:
         assert self._reader is not None
         try:
             (size,) = frames.HEADER.unpack(await self._reader.readexactly(frames.HEADER.size))
             if size > MAX_MESSAGE_BYTES:
                 raise SlotDied(f"it answered with {size} bytes, at most {MAX_MESSAGE_BYTES} are taken")
-            return json.loads(await self._reader.readexactly(size))
+            return await self._reader.readexactly(size)
         except (OSError, asyncio.IncompleteReadError) as error:
             raise SlotDied(await self._how_it_ended()) from error
-        except (ValueError, RecursionError) as error:
-            raise SlotDied(f"it answered with something that is not JSON: {type(error).__name__}") from error
 
     async def _how_it_ended(self) -> str:
         assert self._process is not None
         self._disconnect()
         code = await asyncio.to_thread(self._process.wait)
         return f"its process ended with code {code}"
+
+
+def _from_json(message: bytes) -> Any:
+    try:
+        return json.loads(message)
+    except (ValueError, RecursionError) as error:
+        raise SlotDied(f"it answered with something that is not JSON: {type(error).__name__}") from error
 
 
 def _outside_uid(number: int) -> int | None:

@@ -9,28 +9,54 @@ from typing import Any
 from shared.wire import ExecuteRequest, Execution
 
 MAX_DEPTH = 64
+LEAST_RLIMIT_CPU_S = 0.9
+"""A program can set itself a limit of CPU time, of a second at least, at which the kernel kills it."""
 
 
 def execution(facts: dict[str, Any], request: ExecuteRequest) -> Execution:
-    """Returns the verdict on a job that ended as `facts` say (see `zygote.py`)."""
+    """Returns the verdict on a job that ended as `facts` say (see `inside/job.py`)."""
     verdict, value, trace = _verdict(facts, request)
     stderr = facts["stderr"] + ("\n" if facts["stderr"] and trace else "") + trace
-    return Execution(verdict=verdict, value=value, stdout=facts["stdout"], stderr=stderr, wall_s=round(facts["wall_s"], 6))
+    return Execution(
+        verdict=verdict,
+        value=value,
+        stdout=facts["stdout"],
+        stderr=stderr.encode("utf-8", "replace").decode(),
+        wall_s=round(facts["wall_s"], 6),
+        cpu_s=round(facts["cpu_s"], 6),
+    )
+
+
+def killed_from_outside(facts: dict[str, Any], request: ExecuteRequest) -> bool:
+    """Returns whether a job was ended by neither itself nor one of its limits: then nothing can be said about its program.
+
+    A program cannot bring that about (`missing` would serve it better than 0): pid 1 of a namespace is out of reach of what runs
+    in it, and what its limits do is known. Where no cgroup tells, a job that used much memory was killed for that.
+    """
+    if facts["exit"] != -signal.SIGKILL or facts["limit"] or facts["cpu_s"] >= LEAST_RLIMIT_CPU_S:
+        return False
+    if facts["ooms"] is not None:
+        return facts["ooms"] == 0
+    return facts["peak_bytes"] < request.memory_mib << 18
 
 
 def _verdict(facts: dict[str, Any], request: ExecuteRequest) -> tuple[Any, Any, str]:
     code = facts["exit"]
-    if facts["timed_out"]:
-        return "time_limit", None, f"TimeLimit: stopped after {request.timeout_s:g} s\n"
+    if facts["limit"] == "wall":
+        return "time_limit", None, f"TimeLimit: stopped after {request.timeout_s:g} s, of which {facts['cpu_s']:.1f} s of CPU\n"
+    if facts["limit"] == "cpu" or (code == -signal.SIGKILL and facts["cpu_s"] >= LEAST_RLIMIT_CPU_S):
+        return "time_limit", None, f"TimeLimit: used {facts['cpu_s']:.1f} s of CPU, {request.cpu_s:g} s are allowed\n"
     if facts["overflow"]:
         return "output_limit", None, "OutputLimit: more than 64 KiB were written\n"
-    if code == -signal.SIGKILL and facts["cpu_s"] >= int(request.timeout_s) + 0.9:  # RLIMIT_CPU is in whole seconds
-        return "time_limit", None, f"TimeLimit: used {facts['cpu_s']:.1f} s of CPU\n"
     if code == -signal.SIGKILL:
         return "memory_limit", None, "MemoryLimit: killed by the kernel\n"
     if code < 0:
-        return "runtime_error", None, f"Killed: {signal.Signals(-code).name}\n"
+        return "runtime_error", None, f"Killed: {_signal_name(-code)}\n"
     return _outcome(facts["result"], code, request)
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _outcome(result: str, code: int, request: ExecuteRequest) -> tuple[Any, Any, str]:

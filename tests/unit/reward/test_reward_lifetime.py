@@ -89,8 +89,8 @@ def test_nothing_is_left_when_the_service_ends_with_programs_running(end: signal
         spins = {"code": "import os\nos.fork()\nwhile True: pass", "timeout_s": 30}
         for path, body in (("/score", waits), ("/execute", spins)):
             threading.Thread(target=lambda path=path, body=body: _quietly(running, path, body), daemon=True).start()
-        # two slots and one worker, two processes each; the worker's own; the program and its fork
-        assert eventually(lambda: len(processes_of(running.process.pid)) == 9)
+        # three processes of the idle slot and of the worker; of the busy slot as many, and what its program forked
+        assert eventually(lambda: len(processes_of(running.process.pid)) == 10)
         namespaces = user_namespaces_of(processes_of(running.process.pid)) - user_namespaces_of([os.getpid()])
         running.process.send_signal(end)
         running.process.wait(20)

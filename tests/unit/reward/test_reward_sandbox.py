@@ -19,8 +19,8 @@ from shared.wire import ExecuteRequest, Execution
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PROCESSES_PER_SLOT = 2
-"""The one that stays outside and waits, and pid 1 inside."""
+PROCESSES_PER_SLOT = 3
+"""The one that stays outside and waits, pid 1 inside, and the child that waits for the next program."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -38,9 +38,19 @@ async def run(sandbox: LocalSandbox, code: str = "", expression: str | None = No
 
 
 async def nothing_is_left(sandbox: LocalSandbox) -> None:
-    assert len(processes_of(os.getpid())) == PROCESSES_PER_SLOT
+    await until_processes_are(PROCESSES_PER_SLOT)
     after = await run(sandbox, "import os", "[6 * 7, os.listdir('/tmp')]")
     assert (after.verdict, after.value) == ("ok", [42, []])
+
+
+VISIBLY_RUNNING = """
+import os, time
+if os.fork() == 0:
+    time.sleep(60)
+    os._exit(0)
+time.sleep({seconds})
+"""
+"""Runs as one process more than a slot has when it is idle."""
 
 
 async def until_processes_are(count: int) -> None:
@@ -116,18 +126,43 @@ async def test_forging_the_result_file_changes_only_ones_own_result(sandbox: Loc
     await nothing_is_left(sandbox)
 
 
-async def test_frames_and_memory_hold_no_other_job(sandbox: LocalSandbox) -> None:
-    await run(sandbox, "SECRET_OF_ANOTHER_JOB = 1", inputs={"other": "SECRET_INPUT"})
-    code = """
-import gc, sys
-seen, frame = [], sys._getframe()
+READ_ALL_MEMORY = """
+import ctypes, os, re, sys
+mark = re.compile(b"SECRET[_](OF|VALUE|INPUT|STDIN)")  # so that the mark itself is nowhere in memory
+frames, frame = [], sys._getframe()
 while frame:
-    seen.append(repr(frame.f_locals)); frame = frame.f_back
-mark = "SECRET" + "_"
-found = [text for text in seen if mark in text]
+    frames.append(repr(frame.f_locals).encode()); frame = frame.f_back
+found = [repr(match[0]) for text in frames if (match := mark.search(text))]
+del frames[:-4]
+
+reading, writing = os.pipe()
+libc = ctypes.CDLL(None)
+libc.write.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+looked = 0
+def readable(address):  # the kernel refuses to copy what is not mapped
+    return libc.write(writing, address, 4096) == 4096 and os.read(reading, 4096)
+
+def around(address, step):  # from a live object as far as the mapping goes
+    global looked
+    while page := readable(address):
+        looked += 4096
+        if match := mark.search(page): found.append(repr(match[0]))
+        address += step
+
+for thing in (object(), bytearray(1 << 12), sys.modules, [0] * 4000, os.environ, ctypes, type("T", (), {})):
+    page = id(thing) & ~4095
+    around(page, 4096); around(page - 4096, -4096)
+libc.sbrk.restype = ctypes.c_void_p
+around((libc.sbrk(0) or 0) - 4096 & ~4095, -4096)
 """
-    ended = await run(sandbox, code, "len(found)")
-    assert (ended.verdict, ended.value) == ("ok", 0)
+
+
+async def test_frames_and_memory_hold_no_other_job(sandbox: LocalSandbox) -> None:
+    told = "print('SECRET_OF_ANOTHER_JOB', input())"
+    for _ in range(3):
+        await run(sandbox, told, "['SECRET_VALUE', other]", inputs={"other": "SECRET_INPUT"}, stdin="SECRET_STDIN\n")
+    ended = await run(sandbox, READ_ALL_MEMORY, "[len(frames) > 3, looked > 5_000_000, found]")
+    assert (ended.verdict, ended.value) == ("ok", [True, True, []])
 
 
 async def test_the_environment_and_the_stack_hold_no_secret(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,13 +317,14 @@ assert ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), held) == 0
 
 
 async def test_each_slot_has_namespaces_of_its_own(sandbox: LocalSandbox) -> None:
-    inside = max(processes_of(os.getpid()))
+    await until_processes_are(PROCESSES_PER_SLOT)
+    _, inside, _ = processes_of(os.getpid())
     for kind in ("user", "pid", "mnt", "net", "ipc", "uts"):
         assert Path(f"/proc/{inside}/ns/{kind}").readlink() != Path(f"/proc/self/ns/{kind}").readlink(), kind
 
 
 async def test_what_is_inside_dies_with_the_process_outside(sandbox: LocalSandbox) -> None:
-    outside, _ = processes_of(os.getpid())
+    outside = processes_of(os.getpid())[0]
     os.kill(outside, signal.SIGKILL)
     await until_processes_are(0)
     assert (await run(sandbox, "", "6 * 7")).value == 42
@@ -360,15 +396,44 @@ async def test_a_killed_slot_is_started_again_and_the_next_job_is_right(sandbox:
 
 
 async def test_a_slot_killed_during_a_job_costs_a_retry_and_no_wrong_result(sandbox: LocalSandbox) -> None:
-    job = asyncio.create_task(run(sandbox, "import time; time.sleep(1)", "7"))
+    job = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=1), "7"))
     await until_processes_are(PROCESSES_PER_SLOT + 1)
     kill(os.getpid())
     assert ((await job).verdict, (await job).value) == ("ok", 7)
     await nothing_is_left(sandbox)
 
 
+async def test_a_program_killed_from_outside_is_run_once_more_and_its_slot_lives_on(sandbox: LocalSandbox) -> None:
+    job = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=1), "7"))
+    await until_processes_are(PROCESSES_PER_SLOT + 1)
+    slot, program = processes_of(os.getpid())[1:3]
+    os.kill(program, signal.SIGKILL)
+    assert ((await job).verdict, (await job).value) == ("ok", 7)
+    await nothing_is_left(sandbox)
+    assert processes_of(os.getpid())[1] == slot
+
+
+async def test_a_child_killed_while_it_waits_for_its_program_costs_a_retry(sandbox: LocalSandbox) -> None:
+    await nothing_is_left(sandbox)
+    await until_processes_are(PROCESSES_PER_SLOT)
+    os.kill(processes_of(os.getpid())[2], signal.SIGKILL)
+    assert (await run(sandbox, "", "6 * 7")).value == 42
+    await nothing_is_left(sandbox)
+
+
+async def test_the_limit_of_cpu_time_holds_whatever_the_wall_clock_says(sandbox: LocalSandbox) -> None:
+    spinning = await run(sandbox, "while True: pass", cpu_s=0.3, timeout_s=30)
+    assert spinning.verdict == "time_limit"
+    assert 0.3 <= spinning.cpu_s < 0.6
+    threads = "import threading\nfor _ in range(4): threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()"
+    assert 0.3 <= (await run(sandbox, threads, cpu_s=0.3, timeout_s=30)).cpu_s < 0.8
+    sleeping = await run(sandbox, "import time; time.sleep(0.5)", cpu_s=0.2, timeout_s=30)
+    assert sleeping.verdict == "ok"
+    assert sleeping.wall_s >= 0.5 and sleeping.cpu_s < 0.2
+
+
 async def test_a_slot_killed_twice_is_a_sandbox_error(sandbox: LocalSandbox) -> None:
-    job = asyncio.create_task(run(sandbox, "import time; time.sleep(5)", "7", timeout_s=10))
+    job = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=5), "7", timeout_s=10))
     for _ in range(2):
         await until_processes_are(PROCESSES_PER_SLOT + 1)
         kill(os.getpid())
@@ -382,12 +447,12 @@ async def test_a_slot_killed_twice_is_a_sandbox_error(sandbox: LocalSandbox) -> 
 async def test_a_program_that_could_not_begin_is_a_sandbox_error_and_not_a_wrong_answer(
     sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = {"began": False, "exit": 125, "timed_out": False, "stderr": "capset(none): Operation not permitted"}
+    facts = {"began": False, "exit": 125, "stderr": "capset(none): Operation not permitted"}
 
-    async def ask(*_: Any) -> dict[str, Any]:
+    async def run_nothing(*_: Any) -> dict[str, Any]:
         return facts
 
-    monkeypatch.setattr(Slot, "ask", ask)
+    monkeypatch.setattr(Slot, "run", run_nothing)
     ended = await run(sandbox, "", "1")
     assert ended.verdict == "sandbox_error"
     assert ended.stderr == ("the sandbox failed twice: a program could not be started: capset(none): Operation not permitted")

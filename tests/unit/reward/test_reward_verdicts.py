@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 
+import shared
 from services.reward.sandbox import inside, verdicts
 from services.reward.sandbox.inside import seccomp
 from shared.wire import ExecuteRequest
 
 ENDED = {
     "exit": 0,
-    "timed_out": False,
+    "limit": None,
+    "ooms": None,
+    "peak_bytes": 1 << 30,
     "wall_s": 0.1,
     "cpu_s": 0.1,
     "stdout": "",
@@ -32,10 +35,12 @@ ENDED = {
     ("facts", "verdict", "value"),
     [
         ({}, "ok", 5),
-        ({"timed_out": True, "exit": -signal.SIGKILL}, "time_limit", None),
+        ({"limit": "wall", "exit": -signal.SIGKILL}, "time_limit", None),
         ({"overflow": True}, "output_limit", None),
         ({"exit": -signal.SIGKILL, "cpu_s": 0.5}, "memory_limit", None),
         ({"exit": -signal.SIGKILL, "cpu_s": 5.0}, "time_limit", None),
+        ({"limit": "cpu", "exit": -signal.SIGKILL, "cpu_s": 4.0}, "time_limit", None),
+        ({"exit": -40}, "runtime_error", None),
         ({"exit": -signal.SIGSEGV}, "runtime_error", None),
         ({"result": ""}, "runtime_error", None),
         ({"result": "", "exit": 1}, "runtime_error", None),
@@ -94,7 +99,8 @@ def test_the_filter_allows_its_table_and_nothing_else(machine: str) -> None:
     program, arch = seccomp.build(machine), ARCHITECTURES[machine]
     known = header_numbers(machine)
     allowed = {number for number in known.values() if answer(program, arch, number) == ALLOW}
-    assert allowed - {known["clone"]} == set(seccomp.numbers(machine).values()) | {known["ioctl"]}
+    by_argument = {known[name] for name in ("clone", "ioctl", "fcntl")}  # with all arguments 0; the next test has others
+    assert allowed == set(seccomp.numbers(machine).values()) | by_argument
     assert {name: known[name] for name in seccomp.numbers(machine)} == seccomp.numbers(machine)
 
 
@@ -110,8 +116,39 @@ def test_the_filter_reads_the_arguments_that_matter(machine: str) -> None:
     assert answer(program, arch, number["prctl"], 15) == ALLOW
     assert answer(program, arch, number["prctl"], 22) == EPERM
     assert answer(program, arch, number["socket"]) == EPERM
+    assert answer(program, arch, number["socketpair"], 1) == ALLOW
+    assert answer(program, arch, number["socketpair"], 30) == EPERM
+    assert answer(program, arch, number["fcntl"], 0, 3) == ALLOW
+    assert {answer(program, arch, number["fcntl"], 0, lock) for lock in (5, 6, 7, 36, 37, 38, 1024, 1026)} == {EPERM}
+    assert answer(program, arch, number["flock"]) == EPERM
     assert answer(program, arch, 0x40000000) == EPERM
     assert answer(program, 0x40000003, number["read"]) == KILL
+
+
+KILLED: dict[str, Any] = {"exit": -signal.SIGKILL, "result": "", "peak_bytes": 1 << 20}
+
+
+@pytest.mark.parametrize(
+    ("facts", "from_outside"),
+    [
+        (KILLED, True),
+        (KILLED | {"limit": "wall"}, False),
+        (KILLED | {"limit": "cpu"}, False),
+        (KILLED | {"cpu_s": 1.0}, False),  # it may have set itself a limit of one second
+        (KILLED | {"peak_bytes": 400 << 20}, False),  # with no cgroup to ask, much memory is why
+        (KILLED | {"peak_bytes": 400 << 20, "ooms": 0}, True),
+        (KILLED | {"ooms": 1}, False),
+        (KILLED | {"exit": -signal.SIGSEGV}, False),
+        ({}, False),
+    ],
+)
+def test_only_what_no_program_can_do_to_itself_is_a_kill_from_outside(facts: dict[str, Any], from_outside: bool) -> None:
+    assert verdicts.killed_from_outside(ENDED | facts, ExecuteRequest(expression="x")) is from_outside
+
+
+def test_a_forged_reason_that_is_no_text_can_be_sent_on() -> None:
+    ended = verdicts.execution(ENDED | {"result": '{"end": "error", "trace": "\\ud800"}'}, ExecuteRequest(expression="x"))
+    assert (ended.verdict, ended.stderr) == ("runtime_error", "?")
 
 
 def test_a_machine_without_a_table_is_named() -> None:
@@ -120,10 +157,11 @@ def test_a_machine_without_a_table_is_named() -> None:
 
 
 def test_what_runs_inside_imports_the_standard_library_only() -> None:
-    for file in Path(inside.__path__[0]).glob("*.py"):
+    shown = Path(shared.__path__[0]) / "rewards.py"  # what a user's own rewards are made of, and nothing but that
+    for file in (*Path(inside.__path__[0]).glob("*.py"), *([shown] if shown.exists() else [])):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                ours = name.startswith("services.reward.sandbox.inside")
+                ours = name.startswith("services.reward.sandbox.inside") or name == "shared.rewards"
                 assert ours or name.partition(".")[0] in sys.stdlib_module_names, f"{file.name} imports {name}"

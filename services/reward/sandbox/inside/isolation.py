@@ -1,13 +1,14 @@
 """Takes a process into its own user, pid, mount, network, IPC and UTS namespaces with a read-only root. Standard library only.
 
 The order matters and each step says why. Left out on purpose: no /proc (nothing to see, and a masked one cannot be mounted in
-a container), no cgroup (not every host lets us; memory is bounded by address space times processes), no overlay.
+a container), no overlay.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,8 +25,18 @@ _NAMESPACES = (
 )
 
 
-def enter(config: dict[str, Any]) -> int:
-    """Returns, in a forked child that is pid 1 of its own pid namespace, that namespace's file descriptor.
+@dataclass(frozen=True)
+class Inside:
+    """What a slot keeps of the outside, as open files: its own pid namespace, how large it is, and its standing when the kernel
+    runs short of memory."""
+
+    pid_namespace: int
+    statm: int
+    oom_score: int
+
+
+def enter(config: dict[str, Any]) -> Inside:
+    """Returns in a forked child that is pid 1 of its own pid namespace.
 
     The caller's process stays outside, waits for the child, and ends as it ends. `config` has `uid` (whom to be outside, None:
     oneself), `binds` and `links` (paths to show, and where), `service_pid`, `control_fd`.
@@ -49,10 +60,16 @@ def enter(config: dict[str, Any]) -> int:
         _end_as(child)
     kernel.die_with_parent()
     os.setsid()  # a pid namespace does not keep kill(0) from the process group one was born in
-    own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    inside = _own_files()
     _make_root(sources, config["links"])
     kernel.forbid_new_privileges()
-    return own_pid_namespace
+    return inside
+
+
+def _own_files() -> Inside:
+    with kernel.own_proc_files():
+        namespace, statm = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("ns/pid", "statm"))
+        return Inside(namespace, statm, os.open("/proc/self/oom_score_adj", os.O_RDWR))
 
 
 def _end_as(child: int) -> NoReturn:

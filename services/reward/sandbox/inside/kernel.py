@@ -6,16 +6,19 @@ that sentence is what a person reads when their host lacks a primitive.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Generator
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_SECUREBITS, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 24, 28, 38, 22
+_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 3, 4, 22
+_PR_CAPBSET_DROP, _PR_SET_SECUREBITS, _PR_SET_NO_NEW_PRIVS = 24, 28, 38
 _SECCOMP_MODE_FILTER = 2
 _SECUREBITS_ALL_LOCKED = 0xEF
 """Uid 0 means nothing on exec or setuid, no capability can become ambient, and none of this can be undone."""
@@ -87,21 +90,37 @@ def forbid_new_privileges() -> None:
     no_new_privileges()
 
 
+@contextlib.contextmanager
+def own_proc_files() -> Generator[None]:
+    """A process that changed its user has files in /proc that are root's; within this they are its own."""
+    before = _check(_libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_GET_DUMPABLE)")
+    _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+    try:
+        yield
+    finally:
+        _check(_libc.prctl(_PR_SET_DUMPABLE, int(before == 1), 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+
+
 def no_new_privileges() -> None:
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
+_NO_CAPABILITIES = ((ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
+
+
 def drop_capabilities() -> None:
     """Empties the effective, permitted and inheritable sets."""
-    header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0)
-    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset(none)")
+    _check(_libc.capset(*_NO_CAPABILITIES), "capset(none)")
 
 
-class _SockFprog(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
+class Filter(ctypes.Structure):
+    """A seccomp filter, of classic BPF instructions of 8 bytes each. Made once, before the fork: the child only installs it."""
 
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
-def install_filter(program: bytes) -> None:
-    """Installs a seccomp filter: classic BPF instructions of 8 bytes each."""
-    fprog = _SockFprog(len(program) // 8, program)
-    _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(fprog), 0, 0), "prctl(PR_SET_SECCOMP)")
+    def __init__(self, program: bytes) -> None:
+        super().__init__(len(program) // 8, program)
+        self._arguments = (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(self), 0, 0)
+
+    def install(self) -> None:
+        _check(_libc.prctl(*self._arguments), "prctl(PR_SET_SECCOMP)")

@@ -16,7 +16,6 @@ import sys
 import threading
 import traceback
 import types
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import kernel
@@ -27,39 +26,35 @@ MAX_TRACE_CHARS = 8192
 _SOURCES = ("program.py", "expression")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a job may use. None: no limit of ours."""
-
-    memory_bytes: int
-    cpu_s: int | None
-    files: int
-    processes: int | None
-
-
-def give_up_everything(files: list[int], limits: Limits, system_calls: bytes | None) -> None:
+def give_up_everything(files: list[int], limits: dict[int, int], system_calls: kernel.Filter | None) -> None:
     """Leaves the process with `files` as its descriptors 0, 1, 2, ..., these limits, no capability and only `system_calls`."""
     os.setsid()
     for number, fd in enumerate(files):
         os.dup2(fd, number, inheritable=number < 3)
     os.closerange(len(files), 1 << 16)
-    bounds = {
-        resource.RLIMIT_AS: limits.memory_bytes,
-        resource.RLIMIT_FSIZE: FILE_BYTES,
-        resource.RLIMIT_NOFILE: limits.files,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_CPU: limits.cpu_s,
-        resource.RLIMIT_NPROC: limits.processes,
-    }
-    for kind, bound in bounds.items():
-        if bound is not None:
-            most = resource.getrlimit(kind)[1]
-            bound = bound if most == resource.RLIM_INFINITY else min(bound, most)
-            resource.setrlimit(kind, (bound, bound))
+    bound(limits)
     if system_calls is not None:
         kernel.drop_capabilities()
-        kernel.install_filter(system_calls)
+        system_calls.install()
+
+
+def standing_limits(*, files: int, processes: int | None) -> dict[int, int]:
+    """Returns the limits that are the same for every job, by `resource.RLIMIT_*`. `processes` None: no limit of ours."""
+    limits = {
+        resource.RLIMIT_FSIZE: FILE_BYTES,
+        resource.RLIMIT_NOFILE: files,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    return limits if processes is None else limits | {resource.RLIMIT_NPROC: processes}
+
+
+def bound(limits: dict[int, int]) -> None:
+    """Sets each limit, or what of it this process still may have."""
+    for kind, limit in limits.items():
+        most = resource.getrlimit(kind)[1]
+        allowed = limit if most == resource.RLIM_INFINITY else min(limit, most)
+        resource.setrlimit(kind, (allowed, allowed))
 
 
 def run(job: dict[str, Any], result_fd: int) -> NoReturn:

@@ -1,0 +1,208 @@
+"""One job of a slot, seen from the slot's trusted parent: a forked child, what it reads and writes, and how it ends.
+
+    armed     forked, all rights given up, waiting for its program: done ahead, while the slot would be idle
+    begun     given its program and what it may use
+    ended     by itself or killed, with every process that it started; its output is read from memory files after its death
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from services.reward.sandbox.inside import frames, kernel, program
+
+KEEP_BYTES = 64 * 1024
+"""Kept of each of stdout and stderr; a program that writes more is told so."""
+
+RESULT_BYTES = 256 * 1024
+
+_RESULT, _PROGRAM = 3, 4
+"""The job's own descriptors beside 0, 1, 2: where its result goes, and where its program comes from."""
+
+_SHORTEST_LOOK_S = 0.01
+"""How precisely the limit of CPU time is kept."""
+
+
+class ServiceGone(Exception):
+    """Nobody waits for this slot any more."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What of a slot its jobs need. `own_bytes` is the address space that a child has from its parent.
+
+    `cpu_meter` and `oom_meter` are open files of the slot's cgroup: the CPU time of everything in the slot, and how often it was
+    out of memory; None where there is no cgroup.
+    """
+
+    control: socket.socket
+    isolated: bool
+    system_calls: kernel.Filter | None
+    pid_namespace: int | None
+    own_bytes: int
+    cpu_meter: int | None
+    oom_meter: int | None
+    oom_score: int | None
+    cores: int
+
+
+class Job:
+    """`Job(surroundings)` is armed; `run` gives it a program and says how it ended."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._slot = surroundings
+        self._ended = False
+        self._began = mmap.mmap(-1, 1)  # shared with the child until its program begins
+        self._files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "result")]
+        reading, self._program = os.pipe()
+        try:
+            self._pid = self._fork([*self._files, reading])
+        finally:
+            os.close(reading)
+
+    def run(self, limits: dict[str, Any]) -> None:
+        """Takes the program from the service, and sends how it ended: plain facts, which `verdicts.py` judges, and the beginnings
+        of its output and of its result. None of these is ever in this process's memory, where the next job could read it."""
+        start, ooms_before = time.monotonic(), self._ooms()
+        self._hand_over()
+        limit = self._watch(limits, start)
+        status, usage = self._end(by_force=limit is not None)
+        wall_s = time.monotonic() - start
+        facts = {
+            "began": self._began[0] == 1,
+            "exit": os.waitstatus_to_exitcode(status),
+            "limit": limit,
+            "wall_s": wall_s,
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+            "ooms": None if ooms_before is None else (self._ooms() or 0) - ooms_before,
+            "peak_bytes": usage.ru_maxrss << 10,
+            "overflow": any(os.fstat(fd).st_size > KEEP_BYTES for fd in self._files[1:3]),
+        }
+        frames.send(self._slot.control, facts)
+        for fd, limit_bytes in zip(self._files[1:], (KEEP_BYTES, KEEP_BYTES, RESULT_BYTES), strict=True):
+            frames.send_file(self._slot.control, fd, limit_bytes)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends what may still run, and lets go of everything."""
+        if not self._ended:
+            self._end(by_force=True)
+        self._began.close()
+        for fd in self._files:
+            os.close(fd)
+
+    def _end(self, *, by_force: bool) -> tuple[int, resource.struct_rusage]:
+        """Returns the status and the resource usage of the child, which has ended unless this is `by_force`."""
+        with contextlib.suppress(ProcessLookupError):
+            if not self._slot.isolated:
+                os.killpg(self._pid, signal.SIGKILL)  # what it left running; in a pid namespace its death ends that
+            elif by_force:
+                os.kill(self._pid, signal.SIGKILL)
+        _, status, usage = os.wait4(self._pid, 0)
+        self._ended = True
+        return status, usage
+
+    def _fork(self, files: list[int]) -> int:
+        slot = self._slot
+        if slot.pid_namespace is not None:
+            kernel.unshare(kernel.CLONE_NEWPID, "pid namespace of a job")
+        if slot.oom_score is not None:
+            os.pwrite(slot.oom_score, b"1000", 0)  # inherited: the kernel, short of memory, ends the job and not its slot
+        pid = os.fork()
+        if not pid:
+            self._become_program(files)
+        if slot.oom_score is not None:
+            os.pwrite(slot.oom_score, b"500", 0)
+        if slot.pid_namespace is not None:
+            kernel.enter_namespace(slot.pid_namespace, kernel.CLONE_NEWPID, "pid namespace of the slot")
+        return pid
+
+    def _become_program(self, files: list[int]) -> NoReturn:
+        slot = self._slot
+        try:
+            if not slot.isolated:
+                kernel.die_with_parent()
+            standing = program.standing_limits(files=64, processes=24 if slot.isolated else None)
+            program.give_up_everything(files, standing, slot.system_calls)
+            job = json.loads(_until_end(_PROGRAM))
+            os.close(_PROGRAM)
+            memory_bytes = slot.own_bytes + (job["memory_mib"] << 20)
+            program.bound({resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: math.ceil(job["cpu_s"]) + 1})
+            self._began[0] = 1
+            self._began.close()
+        except (OSError, ValueError) as error:
+            os.write(2, str(error).encode())
+            os._exit(125)
+        program.run(job, _RESULT)
+
+    def _hand_over(self) -> None:
+        """Gives the child its program. Raises OSError, which ends the slot, where it was killed while it waited for that."""
+        frames.pour_into_pipe(self._slot.control, self._program)
+        os.close(self._program)
+        frames.pour_into_file(self._slot.control, self._files[0])
+        os.lseek(self._files[0], 0, os.SEEK_SET)
+
+    def _watch(self, limits: dict[str, Any], start: float) -> str | None:
+        """Returns the limit that the job has reached, "cpu" or "wall", or None once it has ended by itself. Raises ServiceGone
+        if the service goes away meanwhile."""
+        used_before_s, cpu_left_s = self._cpu_s(), limits["cpu_s"]
+        while True:
+            wall_left_s = start + limits["timeout_s"] - time.monotonic()
+            if min(wall_left_s, cpu_left_s) <= 0:
+                return "wall" if wall_left_s <= 0 else "cpu"
+            soonest_s = max(cpu_left_s / self._slot.cores, _SHORTEST_LOOK_S)
+            if ended_within(self._pid, self._slot.control, min(wall_left_s, soonest_s)):
+                return None
+            cpu_left_s = limits["cpu_s"] - (self._cpu_s() - used_before_s)
+
+    def _cpu_s(self) -> float:
+        """Returns the CPU time of everything in the slot where that is metered, else of the job's first process."""
+        if self._slot.cpu_meter is None:
+            return time.clock_gettime(~self._pid << 3 | 2)  # its clock's number, as clock_getcpuclockid(3) makes it
+        told = os.pread(self._slot.cpu_meter, 64, 0).split()
+        return int(told[1]) / 1e6 if told[0] == b"usage_usec" else int(told[0]) / 1e9
+
+    def _ooms(self) -> int | None:
+        """Returns how often the slot's cgroup was out of memory: `oom` of version 2, `oom_kill` of version 1."""
+        if self._slot.oom_meter is None:
+            return None
+        told = os.pread(self._slot.oom_meter, 512, 0).split()
+        counts = dict(zip(told[::2], told[1::2], strict=True))
+        return int(counts.get(b"oom", counts[b"oom_kill"]))
+
+
+def ended_within(pid: int, control: socket.socket, timeout_s: float | None) -> bool:
+    """Returns whether the child ended in time. Raises ServiceGone if the service closes `control` meanwhile."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        poller.register(control, select.POLLRDHUP)
+        ready = [fd for fd, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)]
+    finally:
+        os.close(pidfd)
+    if control.fileno() in ready:
+        raise ServiceGone
+    return bool(ready)
+
+
+def _until_end(fd: int) -> bytes:
+    parts: list[bytes] = []
+    while part := os.read(fd, 1 << 16):
+        parts.append(part)
+    return b"".join(parts)
