@@ -9,10 +9,10 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.errors import BadRequest
 from shared.explain import nearest, sentences
@@ -74,12 +74,20 @@ class Settings(BaseSettings):
     trainer_interface: str | None = None
 
     # reward
-    sandbox: Literal["auto", "namespaces", "unsafe"] = "auto"
+    sandbox: Literal["auto", "local", "modal", "unsafe"] = "auto"
     sandbox_slots: int | None = Field(default=None, ge=1)
+    sandbox_packages: Annotated[tuple[str, ...], NoDecode] = ()
+    sandbox_image: str | None = None
     allow_job_code: bool = True
     reward_cache_mib: int = Field(default=64, ge=0)
     max_queued_completions: int = Field(default=32_768, ge=1)
     max_queued_programs: int = Field(default=4096, ge=1)
+
+    @field_validator("sandbox_packages", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        """In the environment they are one text: "numpy,sympy"."""
+        return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
 
     def bearer(self) -> str | None:
         return self.token.get_secret_value() if self.token else None
