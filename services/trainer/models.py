@@ -56,11 +56,13 @@ def check_model(job: Job) -> None:
 
 def load_model(job: Job, dtype: torch.dtype, device: torch.device) -> Any:
     """Returns the causal LM, its dropout off: the policy that is trained has to be the one that was sampled."""
+    attention = {} if job.memory.attention == "auto" else {"attn_implementation": job.memory.attention}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(job.model, revision=job.model_revision, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(job.model, revision=job.model_revision, dtype=dtype, **attention)
+    except ImportError as error:
+        raise BadRequest(f"memory.attention is {job.memory.attention!r}, which is not there: {_first_line(error)}") from error
     except (OSError, ValueError, KeyError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise BadRequest(f"cannot load the model {job.model!r}: {why}; {EXPECTED}") from error
+        raise BadRequest(f"cannot load the model {job.model!r}: {_first_line(error)}; {EXPECTED}") from error
     return model.to(device).eval()
 
 
@@ -83,3 +85,7 @@ def choose_dtype(asked: str) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if multiplies else torch.float32
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,109 @@
+"""One batch, split over ranks and micro-batches in every way, at every ZeRO stage: the same update, and that of plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_ranks import a_job, start
+from tiny_models import make_tiny_model
+from trainer_reference import (
+    difference,
+    load,
+    named,
+    optimizer,
+    reference_loss,
+    relative,
+    some_examples,
+    step,
+    weights,
+)
+
+LEARNING_RATE, MAX_GRAD_NORM = 1e3, 1e-9
+"""With gradients clipped far below Adam's epsilon (1e-8) its first step is linear in the gradient: -lr * g / (|g| + eps). Then a
+relative error of the update is one of the gradient, and not the sign of elements whose gradient is rounding noise."""
+
+LOSSES = ("dapo", "grpo", "gspo")
+STAGES = (0, 1, 2, 3)
+SHARED = {"stage3_param_persistence_threshold": 0}
+"""ZeRO-3 leaves small parameters whole on every rank unless told otherwise, and all of a tiny model's are small."""
+
+pytestmark = [pytest.mark.engine, pytest.mark.system]
+
+
+def cases(num_ranks: int) -> list[tuple[str, int, int]]:
+    """`(loss, stage, tokens of a micro-batch)`; one rank also takes the batch as a whole."""
+    whole = [(loss, 2, 10_000) for loss in LOSSES] if num_ranks == 1 else []
+    return whole + [(loss, stage, 64) for loss in LOSSES for stage in STAGES]
+
+
+def train(rank: int, folder: Path, model: Path, examples, todo) -> dict:
+    """Each case's metrics, loss and gradient norm; its weights are published into a folder of its own."""
+    import torch
+
+    from services.trainer.engine import DeepSpeedEngine
+
+    results = {}
+    for loss, stage, budget in todo:
+        training = {"loss": loss, "max_grad_norm": MAX_GRAD_NORM}
+        memory = {
+            "zero_stage": stage,
+            "micro_batch_tokens": budget,
+            "deepspeed": {"zero_optimization": SHARED} if stage == 3 else {},
+        }
+        engine = DeepSpeedEngine(a_job(model, memory=memory, training=training), torch.device("cpu"))
+        update = engine.update(examples, LEARNING_RATE)
+        target = folder / f"{loss}-{stage}-{budget}"
+        engine.save_weights(target)
+        engine.close()
+        results[(loss, stage, budget)] = (str(target), update)
+    return results
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, model) -> dict:
+    """`[ranks, loss, stage, budget]` -> folder of weights and Update."""
+    folder, examples = tmp_path_factory.mktemp("splits"), some_examples(model)
+    waiting = {
+        num_ranks: start(
+            num_ranks, folder / f"ranks-{num_ranks}", train, folder / str(num_ranks), model, examples, cases(num_ranks)
+        )
+        for num_ranks in (1, 2)
+    }
+    return {(num_ranks, *case): result for num_ranks, wait in waiting.items() for case, result in wait().items()}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_token_loss_scaling_any_split_at_any_zero_stage_gives_the_update_of_one_big_batch(results, model, loss):
+    before = weights(model)
+    folder, whole = results[1, loss, 2, 10_000]
+    assert whole.metrics["num_micro_batches"] == 1
+    expected = difference(weights(folder), before)
+    for num_ranks, num_micro_batches in ((1, 4), (2, 2)):
+        for stage in STAGES:
+            folder, other = results[num_ranks, loss, stage, 64]
+            assert other.metrics["num_micro_batches"] == num_micro_batches
+            distance = relative(difference(weights(folder), before), expected)
+            print(f"{loss}, ZeRO-{stage}, {num_ranks} ranks: relative difference of the update {distance:.2g}")
+            assert distance < 1e-6
+            assert other.grad_norm == pytest.approx(whole.grad_norm, rel=1e-6)
+            assert other.loss == pytest.approx(whole.loss, rel=1e-5)
+            for name in whole.metrics.keys() - {"padding_fraction", "num_micro_batches"}:
+                assert other.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_big_batch_gives_the_update_of_plain_torch(results, model, loss):
+    policy = load(model)
+    before = named(policy)
+    expected_loss = reference_loss(policy, some_examples(model), loss)
+    expected_norm = step(policy, optimizer(policy, LEARNING_RATE), expected_loss, MAX_GRAD_NORM)
+    folder, update = results[1, loss, 2, 10_000]
+    assert update.loss == pytest.approx(expected_loss.item(), rel=1e-5)
+    assert update.grad_norm == pytest.approx(expected_norm, rel=1e-5)  # before clipping, which would hide a wrong factor
+    assert relative(difference(weights(folder), before), difference(named(policy), before)) < 2e-6
