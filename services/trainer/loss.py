@@ -112,7 +112,7 @@ def bnpo(x: LossInputs) -> Tensor:
 
 
 def dr_grpo(x: LossInputs) -> Tensor:
-    """sum_t w_t l_t / (num_sequences * max_tokens): a constant, so length does not weigh. arXiv 2503.20783, section 3."""
+    """sum_t w_t l_t / (num_sequences * max_tokens): a constant, so length does not weigh. arXiv 2503.20783."""
     return mean_over_length_limit(x, weighted(x, clipped_losses(x)))
 
 
@@ -122,7 +122,7 @@ def dr_grpo(x: LossInputs) -> Tensor:
 def clipped_losses(x: LossInputs) -> Tensor:
     """Returns l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) `[N]`, and with `dual_clip` c at most -c A where A < 0.
 
-    arXiv 1707.06347, equation 7; two bounds apart: arXiv 2503.14476; dual clip: arXiv 1912.09729, equation 5.
+    arXiv 1707.06347, equation 7; two bounds apart: arXiv 2503.14476; dual clip: arXiv 1912.09729.
     """
     training, ratio_N = x.training, importance_ratios(x)
     bounded_N = ratio_N.clamp(1 - training.clip_low, 1 + training.clip_high)

@@ -188,6 +188,14 @@ def test_cispos_loss_of_a_token_that_the_trainer_holds_impossible_is_infinite():
     assert value == math.inf
 
 
+def test_a_rejected_token_has_no_say_even_where_its_loss_is_infinite():
+    # Token TIS gives a token that the trainer holds impossible the weight e^-inf = 0. The other's loss is 1 of 2 tokens.
+    x = loss_inputs([[-math.inf, -1.0]], [[-1.0, -1.0]], [1.0], spec(loss="cispo"), weights_N=torch.tensor([0.0, 1.0]).double())
+    value, gradient = loss_and_gradient(x)
+    assert value == pytest.approx(0.5)
+    assert gradient.tolist() == pytest.approx([0.0, -0.5])
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("new", "old"), [(math.nan, -1.0), (-1.0, math.nan), (-math.inf, -math.inf)])
 def test_nan_is_never_hidden(loss, new, old):
