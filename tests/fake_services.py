@@ -54,6 +54,10 @@ class FakeServices:
         self.trained: list[TrainStepRequest] = []
         self.grade: Callable[[ScoreItem], Part] = lambda item: Part(value=float(item.completion == "right"))
         self._random = random.Random(0)
+        self.checkpointed: set[int] = {0}
+        self.restarts = 0
+        self.skipped: set[int] = set()
+        self.reloads: list[WeightsRef] = []
         self._services = {name: Service(name, settings) for name in ("rollout", "trainer", "reward")}
         for name, method, path, handler in (
             ("rollout", "PUT", "/model", self._put_model),
@@ -67,6 +71,16 @@ class FakeServices:
             ("reward", "POST", "/graders/validate", self._validate),
         ):
             self._services[name].operation(method, path, handler)
+        self._services["trainer"].query("/state", self._state)
+
+    def restart_trainer(self) -> None:
+        """What a trainer does that was killed: it comes back from its newest checkpoint, by itself."""
+        self.step, self.restarts = max(self.checkpointed), self.restarts + 1
+        self.trained = [request for request in self.trained if request.step <= self.step]
+
+    def lose_trainer(self) -> None:
+        """What is left when the trainer's disk goes as well."""
+        self.job, self.checkpointed, self.trained = None, {0}, []
 
     @contextlib.asynccontextmanager
     async def running(self, settings: Settings) -> AsyncGenerator[Settings]:
@@ -97,8 +111,14 @@ class FakeServices:
     async def _put_job(self, body: TrainerJob) -> TrainerState:
         await self._note("job", body)
         if self.job is None or self.job.job_id != body.job_id:
-            self.job, self.step = body, 0
-        return TrainerState(job_id=body.job_id, step=self.step, num_ranks=1, dtype="float32", device="cpu", num_parameters=1)
+            self.job, self.step, self.checkpointed = body, 0, {0}
+        return await self._state()
+
+    async def _state(self) -> TrainerState:
+        job_id = self.job.job_id if self.job else None
+        return TrainerState(
+            job_id=job_id, step=self.step, num_ranks=1, dtype="float32", device="cpu", num_parameters=1, restarts=self.restarts
+        )
 
     async def _generate(self, body: GenerateRequest) -> RolloutGroup:
         await self._note("generate", body)
@@ -116,11 +136,17 @@ class FakeServices:
 
     async def _reload(self, ref: WeightsRef) -> ServingWeights:
         await self._note("reload", ref)
+        self.reloads.append(ref)
+        serving = self.serving
+        if serving.job_id == ref.job_id and not ref.rewind and ref.version < (serving.version or 0):
+            raise Conflict(f"'version': got {ref.version}, serving {serving.version}; versions only go up")
         self.serving = ServingWeights(job_id=ref.job_id, version=ref.version, digest=ref.digest, model="m")
         return self.serving
 
     async def _train_step(self, body: TrainStepRequest) -> StepResult:
         await self._note("train_step", body)
+        if self.job is None:
+            raise Conflict(f"got job {body.job_id!r}, but no job is loaded; PUT /job first")
         if self.trained and body == self.trained[-1]:
             return self._result(body)
         if body.step != self.step + 1:
@@ -133,6 +159,7 @@ class FakeServices:
         tokens = sum(len(example.token_ids) for example in body.examples)
         return StepResult(
             step=body.step,
+            skipped=body.step in self.skipped,
             loss=0.0,
             grad_norm=1.0,
             learning_rate=1e-3,
@@ -143,12 +170,15 @@ class FakeServices:
 
     async def _publish(self, body: PublishRequest) -> WeightsRef:
         await self._note("publish", body)
+        if body.version != self.step:
+            raise Conflict(f"got version {body.version}, expected {self.step}, the last applied step")
         return WeightsRef(
             job_id=body.job_id, version=body.version, method=body.method, path="/w", digest=f"digest-{body.version}", size_bytes=1
         )
 
     async def _checkpoint(self, body: CheckpointRequest) -> Checkpoint:
         await self._note("checkpoint", body)
+        self.checkpointed.add(body.step)
         return Checkpoint(step=body.step, path=f"/checkpoints/step-{body.step:06d}", size_bytes=1)
 
     async def _score(self, body: ScoreRequest) -> ScoreResult:

@@ -66,6 +66,9 @@ class Peers:
         body = TrainerJob(job_id=job_id, job=self._job)
         return await self._trainer.call("PUT", "/job", body, TrainerState, deadline_s=self._settings.start_deadline_s)
 
+    async def trainer_state(self) -> TrainerState:
+        return await self._trainer.get("/state", TrainerState, deadline_s=self._settings.patience_s)
+
     async def generate(self, prompt: Prompt, min_version: int, *, key: str, sampling: Sampling | None = None) -> RolloutGroup:
         body = GenerateRequest(prompt=prompt.content, sampling=sampling or self._sampling(), min_version=min_version)
         deadline_s = self._settings.generate_deadline_s

@@ -113,18 +113,6 @@ class Pipeline:
     async def _grade(self, prompt: Prompt, group: RolloutGroup) -> GradedGroup:
         return GradedGroup(prompt, group, await self.peers.score(prompt, group, job_id=self.job_id))
 
-    async def sync_weights(self, version: int, *, rewind: bool = False) -> ServingWeights:
-        """Makes the sampler serve the trainer's `version`; raises Failed unless it answers with that version and its digest.
-        `rewind`: also where it serves a newer one, of a trainer that has since come back from a checkpoint."""
-        published = await self.peers.publish_weights(self.job_id, version, self.job.weight_sync)
-        serving = await self.peers.reload_weights(published.model_copy(update={"rewind": rewind}))
-        if (serving.version, serving.digest) != (version, published.digest):
-            raise Failed(
-                f"weight sync: the trainer published version {version} with digest {published.digest[:12]}, but the sampler "
-                f"serves version {serving.version} with digest {str(serving.digest)[:12]}"
-            )
-        return serving
-
     async def _train(self, batch: Batch, watch: Stopwatch, seconds: dict[str, float]) -> Step:
         await asyncio.to_thread(self.folder.write_batch, batch)
         advantages_PG = batch_advantages(batch, self.job)
@@ -132,6 +120,19 @@ class Pipeline:
         watch.lap("store")
         result = await self.peers.train_step(self.job_id, batch.step, examples)
         watch.lap("train")
-        await self.sync_weights(batch.step)
+        await sync_weights(self.peers, self.job_id, self.job, batch.step)
         watch.lap("sync")
         return Step(batch, advantages_PG, result, batch.step - 1 - batch.version, seconds | watch.seconds, not seconds)
+
+
+async def sync_weights(peers: Peers, job_id: str, job: Job, version: int, *, rewind: bool = False) -> ServingWeights:
+    """Makes the sampler serve the trainer's `version`; raises Failed unless it answers with that version and its digest.
+    `rewind`: also where it serves a newer one, of a trainer that has since come back from a checkpoint."""
+    published = await peers.publish_weights(job_id, version, job.weight_sync)
+    serving = await peers.reload_weights(published.model_copy(update={"rewind": rewind}))
+    if (serving.version, serving.digest) != (version, published.digest):
+        raise Failed(
+            f"weight sync: the trainer published version {version} with digest {published.digest[:12]}, but the sampler "
+            f"serves version {serving.version} with digest {str(serving.digest)[:12]}"
+        )
+    return serving

@@ -2,7 +2,8 @@
 
 A job is resumed by what is there already: the trainer says which step it is at, the run folder has the scored batches and the
 rows of finished steps, and prompts are a function of the step. A step that was trained but not recorded is asked for again and
-answered from the trainer's memory. So an orchestrator that died costs nothing but time.
+answered from the trainer's memory. So an orchestrator that died costs nothing but time. A trainer that came back from a
+checkpoint is no other case: the steps since are replayed from the run folder.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from typing import Any
 from services.orchestrator.evaluation import evaluate
 from services.orchestrator.folder import RunFolder
 from services.orchestrator.peers import Peers
-from services.orchestrator.pipeline import Pipeline, Step
+from services.orchestrator.pipeline import Pipeline, Step, sync_weights
+from services.orchestrator.progress import Progress
 from services.orchestrator.prompts import Prompts, load_prompts
+from services.orchestrator.recovery import MAX_RECOVERIES, can_recover
 from services.orchestrator.store import Lease, Store, StoreUnavailable
 from services.orchestrator.telemetry import step_metrics
 from services.orchestrator.tracking import Tracker
 from shared.config import Settings
-from shared.errors import Conflict, Failed, Unavailable
+from shared.errors import Conflict, Failed, HoneError, Unavailable
 from shared.service import hone_version
-from shared.wire import Checkpoint, JobRecord, MetricsRow
+from shared.wire import Checkpoint, JobRecord, MetricsRow, TrainerState
 
 LOGPROB_WARNING = 0.05
 """Nats. Sampler and trainer that differ by more, on average and at staleness 0, are not the same policy."""
@@ -42,6 +45,7 @@ class Run:
         self._peers = Peers(record.job, settings)
         self._tracker = Tracker(record.job, record.id, self._folder.path)
         self._created_at = record.created_at
+        self._recoveries = record.recoveries
         self._warned: set[str] = set()
 
     async def run(self) -> dict[str, Any]:
@@ -63,42 +67,63 @@ class Run:
                 await self._peers.close()
 
     async def _train_with(self, prompts: Prompts) -> dict[str, Any]:
-        """Trains; a service that went away or lost its state ends the job with what to do about it."""
-        try:
-            return await self._train(prompts)
-        except StoreUnavailable:
-            raise
-        except (Conflict, Unavailable) as error:
-            raise Failed(
-                f"{error.detail}; if a service was restarted, submit the job again (`hone doctor` shows how they are)"
-            ) from error
+        """Trains. Services that were away or lost their state are put in place again, a few times; then the job ends with what to
+        do about it."""
+        state = None
+        while True:
+            try:
+                state = await self._prepare()
+                return await self._train(prompts, state)
+            except HoneError as error:
+                if state and self._recoveries < MAX_RECOVERIES and await can_recover(error, state, self._peers):
+                    await self._report_recovery(error)
+                elif isinstance(error, StoreUnavailable) or not isinstance(error, Conflict | Unavailable):
+                    raise
+                else:
+                    raise Failed(
+                        f"{error.detail}; if a service was restarted, submit the job again (`hone doctor` shows how they are)"
+                    ) from error
 
-    async def _train(self, prompts: Prompts) -> dict[str, Any]:
-        pipeline = Pipeline(self._id, self._job, prompts, self._peers, self._folder, self._settings.max_missing_rewards)
+    async def _prepare(self) -> TrainerState:
+        """Loads the job into trainer and sampler, and makes both serve the trainer's last step, whatever they did before."""
         await self._log("loading the model into the trainer and the sampler")
-        state, _ = await asyncio.gather(self._peers.put_job(self._id), self._peers.put_model())
+        try:
+            state, _ = await asyncio.gather(self._peers.put_job(self._id), self._peers.put_model())
+        except Conflict as error:
+            raise Failed(error.detail) from error  # refused, and not out of order
+        await sync_weights(self._peers, self._id, self._job, state.step, rewind=True)
+        message = f"{state.num_parameters:,} parameters, {state.dtype}, {state.num_ranks} trainer rank(s) on {state.device}"
+        message += f"; going on after step {state.step}" if state.step else ""
+        await self._store.report(self._lease, "log", message, step=state.step)
+        return state
+
+    async def _report_recovery(self, error: HoneError) -> None:
+        self._recoveries += 1
+        message = f"{error.detail}; going on from what the trainer has (recovery {self._recoveries} of {MAX_RECOVERIES})"
+        await self._store.report(self._lease, "log", message, level="warning", recoveries=self._recoveries)
+
+    async def _train(self, prompts: Prompts, state: TrainerState) -> dict[str, Any]:
+        pipeline = Pipeline(self._id, self._job, prompts, self._peers, self._folder, self._settings.max_missing_rewards)
         done = await asyncio.to_thread(self._folder.start_at, state.step)
-        await pipeline.sync_weights(state.step, rewind=True)
-        await self._log(f"{state.num_parameters:,} parameters, {state.dtype}, {state.num_ranks} trainer rank(s) on {state.device}")
         if done is None:
             await self._record(0, await self._evaluate(prompts, 0))
-        first = done or 0
         started = time.monotonic()
         checkpoint = None
-        async with contextlib.aclosing(pipeline.steps(first)) as steps:
+        progress = Progress(done or 0, self._job.steps)
+        async with contextlib.aclosing(pipeline.steps(done or 0)) as steps:
             since = time.monotonic()
             async for step in steps:
-                now = time.monotonic()
-                checkpoint = await self._after_step(step, prompts, now - since, now - started, first)
+                checkpoint = await self._after_step(step, prompts, time.monotonic() - since, progress)
                 since = time.monotonic()
         train_s = time.monotonic() - started
         checkpoint = checkpoint or await self._peers.checkpoint(self._id, self._job.steps)
         return self._summary(train_s, checkpoint, await self._peers.versions())
 
-    async def _after_step(self, step: Step, prompts: Prompts, step_s: float, elapsed_s: float, first: int) -> Checkpoint | None:
+    async def _after_step(self, step: Step, prompts: Prompts, step_s: float, progress: Progress) -> Checkpoint | None:
         number, job = step.batch.step, self._job
-        metrics = step_metrics(step, self._job, step_s)
-        await self._check(step, metrics)
+        eta_s = progress.eta_s(number, replayed=step.replayed)
+        metrics = step_metrics(step, job, step_s)
+        await self._warn(step, metrics)
         last = number == job.steps
         checkpoint = None
         if last or (job.checkpoints.every and number % job.checkpoints.every == 0):
@@ -106,7 +131,6 @@ class Run:
             await self._store.report(self._lease, "checkpoint", f"checkpoint {checkpoint.path}", checkpoint.model_dump())
         if last or number % job.evaluation.every == 0:
             metrics |= await self._evaluate(prompts, number)
-        eta_s = elapsed_s / (number - first) * (job.steps - number)
         await self._record(number, metrics, eta_s)
         return checkpoint
 
@@ -129,7 +153,7 @@ class Run:
         metrics = await evaluate(self._job, self._id, held_out, self._peers, version)
         return metrics | {"time/eval": time.monotonic() - start} if metrics else {}
 
-    async def _check(self, step: Step, metrics: dict[str, float]) -> None:
+    async def _warn(self, step: Step, metrics: dict[str, float]) -> None:
         """Warns of an update that was refused, and once of a sampler that is not the trainer's policy."""
         if step.result.skipped:
             message = f"step {step.batch.step}: loss or gradient were not finite, so the step changed no weight"
@@ -158,6 +182,7 @@ class Run:
             "evals": evals,
             "steps": self._job.steps,
             "seed": self._job.seed,
+            "skipped_steps": sum(int(row.metrics.get("skipped_steps", 0)) for row in rows),
             "reward_last": rows[-1].metrics.get("reward"),
             "train_s": round(train_s, 3),
             "wall_s": round(time.time() - self._created_at, 3),

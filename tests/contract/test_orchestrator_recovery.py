@@ -1,0 +1,144 @@
+"""Services that lose their state in the middle of a job, and come back: the job goes on from what they have, by replaying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orchestrator_stack
+import pytest
+from orchestrator_stack import Stack
+
+from shared.errors import Failed, Unavailable
+from shared.job import CheckpointSpec, Job
+from shared.wire import Event, ServingWeights
+
+job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
+
+
+def once(step: int, act: Callable[[], None]) -> Callable[[Any], Any]:
+    """A fault: `act` at the first call for `step`."""
+    done: list[int] = []
+
+    async def fault(body: Any) -> None:
+        if body.step == step and not done:
+            done.append(step)
+            act()
+
+    return fault
+
+
+def checkpointing(job: Job, every: int) -> Job:
+    return job.model_copy(update={"checkpoints": CheckpointSpec(every=every)})
+
+
+async def warnings(stack: Stack, job_id: str) -> list[Event]:
+    return [event for event in await stack.events(job_id) if event.level == "warning"]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_a_trainer_that_comes_back_from_a_checkpoint_is_brought_up_to_date(stack: Stack, max_staleness: int) -> None:
+    stack.fakes.fault["train_step"] = once(6, stack.fakes.restart_trainer)
+    submitted = checkpointing(stack.job, 3).model_copy(update={"max_staleness": max_staleness})
+    record = await stack.until((await stack.submit(submitted)).id)
+    assert (record.status, record.step, record.recoveries, record.error) == ("succeeded", 8, 1, None)
+    assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
+    folder = stack.folder(record.id)
+    assert [row.step for row in folder.metrics()] == list(range(9)), "rows of replayed steps are there once"
+    rewinds = [ref.version for ref in stack.fakes.reloads if ref.rewind]
+    assert rewinds == [0, 3], "at the start, and back from version 5"
+    assert [ref.version for ref in stack.fakes.reloads] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]
+    (warning,) = await warnings(stack, record.id)
+    assert warning.message == "got step 6, expected 4; going on from what the trainer has (recovery 1 of 3)"
+    steps = [event.data["step"] for event in await stack.events(record.id) if event.type == "step"]
+    assert steps == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
+
+
+async def test_replayed_steps_train_on_what_was_sampled_the_first_time(stack: Stack) -> None:
+    seen: dict[int, list[Any]] = {}
+
+    async def remember(body: Any) -> None:
+        seen.setdefault(body.step, []).append(body)
+        if body.step == 5 and len(seen[5]) == 1:
+            stack.fakes.restart_trainer()
+
+    stack.fakes.fault["train_step"] = remember
+    for every, replays in ((3, [1, 1, 1, 2, 2, 1, 1, 1]), (0, [2, 2, 2, 2, 2, 1, 1, 1])):
+        seen.clear()
+        record = await stack.until((await stack.submit(checkpointing(stack.job, every))).id)
+        assert record.status == "succeeded" and [len(seen[step]) for step in range(1, 9)] == replays
+        assert all(bodies[0] == bodies[-1] for bodies in seen.values())
+
+
+async def test_recoveries_are_bounded_and_the_job_then_fails_with_the_reason(stack: Stack) -> None:
+    async def restart(body: Any) -> None:
+        if body.step == 4:
+            stack.fakes.restart_trainer()
+
+    stack.fakes.fault["train_step"] = restart
+    record = await stack.until((await stack.submit(checkpointing(stack.job, 2))).id)
+    assert record.status == "failed" and record.recoveries == 3 and record.step == 3
+    assert record.error is not None and record.error.startswith("got step 4, expected 3; if a service was restarted, submit")
+    assert len(await warnings(stack, record.id)) == 3
+
+
+async def test_a_call_that_fails_as_the_trainer_goes_down_is_a_restart_and_not_the_jobs_failure(stack: Stack) -> None:
+    def die() -> None:
+        stack.fakes.restart_trainer()
+        raise Failed("train_step on rank 0: RuntimeError: connection closed by peer")
+
+    stack.fakes.fault["train_step"] = once(3, die)
+    record = await stack.until((await stack.submit(checkpointing(stack.job, 2))).id)
+    assert (record.status, record.recoveries) == ("succeeded", 1)
+
+
+async def test_a_trainer_that_fails_and_was_not_restarted_fails_the_job(stack: Stack) -> None:
+    def fail() -> None:
+        raise Failed("the update is not finite; set training.on_nonfinite to skip")
+
+    stack.fakes.fault["train_step"] = once(3, fail)
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.recoveries, record.step) == ("failed", 0, 2)
+    assert record.error == "the update is not finite; set training.on_nonfinite to skip"
+
+
+async def test_a_trainer_that_lost_everything_is_given_the_job_again(stack: Stack) -> None:
+    stack.fakes.fault["train_step"] = once(5, stack.fakes.lose_trainer)
+    record = await stack.until((await stack.submit(checkpointing(stack.job, 2))).id)
+    assert (record.status, record.recoveries) == ("succeeded", 1)
+    assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
+
+
+async def test_a_sampler_that_lost_its_weights_is_given_them_again(stack: Stack) -> None:
+    def lose() -> None:
+        stack.fakes.serving = ServingWeights(job_id=None, version=None, digest=None, model=None)
+
+    async def forget(_: Any) -> None:
+        if stack.fakes.step == 4 and stack.fakes.calls["model"] == 1:
+            lose()
+
+    stack.fakes.fault["generate"] = forget
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.recoveries) == ("succeeded", 1)
+    assert stack.fakes.calls["model"] == 2 and [request.step for request in stack.fakes.trained] == list(range(1, 9))
+
+
+async def test_services_that_never_came_are_not_recovered_from(stack: Stack) -> None:
+    async def away(_: Any) -> None:
+        raise Unavailable("the trainer has no GPU")
+
+    stack.settings.__dict__["patience_s"] = 0.3
+    stack.fakes.fault["job"] = away
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.recoveries) == ("failed", 0)
+    assert record.error is not None and record.error.startswith("the trainer has no GPU; if a service was restarted")
+
+
+async def test_an_update_that_was_refused_is_counted_and_said(stack: Stack) -> None:
+    stack.fakes.skipped = {3}
+    record = await stack.until((await stack.submit()).id)
+    rows = [row for row in stack.folder(record.id).metrics() if row.step]
+    assert [row.metrics["skipped_steps"] for row in rows] == [0, 0, 1, 0, 0, 0, 0, 0]
+    (warning,) = await warnings(stack, record.id)
+    assert warning.message == "step 3: loss or gradient were not finite, so the step changed no weight"
+    assert record.summary is not None and record.summary["skipped_steps"] == 1
