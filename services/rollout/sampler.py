@@ -151,10 +151,13 @@ class Sampler:
             return self.serving
 
     def _is_serving(self, ref: WeightsRef) -> bool:
-        """Returns whether `ref` serves now. Raises Conflict if a newer version of its job does, or other bytes of this one."""
+        """Returns whether `ref` serves now. Raises Conflict if a newer version of its job does, or other bytes of this one, unless
+        `ref` is to replace these."""
         serving = self.serving
         if serving.job_id != ref.job_id or serving.version is None:
             return False
+        if ref.rewind:
+            return (ref.version, ref.digest) == (serving.version, serving.digest)
         if ref.version < serving.version:
             raise Conflict(f"'version': got {ref.version}, serving {serving.version} of job {ref.job_id!r}; versions only go up")
         if ref.version == serving.version and ref.digest != serving.digest:

@@ -331,6 +331,17 @@ async def test_other_bytes_of_the_same_version_are_a_conflict(serving: Bench) ->
         await serving.reload(other)
 
 
+async def test_a_reload_that_goes_back_replaces_a_newer_version_and_other_bytes_once(serving: Bench) -> None:
+    await serving.reload(serving.publish(5))
+    back = serving.publish(3).model_copy(update={"rewind": True})
+    assert (await serving.reload(back)).version == 3
+    await serving.reload(back)
+    assert (await serving.generate()).rollouts[0].versions == (3,)
+    other = serving.publish(3, w=np.ones((2, 2), np.float32), b=np.ones(2, np.float32)).model_copy(update={"rewind": True})
+    assert (await serving.reload(other)).digest == other.digest != back.digest
+    assert serving.engine.calls == ["pause", "v5", 5, "resume"] + ["pause", "v3", 3, "resume"] * 2
+
+
 async def test_another_job_starts_its_own_order(serving: Bench) -> None:
     await serving.reload(serving.publish(5))
     assert (await serving.reload(serving.publish(0, job="next"))).version == 0
