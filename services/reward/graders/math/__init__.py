@@ -1,0 +1,90 @@
+r"""Rewards a mathematically right answer: `\boxed{}`, GSM8K's `#### 18`, or whatever math-verify finds in the text.
+
+Plain numbers ("1,200", "$18", "3/4", "75%", "18.0 dollars") are compared here, exactly; all else (formulas, sets, intervals) by
+math-verify, in a process of its own with a hard limit on time and memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+
+from services.reward.graders.math.answers import equal, final_answer, number
+from services.reward.graders.math.workers import Workers
+from services.reward.registry import Column, Grader, GradingFailed, Params, Tools, grader
+from shared.job import RewardSpec
+from shared.wire import Part, ScoreItem
+
+TAIL_CHARS = 4000
+"""Of a completion without a marked answer: its end, which math-verify searches."""
+
+MAX_ANSWER_CHARS = 2000
+
+
+class MathParams(Params):
+    """`answer` is the column of the right answer: a number, LaTeX, or a whole solution that ends in `####` or a `\\boxed{}`.
+
+    `cpu_s`: how many seconds of CPU time one comparison may take; an answer that takes longer earns 0. `strict`: only an answer
+    that the completion marks with `\\boxed{}` or `####` counts.
+    """
+
+    answer: Column = "answer"
+    cpu_s: float = Field(default=5.0, gt=0, le=60)
+    strict: bool = False
+
+
+@grader("math")
+class Math(Grader[MathParams]):
+    """1 if the completion's final answer is mathematically equal to the row's, else 0."""
+
+    pure = True
+    items_per_call = 1
+    max_concurrency = 64
+
+    def __init__(self, spec: RewardSpec, params: MathParams, tools: Tools) -> None:
+        super().__init__(spec, params, tools)
+        self._workers = Workers(min(4, len(os.sched_getaffinity(0))))
+
+    def content(self, item: ScoreItem) -> Any:
+        return [item.completion, item.row[self.params.answer]]
+
+    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
+        return [await self._grade(item.completion, self._wanted(item)) for item in items]
+
+    async def close(self) -> None:
+        await self._workers.close()
+
+    def _wanted(self, item: ScoreItem) -> str:
+        value = item.row[self.params.answer]
+        if type(value) not in (str, int, float) or not str(value).strip():
+            fault = f"column {self.params.answer!r} is {value!r:.80}; expected a number or text"
+            raise GradingFailed(fault, "invalid_variable_error")
+        return final_answer(str(value)) or str(value).strip()
+
+    async def _grade(self, completion: str, wanted: str) -> Part:
+        given = final_answer(completion)
+        if given is None and self.params.strict:
+            return Part(value=0.0, verdict="wrong", detail="no answer in \\boxed{} or after ####")
+        if given is not None and len(given) > MAX_ANSWER_CHARS:
+            return Part(value=0.0, verdict="wrong", detail=f"an answer of {len(given)} characters")
+        ours, theirs = number(completion.strip() if given is None else given), number(wanted)
+        if ours and theirs:
+            return _part(equal(ours, theirs), given, wanted)
+        if given == wanted:
+            return _part(True, given, wanted)
+        text = completion[-TAIL_CHARS:] if given is None else f"\\boxed{{{given}}}"
+        end = await self._workers.same(f"\\boxed{{{wanted}}}", text, self.params.cpu_s)
+        if isinstance(end, bool):
+            return _part(end, given, wanted)
+        verdict, detail = end
+        if verdict == "error":
+            return Part(value=0.0, verdict="wrong", detail=f"not comparable: {detail}")
+        return Part(value=0.0, verdict=verdict, detail=detail)
+
+
+def _part(right: bool, given: str | None, wanted: str) -> Part:
+    shown = "an unmarked answer" if given is None else f"{given!r:.80}"
+    return Part(value=float(right), verdict="ok" if right else "wrong", detail=f"{shown}, wanted {wanted!r:.80}")
