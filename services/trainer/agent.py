@@ -1,21 +1,53 @@
-"""torchrun, with two differences: being asked to stop is not an error, and the run folder is removed at the end.
+"""torchrun, with three differences: being asked to stop is not an error, the run folder learns which rank died and of what, and is
+removed if the launcher is gone.
 
-`python -m services.trainer.agent <torchrun's arguments> <run folder>`. The run folder holds torchrun's rendezvous, so no rank may
-remove it; the launcher may be gone by then.
+`python -m services.trainer.agent <torchrun's arguments> <this life's folder in the run folder>`.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
+from services.trainer.rendezvous import Place
+from services.trainer.run_folder import RunFolder
+from shared.config import load_settings
+
+
+def describe(failures: dict[int, ProcessFailure], first_rank: int) -> str:
+    """Returns which rank died first and of what. `first_rank` is the first of this node.
+
+    One that was killed comes before those that ended because it was gone. SIGTERM is torchrun's own.
+    """
+
+    def order(failure: ProcessFailure) -> tuple[bool, int]:
+        return failure.exitcode >= 0 or failure.exitcode == -signal.SIGTERM, failure.timestamp
+
+    failure = min(failures.values(), key=order)
+    rank = f"rank {first_rank + failure.local_rank}"
+    if failure.exitcode >= 0:
+        return f"{rank} ended with exit code {failure.exitcode}"
+    hint = ", as the kernel does when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
+    return f"{rank} was killed by {failure.signal_name()}{hint}"
+
+
 if __name__ == "__main__":
+    launcher = os.getppid()
+    folder = RunFolder(Path(sys.argv[-1]).parent)
     try:
         main()
     except SignalException:
         sys.exit(0)
+    except ChildFailedError as error:
+        folder.note_failure(describe(error.failures, Place.of(load_settings(), 0).rank))
+        sys.exit(1)
     finally:
-        shutil.rmtree(sys.argv[-1], ignore_errors=True)
+        if os.getppid() != launcher:
+            shutil.rmtree(folder.path, ignore_errors=True)

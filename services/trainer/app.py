@@ -29,6 +29,19 @@ from shared.wire import (
 Run = Callable[[str, Wire], Awaitable[BaseModel]]
 """Runs the command of that name (a method of `Trainer`) on all ranks."""
 
+Reloading = Callable[[str | None], str | None]
+"""Given the job that is loaded, says which other one the trainer has yet to load by itself, if any."""
+
+GAUGES: tuple[tuple[str, str, Callable[[TrainerState], float]], ...] = (
+    ("step", "The last applied step of the loaded job", lambda state: state.step),
+    (
+        "skipped_steps",
+        "Steps of the loaded job that changed no weight: a loss or gradient was not finite",
+        lambda s: s.skipped_steps,
+    ),
+    ("restarts", "How often the ranks were started again after a failure", lambda state: state.restarts),
+)
+
 
 class Readable(Protocol):
     """What can be read of the trainer while a command runs."""
@@ -42,23 +55,27 @@ async def _up() -> str | None:
     return None  # HTTP starts once the ranks have met, and ends with any of them
 
 
-def make_service(settings: Settings, trainer: Readable, run: Run, versions: dict[str, Any]) -> Service:
+def make_service(
+    settings: Settings, trainer: Readable, run: Run, versions: dict[str, Any], reloading: Reloading = lambda _job: None
+) -> Service:
     """Returns the service. `run` reaches the ranks; `trainer` is rank 0's."""
-    readiness: dict[str, Check] = {"ranks": _up}
+
+    async def job_is_back() -> str | None:
+        return reloading(trainer.state().job_id)
+
+    readiness: dict[str, Check] = {"ranks": _up, "job": job_is_back}
     service = Service("trainer", settings, readiness=readiness, version_info=lambda: versions)
-    step = service.gauge("step", "The last applied step of the loaded job")
+    for name, description, read in GAUGES:
+        service.gauge(name, description).set_function(lambda read=read: read(trainer.state()))
     step_seconds = service.gauge("step_seconds", "How long the last step took")
 
     async def load_job(request: TrainerJob) -> TrainerState:
-        """Loads the job's model at its start; another job's is freed. The same job again changes nothing."""
-        state = cast(TrainerState, await run("load_job", request))
-        step.set(state.step)
-        return state
+        """Loads the job, from its newest checkpoint if it has one; another job is freed. The same job again changes nothing."""
+        return cast(TrainerState, await run("load_job", request))
 
     async def train_step(request: TrainStepRequest) -> StepResult:
-        """Applies one optimizer step. The same step again, with the same body, gives the same answer and moves nothing."""
+        """Applies one training step. The same step again, with the same body, gives the same answer and moves nothing."""
         result = cast(StepResult, await run("train_step", request))
-        step.set(result.step)
         step_seconds.set(result.train_s)
         return result
 
@@ -67,7 +84,7 @@ def make_service(settings: Settings, trainer: Readable, run: Run, versions: dict
         return cast(WeightsRef, await run("publish_weights", request))
 
     async def write_checkpoint(request: CheckpointRequest) -> Checkpoint:
-        """Writes a Hugging Face checkpoint of the last applied step."""
+        """Writes a Hugging Face checkpoint of the last applied step, from which training can go on; old ones are removed."""
         return cast(Checkpoint, await run("write_checkpoint", request))
 
     async def state() -> TrainerState:

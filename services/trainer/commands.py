@@ -1,10 +1,9 @@
 """How one command becomes the same method call on every rank, and every rank's outcome one answer.
 
-    HTTP thread of rank 0 --Inbox--> main thread of rank 0 --Channel.broadcast--> every rank: Trainer.<name>(body)
-                                                           <--Channel.gather----- result or error
+    HTTP thread of rank 0 --Inbox--> main thread of rank 0 --Ranks.broadcast--> every rank: Trainer.<name>(body)
+                                                           <--Ranks.settle----- result or error
 
-An error on one rank is the error of all. A rank that fails while the others wait for it inside a collective cannot tell them by
-a collective: it leaves a note in the run folder first, which rank 0 watches (`watch`).
+Ranks of which some have trained a step and some have not hold no common weights: they end, and come back from a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,22 +14,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
 from pydantic import BaseModel
 
+from services.trainer.together import Ranks, as_hone_error
 from services.trainer.trainer import Trainer
 from shared import codec
-from shared.errors import Failed, HoneError, from_problem
+from shared.errors import HoneError, from_problem
 from shared.logs import get_logger
 from shared.wire import CheckpointRequest, PublishRequest, TrainerJob, TrainStepRequest, Wire
 
 HEARTBEAT_S = 30.0
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 NOTE_GRACE_S = 10.0
 NOTE_POLL_S = 0.5
 
@@ -42,7 +37,15 @@ BODIES: dict[str, type[Wire]] = {
 }
 """Every command is a method of `Trainer`, and this is its body."""
 
-CHANGES_WEIGHTS = frozenset({"load_job", "train_step"})
+
+class RanksDiffer(Exception):
+    """Some ranks have applied a step and some have not; why, in a sentence."""
+
+
+class Readable(Protocol):
+    """Notes of ranks that failed where others wait for them."""
+
+    def standing(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,15 @@ class Inbox:
         self._tickets: queue.Queue[Ticket] = queue.Queue()
         self._current: Ticket | None = None
 
-    async def run(self, name: str, body: Wire) -> BaseModel:
-        """Returns what the ranks answer. The command goes on even if its caller goes away."""
+    def put(self, name: str, body: Wire) -> Future[BaseModel]:
+        """Returns where the ranks' answer will be."""
         ticket = Ticket(name, body, Future())
         self._tickets.put(ticket)
-        return await asyncio.shield(asyncio.wrap_future(ticket.answer))
+        return ticket.answer
+
+    async def run(self, name: str, body: Wire) -> BaseModel:
+        """Returns what the ranks answer. The command goes on even if its caller goes away."""
+        return await asyncio.shield(asyncio.wrap_future(self.put(name, body)))
 
     def next(self, timeout_s: float) -> Ticket | None:
         """Returns the next command, or None after `timeout_s` seconds without one."""
@@ -81,90 +88,66 @@ class Inbox:
             self._current.answer.set_exception(error)
 
 
-class Channel:
-    """Bytes from rank 0 to all, and values from all to all, on a gloo group of its own."""
+class Reload:
+    """The command that loads again what the ranks before had loaded, ahead of all others; None loads nothing."""
 
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.num_ranks = dist.get_world_size()
-        self._group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    def __init__(self, inbox: Inbox, request: TrainerJob | None) -> None:
+        self._request = request
+        self._answer = inbox.put("load_job", request) if request else None
 
-    def broadcast(self, message: bytes) -> bytes:
-        """Returns rank 0's message."""
-        size = torch.tensor([len(message)])
-        dist.broadcast(size, src=0, group=self._group)
-        data = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(int(size), dtype=torch.uint8)
-        if data.numel():
-            dist.broadcast(data, src=0, group=self._group)
-        return data.numpy().tobytes()
-
-    def gather(self, value: Any) -> list[Any]:
-        """Returns every rank's value, by rank."""
-        values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+    def under_way(self, loaded_job: str | None) -> str | None:
+        """Returns why the trainer is of no use yet, given the job that is loaded: None if it is."""
+        if self._request is None or self._answer is None or loaded_job is not None:
+            return None
+        what = f"job {self._request.job_id!r}, which was loaded before a failure,"
+        if not self._answer.done():
+            return f"{what} is being loaded again"
+        error = self._answer.exception()
+        return f"{what} could not be loaded again: {error}" if error else None
 
 
-class Notes:
-    """Files in the run folder, one a rank, that say why the rank will not come to the collective others wait in."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
-        self._own = folder / f"failed-{rank}"
-
-    def leave(self, sentence: str) -> None:
-        aside = self._own.with_name("." + self._own.name)
-        aside.write_text(sentence, encoding="utf-8")
-        aside.replace(self._own)
-
-    def clear(self) -> None:
-        self._own.unlink(missing_ok=True)
-
-    def standing(self, age_s: float) -> str | None:
-        """Returns a note that has been there for `age_s` seconds, if any."""
-        for note in sorted(self._folder.glob("failed-*")):
-            try:
-                if time.time() - note.stat().st_mtime >= age_s:
-                    return note.read_text(encoding="utf-8")
-            except FileNotFoundError:
-                continue  # cleared just now
-        return None
-
-
-def follow(trainer: Trainer, channel: Channel, notes: Notes, inbox: Inbox | None) -> None:
-    """Every rank's main loop; rank 0 has the inbox. Ends only by an exception: another rank is gone."""
+def follow(trainer: Trainer, ranks: Ranks, inbox: Inbox | None) -> None:
+    """Every rank's main loop; rank 0 has the inbox. Ends only by an exception: another rank is gone, or the ranks differ."""
     while True:
         ticket = inbox.next(HEARTBEAT_S) if inbox else None
-        message = channel.broadcast(_encode(ticket))
+        message: bytes = ranks.broadcast(_encode(ticket))
         if message:
-            outcome = perform(trainer, channel, notes, *_decode(message))
+            outcome = perform(trainer, ranks, *_decode(message))
             if ticket is not None:
                 _answer(ticket.answer, outcome)
 
 
-def perform(trainer: Trainer, channel: Channel, notes: Notes, name: str, body: Wire) -> BaseModel | HoneError:
+def perform(trainer: Trainer, ranks: Ranks, name: str, body: Wire) -> BaseModel | HoneError:
     """Returns this rank's result, or the error of the first rank that had one.
 
-    If ranks disagree about whether the weights changed, they have no common weights: the job is unloaded.
+    If ranks disagree about whether a job is loaded, it is unloaded. If they do about whether a step was applied, rank 0 raises
+    RanksDiffer.
     """
-    outcome = _attempt(trainer, name, body, channel.rank)
-    if isinstance(outcome, HoneError):
-        notes.leave(outcome.detail)
-    problems = channel.gather(outcome.problem() if isinstance(outcome, HoneError) else None)
-    notes.clear()
+    outcome = _attempt(trainer, name, body, ranks.rank)
+    problems = [problem for problem, _ in ranks.settle(outcome if isinstance(outcome, HoneError) else None)]
     failed = [problem for problem in problems if problem]
     if not failed:
         return outcome
-    if len(failed) < len(problems) and name in CHANGES_WEIGHTS:
-        trainer.unload()
+    if len(failed) < len(problems):
+        if name == "load_job":
+            trainer.unload()
+        elif name == "train_step" and ranks.rank == 0:
+            raise RanksDiffer(failed[0]["detail"])
     return from_problem(failed[0]["status"], failed[0], "a rank")
 
 
-def watch(notes: Notes, end: Callable[[str], None]) -> None:
-    """Calls `end` with the note of a rank that failed while another is still inside the command. Runs in a thread of rank 0."""
-    while (sentence := notes.standing(NOTE_GRACE_S)) is None:
+def watch(notes: Readable, end: Callable[[str], None]) -> None:
+    """Calls `end` with the note of a rank that failed while another is still inside the command. Runs in a thread of rank 0.
+
+    A note that stands for less than `NOTE_GRACE_S` seconds is of ranks that are about to meet.
+    """
+    note, since = None, 0.0
+    while note is None or time.monotonic() - since < NOTE_GRACE_S:
         time.sleep(NOTE_POLL_S)
-    end(sentence)
+        standing = notes.standing()
+        if standing != note:
+            note, since = standing, time.monotonic()
+    end(note)
 
 
 def _attempt(trainer: Trainer, name: str, body: Wire, rank: int) -> Any:
@@ -174,7 +157,7 @@ def _attempt(trainer: Trainer, name: str, body: Wire, rank: int) -> Any:
         return error
     except Exception as error:
         get_logger().exception("command failed", command=name, rank=rank)
-        return Failed(f"{name} failed on rank {rank}: {type(error).__name__}: {error}")
+        return as_hone_error(error, name, rank)
 
 
 def _answer(answer: Future[BaseModel], outcome: BaseModel | HoneError) -> None:

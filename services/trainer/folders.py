@@ -1,4 +1,4 @@
-"""Folders that are complete or absent: written aside, then renamed. Used for published weights and for checkpoints."""
+"""Folders that are complete or absent: written aside, then renamed; renamed, then removed. Published weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from shared.errors import Failed
 
 ASIDE = ".tmp-"
+"""What the names of folders begin with that are being written or removed. Any that no process works on is rubbish."""
 
 
 @contextlib.contextmanager
@@ -34,7 +35,7 @@ def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[P
         yield aside
         if durable:
             _sync_all(aside)
-        shutil.rmtree(target, ignore_errors=True)
+        discard(target)
         aside.replace(target)
         if durable:
             _sync(target.parent)
@@ -46,9 +47,29 @@ def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[P
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def discard(folder: Path) -> None:
+    """Removes `folder`, if it is there, so that no half of it is ever seen under its name."""
+    aside = folder.parent / (ASIDE + "old-" + folder.name)
+    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        folder.replace(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a killed process left aside in `folder`. Only for one that no process writes into."""
+    for rubbish in folder.glob(ASIDE + "*") if folder.is_dir() else ():
+        shutil.rmtree(rubbish, ignore_errors=True)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Returns the files in `folder` and below, in the order of their names."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
 def size_of(folder: Path) -> int:
-    """Returns the bytes of the files in `folder`."""
-    return sum(file.stat().st_size for file in folder.iterdir())
+    """Returns the bytes of the files in `folder` and below."""
+    return sum(file.stat().st_size for file in files_in(folder))
 
 
 def _disk_full(target: Path, size_bytes: int, free_bytes: int) -> Failed:
@@ -59,9 +80,8 @@ def _disk_full(target: Path, size_bytes: int, free_bytes: int) -> Failed:
 
 
 def _sync_all(folder: Path) -> None:
-    for file in folder.iterdir():
-        _sync(file)
-    _sync(folder)
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
 
 
 def _sync(path: Path) -> None:

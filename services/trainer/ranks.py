@@ -1,11 +1,13 @@
-"""One rank of the trainer, started by torchrun: `python -m services.trainer.ranks <run folder>`.
+"""One rank of the trainer, started by torchrun: `python -m services.trainer.ranks <this life's folder in the run folder>`.
 
     main thread     every rank: the loop of commands.py. DeepSpeed runs here and nowhere else
     HTTP thread     rank 0: uvicorn, so /healthz and GET /state answer during a training step
     signal thread   rank 0: SIGTERM ends it even while the main thread waits inside a collective
     watch thread    rank 0: a rank that failed where others wait for it ends the service, with a sentence
+    beat threads    with several nodes: each hears whether the others live (beats.py)
 
-Any rank that dies ends all of them (torchrun), and all die with torchrun. Left out: more than one host.
+Any rank that dies ends all of its node (torchrun) and so those of the other nodes; the launchers start them again, and rank 0 loads
+the job that was loaded from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -25,41 +27,55 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import uvicorn
-from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
+from services.trainer import beats
 from services.trainer.app import make_service
-from services.trainer.commands import COLLECTIVE_TIMEOUT, Channel, Inbox, Notes, follow, watch
-from services.trainer.trainer import Trainer
+from services.trainer.channel import COLLECTIVE_TIMEOUT, Channel, Notes
+from services.trainer.commands import Inbox, RanksDiffer, Reload, follow, watch
+from services.trainer.rendezvous import Meeting, Place, meet, tell_libraries
+from services.trainer.run_folder import RunFolder
+from services.trainer.together import Ranks
+from services.trainer.trainer import Seams, Trainer
 from shared import logs
 from shared.config import Settings, load_settings
-from shared.errors import Failed
+from shared.errors import Failed, HoneError, Unavailable
 from shared.logs import get_logger
 
 STOP_S = 8.0
 FLUSH_S = 1.0
 PR_SET_PDEATHSIG = 1
+COMES_BACK = "the trainer starts its ranks again, from the newest checkpoint"
 
 
 def main() -> None:
     die_with_parent()
-    if int(os.environ["RANK"]) == 0:
+    settings = load_settings()
+    place = Place.of(settings, int(os.environ["LOCAL_RANK"]))
+    if place.rank == 0:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # before any thread: all inherit it
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    settings = load_settings()
-    logs.configure("trainer", settings if int(os.environ["RANK"]) == 0 else quieter(settings))
-    run_dir = Path(sys.argv[1])
-    device = start_distributed(run_dir)
-    trainer = make_trainer(settings, device)
-    channel, notes = Channel(), Notes(run_dir, dist.get_rank())
-    if channel.rank == 0:
-        lead(settings, trainer, channel, notes)
+    logs.configure("trainer", settings if place.local_rank == 0 else quieter(settings))
+    life = Path(sys.argv[1])
+    folder = RunFolder(life.parent)
+    try:
+        meeting = join(settings, place, life, folder)
+        trainer_of = trainer_maker(settings, place, folder)
+    except Exception as error:
+        folder.note_failure(f"rank {place.rank} could not start: {type(error).__name__}: {error}")
+        raise
+    notes = Notes(meeting.notes, place.rank, place.num_ranks)
+    channel = Channel(notes)
+    if place.rank == 0:
+        lead(settings, trainer_of(channel), channel, notes, folder, meeting)
     else:
-        follow(trainer, channel, notes, None)
+        if place.node_rank and place.local_rank == 0:
+            start_thread(beats.beat, meeting.beats, place, abandon)
+        follow(trainer_of(channel), channel, None)
 
 
 def quieter(settings: Settings) -> Settings:
-    """Returns settings under which a rank does not repeat what rank 0 logs."""
+    """Returns settings under which a rank does not repeat what the first of its node logs."""
     return settings.model_copy(update={"log_level": "error" if settings.log_level == "error" else "warning"})
 
 
@@ -70,65 +86,98 @@ def die_with_parent() -> None:
         sys.exit("torchrun was gone before this rank began")
 
 
-def start_distributed(run_dir: Path) -> torch.device:
-    """Joins the other ranks and returns this rank's device.
+def join(settings: Settings, place: Place, life: Path, folder: RunFolder) -> Meeting:
+    """Joins the other ranks in torch.distributed and returns where all meet.
 
     The process group is made here and not by DeepSpeed, which would bind it to a device (`device_id`) and so hang later
-    weight syncs. Ranks meet through a file, because torch's TCP store would listen on every interface.
+    weight syncs.
     """
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device_of(place))
     else:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         torch.use_deterministic_algorithms(True)
-    store = FileStore(str(run_dir / "store"), num_ranks)
-    backend = "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COLLECTIVE_TIMEOUT)
-    return device
+    tell_libraries(place)
+    meeting = meet(settings, place, life, folder.past().last_failure)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=meeting.group,
+        rank=place.rank,
+        world_size=place.num_ranks,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    return meeting
 
 
-def make_trainer(settings: Settings, device: torch.device) -> Trainer:
+def device_of(place: Place) -> torch.device:
+    return torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def trainer_maker(settings: Settings, place: Place, folder: RunFolder) -> Callable[[Ranks], Trainer]:
+    """Imports what is heavy, and returns what makes this rank's trainer."""
     from services.trainer.engine import DeepSpeedEngine, quiet_libraries  # imports deepspeed, which reads DS_ACCELERATOR
+    from services.trainer.fingerprint import model_fingerprint
     from services.trainer.models import check_model
 
     quiet_libraries()
-    return Trainer(
-        settings,
-        dist.get_rank(),
-        dist.get_world_size(),
+    seams = Seams(
         check_job=check_model,
-        start_engine=lambda job: DeepSpeedEngine(job, device),
+        start_engine=lambda job: DeepSpeedEngine(job, device_of(place)),
+        fingerprint=model_fingerprint,
+        remember_job=folder.remember_job,
     )
+    return lambda ranks: Trainer(settings, ranks, seams, folder.past())
 
 
-def lead(settings: Settings, trainer: Trainer, channel: Channel, notes: Notes) -> None:
-    """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank is gone."""
+def lead(settings: Settings, trainer: Trainer, channel: Channel, notes: Notes, folder: RunFolder, meeting: Meeting) -> None:
+    """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank is gone. The job that the ranks before had
+    loaded comes first."""
     inbox = Inbox()
-    service = make_service(settings, trainer, inbox.run, versions(channel.num_ranks))
+    reload = Reload(inbox, folder.job())
+    service = make_service(settings, trainer, inbox.run, versions(channel.num_ranks), reload.under_way)
     server = service.server(settings.trainer_port)
     stopping = threading.Event()
 
-    def end(sentence: str) -> NoReturn:
-        get_logger().error("the trainer ends", reason=sentence)
-        inbox.fail(Failed(f"{sentence}; the trainer service ends and has to be started again"))
+    def end_with(error: HoneError, reason: str) -> NoReturn:
+        get_logger().error("the ranks end", reason=reason)
+        inbox.fail(error)
         time.sleep(FLUSH_S)
         leave(1, trainer)
 
-    context = contextvars.copy_context()  # what every log line carries
-    http = threading.Thread(target=context.run, args=(serve, server, stopping, end), daemon=True)
-    stopper = threading.Thread(target=stop_on_signal, args=(server, http, stopping, trainer), daemon=True)
-    for thread in (http, stopper, threading.Thread(target=watch, args=(notes, end), daemon=True)):
-        thread.start()
+    def end(sentence: str) -> NoReturn:
+        folder.note_failure(sentence)
+        end_with(Failed(f"{sentence}; {COMES_BACK}"), sentence)
+
+    http = start_thread(serve, server, stopping, end)
+    stopper = start_thread(stop_on_signal, server, http, stopping, trainer)
+    start_thread(watch, notes, end)
+    if settings.trainer_nodes > 1:
+        start_thread(beats.listen, meeting.beats, settings.trainer_nodes, end)
     try:
-        follow(trainer, channel, notes, inbox)
+        follow(trainer, channel, inbox)
+    except RanksDiffer as error:
+        end(str(error))
     except RuntimeError as error:  # what a torch collective raises when its peer is gone
         if stopping.is_set():
             stopper.join()
-        end(f"another rank is gone: {error}")
+        reason = f"another rank is gone: {error}"
+        end_with(Unavailable(f"{reason}; {COMES_BACK}"), reason)  # torchrun knows which
+
+
+def start_thread(act: Callable[..., None], *arguments: object) -> threading.Thread:
+    """Returns the running thread; its log lines carry what this thread's do."""
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(act, *arguments), daemon=True)
+    thread.start()
+    return thread
+
+
+def abandon(reason: str) -> NoReturn:
+    """Ends a rank other than 0 from any thread."""
+    get_logger().error("the ranks end", reason=reason)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def serve(server: uvicorn.Server, stopping: threading.Event, end: Callable[[str], NoReturn]) -> None:

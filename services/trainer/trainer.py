@@ -1,7 +1,7 @@
 """What the trainer service remembers: which job, which step is next, what the last one answered. Every rank runs one of these.
 
-All ranks get the same commands in the same order and come to the same decisions, so only the engine's own collectives connect
-them. Idempotency lives here, beside the weights it protects, and not in a table of requests: when a job is replaced or its
+All ranks get the same commands in the same order and come to the same decisions; what one of them alone can know, they settle
+`together`. Idempotency lives here, beside the weights it protects, and not in a table of requests: when a job is replaced or its
 weights are lost, what was remembered about them goes too.
 """
 
@@ -11,10 +11,17 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
 from services.trainer import checkpoints
+from services.trainer.checkpoints import File, Manifest
+from services.trainer.folders import sweep, written_aside
+from services.trainer.resume import Found, newest_whole
+from services.trainer.run_folder import Past
+from services.trainer.schedule import learning_rate
+from services.trainer.together import Ranks, SaveAll
 from services.trainer.weights import Publisher
 from shared import codec
 from shared.config import Settings
@@ -61,6 +68,7 @@ class Engine(Protocol):
     dtype: str
     device: str
     num_parameters: int
+    num_trainable: int
     weights_bytes: int
 
     def update(self, examples: tuple[Example, ...], learning_rate: float) -> Update: ...
@@ -78,48 +86,61 @@ class Engine(Protocol):
 
 @dataclass
 class Loaded:
-    """The job that is loaded, and how far it is."""
+    """The job that is loaded, and how far it is. `last` is the last step's body (its fingerprint) and result."""
 
     request: TrainerJob
+    model: str
     engine: Engine
     publisher: Publisher | None
+    damaged: tuple[str, ...] = ()
+    resumed_step: int | None = None
     step: int = 0
+    skipped_steps: int = 0
     last: tuple[str, StepResult] | None = None
 
 
-class Trainer:
-    """One rank's part of the service. `start_engine(job)` loads a model; it checks that it can before memory is freed for it."""
+@dataclass(frozen=True)
+class Seams:
+    """What a trainer does through others. `start_engine` loads a model; `check_job` says first whether it can, before memory is
+    freed for it; `fingerprint` tells one model from another; `remember_job` keeps the loaded job for the ranks' next life."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        rank: int,
-        num_ranks: int,
-        *,
-        check_job: Callable[[Job], None],
-        start_engine: Callable[[Job], Engine],
-    ) -> None:
+    check_job: Callable[[Job], None]
+    start_engine: Callable[[Job], Engine]
+    fingerprint: Callable[[Job], str]
+    remember_job: Callable[[TrainerJob | None], None]
+
+
+class Trainer:
+    """One rank's part of the service. `past`: what became of the ranks before these."""
+
+    def __init__(self, settings: Settings, ranks: Ranks, seams: Seams, past: Past | None = None) -> None:
         self._settings = settings
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._check_job = check_job
-        self._start_engine = start_engine
+        self._ranks = ranks
+        self._seams = seams
+        self._past = past or Past()
         self._loaded: Loaded | None = None
 
     def load_job(self, request: TrainerJob) -> TrainerState:
-        """Loads the job's model at its start, in place of the job before. The same job again changes nothing."""
+        """Loads the job in place of the one before: from its newest checkpoint, or at its start. The same job again changes
+        nothing. Raises Conflict for checkpoints of another job or model."""
         loaded = self._loaded
         if loaded and loaded.request.job_id == request.job_id:
             if loaded.request != request:
                 raise Conflict(f"job {request.job_id!r} is loaded with another body; the same job id must come with the same job")
             return self.state()
-        self._check_job(request.job)
+        self._ranks.together(lambda: self._seams.check_job(request.job))
+        folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
+        model = self._ranks.from_rank_0(lambda: self._seams.fingerprint(request.job))
+        found = newest_whole(self._ranks, folder, request, model)
         self.unload()
         started = time.monotonic()
-        engine = self._start_engine(request.job)
-        publisher = Publisher(self._settings, request.job_id) if self._rank == 0 else None
-        self._loaded = Loaded(request, engine, publisher)
-        get_logger().info("job loaded", job=request.job_id, model=request.job.model, seconds=round(time.monotonic() - started, 2))
+        engine = self._seams.start_engine(request.job)
+        self._loaded = self._resumed(request, model, engine, found)
+        if self._ranks.rank == 0:
+            sweep(folder)
+            self._seams.remember_job(request)
+        seconds = round(time.monotonic() - started, 2)
+        get_logger().info("job loaded", job=request.job_id, model=request.job.model, step=self._loaded.step, seconds=seconds)
         return self.state()
 
     def train_step(self, request: TrainStepRequest) -> StepResult:
@@ -134,6 +155,7 @@ class Trainer:
             raise Conflict(f"got step {request.step}, expected {loaded.step + 1}")
         result = self._apply(loaded, request)
         loaded.step, loaded.last = request.step, (fingerprint, result)
+        loaded.skipped_steps += result.skipped
         get_logger().info("step applied", job=request.job_id, **result.model_dump(exclude={"metrics"}))
         return result
 
@@ -142,33 +164,60 @@ class Trainer:
         loaded = self._job(request.job_id)
         if request.version != loaded.step:
             raise Conflict(f"got version {request.version}, expected {loaded.step}, the last applied step")
-        if loaded.publisher is None:
-            return None
-        engine = loaded.engine
-        return loaded.publisher.publish(request.version, request.method, engine.weights_bytes, engine.save_weights)
+        engine, publisher = loaded.engine, loaded.publisher
+
+        def lead(save_all: SaveAll) -> WeightsRef:
+            assert publisher is not None, "rank 0 has one"
+            return publisher.publish(request.version, request.method, engine.weights_bytes, save_all)
+
+        return self._ranks.write(lead, engine.save_weights)
 
     def write_checkpoint(self, request: CheckpointRequest) -> Checkpoint | None:
-        """Returns the checkpoint on rank 0, None elsewhere. One that is there already is not written again."""
+        """Returns the checkpoint on rank 0, None elsewhere. One that is there already is not written again; old ones go."""
         loaded = self._job(request.job_id)
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
-        known = next((checkpoint for checkpoint in checkpoints.listed(folder) if checkpoint.step == request.step), None)
+        path = checkpoints.path_of(folder, request.step)
+        known = self._ranks.from_rank_0(lambda: checkpoints.described(path) if path.is_dir() else None)
         if known is None and request.step != loaded.step:
             raise Conflict(f"got step {request.step}, expected {loaded.step}, the last applied step")
-        if known or self._rank != 0:
-            return known
+        if known:
+            return known if self._ranks.rank == 0 else None
         engine = loaded.engine
-        return checkpoints.write(folder, request.step, engine.weights_bytes, engine.save_checkpoint)
+
+        def lead(save_all: SaveAll) -> Checkpoint:
+            with written_aside(path, checkpoint_bytes(engine), durable=True) as aside:
+                shares: list[dict[str, File]] = save_all(aside)
+                files = {name: file for share in shares for name, file in share.items()}
+                checkpoints.write_manifest(aside, self._manifest(loaded, files))
+            checkpoints.remove_old(folder, loaded.request.job.checkpoints)
+            return checkpoints.described(path)
+
+        def save(aside: Path) -> None:
+            engine.save_checkpoint(aside)
+            (aside / checkpoints.STATE).mkdir(exist_ok=True)
+            engine.save_state(aside / checkpoints.STATE)
+
+        share = slice(self._ranks.rank, None, self._ranks.num_ranks)
+        return self._ranks.write(lead, save, lambda aside: checkpoints.measured(aside, share))
 
     def state(self) -> TrainerState:
         """Returns where this trainer is. Safe to call from another thread."""
         loaded = self._loaded
+        past = {"num_ranks": self._ranks.num_ranks, "restarts": self._past.restarts, "last_failure": self._past.last_failure}
+        if loaded is None:
+            return TrainerState(job_id=None, step=0, dtype="", device="", num_parameters=0, **past)
+        engine = loaded.engine
         return TrainerState(
-            job_id=loaded.request.job_id if loaded else None,
-            step=loaded.step if loaded else 0,
-            num_ranks=self._num_ranks,
-            dtype=loaded.engine.dtype if loaded else "",
-            device=loaded.engine.device if loaded else "",
-            num_parameters=loaded.engine.num_parameters if loaded else 0,
+            job_id=loaded.request.job_id,
+            step=loaded.step,
+            dtype=engine.dtype,
+            device=engine.device,
+            num_parameters=engine.num_parameters,
+            num_trainable=engine.num_trainable,
+            skipped_steps=loaded.skipped_steps,
+            resumed_step=loaded.resumed_step,
+            damaged=loaded.damaged,
+            **past,
         )
 
     def list_checkpoints(self) -> CheckpointList:
@@ -180,7 +229,17 @@ class Trainer:
         return CheckpointList(checkpoints=checkpoints.listed(folder))
 
     def unload(self) -> None:
-        """Frees the job's memory, its shared memory included."""
+        """Forgets the job: the ranks' next life will not load it. Frees its memory, its shared memory included."""
+        if self._ranks.rank == 0:
+            self._seams.remember_job(None)
+        self._free()
+
+    def free_shared_memory(self) -> None:
+        """Frees the job's shared memory, and only that. Safe to call from another thread, while the process ends."""
+        if self._loaded is not None and self._loaded.publisher is not None:
+            self._loaded.publisher.close()
+
+    def _free(self) -> None:
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             if loaded.publisher is not None:
@@ -188,17 +247,45 @@ class Trainer:
             loaded.engine.close()
             get_logger().info("job unloaded", job=loaded.request.job_id, step=loaded.step)
 
-    def free_shared_memory(self) -> None:
-        """Frees the job's shared memory, and only that. Safe to call from another thread, while the process ends."""
-        if self._loaded is not None and self._loaded.publisher is not None:
-            self._loaded.publisher.close()
-
     def _job(self, job_id: str) -> Loaded:
         if self._loaded is None:
             raise Conflict(f"got job {job_id!r}, but no job is loaded; PUT /job first")
         if self._loaded.request.job_id != job_id:
             raise Conflict(f"got job {job_id!r}, expected {self._loaded.request.job_id!r}, the one loaded")
         return self._loaded
+
+    def _resumed(self, request: TrainerJob, model: str, engine: Engine, found: Found) -> Loaded:
+        """Returns the job as its checkpoint has it; at its start if there is none."""
+        publisher = Publisher(self._settings, request.job_id) if self._ranks.rank == 0 else None
+        loaded = Loaded(request, model, engine, publisher, found.damaged)
+        if found.path is None or found.manifest is None:
+            return loaded
+        try:
+            engine.load_state(found.path / checkpoints.STATE)
+        except BaseException:
+            engine.close()
+            raise
+        manifest = found.manifest
+        loaded.step = loaded.resumed_step = manifest.step
+        loaded.skipped_steps = manifest.skipped_steps
+        if manifest.last_body is not None and manifest.last_result is not None:
+            loaded.last = manifest.last_body, manifest.last_result
+        return loaded
+
+    def _manifest(self, loaded: Loaded, files: dict[str, File]) -> Manifest:
+        last_body, last_result = loaded.last or (None, None)
+        return Manifest(
+            job_id=loaded.request.job_id,
+            job=loaded.request.job,
+            step=loaded.step,
+            model=loaded.model,
+            num_ranks=self._ranks.num_ranks,
+            versions={name: version(name) for name in ("torch", "deepspeed", "transformers")},
+            skipped_steps=loaded.skipped_steps,
+            last_body=last_body,
+            last_result=last_result,
+            files=files,
+        )
 
     def _apply(self, loaded: Loaded, request: TrainStepRequest) -> StepResult:
         started = time.monotonic()
@@ -211,7 +298,8 @@ class Trainer:
                 raise
             except BaseException:
                 # An update that died on the way leaves half-filled gradient buckets: nothing can be trained on top of them.
-                self.unload()
+                # If it died of another rank's death, the next life loads the job again: it is not forgotten.
+                self._free()
                 raise
         return StepResult(
             step=request.step,
@@ -227,10 +315,10 @@ class Trainer:
         )
 
 
-def learning_rate(job: Job, step: int) -> float:
-    """Returns the rate of `step`, from 1: linear up to `learning_rate` over `warmup_steps`, then constant."""
-    warmup = job.training.warmup_steps
-    return job.training.learning_rate * (min(1.0, step / warmup) if warmup else 1.0)
+def checkpoint_bytes(engine: Engine) -> int:
+    """Returns about how much a checkpoint takes: the export, DeepSpeed's copy of the weights, and for each trained parameter the
+    float32 master and Adam's two moments."""
+    return 2 * engine.weights_bytes + 12 * engine.num_trainable
 
 
 def _fingerprint(body: Wire) -> str:

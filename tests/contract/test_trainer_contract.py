@@ -119,7 +119,20 @@ async def test_a_broken_engine_is_failed_and_the_step_can_come_again(client, par
     assert (await call(client, "POST", "/train_step", step_request(1), StepResult)).step == 1
 
 
-async def test_a_job_that_comes_back_after_another_starts_anew(client, parts):
+async def test_a_job_that_comes_back_goes_on_from_its_checkpoint(client, parts):
+    await call(client, "PUT", "/job", job_request("a"), TrainerState)
+    first = await call(client, "POST", "/train_step", step_request(1), StepResult)
+    await call(client, "POST", "/checkpoints", CheckpointRequest(job_id="a", step=1), Checkpoint)
+    await call(client, "POST", "/train_step", step_request(2), StepResult)
+    await call(client, "PUT", "/job", job_request("b"), TrainerState)
+    state = await call(client, "PUT", "/job", job_request("a"), TrainerState)
+    assert (state.step, state.resumed_step) == (1, 1)
+    assert await call(client, "POST", "/train_step", step_request(1), StepResult) == first
+    assert (await call(client, "POST", "/train_step", step_request(2), StepResult)).step == 2
+    assert parts[1][2].num_updates == 2
+
+
+async def test_a_job_that_comes_back_without_a_checkpoint_starts_anew(client, parts):
     for job_id in ("a", "b", "a"):
         await call(client, "PUT", "/job", job_request(job_id), TrainerState)
         result = await call(client, "POST", "/train_step", step_request(1, job_id=job_id), StepResult)
@@ -140,8 +153,23 @@ async def test_health_and_state_answer_during_a_step(client, rank):
     assert (await step).step == 1
 
 
-async def test_versions_and_metrics_are_shown(client):
+async def test_versions_and_metrics_are_shown(client, parts):
     await call(client, "PUT", "/job", job_request(), TrainerState)
     await call(client, "POST", "/train_step", step_request(1), StepResult)
     assert (await client._http.get("/version")).json()["torch"] == "2"
-    assert "hone_trainer_step 1.0" in (await client._http.get("/metrics")).text
+    parts[1][0].skip = True
+    await call(client, "POST", "/train_step", step_request(2), StepResult)
+    metrics = (await client._http.get("/metrics")).text
+    for line in ("hone_trainer_step 2.0", "hone_trainer_skipped_steps 1.0", "hone_trainer_restarts 0.0"):
+        assert line in metrics
+
+
+async def test_the_trainer_is_not_ready_while_it_loads_a_job_again(rank):
+    reason = ["job 'a' is being loaded again"]
+    service = make_service(Settings(), rank.trainer, rank.run, {}, lambda job: None if job else reason[0])
+    async with Client("trainer", "http://localhost", transport=httpx2.ASGITransport(app=service.app)) as client:
+        answer = await client._http.get("/readyz")
+        assert (answer.status_code, answer.json()["dependencies"]["job"]["detail"]) == (503, reason[0])
+        assert (await client._http.get("/healthz")).status_code == 200
+        await call(client, "PUT", "/job", job_request(), TrainerState)
+        assert (await client._http.get("/readyz")).status_code == 200

@@ -1,82 +1,142 @@
 """One rank's outcome and all ranks' answer; what happens when they differ; that nobody waits for ever."""
 
 import asyncio
-import os
 import threading
 import time
 from unittest.mock import Mock
 
 import pytest
-from trainer_fakes import job_request, make_trainer, step_request
+from torch.distributed import HashStore
+from trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
 
 from services.trainer import commands
-from services.trainer.commands import Channel, Inbox, Notes, follow, perform, watch
+from services.trainer.channel import Channel, Notes
+from services.trainer.commands import Inbox, RanksDiffer, Reload, follow, perform, watch
+from services.trainer.together import Ranks
 from shared.errors import Conflict, Failed
-from shared.wire import TrainStepRequest
+from shared.wire import PublishRequest, StepResult, TrainStepRequest
 
 
-class OtherRank:
-    """A channel to one other rank, whose outcomes are scripted: None is success."""
+class OtherRank(Ranks):
+    """One other rank, whose outcome of the command is scripted: None is success."""
 
-    rank, num_ranks = 0, 2
-
-    def __init__(self, other: Failed | None) -> None:
+    def __init__(self, other: Failed | None, rank: int = 0) -> None:
+        self.rank = rank
         self.other = other
+        self.notes: list[str] = []
 
-    def gather(self, value):
-        return [value, self.other.problem() if self.other else None]
+    def settle(self, error, result=None):
+        if error is not None:
+            self.leave_note(error.detail)
+        return [(error.problem() if error else None, result), (self.other.problem() if self.other else None, None)]
+
+    def together(self, act):
+        return [act()]
+
+    def leave_note(self, sentence):
+        self.notes.append(sentence)
 
 
 def test_success_everywhere_is_rank_0s_result(tmp_path):
     trainer, _ = make_trainer(tmp_path)
-    outcome = perform(trainer, OtherRank(None), Notes(tmp_path, 0), "load_job", job_request())
+    outcome = perform(trainer, OtherRank(None), "load_job", job_request())
     assert outcome == trainer.state()
 
 
-def test_an_error_of_one_rank_is_the_error_of_all_and_the_job_is_unloaded(tmp_path):
-    trainer, _ = make_trainer(tmp_path)
-    outcome = perform(trainer, OtherRank(Failed("rank 1 has no memory")), Notes(tmp_path, 0), "load_job", job_request())
+def test_a_job_that_one_rank_could_not_load_is_unloaded_on_all(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    outcome = perform(trainer, OtherRank(Failed("rank 1 has no memory")), "load_job", job_request())
     assert isinstance(outcome, Failed) and outcome.detail == "rank 1 has no memory"
     assert trainer.state().job_id is None
+    assert engines.remembered is None
+
+
+def test_ranks_of_which_one_has_not_applied_a_step_end_and_come_back(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    with pytest.raises(RanksDiffer, match="rank 1 has no memory"):
+        perform(trainer, OtherRank(Failed("rank 1 has no memory")), "train_step", step_request(1))
+    assert engines.remembered == job_request()
+    # The other ranks wait for rank 0 to end them, so that it can answer first.
+    outcome = perform(trainer, OtherRank(Failed("rank 0 has no memory"), rank=1), "train_step", step_request(2))
+    assert isinstance(outcome, Failed)
+
+
+def test_a_failure_of_one_rank_to_write_is_an_error_and_no_more(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    body = PublishRequest(job_id="a", version=0, method="shm")
+    outcome = perform(trainer, OtherRank(Failed("rank 1 has no disk")), "publish_weights", body)
+    assert isinstance(outcome, Failed)
+    assert trainer.state().job_id == "a"
 
 
 def test_an_error_all_ranks_agree_on_leaves_the_job(tmp_path):
     trainer, _ = make_trainer(tmp_path)
     trainer.load_job(job_request())
-    outcome = perform(trainer, OtherRank(Failed("the same")), Notes(tmp_path, 0), "train_step", step_request(5))
+    ranks = OtherRank(Failed("the same"))
+    outcome = perform(trainer, ranks, "train_step", step_request(5))
     assert isinstance(outcome, Conflict) and outcome.detail == "got step 5, expected 1"
     assert trainer.state().job_id == "a"
-    assert list(tmp_path.glob("failed-*")) == []
+    assert ranks.notes == ["got step 5, expected 1"]
+
+
+def test_running_out_of_memory_on_all_ranks_leaves_the_step_to_be_tried_again(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    engines[0].fault = Failed("out of memory; set memory.micro_batch_tokens to 8192")
+    outcome = perform(trainer, OtherRank(Failed("the same")), "train_step", step_request(1))
+    assert isinstance(outcome, Failed)
+    again = perform(trainer, OtherRank(None), "train_step", step_request(1, examples=(EXAMPLE,)))
+    assert isinstance(again, StepResult) and again.step == 1
 
 
 def test_an_unforeseen_error_names_the_rank_and_the_command(tmp_path):
     trainer, engines = make_trainer(tmp_path)
     trainer.load_job(job_request())
     engines[0].fault = MemoryError("17 bytes short")
-    outcome = perform(trainer, OtherRank(None), Notes(tmp_path, 0), "train_step", step_request(1))
+    outcome = perform(trainer, Ranks(), "train_step", step_request(1))
     assert isinstance(outcome, Failed) and outcome.detail == "train_step failed on rank 0: MemoryError: 17 bytes short"
 
 
-def test_a_note_is_found_once_it_is_old_enough_and_gone_when_cleared(tmp_path):
-    notes = Notes(tmp_path, 3)
-    assert notes.standing(0) is None
-    notes.leave("rank 3 has no memory")
-    assert notes.standing(60) is None
-    os.utime(tmp_path / "failed-3", (time.time() - 61,) * 2)
-    assert Notes(tmp_path, 0).standing(60) == "rank 3 has no memory"
-    notes.clear()
-    assert notes.standing(0) is None
+def test_a_note_is_seen_by_another_rank_until_it_is_cleared():
+    store = HashStore()
+    own, other = Notes(store, 3, 4), Notes(store, 0, 4)
+    assert other.standing() is None
+    own.leave("rank 3 has no memory")
+    assert other.standing() == "rank 3 has no memory"
+    own.clear()
+    assert other.standing() is None
 
 
-def test_a_rank_that_others_wait_for_in_vain_ends_the_wait_with_its_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(commands, "NOTE_GRACE_S", 0.05)
+def test_a_rank_that_others_wait_for_in_vain_ends_the_wait_with_its_sentence(monkeypatch):
+    monkeypatch.setattr(commands, "NOTE_GRACE_S", 0.3)
     monkeypatch.setattr(commands, "NOTE_POLL_S", 0.01)
-    ended: list[str] = []
-    watcher = threading.Thread(target=watch, args=(Notes(tmp_path, 0), ended.append), daemon=True)
+    store, ended = HashStore(), list[str]()
+    watcher = threading.Thread(target=watch, args=(Notes(store, 0, 2), ended.append), daemon=True)
     watcher.start()
-    Notes(tmp_path, 1).leave("rank 1 has no memory")
+    notes = Notes(store, 1, 2)
+    notes.leave("rank 1 is about to meet the others")
+    time.sleep(0.1)
+    notes.clear()
+    time.sleep(0.1)
+    assert watcher.is_alive(), "a note that was cleared in time ends nothing"
+    notes.leave("rank 1 has no memory")
     watcher.join(5)
     assert ended == ["rank 1 has no memory"]
+
+
+def test_a_job_that_was_loaded_before_a_failure_comes_first_and_the_trainer_is_not_ready_until_then():
+    inbox = Inbox()
+    reload = Reload(inbox, job_request())
+    inbox.put("train_step", step_request(1))
+    ticket = inbox.next(1)
+    assert ticket is not None and ticket.name == "load_job"
+    assert reload.under_way(None) == "job 'a', which was loaded before a failure, is being loaded again"
+    ticket.answer.set_exception(Failed("its checkpoint is gone"))
+    assert reload.under_way(None) == "job 'a', which was loaded before a failure, could not be loaded again: its checkpoint is gone"
+    assert reload.under_way("b") is None, "someone has loaded another since"
+    assert Reload(Inbox(), None).under_way(None) is None
 
 
 async def test_a_failed_inbox_answers_the_command_under_way():
@@ -110,7 +170,7 @@ async def test_commands_cross_the_channel_whole_and_idling_is_no_error(tmp_path,
 
     def main_thread() -> None:
         with pytest.raises(EndOfTest):
-            follow(trainer, Channel(), Notes(tmp_path, 0), inbox)
+            follow(trainer, Channel(Notes(HashStore(), 0, 1)), inbox)
 
     thread = threading.Thread(target=main_thread)
     thread.start()

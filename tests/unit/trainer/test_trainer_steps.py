@@ -3,7 +3,7 @@
 import pytest
 from trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
 
-from services.trainer.trainer import learning_rate
+from services.trainer.run_folder import Past
 from shared.errors import BadRequest, Conflict, Failed
 from shared.wire import CheckpointRequest, PublishRequest
 
@@ -51,6 +51,7 @@ def test_a_step_without_examples_counts_and_moves_nothing(tmp_path):
     assert (result.loss, result.grad_norm, result.num_examples, result.num_tokens) == (0.0, 0.0, 0, 0)
     assert engines[0].num_updates == 0
     assert trainer.state().step == 1
+    assert result.num_updates == 0
 
 
 def test_the_result_counts_examples_and_completion_tokens(tmp_path):
@@ -117,7 +118,19 @@ def test_a_refused_step_is_not_counted_and_may_come_again(tmp_path):
     assert trainer.train_step(step_request(1)).step == 1
 
 
-def test_an_update_that_died_on_the_way_unloads_the_job(tmp_path):
+def test_a_skipped_step_counts_as_applied_and_is_counted_once(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    engines[0].skip = True
+    first = trainer.train_step(step_request(1))
+    assert first.skipped
+    assert trainer.train_step(step_request(1)) is first
+    assert (trainer.state().step, trainer.state().skipped_steps) == (1, 1)
+    assert not trainer.train_step(step_request(2)).skipped
+    assert trainer.state().skipped_steps == 1
+
+
+def test_an_update_that_died_on_the_way_unloads_the_job_which_the_next_life_loads_again(tmp_path):
     trainer, engines = make_trainer(tmp_path)
     trainer.load_job(job_request())
     engines[0].fault = MemoryError("out of memory")
@@ -125,6 +138,25 @@ def test_an_update_that_died_on_the_way_unloads_the_job(tmp_path):
         trainer.train_step(step_request(1))
     assert engines[0].closed
     assert trainer.state().job_id is None
+    assert engines.remembered == job_request()
+
+
+def test_a_loaded_job_is_remembered_for_the_ranks_next_life_until_another_is(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request("a"))
+    assert engines.remembered == job_request("a")
+    trainer.load_job(job_request("b"))
+    assert engines.remembered == job_request("b")
+    trainer.unload()
+    assert engines.remembered is None
+
+
+def test_the_state_says_what_became_of_the_ranks_before(tmp_path):
+    trainer, _ = make_trainer(tmp_path, past=Past(2, "rank 1 was killed by SIGKILL"))
+    state = trainer.state()
+    assert (state.restarts, state.last_failure) == (2, "rank 1 was killed by SIGKILL")
+    loaded = trainer.load_job(job_request())
+    assert (loaded.restarts, loaded.num_trainable) == (2, 4)
 
 
 def test_only_the_current_version_can_be_published(tmp_path):
@@ -135,29 +167,6 @@ def test_only_the_current_version_can_be_published(tmp_path):
         trainer.publish_weights(PublishRequest(job_id="a", version=0, method="shm"))
 
 
-def test_a_checkpoint_is_written_once_and_found_later(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
-    trainer.train_step(step_request(1))
-    first = trainer.write_checkpoint(CheckpointRequest(job_id="a", step=1))
-    assert first is not None and first.path.endswith("runs/a/checkpoints/step-000001")
-    engines[0].num_updates = 99  # would be visible in the file
-    trainer.train_step(step_request(2))
-    assert trainer.write_checkpoint(CheckpointRequest(job_id="a", step=1)) == first
-    assert (tmp_path / "runs/a/checkpoints/step-000001/model.safetensors").read_bytes() == b"weights 1"
-    with pytest.raises(Conflict, match="got step 5, expected 2"):
-        trainer.write_checkpoint(CheckpointRequest(job_id="a", step=5))
-    assert trainer.list_checkpoints().checkpoints == (first,)
-
-
-def test_only_rank_0_writes(tmp_path):
-    trainer, _ = make_trainer(tmp_path, rank=1, num_ranks=2)
-    trainer.load_job(job_request())
-    assert trainer.publish_weights(PublishRequest(job_id="a", version=0, method="shm")) is None
-    assert trainer.write_checkpoint(CheckpointRequest(job_id="a", step=0)) is None
-    assert not (tmp_path / "shm").exists() and not (tmp_path / "runs").exists()
-
-
 def test_shared_memory_is_freed_when_a_job_is_replaced(tmp_path):
     trainer, _ = make_trainer(tmp_path)
     trainer.load_job(job_request("a"))
@@ -165,9 +174,3 @@ def test_shared_memory_is_freed_when_a_job_is_replaced(tmp_path):
     assert (tmp_path / "shm/a/v0/model.safetensors").exists()
     trainer.load_job(job_request("b"))
     assert not (tmp_path / "shm/a").exists()
-
-
-def test_the_learning_rate_warms_up_linearly_and_stays():
-    job = job_request(learning_rate=0.4, warmup_steps=4).job
-    assert [learning_rate(job, step) for step in (1, 2, 4, 5, 100)] == pytest.approx([0.1, 0.2, 0.4, 0.4, 0.4])
-    assert learning_rate(job_request(learning_rate=0.4).job, 1) == 0.4
