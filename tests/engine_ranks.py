@@ -1,4 +1,4 @@
-"""Real engines in processes of their own, joined by gloo: one function runs on every rank, and rank 0 gives its answer back."""
+"""Real engines in processes of their own, joined by gloo: functions are called on every rank, as the trainer's commands are."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from trainer_reference import TEMPERATURE
 
 from shared.job import Job
 from shared.job_file import parse_job
+
+DEADLINE_S = 240
 
 
 def a_job(model: Path | str, *, memory: dict | None = None, training: dict | None = None, **sections: Any) -> Job:
@@ -30,31 +32,56 @@ def a_job(model: Path | str, *, memory: dict | None = None, training: dict | Non
     )
 
 
-def start(num_ranks: int, folder: Path, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """Starts `function(rank, *args)` on each of `num_ranks` ranks; the function returned waits for rank 0's answer."""
-    import torch.multiprocessing as multiprocessing
+class Ranks:
+    """`num_ranks` processes of one process group. `call(function, *args)` returns what `function(*args)` does on rank 0.
 
-    folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    processes = [
-        context.Process(target=_main, args=(rank, num_ranks, folder, answers, function, args)) for rank in range(num_ranks)
-    ]
-    for process in processes:
-        process.start()
+    A function that fails on any rank fails the call, with its traceback; of several ranks, that is the end of all.
+    """
 
-    def wait() -> Any:
-        for process in processes:
-            process.join(240)
-        errors = [file.read_text() for file in sorted(folder.glob("error-*"))]
-        assert not errors and all(process.exitcode == 0 for process in processes), "\n".join(errors)
-        return answers.get()
+    def __init__(self, num_ranks: int, folder: Path) -> None:
+        import torch.multiprocessing as multiprocessing
 
-    return wait
+        folder.mkdir(parents=True, exist_ok=True)
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(num_ranks)]
+        self._ours = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, num_ranks, folder / "store", theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
 
+    def __enter__(self) -> Ranks:
+        return self
 
-def run(num_ranks: int, folder: Path, function: Callable[..., Any], *args: Any) -> Any:
-    return start(num_ranks, folder, function, *args)()
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.submit(function, *args)
+        return self.result()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> None:
+        for pipe in self._ours:
+            pipe.send((function, args))
+
+    def result(self) -> Any:
+        answers = [self._answer(rank) for rank in range(len(self._ours))]
+        errors = [error for _, error in answers if error]
+        assert not errors, "\n".join(errors)
+        return answers[0][0]
+
+    def _answer(self, rank: int) -> tuple[Any, str]:
+        try:
+            assert self._ours[rank].poll(DEADLINE_S), f"rank {rank} did not answer within {DEADLINE_S} s"
+            return self._ours[rank].recv()
+        except EOFError:
+            return None, f"rank {rank} is gone"
 
 
 def join(rank: int, num_ranks: int, store: Path) -> None:
@@ -62,21 +89,27 @@ def join(rank: int, num_ranks: int, store: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    from services.trainer.engine import quiet_libraries
+
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("gloo", store=dist.FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks)
+    quiet_libraries()
 
 
-def _main(rank: int, num_ranks: int, folder: Path, answers: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    try:
-        join(rank, num_ranks, folder / "store")
-        from services.trainer.engine import quiet_libraries
-
-        quiet_libraries()
-        answer = function(rank, *args)
-        if rank == 0:
-            answers.put(answer)
-    except BaseException:
-        (folder / f"error-{rank}").write_text(traceback.format_exc())
-        os._exit(1)  # the others may wait for this rank in a collective, and find out by its absence
+def _serve(rank: int, num_ranks: int, store: Path, pipe: Any) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    join(rank, num_ranks, store)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer, error = function(*args), ""
+        except BaseException:
+            answer, error = None, f"rank {rank}: {traceback.format_exc()}"
+        pipe.send((answer if rank == 0 else None, error))
+        if error and num_ranks > 1:
+            os._exit(1)  # the others may wait for this rank in a collective, and find out by its absence
