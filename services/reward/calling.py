@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.reward import registry
-from services.reward.registry import ErrorName, Grader, GradingFailed, Tools
+from services.reward.registry import Grader, GradingFailed, Tools
 from services.reward.remembered import Remembered, as_cached, key_of
 from shared.errors import BadRequest, HoneError
 from shared.job import RewardSpec
@@ -79,17 +79,18 @@ class Caller:
             if len(parts) != len(items):
                 raise GradingFailed(f"the grader returned {len(parts)} verdicts for {len(items)} completions")
         except GradingFailed as error:
-            parts = _missing(len(items), error.detail, *error.errors)
+            parts = [error.part()] * len(items)
         except BadRequest as error:
-            parts = _missing(len(items), error.detail, "invalid_variable_error")
+            parts = [GradingFailed(error.detail, "invalid_variable_error").part()] * len(items)
         except HoneError:
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():
-                parts = _missing(len(items), f"not done within {self.grader.deadline_s:g} s", "unresponsive_reward_error")
+                failure = GradingFailed(f"not done within {self.grader.deadline_s:g} s", "unresponsive_reward_error")
             else:
                 get_logger().exception("grader failed", grader=self.grader.name)
-                parts = _missing(len(items), f"{type(error).__name__}: {error}"[:500], "other_error")
+                failure = GradingFailed(f"{type(error).__name__}: {error}", "other_error")
+            parts = [failure.part()] * len(items)
         seconds = (time.perf_counter() - start) / len(items)
         return [part if part.seconds else part.model_copy(update={"seconds": round(seconds, 6)}) for part in parts]
 
@@ -147,10 +148,6 @@ class _Alike:
 
     key: bytes | None
     positions: list[int]
-
-
-def _missing(count: int, detail: str, *errors: ErrorName) -> list[Part]:
-    return [Part(value=None, verdict="error", detail=detail, errors=errors)] * count
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from shared.wire import Part
+
 ErrorName = Literal[
     "formula_parse_error",
     "invalid_variable_error",
@@ -23,7 +25,13 @@ ErrorName = Literal[
 class GradingFailed(Exception):
     """A grader cannot say what a completion earns. Its items have no value; `detail` says why, `errors` classify it."""
 
-    def __init__(self, detail: str, *errors: ErrorName) -> None:
+    def __init__(self, detail: str, *errors: ErrorName, by_sandbox: bool = False) -> None:
         super().__init__(detail)
         self.detail = detail
         self.errors = errors or ("other_error",)
+        self.by_sandbox = by_sandbox
+
+    def part(self) -> Part:
+        return Part(
+            value=None, verdict="sandbox_error" if self.by_sandbox else "error", detail=self.detail[:1000], errors=self.errors
+        )

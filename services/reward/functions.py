@@ -1,8 +1,8 @@
-"""A job's own reward functions: one warm worker for each (source, function), kept between steps, in a sandbox of its own.
+"""Jobs' own rewards: one warm worker for each (source, function), kept between steps, in a sandbox of its own.
 
 Importing numpy takes longer than most steps have, so a worker stays until `MAX_WORKERS` others were used after it. Calls of
-one worker run in turn. What a worker answers is untrusted and checked here; what is wrong with it is the job's mistake
-(BadRequest), never a reward.
+one worker run in turn. What cannot be loaded is the job's mistake (BadRequest); what fails when called gives no reward
+(GradingFailed).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import math
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from services.reward import answers
 from services.reward.failures import GradingFailed
 from services.reward.sandbox import visible
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker
@@ -24,18 +24,35 @@ from services.reward.sandbox.slots import CannotIsolate
 from shared.errors import BadRequest, Failed
 from shared.job import RewardSpec
 from shared.logs import get_logger
+from shared.wire import Part
 
 MAX_WORKERS = 8
 LOAD_DEADLINE_S = 120.0
+LATE_S = 1.0
+"""What a worker that bounds its calls itself may take beyond their limit."""
+
+KILLED = ("code -9", "code 247")
+"""How the end of a process reads that was killed: the one outside, or the function's own."""
 
 
-@dataclass
-class _Loaded:
-    """A worker and what its function takes: `required` by parameter name; `any_keyword` if it has `**kwargs`."""
+@dataclass(frozen=True)
+class Signature:
+    """What a function or method takes: `parameters` by name, whether each is required; `any_keyword` if it has `**kwargs`.
 
-    worker: Worker
-    required: dict[str, bool]
+    `calls`: it takes a "batch" of completions, or one: awaited "together", or "one by one".
+    """
+
+    parameters: Mapping[str, bool]
     any_keyword: bool
+    calls: str
+
+    def taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments that it has a parameter for."""
+        if self.calls != "batch":
+            named = {*self.parameters, *(f"{name}s" for name in ("prompt", "completion") if name in self.parameters)}
+        else:
+            named = {*self.parameters}
+        return {name: value for name, value in arguments.items() if self.any_keyword or name in named}
 
 
 @dataclass
@@ -44,7 +61,8 @@ class _Entry:
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
-    loaded: _Loaded | None = None
+    worker: Worker | None = None
+    signature: Signature | None = None
 
 
 class FunctionWorkers:
@@ -52,27 +70,33 @@ class FunctionWorkers:
         self._sandbox = sandbox
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
-    async def parameters(self, spec: RewardSpec) -> tuple[dict[str, bool], bool]:
-        """Returns the function's parameters (name -> whether required) and whether it has `**kwargs`.
+    async def signature(self, spec: RewardSpec) -> Signature:
+        """Returns what the function takes. Raises BadRequest with file, line and exception if its source cannot be loaded."""
+        known = self._entries.get(_key(spec))
+        if known is not None and known.signature is not None:
+            return known.signature
+        async with self._entry(spec) as entry:
+            return (await self._load(entry, spec))[1]
 
-        Raises BadRequest with file, line and exception if its source cannot be loaded.
+    async def call(self, spec: RewardSpec, arguments: Mapping[str, Sequence[Any]], count: int, timeout_s: float) -> list[Part]:
+        """Returns a part for each of the `count` completions whose `arguments` these are.
+
+        Arguments that it has no parameter for are left out. One call is ended after `timeout_s`; there is one call for all, or
+        one a completion where the function takes one at a time, which then fails alone. Raises GradingFailed where all fail.
         """
         async with self._entry(spec) as entry:
-            loaded = await self._load(entry, spec)
-            return loaded.required, loaded.any_keyword
-
-    async def call(self, spec: RewardSpec, arguments: dict[str, Any], count: int, timeout_s: float) -> list[float | None]:
-        """Returns the `count` values that the function gives for `arguments`; None means not applicable.
-
-        Arguments that it has no parameter for are left out. Raises GradingFailed if it raises, is late, or returns anything else.
-        """
-        async with self._entry(spec) as entry:
-            try:
-                answer = await self._answer(entry, spec, arguments, timeout_s)
-            except TimeoutError as error:
-                late = f"{_named(spec)} did not return within {timeout_s:g} s for {count} completions"
-                raise GradingFailed(late, "unresponsive_reward_error") from error
-        return _values(answer, count, spec)
+            signature = (await self._load(entry, spec))[1]
+            taken = signature.taken(arguments)
+            if signature.calls != "one by one":
+                return await self._call(entry, spec, taken, count, timeout_s)
+            parts: list[Part] = []
+            for position in range(count):
+                try:
+                    one = {name: [values[position]] for name, values in taken.items()}
+                    parts += await self._call(entry, spec, one, 1, timeout_s)
+                except GradingFailed as error:
+                    parts.append(error.part())
+            return parts
 
     async def close(self) -> None:
         for entry in self._entries.values():
@@ -82,7 +106,7 @@ class FunctionWorkers:
     @contextlib.asynccontextmanager
     async def _entry(self, spec: RewardSpec) -> AsyncGenerator[_Entry]:
         """Yields this function's entry, locked, after closing workers that were not used for longest and by nobody now."""
-        key = hashlib.sha256(f"{spec.function}\0{_file(spec)}\0{spec.source}".encode()).hexdigest()
+        key = _key(spec)
         entry = self._entries.setdefault(key, _Entry())
         self._entries.move_to_end(key)
         entry.users += 1
@@ -96,29 +120,52 @@ class FunctionWorkers:
         finally:
             entry.users -= 1
 
-    async def _answer(self, entry: _Entry, spec: RewardSpec, arguments: dict[str, Any], timeout_s: float) -> Any:
-        """Returns the worker's untrusted answer. A worker that died may have been killed from outside, so it gets a second
-        try; a function that ends its own process does so again."""
+    async def _call(
+        self, entry: _Entry, spec: RewardSpec, arguments: Mapping[str, Any], count: int, timeout_s: float
+    ) -> list[Part]:
+        """Returns the parts of one call. A worker that died may have been killed from outside, so it gets a second try; a
+        function that ends its own process does so again."""
+        message = {"arguments": arguments, "count": count, "timeout_s": timeout_s}
         for is_last in (False, True):
-            loaded = await self._load(entry, spec)
-            taken = {name: value for name, value in arguments.items() if loaded.any_keyword or name in loaded.required}
+            worker, signature = await self._load(entry, spec)
             answered = False
             try:
-                answer = await loaded.worker.ask({"arguments": taken}, timeout_s)
+                answer = await self._converse(worker, message, timeout_s + (LATE_S if signature.calls == "together" else 0.0))
                 answered = True
-                return answer
+                return answers.parts(answer, count, _named(spec))
+            except TimeoutError as error:
+                late = f"{_named(spec)} did not return within {timeout_s:g} s for {count} completions"
+                raise GradingFailed(late, "unresponsive_reward_error") from error
             except SlotDied as error:
                 if is_last:
-                    raise _failed(f"{_named(spec)} ended its process twice: {error} (it may use 8 GiB of memory)") from error
+                    raise _ended_twice(spec, error) from error
                 get_logger().warning("reward function worker died", function=spec.function, reason=str(error))
             finally:
                 if not answered:
                     await self._drop(entry)
         raise AssertionError("unreachable")
 
-    async def _load(self, entry: _Entry, spec: RewardSpec) -> _Loaded:
-        if entry.loaded is not None:
-            return entry.loaded
+    async def _converse(self, worker: Worker, message: Mapping[str, Any], timeout_s: float) -> Any:
+        """Returns the worker's untrusted answer, after running the programs that it asks for meanwhile."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout_s
+        while True:
+            answer = await worker.ask(dict(message), max(end - loop.time(), 0.001))
+            if not isinstance(answer, dict) or "execute" not in answer:
+                return answer
+            async with asyncio.timeout_at(end):
+                message = {"executions": await self._executed(answer["execute"])}
+
+    async def _executed(self, asked: Any) -> list[Any]:
+        """Returns for each list of programs the list of their executions, or a sentence saying why it is refused."""
+        lists = answers.programs(asked)
+        requests = [program for programs in lists if not isinstance(programs, str) for program in programs]
+        executions = iter(await self._sandbox.run(requests))
+        return [programs if isinstance(programs, str) else [next(executions).model_dump() for _ in programs] for programs in lists]
+
+    async def _load(self, entry: _Entry, spec: RewardSpec) -> tuple[Worker, Signature]:
+        if entry.worker is not None and entry.signature is not None:
+            return entry.worker, entry.signature
         try:
             worker = await self._sandbox.open_worker()
         except CannotIsolate as error:
@@ -129,34 +176,34 @@ class FunctionWorkers:
             if "error" in answer:
                 raise BadRequest(f"{_named(spec)} cannot be loaded: {str(answer['error'])[:1000]}")
             required = {str(name): bool(value) for name, value in answer["parameters"].items()}
-            entry.loaded = _Loaded(worker, required, bool(answer["any_keyword"]))
-            return entry.loaded
+            entry.signature = Signature(required, bool(answer["any_keyword"]), str(answer["calls"]))
+            entry.worker = worker
+            return worker, entry.signature
         except TimeoutError as error:
             raise BadRequest(f"{_named(spec)} was not loaded within {LOAD_DEADLINE_S:g} s") from error
         except (SlotDied, KeyError, TypeError, AttributeError) as error:
             raise BadRequest(f"{_named(spec)} cannot be loaded: {error}") from error
         finally:
-            if entry.loaded is None:
+            if entry.worker is None:
                 await worker.close()
 
     async def _drop(self, entry: _Entry) -> None:
-        loaded, entry.loaded = entry.loaded, None
-        if loaded is not None:
-            await loaded.worker.close()
+        worker, entry.worker = entry.worker, None
+        if worker is not None:
+            await worker.close()
 
 
-def _values(answer: Any, count: int, spec: RewardSpec) -> list[float | None]:
-    if isinstance(answer, dict) and "error" in answer:
-        raise _failed(f"{_named(spec)} failed: {str(answer['error'])[:1000]}")
-    values = answer.get("values") if isinstance(answer, dict) else None
-    if not isinstance(values, list):
-        raise _failed(f"{_named(spec)} answered with something that is not a list of numbers")
-    if len(values) != count:
-        raise _failed(f"{_named(spec)} returned {len(values)} values for {count} completions")
-    for position, value in enumerate(values):
-        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-            raise _failed(f"{_named(spec)} returned {value!r:.40} for completion {position}, expected a number or None")
-    return [None if value is None else float(value) for value in values]
+def _ended_twice(spec: RewardSpec, error: SlotDied) -> GradingFailed:
+    if any(mark in str(error) for mark in KILLED):
+        detail = f"the process of {_named(spec)} was killed twice, from outside or by the kernel for its memory ({error})"
+        return GradingFailed(detail, "python_grader_server_error", by_sandbox=True)
+    return GradingFailed(
+        f"{_named(spec)} ended its process twice: {error} (it may use 8 GiB of memory)", "python_grader_runtime_error"
+    )
+
+
+def _key(spec: RewardSpec) -> str:
+    return hashlib.sha256(f"{spec.function}\0{_file(spec)}\0{spec.source}".encode()).hexdigest()
 
 
 def _named(spec: RewardSpec) -> str:
@@ -165,7 +212,3 @@ def _named(spec: RewardSpec) -> str:
 
 def _file(spec: RewardSpec) -> str:
     return PurePath(spec.file).name if spec.file else "reward.py"
-
-
-def _failed(detail: str) -> GradingFailed:
-    return GradingFailed(detail, "python_grader_runtime_error")

@@ -1,8 +1,8 @@
-"""The job's own reward function, as TRL has it: `def reward(completions, **kwargs) -> list[float]`, plain or async.
+"""The job's own reward: a function as TRL has it, or a class (`shared/rewards.py`). See docs/rewards.md.
 
-Arguments: `prompts`, `completions`, and each column of the dataset as a list with one entry a completion (None where a row lacks
-it). A text prompt gives text; a prompt of chat messages gives messages, and its completion is `[{"role": "assistant", ...}]`.
-Left out of TRL's arguments: `completion_ids`, `trainer_state` and the logging callbacks.
+A function gets `prompts`, `completions`, and each column of the dataset as a list with one entry a completion (None where a row
+lacks it). A text prompt gives text; a prompt of chat messages gives messages, and its completion is
+`[{"role": "assistant", ...}]`.
 """
 
 from __future__ import annotations
@@ -12,25 +12,39 @@ from typing import Any
 
 from pydantic import Field
 
-from services.reward.registry import Grader, Params, grader, no_column
+from services.reward.functions import LOAD_DEADLINE_S
+from services.reward.registry import Grader, Params, Tools, grader, no_column
 from shared.errors import BadRequest
+from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
 
 GIVEN = ("prompts", "completions")
+GIVEN_ITEM = ("prompt", "completion")
+NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL passes and Hone does not: the reward service has neither tokens nor the trainer."""
+
+MAX_LATE_CALLS = 10
 
 
 class FunctionParams(Params):
-    """`timeout_s`: how long one call for a whole request may take, in seconds."""
+    """`timeout_s`: how long one call may take, in seconds: for all completions of a request, or for one where the class has
+    `score`."""
 
     timeout_s: float = Field(default=30.0, gt=0, le=600)
 
 
 @grader("function")
 class Function(Grader[FunctionParams]):
-    """Your own Python function (`file` and `function`), called with lists of prompts, completions and dataset columns.
+    """Your own Python function or class (`file` and `function`), called with prompts, completions and dataset columns.
 
-    It returns one number a completion, or None where it does not apply.
+    It returns one number a completion, None where it does not apply, or (number, why).
     """
+
+    max_concurrency = 1
+
+    def __init__(self, spec: RewardSpec, params: FunctionParams, tools: Tools) -> None:
+        super().__init__(spec, params, tools)
+        self.deadline_s = LOAD_DEADLINE_S + MAX_LATE_CALLS * params.timeout_s
 
     async def check(self, columns: Sequence[str]) -> None:
         if not self.tools.settings.allow_job_code:
@@ -39,15 +53,15 @@ class Function(Grader[FunctionParams]):
             )
         if self.spec.source is None:
             raise BadRequest(f"reward {self.spec.label!r}: the text of {self.spec.file!r} must be sent along as 'source'")
-        required, _ = await self.tools.functions.parameters(self.spec)
-        for name, needed in required.items():
-            if needed and name not in (*GIVEN, *columns):
-                raise BadRequest(f"reward function {self.spec.function!r} takes {name!r}: {no_column(name, columns)}")
+        signature = await self.tools.functions.signature(self.spec)
+        given = GIVEN if signature.calls == "batch" else GIVEN_ITEM
+        for name, needed in signature.parameters.items():
+            if needed and name not in (*given, *columns):
+                reason = f"TRL gives {name!r}, Hone does not" if name in NOT_GIVEN else no_column(name, columns)
+                raise BadRequest(f"reward function {self.spec.function!r} takes {name!r}: {reason}")
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        arguments = _arguments(items)
-        values = await self.tools.functions.call(self.spec, arguments, len(items), self.params.timeout_s)
-        return [Part(value=None, verdict="skipped") if value is None else Part(value=value) for value in values]
+        return await self.tools.functions.call(self.spec, _arguments(items), len(items), self.params.timeout_s)
 
 
 def _arguments(items: Sequence[ScoreItem]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncGenerator
 
@@ -16,6 +17,7 @@ from services.reward.failures import GradingFailed
 from services.reward.functions import FunctionWorkers
 from services.reward.sandbox.local import LocalSandbox
 from shared.job import RewardSpec
+from shared.wire import Part
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -43,8 +45,21 @@ def constant(value: float) -> RewardSpec:
     return RewardSpec(source=f"def reward(completions):\n    return [{value} for _ in completions]")
 
 
-async def call(workers: FunctionWorkers, spec: RewardSpec, *completions: str) -> list[float | None]:
-    return await workers.call(spec, {"completions": list(completions), "unused": []}, len(completions), 10.0)
+async def call(workers: FunctionWorkers, spec: RewardSpec, *completions: str, timeout_s: float = 10.0) -> list[float | None]:
+    return [part.value for part in await parts(workers, spec, *completions, timeout_s=timeout_s)]
+
+
+async def parts(workers: FunctionWorkers, spec: RewardSpec, *completions: str, timeout_s: float = 10.0) -> list[Part]:
+    arguments = {"prompts": [""] * len(completions), "completions": list(completions), "unused": [0] * len(completions)}
+    return await workers.call(spec, arguments, len(completions), timeout_s)
+
+
+async def outcome(workers: FunctionWorkers, spec: RewardSpec, *completions: str) -> list[Part]:
+    """The parts, also where all fail."""
+    try:
+        return await parts(workers, spec, *completions)
+    except GradingFailed as error:
+        return [error.part()] * len(completions)
 
 
 async def test_workers_used_least_recently_are_closed(workers: FunctionWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +95,15 @@ async def test_a_late_function_is_ended_and_the_next_call_is_right(workers: Func
     spec = RewardSpec(source="import time\ndef reward(completions):\n    time.sleep(float(completions[0]))\n    return [1.0]")
     before = len(processes_of(os.getpid()))
     with pytest.raises(GradingFailed, match=r"did not return within 0.2 s for 1 completions"):
-        await workers.call(spec, {"completions": ["60"]}, 1, 0.2)
+        await call(workers, spec, "60", timeout_s=0.2)
     assert len(processes_of(os.getpid())) == before
-    assert await workers.call(spec, {"completions": ["0"]}, 1, 10.0) == [1.0]
+    assert await call(workers, spec, "0") == [1.0]
 
 
 FORGER = """
 import json, os, struct
 def reward(completions):
-    forged = json.dumps({"values": FORGED}).encode()
+    forged = json.dumps({"results": FORGED}).encode()
     os.write(3, struct.pack(">I", len(forged)) + forged)
 """
 
@@ -96,12 +111,17 @@ def reward(completions):
 @pytest.mark.parametrize(
     ("forged", "message"),
     [
-        ("[True]", "returned True for completion 0"),
-        ("[1e999]", "returned inf for completion 0"),
         ("{}", "something that is not a list"),
         ("[]", "returned 0 values for 1 completions"),
+        ('["\\ud800"]', "returned '.ud800' for completion 0"),
+        ("[True]", "returned True for completion 0"),
+        ('[{"value": 1e999}]', "returned inf for completion 0"),
+        ('[{"value": [1]}]', "returned .1. for completion 0"),
+        ('[{"value": 1, "error": "\\ud800"}]', r"failed: \?"),
     ],
 )
 async def test_forged_answers_are_checked(workers: FunctionWorkers, forged: str, message: str) -> None:
-    with pytest.raises(GradingFailed, match=message):
-        await call(workers, RewardSpec(source=FORGER.replace("FORGED", forged)), "a")
+    (part,) = await outcome(workers, RewardSpec(source=FORGER.replace("FORGED", forged)), "a")
+    assert part.value is None
+    assert re.search(message, part.detail)
+    part.model_dump_json()

@@ -1,7 +1,12 @@
-"""Keeps a job's own reward function loaded and calls it. Runs with no rights, in its own sandbox. Standard library only.
+"""Keeps a job's own reward loaded and calls it. Runs with no rights, in its own sandbox. Standard library only.
 
-First message: `{source, file, function, paths}`. Answer: `{parameters, any_keyword}`. Then calls: `{arguments}`, answered by
-`{values}`. Either may be answered by `{error}`. Values are numbers or None; everything is checked again on the trusted side.
+    service: {source, file, function, paths}         worker: {parameters, any_keyword, calls}     or {error}
+    service: {arguments, count, timeout_s}           worker: {results, stdout}                    or {error, stdout}
+             {executions}                            before which it may ask, any number of times: {execute}
+
+`arguments` are lists with one entry a completion. A result is `{value, detail}`, value None for not applicable, or `{error}`.
+`execute` is a list of lists of programs, and `executions` has for each of these a list of outcomes, or why it is refused.
+Everything is checked again on the trusted side.
 """
 
 from __future__ import annotations
@@ -15,12 +20,35 @@ import socket
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from services.reward.sandbox.inside import frames
+from services.reward.sandbox.inside.printed import Printed
+from services.reward.sandbox.inside.tools import WorkerTools
+from shared.rewards import Outcome, Reward
 
 MAX_ERROR_CHARS = 500
+SINGULAR = {"prompts": "prompt", "completions": "completion"}
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the job's file defines. `call` takes whole lists if `batch`, else one completion's."""
+
+    call: Callable[..., Any]
+    batch: bool
+    file: str
+
+    def signature(self) -> dict[str, Any]:
+        parameters = inspect.signature(self.call).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return {
+            "parameters": {p.name: p.default is p.empty for p in named},
+            "any_keyword": any(p.kind is p.VAR_KEYWORD for p in parameters),
+            "calls": "batch" if self.batch else "together" if inspect.iscoroutinefunction(self.call) else "one by one",
+        }
 
 
 def serve(channel: socket.socket) -> None:
@@ -29,52 +57,101 @@ def serve(channel: socket.socket) -> None:
     if opening is None:
         return
     sys.path += opening["paths"]
-    function: Callable[..., Any] | None = None
-    try:
-        function = _load(opening)
-        frames.send(channel, _signature(function))
-    except BaseException as error:
-        frames.send(channel, {"error": _explain(error, opening["file"])})
-    while (call := frames.receive(channel)) is not None and function is not None:
-        try:
-            reply = {"values": _values(_result(function, call["arguments"]))}
-        except BaseException as error:
-            reply = {"error": _explain(error, opening["file"])}
-        frames.send(channel, reply)
-
-
-def _load(opening: dict[str, Any]) -> Callable[..., Any]:
-    source, file, name = opening["source"], opening["file"], opening["function"]
+    printed = Printed.install()
     module = types.ModuleType("reward_functions")
+    Reward.tools = WorkerTools(channel, module)
+    own: Own | None = None
+    try:
+        own = _load(module, opening)
+        frames.send(channel, own.signature())
+    except BaseException as error:
+        frames.send(channel, {"error": explain(error, opening["file"])})
+    while (message := frames.receive(channel)) is not None and own is not None:
+        try:
+            reply: dict[str, Any] = {"results": _results(own, message)}
+        except BaseException as error:
+            reply = {"error": explain(error, own.file)}
+        frames.send(channel, reply | {"stdout": printed.take()})
+
+
+def _load(module: types.ModuleType, opening: dict[str, Any]) -> Own:
+    """Returns the function or class of that name, after running the file."""
+    source, file, name = opening["source"], opening["file"], opening["function"]
     module.__file__ = file
     sys.modules[module.__name__] = module
+    sys.modules["hone"] = _hone()
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
-    function = getattr(module, name, None)
-    if not callable(function):
-        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-        raise LookupError(f"{file} defines no function {name!r}; it defines {', '.join(found) or 'none'}")
-    return function
+    target = getattr(module, name, None)
+    if not callable(target):
+        mine = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
+        raise LookupError(f"{file} defines no function or class {name!r}; it defines {', '.join(mine) or 'none'}")
+    if not inspect.isclass(target):
+        return Own(target, True, file)
+    instance = target()
+    for method, batch in (("score_batch", True), ("score", False)):
+        if callable(getattr(instance, method, None)):
+            return Own(getattr(instance, method), batch, file)
+    raise LookupError(
+        f"class {name!r} in {file} has neither score(prompt, completion, ...) nor score_batch(prompts, completions, ...)"
+    )
 
 
-def _signature(function: Callable[..., Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return {
-        "parameters": {p.name: p.default is p.empty for p in named},
-        "any_keyword": any(p.kind is p.VAR_KEYWORD for p in parameters),
-    }
+def _hone() -> types.ModuleType:
+    """Returns what `import hone` gives in here: the base class, and no client."""
+    module = types.ModuleType("hone", "What of Hone exists inside the sandbox: the base class of rewards.")
+    module.__dict__.update(Reward=Reward, Outcome=Outcome)
+    return module
 
 
-def _result(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    result = function(**arguments)
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
+def _results(own: Own, message: dict[str, Any]) -> list[dict[str, Any]]:
+    arguments, count = message["arguments"], message["count"]
+    if own.batch:
+        values = _finished(own.call(**arguments))
+        if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
+            raise TypeError(f"it returned {_kind(values)}, expected a list of numbers")
+        return [_result(lambda value=value: value, position, own.file) for position, value in enumerate(values)]
+    items = [_item(arguments, position) for position in range(count)]
+    if inspect.iscoroutinefunction(own.call):
+        return asyncio.run(_together(own, items, message["timeout_s"]))
+    return [_result(lambda item=item: own.call(**item), position, own.file) for position, item in enumerate(items)]
 
 
-def _values(result: Any) -> list[float | None]:
-    if isinstance(result, str | bytes | dict) or not hasattr(result, "__iter__"):
-        raise TypeError(f"it returned {_kind(result)}, expected a list of numbers")
-    return [_number(value, position) for position, value in enumerate(result)]
+def _item(arguments: dict[str, list[Any]], position: int) -> dict[str, Any]:
+    return {SINGULAR.get(name, name): values[position] for name, values in arguments.items()}
+
+
+async def _together(own: Own, items: list[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
+    async def one(position: int, item: dict[str, Any]) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                value = await own.call(**item)
+        except Exception as error:
+            late = isinstance(error, TimeoutError) and deadline.expired()
+            return {"error": f"it did not return within {timeout_s:g} s" if late else explain(error, own.file), "late": late}
+        return _result(lambda: value, position, own.file)
+
+    return await asyncio.gather(*(one(position, item) for position, item in enumerate(items)))
+
+
+def _finished(result: Any) -> Any:
+    async def wait(work: Awaitable[Any]) -> Any:
+        return await work
+
+    return asyncio.run(wait(result)) if inspect.isawaitable(result) else result
+
+
+def _result(value_of: Callable[[], Any], position: int, file: str) -> dict[str, Any]:
+    """Returns what one completion gets; an exception, or a value that is none, concerns this one alone."""
+    try:
+        value, detail = value_of(), ""
+        if isinstance(value, tuple):
+            if len(value) != 2 or not isinstance(value[1], str):
+                raise TypeError(f"it returned {_kind(value)} for completion {position}, expected a number, None, or (number, text)")
+            value, detail = value
+        return {"value": _number(value, position), "detail": detail}
+    except Exception as error:
+        return {"error": explain(error, file)}
 
 
 def _number(value: Any, position: int) -> float | None:
@@ -92,7 +169,7 @@ def _kind(value: Any) -> str:
     return f"{str(value)[:40]!r} ({type(value).__name__})"
 
 
-def _explain(error: BaseException, file: str) -> str:
+def explain(error: BaseException, file: str) -> str:
     """Returns "rewards.py line 12: KeyError: 'answr'"."""
     message = traceback.format_exception_only(error)[-1].strip()[:MAX_ERROR_CHARS]
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

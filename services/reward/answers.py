@@ -1,0 +1,71 @@
+"""What a worker of a job's own code answers is untrusted: here it becomes parts and programs, or is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import ValidationError
+
+from services.reward.failures import ErrorName, GradingFailed
+from shared.explain import sentences
+from shared.wire import ExecuteRequest, Part
+
+MAX_PROGRAMS = 4096
+MAX_DETAIL_CHARS = 1000
+MAX_PRINTED_CHARS = 2000
+
+
+def parts(answer: Any, count: int, named: str) -> list[Part]:
+    """Returns a part for each of `count` completions. Raises GradingFailed, beginning with `named`, where the whole answer is
+    an error or nonsense."""
+    if not isinstance(answer, dict):
+        raise _failed(f"{named} answered with something that is not a table")
+    printed = _text(answer.get("stdout", ""), MAX_PRINTED_CHARS)
+    if "error" in answer:
+        raise _failed(
+            f"{named} failed: {_text(answer['error'], MAX_DETAIL_CHARS)}" + (f"; it printed {printed!r}" if printed else "")
+        )
+    results = answer.get("results")
+    if not isinstance(results, list):
+        raise _failed(f"{named} answered with something that is not a list of numbers")
+    if len(results) != count:
+        raise _failed(f"{named} returned {len(results)} values for {count} completions")
+    return [_part(result, position, named, printed) for position, result in enumerate(results)]
+
+
+def programs(asked: Any) -> list[list[ExecuteRequest] | str]:
+    """Returns for each list of programs that a worker asks for the list, or a sentence saying what is wrong with it."""
+    return [_programs(one) for one in asked] if isinstance(asked, list) else ["expected a list of programs"]
+
+
+def _programs(asked: Any) -> list[ExecuteRequest] | str:
+    if not isinstance(asked, list) or len(asked) > MAX_PROGRAMS:
+        return f"{len(asked) if isinstance(asked, list) else 'no'} programs at once; at most {MAX_PROGRAMS} are taken"
+    try:
+        return [ExecuteRequest.model_validate(program) for program in asked]
+    except ValidationError as error:
+        return "; ".join(fault["detail"] for fault in sentences(error, ExecuteRequest, "execute_in_sandbox"))
+
+
+def _part(result: Any, position: int, named: str, printed: str) -> Part:
+    result = result if isinstance(result, dict) else {"value": result}
+    value, detail, error = result.get("value"), _text(result.get("detail", ""), MAX_DETAIL_CHARS), result.get("error")
+    if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+        error = f"it returned {value!r:.40} for completion {position}, expected a number or None"
+    if error is not None:
+        name: ErrorName = "unresponsive_reward_error" if result.get("late") is True else "python_grader_runtime_error"
+        detail = f"{named} failed: {_text(error, MAX_DETAIL_CHARS)}"
+        return Part(value=None, verdict="error", detail=detail, stdout=printed, errors=(name,))
+    if value is None:
+        return Part(value=None, verdict="skipped", detail=detail, stdout=printed)
+    return Part(value=float(value), detail=detail, stdout=printed)
+
+
+def _text(value: Any, limit: int) -> str:
+    """Returns the end of a text, without what is not Unicode."""
+    return str(value)[-limit:].encode("utf-8", "replace").decode()
+
+
+def _failed(detail: str) -> GradingFailed:
+    return GradingFailed(detail, "python_grader_runtime_error")
