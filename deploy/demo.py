@@ -23,7 +23,8 @@ from rich.console import Console
 from deploy import local
 from deploy.plot import plot_learning_curve
 from hone import Client, Job, load_job
-from hone.view import Follower, duration, rollout_table
+from hone.rollout_view import rollout_table
+from hone.view import Follower, duration
 from shared.errors import BadRequest, HoneError
 from shared.wire import JobRecord
 

@@ -15,15 +15,19 @@ import typer
 from rich.console import Console
 
 from hone import doctor as checks
-from hone import stack, view
+from hone import rollout_view, stack, view
 from hone.client import Client
-from shared.errors import HoneError, Unavailable
+from shared.errors import BadRequest, HoneError, Unavailable
 from shared.job_file import load_job
 from shared.wire import TERMINAL, JobRecord
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 out = Console(width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True)
+
+
+REWARDS_ONLY = ("name=rewards", "model=any/model", "steps=1", "data.train=any")
+"""Fills in what a file with nothing but `[[rewards]]` lacks of a job."""
 
 
 class Output(StrEnum):
@@ -172,13 +176,32 @@ def rollouts(
     limit: Annotated[int, typer.Option("-n", help="how many")] = 16,
     output: OutputOption = Output.table,
 ) -> None:
-    """Show a step's prompts, completions, rewards and advantages."""
+    """Show a step's prompts, completions, rewards and advantages, and what each grader said."""
     with connect() as client:
         listed = client.rollouts(job, step)
     if output is Output.json:
         view.as_json(out, listed.model_copy(update={"rollouts": listed.rollouts[:limit]}))
     else:
-        out.print(view.rollout_table(listed, limit))
+        out.print(rollout_view.rollout_table(listed, limit))
+
+
+@command
+def regrade(
+    job: JobArgument,
+    step: Annotated[str, typer.Option(help="which steps: 7, or 3:9 for 3 to 9")],
+    reward: Annotated[Path, typer.Option(help="a TOML with the [[rewards]] to try; a job file will do")],
+    limit: Annotated[int, typer.Option("-n", help="how many of the rollouts that differ most to show")] = 10,
+    output: OutputOption = Output.table,
+) -> None:
+    """Grade a job's stored rollouts by other rewards, and show what would flip. The job stays as it is."""
+    first, last = _steps(step)
+    rewards = load_job(reward, REWARDS_ONLY).rewards
+    with connect() as client:
+        report = client.regrade(job, first, last, rewards, limit)
+    if output is Output.json:
+        view.as_json(out, report)
+    else:
+        out.print(rollout_view.regrade_table(report))
 
 
 @command
@@ -228,6 +251,14 @@ def doctor(output: OutputOption = Output.table) -> None:
             out.print(check.detail, markup=False, highlight=False, soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _steps(text: str) -> tuple[int, int]:
+    """Returns the first and last step of `A:B`, or of `A` alone."""
+    first, separator, last = text.partition(":")
+    if not first.isdecimal() or (separator and not last.isdecimal()) or not int(first):
+        raise BadRequest(f"--step {text!r}: expected a step such as 7, or a range of them such as 3:9; the first step is 1")
+    return int(first), int(last or first)
 
 
 def _follow(client: Client, job: str, output: Output) -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from shared import client as shared_client
 from shared.errors import NotFound, Unavailable
-from shared.job import Job
+from shared.job import Job, RewardSpec
 from shared.wire import (
     TERMINAL,
     CheckpointList,
@@ -18,12 +18,15 @@ from shared.wire import (
     JobList,
     JobRecord,
     MetricsList,
+    RegradeReport,
+    RegradeRequest,
     RolloutList,
     SubmitRequest,
     VersionInfo,
 )
 
 SUBMIT_DEADLINE_S = 1800.0
+REGRADE_DEADLINE_S = 3600.0
 RECONNECT_S = 60.0
 PING_DEADLINE_S = 1.0
 
@@ -89,6 +92,13 @@ class Client:
         """Returns the graded rollouts of `step`, or of the newest step."""
         query = "" if step is None else f"?step={step}"
         return self._runner.run(self._client.get(f"/v1/jobs/{self.get(job).id}/rollouts{query}", RolloutList))
+
+    def regrade(self, job: str, first_step: int, last_step: int, rewards: tuple[RewardSpec, ...], examples: int) -> RegradeReport:
+        """Returns what `rewards` would say of the stored rollouts of these steps, both included, with the `examples` rollouts
+        whose reward differs most. Changes nothing."""
+        body = RegradeRequest(first_step=first_step, last_step=last_step, rewards=rewards, num_examples=examples)
+        path = f"/v1/jobs/{self.get(job).id}/regrade"
+        return self._runner.run(self._client.call("POST", path, body, RegradeReport, deadline_s=REGRADE_DEADLINE_S))
 
     def checkpoints(self, job: str) -> CheckpointList:
         return self._runner.run(self._client.get(f"/v1/jobs/{self.get(job).id}/checkpoints", CheckpointList))

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shared.wire import Event, GradedRollout, JobRecord, MetricsRow, RolloutList
+from shared.wire import Event, JobRecord, MetricsRow
 
 COLUMNS = {
     "reward": "reward",
@@ -103,34 +103,6 @@ def metrics_table(rows: Iterable[MetricsRow]) -> Table:
     for row in rows:
         table.add_row(str(row.step), *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in COLUMNS.values()))
     return table
-
-
-def rollout_table(listed: RolloutList, limit: int) -> Table:
-    """Returns the step's first `limit` rollouts as TRL prints them: prompt, completion, rewards, advantage."""
-    names = sorted({name for rollout in listed.rollouts for name in rollout.parts})
-    table = Table("prompt", "completion", *names, "reward", "advantage", "why", title=f"step {listed.step}")
-    for rollout in listed.rollouts[:limit]:
-        parts = [rollout.parts[name].value if name in rollout.parts else None for name in names]
-        why = "; ".join(part.detail for part in rollout.parts.values() if part.detail)
-        table.add_row(
-            escape(prompt_text(rollout)),
-            escape(rollout.completion),
-            *(_number(value) for value in parts),
-            _number(rollout.reward),
-            _number(rollout.advantage),
-            escape(why),
-        )
-    return table
-
-
-def prompt_text(rollout: GradedRollout) -> str:
-    if isinstance(rollout.prompt, str):
-        return rollout.prompt.strip()
-    return str(rollout.prompt[-1].get("content", ""))
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
 
 
 def as_json(console: Console, body: BaseModel | Iterable[BaseModel]) -> None:

@@ -13,10 +13,11 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from services.orchestrator.advantages import batch_advantages
 from services.orchestrator.folder import RunFolder
+from services.orchestrator.graded import graded
 from services.orchestrator.peers import Peers
 from services.orchestrator.prompts import Prompts, load_prompts
+from services.orchestrator.regrade import regrade
 from services.orchestrator.store import Store
 from services.orchestrator.tasks import stop
 from services.orchestrator.worker import Worker
@@ -27,14 +28,14 @@ from shared.job import Job
 from shared.service import Service, request_key
 from shared.wire import (
     TERMINAL,
-    Batch,
     Checkpoint,
     CheckpointList,
     EventList,
-    GradedRollout,
     JobList,
     JobRecord,
     MetricsList,
+    RegradeReport,
+    RegradeRequest,
     RolloutList,
     SubmitRequest,
 )
@@ -67,6 +68,7 @@ def create_service(settings: Settings, store: Store) -> Service:
     service = Service("orchestrator", settings, readiness={"redis": check_redis}, lifespan=lifespan)
     _add_job_routes(service, settings, store)
     _add_history_routes(service.app, store)
+    _add_regrade_route(service, settings, store)
     return service
 
 
@@ -154,6 +156,22 @@ def _add_history_routes(app: FastAPI, store: Store) -> None:
         return CheckpointList(checkpoints=tuple(found[step] for step in sorted(found)))
 
 
+def _add_regrade_route(service: Service, settings: Settings, store: Store) -> None:
+    @service.app.post("/v1/jobs/{job_id}/regrade", response_model=RegradeReport)
+    async def regrade_job(job_id: str, body: RegradeRequest, request: Request) -> Response:
+        """Grades stored rollouts by other rewards and says what would flip. Nothing is written to the run."""
+        record = await store.get(job_id)
+        folder = RunFolder(Path(record.run_dir))
+        key = request.headers.get("idempotency-key")
+        operation = service.operations.start(
+            lambda: regrade(body, record.job, folder, settings),
+            f"regrade {job_id} {key}" if key else None,
+            body.model_dump_json(),
+            f"regrading {job_id}",
+        )
+        return await service._answer(operation, request)
+
+
 async def check_job(job: Job, settings: Settings) -> None:
     """Raises a sentence for what would fail the job later: data that cannot be read, a model folder that is none, rewards that
     the reward service does not know or that need columns the data lacks."""
@@ -177,25 +195,6 @@ def _check_prompts(prompts: Prompts) -> None:
     """Makes the first step's and all held-out prompts, and tries whether they can be sent."""
     for prompt in (*prompts.for_step(1), *prompts.held_out()):
         codec.encode(prompt, codec.MSGPACK)
-
-
-def graded(batch: Batch, job: Job) -> tuple[GradedRollout, ...]:
-    """Returns the batch's `[P*G]` rollouts as people look at them."""
-    advantages_PG = batch_advantages(batch, job)
-    return tuple(
-        GradedRollout(
-            prompt_index=prompt.index,
-            prompt=prompt.content,
-            completion=rollout.text,
-            finish_reason=rollout.finish_reason,
-            versions=rollout.versions,
-            reward=score.value,
-            parts=score.parts,
-            advantage=advantage,
-        )
-        for prompt, group, scores, advantages in zip(batch.prompts, batch.groups, batch.scores, advantages_PG, strict=True)
-        for rollout, score, advantage in zip(group.rollouts, scores, advantages, strict=True)
-    )
 
 
 async def _stream(store: Store, job_id: str, last: str) -> AsyncGenerator[str]:
