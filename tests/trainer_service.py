@@ -44,6 +44,7 @@ class Service:
     port: int
     log: Path
     shm: Path
+    folder: Path
 
     def call(self, method: str, path: str, body, result):
         return asyncio.run(self._call(method, path, body, result))
@@ -108,7 +109,7 @@ def running(folder: Path, ranks: int, module: str = "services.trainer", *, resta
             [sys.executable, "-m", module], cwd=ROOT, env=clean | own | settings, stdout=output, stderr=output
         )
     try:
-        yield Service(process, port, log, shm)
+        yield Service(process, port, log, shm, folder)
     finally:
         process.terminate()
         try:

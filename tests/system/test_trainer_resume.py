@@ -1,0 +1,159 @@
+"""Training that was cut off ends with the same bytes as training that was not: the real trainer, one and two ranks, on CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import make_tiny_model
+from trainer_service import Service, a_job, running, some_examples
+
+from services.trainer import checkpoints
+from shared.errors import Conflict, HoneError
+from shared.wire import Example, StepResult, TrainerState
+
+pytestmark = [pytest.mark.engine, pytest.mark.system]
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory) -> Iterator[dict[int, Service]]:
+    """One trainer of one rank and one of two, whose ranks may die often."""
+    folder = tmp_path_factory.mktemp("trainers")
+    with running(folder / "one", 1, restarts=9) as one, running(folder / "two", 2, restarts=9) as two:
+        yield {1: one, 2: two}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def batches(model) -> list[tuple[Example, ...]]:
+    """What the steps train on, in turn."""
+    return [some_examples(model, num=6, seed=seed) for seed in range(3)]
+
+
+def train(service: Service, job_id: str, batches, steps: range, *, checkpoint_every: int = 0) -> list[StepResult]:
+    results = []
+    for step in steps:
+        results.append(service.step(job_id, step, batches[step % len(batches)]))
+        if checkpoint_every and step % checkpoint_every == 0:
+            service.checkpoint(job_id, step)
+    return results
+
+
+def same(result: StepResult) -> dict[str, Any]:
+    """A step's result without the time that it took."""
+    return result.model_dump(exclude={"train_s"})
+
+
+def kill_last_rank(service: Service, ranks: int) -> TrainerState:
+    """Kills the last rank as the kernel would, and returns the state once the trainer is of use again."""
+    processes = service.processes()
+    processes[2 + ranks - 1].kill()
+    processes[2].wait(30)
+    service.wait_until_ready()
+    return service.state()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_killed_at_step_7_of_12_changes_no_bit_of_the_final_weights(services, model, batches, ranks):
+    service = services[ranks]
+    job = a_job(model, micro_batch_tokens=64, schedule="cosine")
+    assert service.load("whole", job).step == 0
+    whole = train(service, "whole", batches, range(1, 13))
+    expected = service.publish("whole", 12).digest
+
+    service.load("killed", job)
+    before = train(service, "killed", batches, range(1, 8), checkpoint_every=3)
+    restarts = service.state().restarts
+    state = kill_last_rank(service, ranks)
+    assert (state.job_id, state.step, state.resumed_step, state.restarts) == ("killed", 6, 6, restarts + 1)
+    assert state.last_failure == f"rank {ranks - 1} was killed by SIGKILL, as the kernel does when memory runs out"
+    assert service.step("killed", 6, batches[0]) == before[5], "the checkpoint's step is answered, not applied"
+    with pytest.raises(Conflict, match="got step 8, expected 7"):
+        service.step("killed", 8, batches[2])
+    after = train(service, "killed", batches, range(7, 13))
+    assert [same(result) for result in before + after[1:]] == [same(result) for result in whole]
+    assert same(after[0]) == same(before[6]), "the replayed step gives what it gave"
+    assert service.publish("killed", 12).digest == expected
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "zero 0": ({"memory": {"zero_stage": 0}}, {}),
+    "zero 1": ({"memory": {"zero_stage": 1}}, {}),
+    "zero 3": ({"memory": {"zero_stage": 3}}, {}),
+    "bfloat16": ({}, {"dtype": "bfloat16"}),
+    "bfloat16 zero 3": ({"memory": {"zero_stage": 3}}, {"dtype": "bfloat16"}),
+    "lora with dropout": ({"lora": {"rank": 4, "dropout": 0.3}}, {}),
+    "lora with dropout zero 3": ({"lora": {"rank": 4, "dropout": 0.3}, "memory": {"zero_stage": 3}}, {}),
+    "kl, epochs, minibatches": ({}, {"beta": 0.1, "epochs": 2, "minibatches": 2}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_job_that_comes_back_goes_on_to_the_bit(services, model, batches, variant):
+    service, job_id = services[2], "v-" + variant.replace(" ", "-").replace(",", "")
+    sections, training = VARIANTS[variant]
+    job = a_job(model, sections=sections, **{"learning_rate": 1e-2, **training})
+    service.load(job_id, job)
+    train(service, job_id, batches, range(1, 3), checkpoint_every=2)
+    whole = train(service, job_id, batches, range(3, 5))
+    expected = service.publish(job_id, 4).digest
+    service.load("another", a_job(model))
+    assert service.load(job_id, job).resumed_step == 2
+    assert [same(result) for result in train(service, job_id, batches, range(3, 5))] == [same(result) for result in whole]
+    assert service.publish(job_id, 4).digest == expected
+
+
+def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(services, model, batches):
+    service = services[2]
+    folder = checkpoints.checkpoints_dir(service.folder / "runs", "cut-off")
+    service.load("cut-off", a_job(model))
+    train(service, "cut-off", batches, range(1, 3), checkpoint_every=1)
+    service.step("cut-off", 3, batches[0])
+
+    def write() -> None:
+        with contextlib.suppress(HoneError):  # the ranks came back at an earlier step
+            service.checkpoint("cut-off", 3)
+
+    writing = threading.Thread(target=write)
+    rank = service.processes()[2]
+    writing.start()
+    while not (folder / ".tmp-step-000003").exists() and not (folder / "step-000003").exists():
+        time.sleep(0.001)
+    rank.kill()
+    writing.join()
+    service.wait_until_ready()
+    state = service.state()
+    steps = [found.step for found in checkpoints.listed(folder)]
+    assert steps in ([1, 2], [2, 3]), "the third is whole or absent"
+    assert (state.step, state.damaged) == (steps[-1], ())
+    assert service.step("cut-off", state.step + 1, batches[0]).step == state.step + 1
+    assert not list(folder.glob(".tmp-*"))
+
+
+def test_health_answers_during_a_step_after_a_resume_and_a_client_that_goes_away_changes_nothing(services, model, batches):
+    service = services[1]
+    service.load("away", a_job(model))
+    train(service, "away", batches, range(1, 2), checkpoint_every=1)
+    service.load("another", a_job(model))
+    assert service.load("away", a_job(model)).step == 1
+    results: list[StepResult] = []
+    long = tuple(example for batch in batches for example in batch) * 20
+    step = threading.Thread(target=lambda: results.append(service.step("away", 2, long)))
+    step.start()
+    answered = 0
+    while step.is_alive():
+        with urllib.request.urlopen(f"http://127.0.0.1:{service.port}/healthz", timeout=5) as answer:
+            answered += answer.status == 200
+        time.sleep(0.02)
+    assert answered >= 2
+    assert service.step("away", 2, long) == results[0]
