@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "services/rollout": WIRE | {"numpy", "vllm", "torch", "transformers", "safetensors", "prometheus_client", "uvicorn"},
     "services/trainer": WIRE
     | {"numpy", "deepspeed", "peft", "torch", "transformers", "safetensors", "uvicorn", "prometheus_client"},
-    "services/reward": WIRE | {"math_verify", "openai", "modal", "prometheus_client"},
+    "services/reward": WIRE | {"math_verify", "modal", "nltk", "openai", "prometheus_client", "rapidfuzz", "regex"},
 }
 
 
