@@ -71,7 +71,7 @@ def finish(bench: str, figures: Sequence[Figure], **facts: Any) -> int:
 
 
 def _entry(figure: Figure) -> dict[str, Any]:
-    entry: dict[str, Any] = {"value": round(figure.value, 6), "unit": figure.unit}
+    entry: dict[str, Any] = {"value": float(f"{figure.value:.6g}"), "unit": figure.unit}
     if figure.goal is not None:
         entry |= {"goal": figure.goal, "bound": figure.bound, "ok": figure.ok}
     return entry

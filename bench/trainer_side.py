@@ -1,0 +1,306 @@
+"""One side of `bench.trainer`, in a process of its own: a step's forward and backward passes, by Hone's parts or by TRL's.
+
+    python -m bench.trainer_side hone|trl '{"vocab_size": 32768, ...}'
+
+prints one JSON object: seconds, peak memory above the loaded model, the loss, the gradient's norm, and what was computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from shared.wire import Example
+
+PAD, EOS = 0, 1
+MAX_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Task:
+    """What both sides get. `rows` sequences make one of TRL's micro-batches (its default is 8); with `same_length`, nothing needs
+    padding."""
+
+    vocab_size: int
+    num_prompts: int
+    group_size: int = 8
+    rows: int = 8
+    hidden_size: int = 256
+    num_layers: int = 4
+    same_length: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Work:
+    """What a side did: tokens through the body and positions through the head (forward), and the head's seconds."""
+
+    body_tokens: int = 0
+    head_positions: int = 0
+    head_forward_s: float = 0.0
+    head_backward_s: float = 0.0
+    micro_batches: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step, ready to run: returns its loss, with gradients added to the model's."""
+
+    run: Callable[[], float]
+    work: Work = field(default_factory=Work)
+
+
+def make_model(task: Task) -> Any:
+    """Returns a random model of Qwen2.5's shape, tied embeddings and all, with a small body. float32."""
+    torch.manual_seed(task.seed)
+    config = transformers.Qwen2Config(
+        vocab_size=task.vocab_size,
+        hidden_size=task.hidden_size,
+        intermediate_size=task.hidden_size * 11 // 2,
+        num_hidden_layers=task.num_layers,
+        num_attention_heads=task.hidden_size // 64,
+        num_key_value_heads=max(1, task.hidden_size // 128),
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def make_examples(task: Task) -> list[Example]:
+    """Returns groups that share a prompt of 32 to 96 tokens; completions have a log-normal length (median 90, up to 256), as
+    completions do. Sampler's log-probs are near a random model's, `-log V`, so that ratios are near 1 and some are clipped."""
+    random = torch.Generator().manual_seed(task.seed + 1)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(2, task.vocab_size, (count,), generator=random).tolist())
+
+    examples: list[Example] = []
+    for _ in range(task.num_prompts):
+        prompt = ids(64 if task.same_length else int(torch.randint(32, 97, (1,), generator=random)))
+        for _ in range(task.group_size):
+            drawn = 90 * math.exp(0.7 * float(torch.randn((), generator=random)))
+            length = 128 if task.same_length else int(min(max(drawn, 8), MAX_TOKENS))
+            noise = 0.1 * torch.randn(length, generator=random)
+            examples.append(
+                Example(
+                    prompt_token_ids=prompt,
+                    token_ids=ids(length),
+                    old_logprobs=tuple((noise - math.log(task.vocab_size)).tolist()),
+                    advantage=float(torch.randn((), generator=random)),
+                )
+            )
+    return examples
+
+
+def hone_step(task: Task, model: Any, examples: list[Example]) -> Step:
+    """Returns what `services/trainer/update.py` does between two optimizer steps, less DeepSpeed."""
+    from services.trainer.batch import micro_batches_of_rank
+    from services.trainer.correction import resolve
+    from services.trainer.head import _Score  # pyright: ignore[reportPrivateUsage]
+    from services.trainer.loss import LossInputs, total_loss
+    from services.trainer.metrics import StepMetrics
+    from services.trainer.policy import Policy
+    from shared.job import CorrectionSpec, TrainingSpec
+
+    work = Work()
+    training = TrainingSpec(loss="dapo", clip_low=0.2, clip_high=0.28)
+    policy = Policy(model, 1.0)
+    num_tokens = sum(len(example.token_ids) for example in examples)
+    budget = task.rows * (longest(examples, "prompt_token_ids") + longest(examples, "token_ids"))
+    time_head(_Score, work)
+
+    def run() -> float:
+        metrics = StepMetrics(torch.device("cpu"), training, resolve(CorrectionSpec(), 0))
+        total = 0.0
+        for batch in micro_batches_of_rank(examples, 0, 1, budget):
+            logprobs_N, entropies_N = policy(batch)
+            x = LossInputs(
+                logprobs_N=logprobs_N,
+                old_logprobs_N=batch.sampler_logprobs_N,
+                reference_logprobs_N=None,
+                advantages_N=batch.advantages_N,
+                weights_N=torch.ones_like(logprobs_N, requires_grad=False),
+                sequences_N=batch.sequences_N,
+                lengths_N=batch.lengths_N,
+                num_tokens=num_tokens,
+                num_sequences=len(examples),
+                mean_tokens=num_tokens,
+                max_tokens=MAX_TOKENS,
+                training=training,
+            )
+            loss = total_loss(x)
+            metrics.add(batch, x, entropies_N, loss)
+            metrics.add_mismatch(batch, logprobs_N.detach())
+            loss.backward()
+            total += loss.item()
+            work.body_tokens += batch.input_ids_BT.numel()
+            work.micro_batches += 1
+        return total
+
+    return Step(run, work)
+
+
+def trl_step(task: Task, model: Any, examples: list[Example]) -> Step:
+    """Returns TRL's own loss and backward pass for each micro-batch of a generation batch, padded as its
+    `_generate_and_score_completions` pads: prompts on the left and completions on the right, to the longest of the batch."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    words = Tokenizer(WordLevel({"<pad>": PAD, "<eos>": EOS}, unk_token="<pad>"))
+    num_steps = len(examples) // task.rows
+    with tempfile.TemporaryDirectory() as folder:  # it wants one and, until it trains, writes nothing
+        trainer: Any = GRPOTrainer(
+            model=model,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=GRPOConfig(
+                output_dir=folder,
+                per_device_train_batch_size=task.rows,
+                gradient_accumulation_steps=num_steps,
+                num_generations=task.group_size,
+                epsilon=0.2,
+                epsilon_high=0.28,
+                loss_type="dapo",
+                temperature=1.0,
+                beta=0.0,
+                max_completion_length=MAX_TOKENS,
+                gradient_checkpointing=False,
+                bf16=False,
+                use_cpu=True,
+                report_to=[],
+            ),
+            train_dataset=Dataset.from_dict({"prompt": ["<eos>"] * len(examples)}),
+            processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+        )
+    trainer.current_gradient_accumulation_steps = num_steps
+    model.train()
+    inputs = trl_inputs(examples)
+    work = Work()
+    time_head(ChunkedLogProbFunction, work)
+
+    def run() -> float:
+        total = 0.0
+        for start in range(0, len(examples), task.rows):
+            part = {name: value[start : start + task.rows] for name, value in inputs.items()}
+            part["num_items_in_batch"] = inputs["completion_mask"].sum()
+            loss = trainer._compute_loss(model, part)
+            loss.backward()
+            total += loss.item()
+            work.body_tokens += part["prompt_ids"].numel() + part["completion_ids"].numel()
+            work.micro_batches += 1
+        return total
+
+    return Step(run, work)
+
+
+def trl_inputs(examples: list[Example]) -> dict[str, Tensor]:
+    """Returns the generation batch as TRL's trainer makes it."""
+
+    def padded(rows: list[tuple[Any, ...]], side: str, dtype: torch.dtype) -> Tensor:
+        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
+
+    prompts, completions = [e.prompt_token_ids for e in examples], [e.token_ids for e in examples]
+    return {
+        "prompt_ids": padded(prompts, "left", torch.long),
+        "prompt_mask": padded([(1,) * len(row) for row in prompts], "left", torch.long),
+        "completion_ids": padded(completions, "right", torch.long),
+        "completion_mask": padded([(1,) * len(row) for row in completions], "right", torch.long),
+        "old_per_token_logps": padded([e.old_logprobs for e in examples], "right", torch.float32),
+        "advantages": torch.tensor([e.advantage for e in examples]),
+    }
+
+
+def time_head(function: Any, work: Work) -> None:
+    """Has the autograd function of a head count its hidden states (its first argument) and its time, forward and backward."""
+    forward, backward = function.forward, function.backward
+
+    def timed_forward(*args: Any) -> Any:
+        started = time.perf_counter()
+        out = forward(*args)
+        work.head_forward_s += time.perf_counter() - started
+        work.head_positions += len(args[1])
+        return out
+
+    def timed_backward(*args: Any) -> Any:
+        started = time.perf_counter()
+        out = backward(*args)
+        work.head_backward_s += time.perf_counter() - started
+        return out
+
+    function.forward, function.backward = staticmethod(timed_forward), staticmethod(timed_backward)
+
+
+def longest(examples: list[Example], name: str) -> int:
+    return max(len(getattr(example, name)) for example in examples)
+
+
+def resident_bytes(line: str) -> int:
+    """Returns `VmRSS` or `VmHWM` of this process."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(each.split()[1]) for each in status if each.startswith(f"{line}:")) * 1024
+
+
+def settle() -> None:
+    """Gives freed memory back to the system and begins the peak anew."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(side: str, task: Task) -> dict[str, Any]:
+    """Returns what one step took, after a step on two short sequences that loads what is loaded late."""
+    model = make_model(task)
+    make_step = {"hone": hone_step, "trl": trl_step}[side]
+    short = [e.model_copy(update={"token_ids": e.token_ids[:8], "old_logprobs": e.old_logprobs[:8]}) for e in make_examples(task)]
+    make_step(task, model, short[: task.rows]).run()
+    model.zero_grad(set_to_none=True)
+    examples = make_examples(task)
+    step = make_step(task, model, examples)
+    settle()
+    before, work = resident_bytes("VmRSS"), step.work
+    started, cpu_started = time.perf_counter(), time.process_time()
+    loss = step.run()
+    seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return {
+        "seconds": seconds,
+        "cpu_s": cpu_s,
+        "peak_bytes": resident_bytes("VmHWM") - before,
+        "loss": loss,
+        "grad_norm": math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients)),
+        "num_tokens": sum(len(e.prompt_token_ids) + len(e.token_ids) for e in examples),
+        "num_completion_tokens": sum(len(e.token_ids) for e in examples),
+        **asdict(work),
+    }
+
+
+def main() -> None:
+    side, task = sys.argv[1], Task(**json.loads(sys.argv[2]))
+    transformers.utils.logging.set_verbosity_error()
+    with redirect_stdout(sys.stderr):  # TRL prints as it likes; the last line is ours
+        measured = measure(side, task)
+    print(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main()
