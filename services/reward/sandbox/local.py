@@ -12,7 +12,9 @@ from typing import Any
 
 from services.reward.sandbox import probes, verdicts
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker
-from services.reward.sandbox.slots import CannotIsolate, Slot
+from services.reward.sandbox.cgroups import Groups
+from services.reward.sandbox.packages import NO_PACKAGES, Packages
+from services.reward.sandbox.slots import CannotImport, CannotIsolate, Slot
 from shared.errors import Failed
 from shared.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
@@ -24,22 +26,31 @@ MAX_DEFAULT_SLOTS = 8
 
 
 class LocalSandbox(Sandbox):
-    def __init__(self, *, isolated: bool, num_slots: int | None = None) -> None:
-        num_slots = num_slots or min(2 * len(os.sched_getaffinity(0)), MAX_DEFAULT_SLOTS)
+    def __init__(self, *, isolated: bool, num_slots: int | None = None, packages: Packages = NO_PACKAGES) -> None:
+        self._num_slots = num_slots or min(2 * len(os.sched_getaffinity(0)), MAX_DEFAULT_SLOTS)
         self._isolated = isolated
-        self._slots = [Slot(number, mode="jobs", isolated=isolated) for number in range(num_slots)]
+        self._packages = packages
+        self._bounded = ""
+        self._slots: list[Slot] = []
         self._num_workers = 0
         self._idle: asyncio.Queue[Slot] = asyncio.Queue()  # in turn, so that a slot has time to fork its next child
         self._problem: str | None = "the sandbox was not started yet"
         self._probes: dict[str, str] = {}
 
     async def start(self) -> None:
+        groups = Groups()
+        self._bounded = groups.bounded
+        self._slots = [
+            Slot(number, mode="jobs", isolated=self._isolated, packages=self._packages, group=groups.make())
+            for number in range(self._num_slots)
+        ]
         started = await asyncio.gather(*(slot.start() for slot in self._slots), return_exceptions=True)
         failures = [failure for failure in started if failure is not None]
         if failures and not isinstance(failures[0], CannotIsolate):
             raise failures[0]
         if failures:
-            self._problem = _refusal(str(failures[0]))
+            reason = str(failures[0])
+            self._problem = reason if isinstance(failures[0], CannotImport) else _refusal(reason)
         else:
             for slot in self._slots:
                 self._idle.put_nowait(slot)
@@ -52,15 +63,15 @@ class LocalSandbox(Sandbox):
 
     async def close(self) -> None:
         self._problem = self._problem or "the sandbox is closed"
-        await asyncio.gather(*(slot.close() for slot in self._slots))
+        await asyncio.gather(*(slot.dismiss() for slot in self._slots))
 
     def problem(self) -> str | None:
         return self._problem
 
     def report(self) -> dict[str, Any]:
-        tier = "none" if self._problem else "namespaces" if self._isolated else "unsafe"
+        tier = "none" if self._problem else "local" if self._isolated else "unsafe"
         shown = {name: fault or "passed" for name, fault in self._probes.items()}
-        return {"tier": tier, "slots": len(self._slots), "probes": shown}
+        return {"tier": tier, "slots": self._num_slots, "limits": self._bounded, "probes": shown}
 
     async def execute(self, request: ExecuteRequest) -> Execution:
         if self._problem:
@@ -75,7 +86,7 @@ class LocalSandbox(Sandbox):
         if self._problem:
             raise Failed(self._problem)
         self._num_workers += 1
-        worker = Slot(len(self._slots) + self._num_workers % 1000, mode="function", isolated=self._isolated)
+        worker = Slot(self._num_slots + self._num_workers % 1000, mode="function", isolated=self._isolated)
         await worker.start()
         return worker
 

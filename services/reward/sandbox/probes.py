@@ -4,7 +4,7 @@ that neither a wall with a hole nor a wall around everything passes."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ class Probe:
     expression: str | None = None
     value: Any = None
     verdict: str = "ok"
+    cpu_s: float = 4.0
     timeout_s: float = 10.0
     memory_mib: int = 256
 
@@ -36,6 +37,7 @@ def attempt(call, *arguments):
 PROBES = (
     Probe("runs programs", "import colorsys, socket, ctypes\nx = sum(range(10))\nopen('/tmp/x', 'w').write('1')", "x", 45),
     Probe("no network", _TRY + "import socket", "attempt(socket.socket)", "refused"),
+    Probe("runs asyncio", "import asyncio", "asyncio.run(asyncio.sleep(0, 'woken'))", "woken"),
     Probe(
         "no other processes", _TRY + "import os", "[os.getpid(), os.getppid(), attempt(os.listdir, '/proc/1')]", [1, 0, "refused"]
     ),
@@ -65,18 +67,20 @@ PROBES = (
         True,
     ),
     Probe("memory limited", "x = bytearray(1 << 30)", verdict="memory_limit"),
-    Probe("time limited", "while True: pass", verdict="time_limit", timeout_s=0.2),
+    Probe("CPU time limited", "while True: pass", verdict="time_limit", cpu_s=0.1),
+    Probe("time limited", "import time\ntime.sleep(60)", verdict="time_limit", timeout_s=0.2),
 )
 
 
-async def failures(execute: Callable[[ExecuteRequest], Awaitable[Execution]]) -> dict[str, str]:
+async def failures(execute: Callable[[ExecuteRequest], Awaitable[Execution]], probes: Sequence[Probe] = PROBES) -> dict[str, str]:
     """Returns, for each probe, "" or what it gave instead of what it should."""
-    faults = await asyncio.gather(*(_fault(probe, execute) for probe in PROBES))
-    return {probe.name: fault for probe, fault in zip(PROBES, faults, strict=True)}
+    faults = await asyncio.gather(*(_fault(probe, execute) for probe in probes))
+    return {probe.name: fault for probe, fault in zip(probes, faults, strict=True)}
 
 
 async def _fault(probe: Probe, execute: Callable[[ExecuteRequest], Awaitable[Execution]]) -> str:
-    request = ExecuteRequest(code=probe.code, expression=probe.expression, timeout_s=probe.timeout_s, memory_mib=probe.memory_mib)
+    limits = {"cpu_s": probe.cpu_s, "timeout_s": probe.timeout_s, "memory_mib": probe.memory_mib}
+    request = ExecuteRequest(code=probe.code, expression=probe.expression, **limits)
     ended = await execute(request)
     if ended.verdict != probe.verdict:
         return f"it ended with {ended.verdict} ({ended.stderr.strip()[-200:]}), expected {probe.verdict}"

@@ -17,12 +17,16 @@ from typing import Any
 
 from services.reward.sandbox import visible
 from services.reward.sandbox.base import SlotDied, Worker
+from services.reward.sandbox.cgroups import Group
 from services.reward.sandbox.inside import frames
+from services.reward.sandbox.packages import INSIDE, NO_PACKAGES, Packages
 from shared.wire import ExecuteRequest
 
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 2.0
 MAX_MESSAGE_BYTES = 64 << 20
+BESIDE_MIB = 128
+"""What a slot may use beside a program's own memory: its /tmp, its output, the kernel's tables."""
 OUTSIDE_UID = 60_000
 """Root's slots are users 60000, 60001, ... outside, who own nothing and are not root to the kernel."""
 
@@ -34,13 +38,23 @@ class CannotIsolate(Exception):
     """The host refused a step of building a slot; the message names the step."""
 
 
+class CannotImport(CannotIsolate):
+    """A package that graded code may import cannot be imported in a slot."""
+
+
 class Slot(Worker):
     """A slot in `mode` "jobs" runs programs; in mode "function" it is the worker for a job's own function."""
 
-    def __init__(self, number: int, *, mode: str, isolated: bool) -> None:
+    def __init__(
+        self, number: int, *, mode: str, isolated: bool, packages: Packages = NO_PACKAGES, group: Group | None = None
+    ) -> None:
         self._number = number
         self._mode = mode
         self._isolated = isolated
+        self._packages = packages
+        self._group = group
+        self._idle_bytes = 0
+        self._memory_mib = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -59,6 +73,8 @@ class Slot(Worker):
             self._process = self._spawn(theirs, log)
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
             await self._wait_until_ready(log)
+            if self._group:
+                self._idle_bytes, self._memory_mib = self._group.used_bytes(), 0
         except OSError as error:
             ours.close()
             raise CannotIsolate(f"starting {visible.interpreter()}: {error.strerror or error}") from error
@@ -73,11 +89,18 @@ class Slot(Worker):
     async def run(self, request: ExecuteRequest, deadline_s: float) -> dict[str, Any]:
         """Returns the facts of a job (see `inside/job.py`) with its `stdout`, `stderr` and `result`. Ends the slot where `ask`
         does."""
+        self._limit_memory(request.memory_mib)
         limits = {"timeout_s": request.timeout_s, "cpu_s": request.cpu_s}
         program = request.model_dump(exclude={"stdin", "timeout_s"})
         message = frames.pack(limits) + frames.pack(program) + frames.pack_bytes(request.stdin.encode())
         facts, *texts = await self._exchange(message, deadline_s, num_bytes=3)
         return facts | dict(zip(("stdout", "stderr", "result"), texts, strict=True))
+
+    def _limit_memory(self, memory_mib: int) -> None:
+        """Bounds all that runs in the slot together, where it has a group; each process has its own limit anyway."""
+        if self._group and memory_mib != self._memory_mib:
+            self._group.limit_memory(self._idle_bytes + ((memory_mib + BESIDE_MIB) << 20))
+            self._memory_mib = memory_mib
 
     async def _exchange(self, message: bytes, deadline_s: float, *, num_bytes: int = 0) -> list[Any]:
         """Returns the answer, and `num_bytes` messages after it that are text."""
@@ -107,6 +130,14 @@ class Slot(Worker):
             await asyncio.to_thread(process.wait)
         self._process = None
 
+    async def dismiss(self) -> None:
+        """Ends the slot for good."""
+        await self.close()
+        if self._group:
+            async with asyncio.timeout(STOP_DEADLINE_S):
+                while not self._group.remove():  # pid 1 is dead, and the kernel is still ending the others
+                    await asyncio.sleep(0.01)
+
     def _disconnect(self) -> None:
         """Closes the socket, at which pid 1 of the slot ends and the kernel kills everything in there."""
         if self._writer is not None:
@@ -120,11 +151,12 @@ class Slot(Worker):
             "isolated": self._isolated,
             "control_fd": theirs.fileno(),
             "uid": _outside_uid(self._number),
-            "binds": visible.binds(packages=self._mode == "function"),
+            "binds": visible.binds(packages=self._mode == "function") | self._packages.binds,
             "links": visible.links(),
-            "meters": [None, None],
-            "package_paths": [],
-            "preload": [],
+            "entrances": self._group.entrances() if self._group else [],
+            "meters": self._group.meters() if self._group else [None, None],
+            "package_paths": self._package_paths(),
+            "modules": self._packages.modules,
         }
         flags = ["-P", "-s", "-S", "-B", "-X", "utf8"]
         command = [visible.interpreter(), *flags, "-c", _BOOT.format(home=_HOME), json.dumps(config)]
@@ -140,6 +172,11 @@ class Slot(Worker):
             start_new_session=True,
         )
 
+    def _package_paths(self) -> list[str]:
+        if not self._packages.modules:
+            return []
+        return [INSIDE] if self._isolated else visible.package_folders()
+
     async def _wait_until_ready(self, log: int) -> None:
         try:
             async with asyncio.timeout(START_DEADLINE_S):
@@ -150,9 +187,11 @@ class Slot(Worker):
         except SlotDied as error:
             await self.close()
             raise CannotIsolate(os.pread(log, 4096, 0).decode("utf-8", "replace").strip()[-500:] or str(error)) from error
-        if "fatal" in answer:
+        if "ready" not in answer:
             await self.close()
-            raise CannotIsolate(str(answer["fatal"]))
+            if "fatal" in answer:
+                raise CannotIsolate(str(answer["fatal"]))
+            raise CannotImport(f"a package of HONE_SANDBOX_PACKAGES does not work in the sandbox: {answer['not_importable']}")
 
     async def _send(self, message: bytes) -> None:
         if self._writer is None:

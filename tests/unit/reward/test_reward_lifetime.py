@@ -170,4 +170,4 @@ def test_an_ordinary_user_gets_the_same_isolation() -> None:
     )
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout.splitlines()[-1])
-    assert report == [None, "namespaces", 65534, [["time_limit", None], ["ok", 42]]]
+    assert report == [None, "local", 65534, [["time_limit", None], ["ok", 42]]]

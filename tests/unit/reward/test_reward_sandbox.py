@@ -424,9 +424,9 @@ async def test_a_child_killed_while_it_waits_for_its_program_costs_a_retry(sandb
 async def test_the_limit_of_cpu_time_holds_whatever_the_wall_clock_says(sandbox: LocalSandbox) -> None:
     spinning = await run(sandbox, "while True: pass", cpu_s=0.3, timeout_s=30)
     assert spinning.verdict == "time_limit"
-    assert 0.3 <= spinning.cpu_s < 0.6
+    assert 0.25 <= spinning.cpu_s < 0.6
     threads = "import threading\nfor _ in range(4): threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()"
-    assert 0.3 <= (await run(sandbox, threads, cpu_s=0.3, timeout_s=30)).cpu_s < 0.8
+    assert 0.25 <= (await run(sandbox, threads, cpu_s=0.3, timeout_s=30)).cpu_s < 0.8
     sleeping = await run(sandbox, "import time; time.sleep(0.5)", cpu_s=0.2, timeout_s=30)
     assert sleeping.verdict == "ok"
     assert sleeping.wall_s >= 0.5 and sleeping.cpu_s < 0.2

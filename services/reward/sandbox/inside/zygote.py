@@ -20,6 +20,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import frames, function, isolation, kernel, program, seccomp
@@ -45,8 +46,12 @@ def main() -> None:
     control = socket.socket(fileno=config["control_fd"])
     try:
         zygote = Zygote(control, config)
-    except (OSError, ImportError) as error:
-        frames.send(control, {"fatal": _why(error)})
+    except OSError as error:
+        reason = error.strerror or str(error)
+        frames.send(control, {"fatal": f"{reason}: {error.filename}" if error.filename else reason})
+        os._exit(125)
+    except ImportError as error:
+        frames.send(control, {"not_importable": str(error)})
         os._exit(125)
     frames.send(control, {"ready": True})
     if config["mode"] == "function":
@@ -56,13 +61,6 @@ def main() -> None:
     os._exit(0)  # with what it runs: it is pid 1
 
 
-def _why(error: OSError | ImportError) -> str:
-    if isinstance(error, ImportError):
-        return str(error)
-    reason = error.strerror or str(error)
-    return f"{reason}: {error.filename}" if error.filename else reason
-
-
 class Zygote:
     def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
         for name in _WARM.split():
@@ -70,13 +68,15 @@ class Zygote:
         os.environ.clear()
         os.environ.update(_ENVIRONMENT)
         isolated: bool = config["isolated"]
+        for entrance in config["entrances"]:
+            Path(entrance).write_text("0")  # this process, and all it will fork
         cpu_meter, oom_meter = (os.open(path, os.O_RDONLY) if path else None for path in config["meters"])
         inside = isolation.enter(config) if isolated else None
         if inside is None:
             kernel.die_with_parent()
             kernel.no_new_privileges()
         sys.path += config["package_paths"]
-        for name in config["preload"]:
+        for name in config["modules"]:
             importlib.import_module(name)
         self._surroundings = Surroundings(
             control=control,

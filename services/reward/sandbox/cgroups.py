@@ -1,0 +1,157 @@
+"""A control group for each slot: memory and processes of everything in it are bounded together, and its CPU time is metered,
+where the host lets the service make one. Without, each process has its own limits and the slot's user a number of processes.
+
+    version 2   the service's own group must be writable and hold nobody else (systemd: Delegate=yes; or a container whose
+                /sys/fs/cgroup is writable): the service moves itself to `<own>/hone-service`, slots are `<own>/hone-slot-*`
+    version 1   root only: `<own>/hone-slot-*` under each of the controllers memory, pids and cpuacct
+
+A slot's process enters its group before it forks anything. Nothing is ever moved again: that costs more than a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+MAX_PROCESSES = 64
+"""Of a slot: above what RLIMIT_NPROC allows a job, and so a second line."""
+
+_CONTROLLERS_1 = ("memory", "pids", "cpuacct")
+_NEEDED_2 = {"memory", "pids"}
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Group:
+    """One slot's group. `folders` by controller: on version 2 they are all the same one."""
+
+    folders: dict[str, Path]
+    version: int
+
+    def entrances(self) -> list[str]:
+        """Returns the files to write one's pid into."""
+        return sorted({str(folder / "cgroup.procs") for folder in self.folders.values()})
+
+    def meters(self) -> list[str]:
+        """Returns the files that tell the CPU time used, and how often memory ran out."""
+        names = ("cpu.stat", "memory.events") if self.version == 2 else ("cpuacct.usage", "memory.oom_control")
+        return [str(self.folders["cpuacct"] / names[0]), str(self.folders["memory"] / names[1])]
+
+    def limit_memory(self, size_bytes: int) -> None:
+        """Bounds the slot's memory, swap included where that is counted."""
+        memory = self.folders["memory"]
+        if self.version == 2:
+            (memory / "memory.max").write_text(str(size_bytes))
+            return
+        names = ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]
+        now = int((memory / names[0]).read_text())
+        for name in names if size_bytes < now else names[::-1]:  # the first must never be above the second
+            with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                (memory / name).write_text(str(size_bytes))
+
+    def used_bytes(self) -> int:
+        name = "memory.current" if self.version == 2 else "memory.usage_in_bytes"
+        return int((self.folders["memory"] / name).read_text())
+
+    def remove(self) -> bool:
+        """Removes the group; returns False while something in it still runs."""
+        for folder in set(self.folders.values()):
+            try:
+                folder.rmdir()
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return False
+        return True
+
+
+class Groups:
+    """Makes the groups of one service's slots. `problem` says why it makes none."""
+
+    def __init__(self, root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> None:
+        self._parents: dict[str, Path] = {}
+        self._version = 0
+        try:
+            self._find(root, membership.read_text())
+            self.problem = ""
+            self._sweep()
+        except OSError as error:
+            self._parents = {}
+            self.problem = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+
+    @property
+    def bounded(self) -> str:
+        """Says how memory and CPU time are bounded."""
+        return (
+            f"each process by itself ({self.problem})" if self.problem else f"whole programs, by cgroups of version {self._version}"
+        )
+
+    def make(self) -> Group | None:
+        """Returns a new group for a slot, None where there are none."""
+        if self.problem:
+            return None
+        name = f"hone-slot-{os.getpid()}-{next(_numbers)}"
+        folders = {controller: parent / name for controller, parent in self._parents.items()}
+        for folder in set(folders.values()):
+            folder.mkdir()
+        group = Group(folders, self._version)
+        (folders["pids"] / "pids.max").write_text(str(MAX_PROCESSES))
+        if self._version == 2:
+            with contextlib.suppress(FileNotFoundError):
+                (folders["memory"] / "memory.swap.max").write_text("0")
+        return group
+
+    def _sweep(self) -> None:
+        """Removes what services left that were killed: groups without processes."""
+        for parent in set(self._parents.values()):
+            for folder in parent.glob("hone-slot-*"):
+                if not Path("/proc", folder.name.split("-")[2]).exists():
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+
+    def _find(self, root: Path, membership: str) -> None:
+        own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in membership.splitlines())}
+        if (root / "cgroup.controllers").exists():
+            self._version = 2
+            folder = _delegated(root / own[""].lstrip("/"))
+            self._parents = dict.fromkeys(_CONTROLLERS_1, folder)
+            return
+        self._version = 1
+        by_controller = {kind: path for kinds, path in own.items() for kind in kinds.split(",")}
+        for controller in _CONTROLLERS_1:
+            if controller not in by_controller:
+                raise OSError(f"the kernel has no controller {controller!r} of cgroups, version 1")
+            folder = root / controller / by_controller[controller].lstrip("/")
+            _try(folder)
+            self._parents[controller] = folder
+
+
+def _delegated(own: Path) -> Path:
+    """Returns the group below which slots can have theirs, after moving this process out of it: a group of version 2 has either
+    processes or groups with controllers."""
+    if own.name == "hone-service":
+        own = own.parent  # an earlier service of this process moved here
+    has = set((own / "cgroup.controllers").read_text().split())
+    if not has >= _NEEDED_2:
+        raise OSError(f"{own} has the controllers {sorted(has)}, and slots need {sorted(_NEEDED_2)}")
+    others = set((own / "cgroup.procs").read_text().split()) - {str(os.getpid())}
+    is_root = not (own / "cgroup.type").exists()
+    if others and not is_root:
+        raise OSError(f"{own} holds {len(others)} processes beside the service, so it cannot have slots' groups below it")
+    _try(own)
+    if not is_root:
+        (own / "hone-service").mkdir(exist_ok=True)
+        (own / "hone-service" / "cgroup.procs").write_text(str(os.getpid()))
+    (own / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in sorted(_NEEDED_2)))
+    return own
+
+
+def _try(folder: Path) -> None:
+    """Raises OSError unless groups can be made in there."""
+    trial = folder / f"hone-trial-{os.getpid()}"
+    trial.mkdir()
+    trial.rmdir()

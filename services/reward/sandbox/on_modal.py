@@ -1,0 +1,188 @@
+"""Modal Sandboxes instead of slots: a container (gVisor) for each program, its network blocked, gone when the program has ended.
+
+Made for reward services that run on Modal, where a program is worth the second that a container takes to start. Written against
+the client's signatures (modal 1.6) and tested against a stand-in of it that runs the same command in a local process: it was
+never run on Modal itself. Jobs' own reward functions need the local backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.reward.sandbox import verdicts
+from services.reward.sandbox.base import Sandbox, Worker
+from services.reward.sandbox.probes import Probe, failures
+from shared.errors import Failed
+from shared.logs import get_logger
+from shared.wire import ExecuteRequest, Execution
+
+APP = "hone-sandbox"
+PYTHON = "3.11"
+MAX_AT_ONCE = 32
+START_GRACE_S = 120.0
+"""What a container may take to start, an image that is pulled for the first time included."""
+
+END_GRACE_S = 10.0
+MAX_ANSWER_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
+_INSIDE = Path(__file__).parent / "inside"
+_SHOWN = "/hone/services/reward/sandbox/inside"
+_BOOT = "import sys; sys.path.insert(0, '/hone'); from services.reward.sandbox.inside.alone import main; main()"
+
+PROBES = (
+    Probe("runs programs", "x = sum(range(10))\nopen('/tmp/x', 'w').write('1')", "x", 45),
+    Probe(
+        "no network",
+        "import socket\ntry:\n    socket.create_connection(('1.1.1.1', 53), timeout=3)\n    x = 'reached'\n"
+        "except OSError:\n    x = 'refused'",
+        "x",
+        "refused",
+    ),
+    Probe("time limited", "while True: pass", verdict="time_limit", timeout_s=1.0),
+)
+
+
+class _NoAnswer(Exception):
+    """A container ended, or was silent, before a program began in it: no fault of the program's."""
+
+
+class ModalSandbox(Sandbox):
+    """`packages` are installed with pip into the image, which is Debian's Python unless `image` names another one."""
+
+    def __init__(self, *, num_slots: int | None = None, packages: Sequence[str] = (), image: str | None = None) -> None:
+        self._packages = packages
+        self._image_name = image
+        self._places = asyncio.Semaphore(num_slots or MAX_AT_ONCE)
+        self._problem: str | None = "the sandbox was not started yet"
+        self._probes: dict[str, str] = {}
+        self._modal: Any = None
+        self._app: Any = None
+        self._image: Any = None
+
+    async def start(self) -> None:
+        try:
+            import modal  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            self._problem = "HONE_SANDBOX=modal needs the Modal client: pip install 'hone-rl[modal]'"
+            return
+        self._modal = modal
+        try:
+            self._app = await modal.App.lookup.aio(APP, create_if_missing=True)
+        except modal.exception.Error as error:
+            self._problem = (
+                f"HONE_SANDBOX=modal: Modal does not let us in: {error}; run `modal token new`, or set MODAL_TOKEN_ID and _SECRET"
+            )
+            return
+        self._image = self._build_image()
+        self._problem = None
+        self._probes = await failures(self.execute, PROBES)
+        faults = [f"{name}: {fault}" for name, fault in self._probes.items() if fault]
+        self._problem = f"HONE_SANDBOX=modal: the self-test failed: {'; '.join(faults)}" if faults else None
+        get_logger().info("sandbox on Modal", problem=self._problem, **self.report())
+
+    async def close(self) -> None:
+        self._problem = self._problem or "the sandbox is closed"
+
+    def problem(self) -> str | None:
+        return self._problem
+
+    def report(self) -> dict[str, Any]:
+        shown = {name: fault or "passed" for name, fault in self._probes.items()}
+        return {"tier": "none" if self._problem else "modal", "packages": list(self._packages), "probes": shown}
+
+    async def execute(self, request: ExecuteRequest) -> Execution:
+        if self._problem:
+            raise Failed(self._problem)
+        reason = ""
+        async with self._places:
+            for _ in range(2):
+                try:
+                    return await self._run_once(request)
+                except (self._modal.exception.Error, _NoAnswer) as error:
+                    reason = str(error) or type(error).__name__
+                    get_logger().warning("Modal Sandbox failed", reason=reason)
+        return Execution(verdict="sandbox_error", stderr=f"Modal failed twice: {reason}")
+
+    async def open_worker(self) -> Worker:
+        raise Failed("a job's own reward functions need HONE_SANDBOX=local; the Modal backend runs model-written programs only")
+
+    def _build_image(self) -> Any:
+        images = self._modal.Image
+        image = images.from_registry(self._image_name) if self._image_name else images.debian_slim(python_version=PYTHON)
+        image = image.pip_install(*self._packages) if self._packages else image
+        return image.add_local_dir(_INSIDE, _SHOWN)
+
+    async def _run_once(self, request: ExecuteRequest) -> Execution:
+        start = time.monotonic()
+        async with self._container(request) as container:
+            try:
+                async with asyncio.timeout(request.timeout_s + START_GRACE_S + END_GRACE_S):
+                    lines = await self._converse(container, request)
+            except TimeoutError:
+                raise _NoAnswer(f"no container began within {START_GRACE_S:g} s") from None
+        return execution(lines, request, time.monotonic() - start)
+
+    @contextlib.asynccontextmanager
+    async def _container(self, request: ExecuteRequest) -> AsyncIterator[Any]:
+        container = await self._modal.Sandbox.create.aio(
+            "python3", "-P", "-B", "-X", "utf8", "-c", _BOOT,
+            app=self._app,
+            image=self._image,
+            timeout=math.ceil(request.timeout_s + START_GRACE_S + END_GRACE_S),
+            cpu=(0.5, 1.0),
+            memory=(256, request.memory_mib + 256),
+            block_network=True,
+        )  # fmt: skip
+        try:
+            yield container
+        finally:
+            await container.terminate.aio()
+
+    async def _converse(self, container: Any, request: ExecuteRequest) -> list[str]:
+        """Returns the lines of the answer: fewer than two if the container fell silent after the program began."""
+        task = {"program": request.model_dump(exclude={"stdin"}), "stdin": request.stdin}
+        data = json.dumps(task).encode()
+        for offset in range(0, len(data), _PIECE_BYTES):
+            container.stdin.write(data[offset : offset + _PIECE_BYTES])
+            await container.stdin.drain.aio()
+        container.stdin.write_eof()
+        await container.stdin.drain.aio()
+        told: str = ""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None) as deadline:
+                async for part in container.stdout:
+                    if not told:
+                        deadline.reschedule(asyncio.get_running_loop().time() + request.timeout_s + END_GRACE_S)
+                    told += part
+                    if len(told) > MAX_ANSWER_BYTES:
+                        break
+        if not told.startswith("began"):
+            raise _NoAnswer(f"the container ended before the program began: {told[:200]!r}")
+        return [str(line) for line in told.splitlines()]
+
+
+def execution(lines: list[str], request: ExecuteRequest, wall_s: float) -> Execution:
+    """Returns the verdict on an answer. From "began" on the program may have written, or withheld, all of it: then it failed."""
+    if len(lines) < 2:
+        return Execution(verdict="time_limit", stderr="TimeLimit: nothing came back\n", wall_s=wall_s)
+    try:
+        facts = _checked(json.loads(lines[1])) | {"wall_s": wall_s, "ooms": None}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return Execution(verdict="runtime_error", stderr="BadResult: the program overwrote how it ended\n", wall_s=wall_s)
+    return verdicts.execution(facts, request)
+
+
+def _checked(told: dict[str, Any]) -> dict[str, Any]:
+    """Returns the facts of `inside/alone.py`. Raises ValueError, KeyError or TypeError for what it does not write."""
+    facts = {name: str(told[name]) for name in ("stdout", "stderr", "result")}
+    cpu_s = float(told["cpu_s"])
+    if told["limit"] not in (None, "wall") or not math.isfinite(cpu_s):
+        raise ValueError(told["limit"])
+    return {**facts, "exit": int(told["exit"]), "limit": told["limit"], "cpu_s": cpu_s, "overflow": bool(told["overflow"])}
