@@ -82,6 +82,8 @@ class Settings(BaseSettings):
     reward_cache_mib: int = Field(default=64, ge=0)
     max_queued_completions: int = Field(default=32_768, ge=1)
     max_queued_programs: int = Field(default=4096, ge=1)
+    judge_url: str | None = None
+    judge_api_key: SecretStr | None = None
 
     @field_validator("sandbox_packages", mode="before")
     @classmethod
@@ -95,7 +97,7 @@ class Settings(BaseSettings):
     def secrets(self) -> list[str]:
         """Returns the values that must never be logged, stored or sent."""
         named = [os.environ.get(name) for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY")]
-        own = [secret.get_secret_value() for secret in (self.token, self.redis_url) if secret]
+        own = [secret.get_secret_value() for secret in (self.token, self.redis_url, self.judge_api_key) if secret]
         return [value for value in (*named, *own) if value and len(value) >= 6]
 
 
