@@ -149,11 +149,13 @@ def _add_history_routes(app: FastAPI, store: Store) -> None:
 
     @app.get("/v1/jobs/{job_id}/checkpoints")
     async def checkpoints(job_id: str) -> CheckpointList:
-        """The checkpoints written so far, oldest first."""
-        await store.get(job_id)
+        """The checkpoints there are, oldest first: those written, without those that the trainer has since removed."""
+        spec = (await store.get(job_id)).job.checkpoints
         events = [event for event in await store.events(job_id, "0", count=100_000) if event.type == "checkpoint"]
         found = {event.data["step"]: Checkpoint.model_validate(event.data) for event in events}
-        return CheckpointList(checkpoints=tuple(found[step] for step in sorted(found)))
+        newest = sorted(found)[-spec.keep_last :]
+        kept = [step for step in sorted(found) if step in newest or (spec.keep_every and step % spec.keep_every == 0)]
+        return CheckpointList(checkpoints=tuple(found[step] for step in kept))
 
 
 def _add_regrade_route(service: Service, settings: Settings, store: Store) -> None:

@@ -91,6 +91,8 @@ class Run:
             state, _ = await asyncio.gather(self._peers.put_job(self._id), self._peers.put_model())
         except Conflict as error:
             raise Failed(error.detail) from error  # refused, and not out of order
+        for sentence in state.damaged:
+            await self._store.report(self._lease, "log", sentence, level="warning")
         await sync_weights(self._peers, self._id, self._job, state.step, rewind=True)
         message = f"{state.num_parameters:,} parameters, {state.dtype}, {state.num_ranks} trainer rank(s) on {state.device}"
         message += f"; going on after step {state.step}" if state.step else ""

@@ -18,8 +18,8 @@ from services.orchestrator.store import Lease
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, NotFound
-from shared.job import Job
-from shared.wire import TERMINAL, EventList, JobList, JobRecord, MetricsList, RolloutList, SubmitRequest
+from shared.job import CheckpointSpec, Job
+from shared.wire import TERMINAL, CheckpointList, EventList, JobList, JobRecord, MetricsList, Part, RolloutList, SubmitRequest
 
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
@@ -55,6 +55,36 @@ async def test_sampling_runs_ahead_by_exactly_the_staleness_allowed(stack: Stack
     staleness = [row.metrics["staleness"] for row in RunFolder(Path(record.run_dir)).metrics() if row.step]
     assert max(staleness) == max_staleness and staleness[0] == 0
     assert stack.fakes.calls["generate"] == 8 * 6 + 3 * 12, "nothing sampled is thrown away"
+
+
+async def test_groups_without_signal_are_replaced_by_fresh_prompts_the_same_ones_each_time(stack: Stack) -> None:
+    """Of 20 problems, the odd ones always have signal and the even ones never."""
+    count = iter(range(1_000_000))
+    stack.fakes.grade = lambda item: Part(value=float(next(count) % 2) if item.row["answer"] % 2 else 0.0)
+    document = stack.job.model_dump(mode="json") | {"data": {"train": stack.job.data.train}}
+    document["sampling"]["refills"] = 2
+    runs = [await stack.until((await stack.submit(Job.model_validate(document))).id) for _ in range(2)]
+    first, second = (
+        [[prompt.index for prompt in stack.folder(run.id).batch(step).prompts] for step in range(1, 9)] for run in runs
+    )
+    assert first == second and all(len(set(indices)) == 6 for indices in first)
+    batches = [stack.folder(runs[0].id).batch(step) for step in range(1, 9)]
+    dropped = [len(batch.dropped) for batch in batches]
+    assert [row.metrics["dropped_groups"] for row in stack.folder(runs[0].id).metrics() if row.step] == dropped
+    assert sum(dropped) > 0 and max(dropped) <= 6 * 2, "at most as many a round as prompts a step"
+    assert stack.fakes.calls["generate"] == 2 * (8 * 6 + sum(dropped)), "what was sampled is what was kept or dropped"
+    odd = [sum(index % 2 for index in indices) for indices in first]
+    assert [len(request.examples) for request in stack.fakes.trained[:8]] == [4 * number for number in odd]
+    plain = await stack.until((await stack.submit(stack.job)).id)
+    without = [sum(prompt.index % 2 for prompt in stack.folder(plain.id).batch(step).prompts) for step in range(1, 9)]
+    assert sum(odd) > sum(without), "more is learned from"
+
+
+async def test_checkpoints_that_were_removed_since_are_not_listed(stack: Stack) -> None:
+    spec = CheckpointSpec(every=1, keep_last=2, keep_every=3)
+    record = await stack.until((await stack.submit(stack.job.model_copy(update={"checkpoints": spec}))).id)
+    listed = await stack.client.get(f"/v1/jobs/{record.id}/checkpoints", CheckpointList)
+    assert [checkpoint.step for checkpoint in listed.checkpoints] == [3, 6, 7, 8]
 
 
 async def test_submitting_twice_with_a_key_is_submitting_once(stack: Stack) -> None:
