@@ -12,6 +12,7 @@ from hone.client import Client
 from shared.errors import BadRequest, Conflict, Failed, HoneError, NotFound, Unauthorized, Unavailable
 from shared.job import Job
 from shared.job_file import load_job
+from shared.rewards import Outcome, Reward
 from shared.wire import Event, JobRecord
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "Job",
     "JobRecord",
     "NotFound",
+    "Outcome",
+    "Reward",
     "Unauthorized",
     "Unavailable",
     "load_job",

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from hone import doctor as checks
+from hone import grade as grading
 from hone import rollout_view, stack, view
 from hone.client import Client
 from shared.errors import BadRequest, HoneError, Unavailable
@@ -202,6 +203,39 @@ def regrade(
         view.as_json(out, report)
     else:
         out.print(rollout_view.regrade_table(report))
+
+
+@command
+def grade(
+    grader: Annotated[str | None, typer.Argument(help="a grader's name, for example exact_match")] = None,
+    completion: Annotated[str, typer.Option(help="what the model said; - reads it from stdin")] = "-",
+    row: Annotated[str, typer.Option(help="the dataset's row as JSON")] = grading.DEFAULT_ROW,
+    prompt: Annotated[str, typer.Option(help="what the model was asked")] = "",
+    num_tokens: Annotated[int | None, typer.Option(help="the completion's length in tokens")] = None,
+    param: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the grader, may be repeated")] = None,
+    file: Annotated[Path | None, typer.Option(help="your own rewards, with --function")] = None,
+    function: Annotated[str, typer.Option(help="the function or class in --file")] = "reward",
+    reward: Annotated[Path | None, typer.Option(help="a TOML with [[rewards]]; a job file will do")] = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Try a grader, your own function, or a file of rewards on one completion. Exits 1 if it gives no reward."""
+    if sum(source is not None for source in (grader, file, reward)) != 1:
+        raise BadRequest("name one of: a grader, --file with your own function, --reward with a TOML of rewards")
+    if reward is not None and param:
+        raise BadRequest("--param goes with a grader or --file; the rewards of --reward have their params in the TOML")
+    if reward is not None:
+        rewards = load_job(reward, REWARDS_ONLY).rewards
+    else:
+        own = grading.own_reward(file, function, param or []) if file else None
+        rewards = (own or grading.named_reward(grader or "", param or []),)
+    text = sys.stdin.read() if completion == "-" else completion
+    score = grading.score(grading.item(text, prompt, row, num_tokens), rewards)
+    if output is Output.json:
+        view.as_json(out, score)
+    else:
+        out.print(grading.table(score))
+    if score.value is None:
+        raise typer.Exit(1)
 
 
 @command

@@ -256,6 +256,58 @@ class Validated(Wire):
     rewards: tuple[str, ...]
 
 
+class GraderRunRequest(Wire):
+    """`POST /graders/run`, in OpenAI's shape: one completion (`model_sample`) of the row `item`, graded by one grader.
+
+    `grader` has a `type` (any grader's name), perhaps a `name`, and its params beside them.
+    """
+
+    grader: dict[str, Any]
+    model_sample: str
+    item: dict[str, Any] = {}
+
+
+class GraderErrors(Wire):
+    """What went wrong, by OpenAI's names. All false: nothing did."""
+
+    formula_parse_error: bool = False
+    invalid_variable_error: bool = False
+    model_grader_parse_error: bool = False
+    model_grader_refusal_error: bool = False
+    model_grader_server_error: bool = False
+    model_grader_server_error_details: str | None = None
+    other_error: bool = False
+    python_grader_runtime_error: bool = False
+    python_grader_runtime_error_details: str | None = None
+    python_grader_server_error: bool = False
+    python_grader_server_error_type: str | None = None
+    sample_parse_error: bool = False
+    truncated_observation_error: bool = False
+    unresponsive_reward_error: bool = False
+
+
+class GraderRunMetadata(Wire):
+    """`execution_time` is in seconds. `part` is Hone's own verdict; OpenAI has none. The models used are not told apart."""
+
+    name: str
+    type: str
+    execution_time: float
+    errors: GraderErrors
+    part: Part
+    scores: dict[str, float] = {}
+    token_usage: int | None = None
+    sampled_model_name: str | None = None
+
+
+class GraderRun(Wire):
+    """`reward` None: missing or not applicable, as `metadata` says."""
+
+    reward: float | None
+    metadata: GraderRunMetadata
+    sub_rewards: dict[str, float] = {}
+    model_grader_token_usage_per_model: dict[str, Any] = {}
+
+
 # --- examples, batch, loss ---------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@
     POST /execute             one program in the sandbox
     GET  /graders             what can be named in a job, with the schema of its params
     POST /graders/validate    would these rewards work on rows with these columns?
+    POST /graders/run         one completion by one grader, in OpenAI's shape
 
 State: warm sandbox slots, the workers of jobs' own functions, remembered verdicts. All can be lost: any replica can answer any
 request.
@@ -16,12 +17,12 @@ from collections.abc import AsyncGenerator
 
 from prometheus_client import Counter
 
-from services.reward import graders, registry
+from services.reward import graders, registry, runs
 from services.reward.admission import Admission
 from services.reward.functions import FunctionWorkers
 from services.reward.registry import Tools
+from services.reward.sandbox import backends
 from services.reward.sandbox.base import Sandbox
-from services.reward.sandbox.local import LocalSandbox
 from services.reward.scoring import Scorer
 from shared.config import Settings
 from shared.service import Service
@@ -29,6 +30,8 @@ from shared.wire import (
     ExecuteRequest,
     Execution,
     GraderList,
+    GraderRun,
+    GraderRunRequest,
     Score,
     ScoredItem,
     ScoreRequest,
@@ -41,7 +44,7 @@ from shared.wire import (
 def build(settings: Settings, sandbox: Sandbox | None = None) -> Service:
     """Returns the service, not yet started. `sandbox` stands in for the one that the settings name."""
     graders.load()
-    sandbox = sandbox or LocalSandbox(isolated=settings.sandbox != "unsafe", num_slots=settings.sandbox_slots)
+    sandbox = sandbox or backends.build(settings)
     tools = Tools(settings, sandbox, FunctionWorkers(sandbox))
     scorer = Scorer(tools)
 
@@ -97,6 +100,11 @@ def _add_routes(service: Service, tools: Tools, scorer: Scorer) -> None:
         await scorer.check(request.rewards, request.columns)
         return Validated(rewards=tuple(spec.label for spec in request.rewards))
 
+    async def run(request: GraderRunRequest) -> GraderRun:
+        """Grades one completion by one grader, in the shape of OpenAI's grader runs."""
+        result = await scorer.score(runs.request_of(request))
+        return runs.answer(request, result.scores[0])
+
     async def list_graders() -> GraderList:
         """Lists the graders that a job can name."""
         return GraderList(graders=registry.infos())
@@ -104,6 +112,7 @@ def _add_routes(service: Service, tools: Tools, scorer: Scorer) -> None:
     service.operation("POST", "/score", score, stream=stream, cancellable=True)
     service.operation("POST", "/execute", execute, cancellable=True)
     service.operation("POST", "/graders/validate", validate)
+    service.operation("POST", "/graders/run", run, cancellable=True)
     service.query("/graders", list_graders)
 
 

@@ -36,7 +36,7 @@ from shared.explain import nearest, sentences
 from shared.job import RewardSpec
 from shared.wire import GraderInfo, Part, ScoreItem
 
-__all__ = ["Column", "ErrorName", "Grader", "GradingFailed", "Params", "Tools", "bind", "grader", "infos", "no_column"]
+__all__ = ["Column", "ErrorName", "Grader", "GradingFailed", "Params", "Tools", "bind", "grader", "infos", "kind_of", "no_column"]
 
 
 class Params(BaseModel):
@@ -174,11 +174,16 @@ def _part(value: float | None) -> Part:
     return Part(value=None, verdict="skipped") if value is None else Part(value=float(value))
 
 
+def kind_of(name: str) -> type[Grader[Any]]:
+    """Returns the grader of that name. Raises BadRequest naming the nearest one."""
+    if kind := _graders.get(name):
+        return kind
+    raise BadRequest(f"no grader {name!r}; {nearest(name, list(_graders)).replace('valid keys', 'graders')}")
+
+
 def bind(spec: RewardSpec, tools: Tools) -> Grader[Any]:
     """Returns the reward that `spec` names. Raises BadRequest naming an unknown grader or param and the nearest valid one."""
-    kind = _graders.get(spec.grader)
-    if kind is None:
-        raise BadRequest(f"no grader {spec.grader!r}; {nearest(spec.grader, list(_graders)).replace('valid keys', 'graders')}")
+    kind = kind_of(spec.grader)
     try:
         params = kind.params_type.model_validate(spec.params)
     except ValidationError as error:

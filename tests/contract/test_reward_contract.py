@@ -19,7 +19,10 @@ from shared.job import RewardSpec
 from shared.wire import (
     ExecuteRequest,
     Execution,
+    GraderErrors,
     GraderList,
+    GraderRun,
+    GraderRunRequest,
     Score,
     ScoreItem,
     ScoreRequest,
@@ -217,6 +220,41 @@ async def test_graders_are_listed_with_their_params(client: Client) -> None:
     listed = {info.name: info for info in (await client.get("/graders", GraderList)).graders}
     assert {"exact_match", "function", "length", "python_value", "think_format"} <= set(listed)
     assert listed["length"].params["properties"]["target"]["default"] is None
+
+
+async def run(client: Client, grader: dict[str, Any], sample: str, **item: Any) -> GraderRun:
+    request = GraderRunRequest(grader=grader, model_sample=sample, item=item)
+    return await client.call("POST", "/graders/run", request, GraderRun, deadline_s=60)
+
+
+async def test_a_grader_run_has_openais_shape(client: Client) -> None:
+    ran = await run(client, {"type": "exact_match", "name": "same", "column": "wanted"}, "42", wanted="42")
+    assert (ran.reward, ran.metadata.name, ran.metadata.type) == (1.0, "same", "exact_match")
+    assert ran.metadata.errors == GraderErrors()
+    document = ran.model_dump()
+    assert {"reward", "sub_rewards", "model_grader_token_usage_per_model", "metadata"} == set(document)
+    assert {"name", "type", "execution_time", "scores", "token_usage", "errors"} <= set(document["metadata"])
+
+
+async def test_a_grader_run_that_fails_raises_openais_flag(client: Client) -> None:
+    ran = await run(client, {"type": "exact_match", "column": "wanted"}, "42", wanted=[1])
+    assert (ran.reward, ran.metadata.errors) == (None, GraderErrors(invalid_variable_error=True))
+    assert "expected text or a whole number" in ran.metadata.part.detail
+
+
+@pytest.mark.parametrize(
+    ("grader", "message"),
+    [
+        ({"type": "exactmatch"}, "no grader 'exactmatch'; did you mean 'exact_match'?"),
+        ({"type": "exact_match", "colum": "x"}, "unknown key 'colum'; did you mean 'column'?"),
+        ({}, "'grader.type' is None; expected the name of a grader"),
+        ({"type": "function", "source": "x"}, "'grader.type' is 'function'; expected the name of a grader"),
+    ],
+)
+async def test_a_grader_run_asked_wrongly_is_a_sentence(client: Client, grader: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        await run(client, grader, "x", answer="x")
+    assert message in caught.value.detail
 
 
 async def test_execute_runs_a_program_and_returns_its_value(client: Client) -> None:

@@ -1,0 +1,155 @@
+"""Tries rewards on one completion, on the service that jobs use: the one that runs, else one started here for the call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from rich.markup import escape
+from rich.table import Table
+
+from hone import stack
+from shared.client import Client
+from shared.config import PREFIX, load_settings
+from shared.errors import BadRequest, Failed, Unavailable
+from shared.job import RewardSpec
+from shared.wire import Score, ScoreItem, ScoreRequest, ScoreResult, VersionInfo
+
+PING_DEADLINE_S = 1.0
+START_DEADLINE_S = 60.0
+SCORE_DEADLINE_S = 900.0
+DEFAULT_ROW = "{}"
+
+
+def own_reward(file: Path, function: str, params: Sequence[str]) -> RewardSpec:
+    """Returns the reward that is `function` in `file`. Raises BadRequest if the file cannot be read."""
+    try:
+        source = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the reward file {str(file)!r} cannot be read as text: {error}") from error
+    return RewardSpec(file=str(file), function=function, source=source, params=_params(params))
+
+
+def named_reward(grader: str, params: Sequence[str]) -> RewardSpec:
+    """Returns the reward that is the registered `grader` with these params ("key=value", the value as TOML or text)."""
+    return RewardSpec(grader=grader, params=_params(params))
+
+
+def item(completion: str, prompt: str, row: str, num_tokens: int | None) -> ScoreItem:
+    """Returns the completion to grade. `row` is a JSON object. Raises BadRequest if it is not."""
+    try:
+        columns: Any = json.loads(row)
+    except json.JSONDecodeError as error:
+        raise BadRequest(f"--row {row!r:.80} is not JSON: {error}") from error
+    if not isinstance(columns, dict):
+        raise BadRequest(f'--row is {row!r:.80}; expected a JSON object, for example \'{{"answer": "42"}}\'')
+    return ScoreItem(prompt=prompt, completion=completion, num_tokens=num_tokens, row=cast(dict[str, Any], columns))
+
+
+def score(item: ScoreItem, rewards: Sequence[RewardSpec]) -> Score:
+    """Returns what the reward service says. Raises its HoneError."""
+    with _service() as (url, token):
+        return asyncio.run(_score(url, token, ScoreRequest(items=(item,), rewards=tuple(rewards))))
+
+
+def table(score: Score) -> Table:
+    """Returns a line a reward, and the sum."""
+    shown = Table("reward", "value", "verdict", "seconds", "why", box=None, pad_edge=False)
+    for label, part in score.parts.items():
+        why = ", ".join(text for text in (part.detail, *part.errors) if text)
+        printed = f"\nit printed: {part.stdout.rstrip()}" if part.stdout.strip() else ""
+        shown.add_row(escape(label), _number(part.value), part.verdict, f"{part.seconds:.3f}", escape(why + printed))
+    shown.add_row("[bold]sum[/]", f"[bold]{_number(score.value)}[/]")
+    return shown
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _params(params: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for param in params:
+        key, separator, text = param.partition("=")
+        if not separator or not key:
+            raise BadRequest(f"--param {param!r}: expected KEY=VALUE, for example --param column=answer")
+        try:
+            found[key] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[key] = text
+    return found
+
+
+async def _score(url: str, token: str | None, request: ScoreRequest) -> Score:
+    async with Client("reward", url, token=token) as client:
+        return (await client.call("POST", "/score", request, ScoreResult, deadline_s=SCORE_DEADLINE_S)).scores[0]
+
+
+async def _ping(url: str, token: str | None, deadline_s: float) -> None:
+    async with Client("reward", url, token=token) as client:
+        await client.get("/version", VersionInfo, deadline_s=deadline_s)
+
+
+@contextlib.contextmanager
+def _service() -> Generator[tuple[str, str | None]]:
+    """Yields a reward service's URL and token. One that the environment names is the only one tried."""
+    settings = load_settings()
+    named = f"{PREFIX}REWARD_URL" in os.environ
+    url = settings.reward_url if named else stack.read().get("reward", settings.reward_url)
+    try:
+        asyncio.run(_ping(url, settings.bearer(), PING_DEADLINE_S))
+    except Unavailable:
+        if named:
+            raise
+        with _started() as own:
+            yield own
+    else:
+        yield url, settings.bearer()
+
+
+@contextlib.contextmanager
+def _started() -> Generator[tuple[str, str]]:
+    """Yields the URL and token of a service of our own, ended afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    url, token = f"http://127.0.0.1:{port}", secrets.token_hex(16)
+    own = {"HOST": "127.0.0.1", "REWARD_PORT": str(port), "TOKEN": token, "SANDBOX_SLOTS": "1", "LOG_LEVEL": "error"}
+    environment = os.environ | {PREFIX + name: value for name, value in own.items()}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([sys.executable, "-m", "services.reward"], env=environment, stdout=log, stderr=log)
+        try:
+            _wait(process, url, token, log)
+            yield url, token
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, token: str, log: Any) -> None:
+    """Returns once the service answers. Raises Failed with the end of its log if it ends before."""
+
+    async def answers() -> None:
+        ping = asyncio.create_task(_ping(url, token, START_DEADLINE_S))
+        while not ping.done() and process.poll() is None:
+            await asyncio.wait({ping}, timeout=0.05)
+        if ping.done():
+            return ping.result()
+        ping.cancel()
+        log.seek(0)
+        raise Failed(
+            f"no reward service runs, and none could be started here: {log.read()[-500:].decode(errors='replace').strip()}"
+        )
+
+    asyncio.run(answers())

@@ -1,0 +1,45 @@
+"""One completion by one grader, as OpenAI's `/graders/run` has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.reward import registry
+from shared.errors import BadRequest
+from shared.job import RewardSpec
+from shared.wire import GraderErrors, GraderRun, GraderRunMetadata, GraderRunRequest, Score, ScoreItem, ScoreRequest
+
+LABEL = "grader"
+
+
+def request_of(run: GraderRunRequest) -> ScoreRequest:
+    """Raises BadRequest if `run` names no grader."""
+    item = ScoreItem(prompt="", completion=run.model_sample, row=run.item)
+    return ScoreRequest(items=(item,), rewards=(_spec(run.grader),))
+
+
+def answer(run: GraderRunRequest, score: Score) -> GraderRun:
+    """Returns the score in OpenAI's shape."""
+    part = score.parts[LABEL]
+    flags: dict[str, Any] = dict.fromkeys(part.errors, True)
+    for name in ("model_grader_server_error", "python_grader_runtime_error"):
+        if name in flags:
+            flags[f"{name}_details"] = part.detail
+    if "python_grader_server_error" in flags:
+        flags["python_grader_server_error_type"] = part.verdict
+    kind = run.grader["type"]
+    metadata = GraderRunMetadata(
+        name=str(run.grader.get("name", kind)), type=kind, execution_time=part.seconds, errors=GraderErrors(**flags), part=part
+    )
+    return GraderRun(reward=score.value, metadata=metadata)
+
+
+def _spec(grader: dict[str, Any]) -> RewardSpec:
+    """`type` and `name` are among the params of OpenAI's graders, and beside those of the others. The job's own code is not run
+    here: it is a file, not an object."""
+    kind = grader.get("type")
+    if not isinstance(kind, str) or kind == "function":
+        raise BadRequest(f"'grader.type' is {kind!r:.80}; expected the name of a grader, for example 'string_check'")
+    known = registry.kind_of(kind).params_type.model_fields
+    params = {key: value for key, value in grader.items() if key in known or key not in ("type", "name")}
+    return RewardSpec(grader=kind, name=LABEL, params=params)
