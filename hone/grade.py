@@ -11,10 +11,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from rich.markup import escape
 from rich.table import Table
@@ -96,9 +97,9 @@ async def _score(url: str, token: str | None, request: ScoreRequest) -> Score:
         return (await client.call("POST", "/score", request, ScoreResult, deadline_s=SCORE_DEADLINE_S)).scores[0]
 
 
-async def _ping(url: str, token: str | None, deadline_s: float) -> None:
+async def _ping(url: str, token: str | None) -> None:
     async with Client("reward", url, token=token) as client:
-        await client.get("/version", VersionInfo, deadline_s=deadline_s)
+        await client.get("/version", VersionInfo, deadline_s=PING_DEADLINE_S)
 
 
 @contextlib.contextmanager
@@ -108,7 +109,7 @@ def _service() -> Generator[tuple[str, str | None]]:
     named = f"{PREFIX}REWARD_URL" in os.environ
     url = settings.reward_url if named else stack.read().get("reward", settings.reward_url)
     try:
-        asyncio.run(_ping(url, settings.bearer(), PING_DEADLINE_S))
+        asyncio.run(_ping(url, settings.bearer()))
     except Unavailable:
         if named:
             raise
@@ -137,19 +138,11 @@ def _started() -> Generator[tuple[str, str]]:
             process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, token: str, log: Any) -> None:
-    """Returns once the service answers. Raises Failed with the end of its log if it ends before."""
-
-    async def answers() -> None:
-        ping = asyncio.create_task(_ping(url, token, START_DEADLINE_S))
-        while not ping.done() and process.poll() is None:
-            await asyncio.wait({ping}, timeout=0.05)
-        if ping.done():
-            return ping.result()
-        ping.cancel()
-        log.seek(0)
-        raise Failed(
-            f"no reward service runs, and none could be started here: {log.read()[-500:].decode(errors='replace').strip()}"
-        )
-
-    asyncio.run(answers())
+def _wait(process: subprocess.Popen[bytes], url: str, token: str, log: IO[bytes]) -> None:
+    """Returns once the service answers. Raises Failed with the end of its log if it ends before, or never does."""
+    end = time.monotonic() + START_DEADLINE_S
+    while process.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(Unavailable):
+            return asyncio.run(_ping(url, token))
+    log.seek(0)
+    raise Failed(f"no reward service runs, and none could be started here: {log.read()[-500:].decode(errors='replace').strip()}")
