@@ -37,7 +37,7 @@ from services.orchestrator.prompts import Prompts
 from services.orchestrator.tasks import all_of, stop
 from shared.errors import Failed
 from shared.job import Job
-from shared.wire import Batch, Prompt, RolloutGroup, ServingWeights, StepResult
+from shared.wire import Batch, Prompt, RolloutGroup, Score, ServingWeights, StepResult
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Pipeline:
         if stored and stored.graded:
             return stored, {}
         if stored:
-            groups_P, dropped = await all_of(map(self._grade, stored.prompts, stored.groups)), []
+            scores_PG = await all_of(map(self._score, stored.prompts, stored.groups))
+            batch = stored.model_copy(update={"scores": tuple(scores_PG), "graded": True})
         else:
             sample_round = functools.partial(self._sample_round, step, watch)
             groups_P = await sample_round(0, self.job.sampling.prompts_per_step)
-            groups_P, dropped = await refill(groups_P, self.job, self.max_missing, sample_round)
+            batch = to_batch(step, *await refill(groups_P, self.job, self.max_missing, sample_round))
         watch.lap("reward")
-        batch = to_batch(step, groups_P, dropped)
         if reason := too_many_missing(batch, self.max_missing):
             await asyncio.to_thread(self.folder.write_batch, batch.model_copy(update={"graded": False}))
             raise MustPause(reason)
@@ -105,13 +105,13 @@ class Pipeline:
         async def sample_group(prompt: Prompt, position: int) -> GradedGroup:
             group = await self.peers.generate(prompt, min_version, key=f"{self.job_id}:{step}:{round}:{position}")
             watch.lap("generate")
-            return await self._grade(prompt, group)
+            return GradedGroup(prompt, group, await self._score(prompt, group))
 
         prompts = self.prompts.for_step(step, round)[:count]
         return await all_of(sample_group(prompt, position) for position, prompt in enumerate(prompts))
 
-    async def _grade(self, prompt: Prompt, group: RolloutGroup) -> GradedGroup:
-        return GradedGroup(prompt, group, await self.peers.score(prompt, group, job_id=self.job_id))
+    async def _score(self, prompt: Prompt, group: RolloutGroup) -> tuple[Score, ...]:
+        return await self.peers.score(prompt, group, job_id=self.job_id)
 
     async def _train(self, batch: Batch, watch: Stopwatch, seconds: dict[str, float]) -> Step:
         await asyncio.to_thread(self.folder.write_batch, batch)

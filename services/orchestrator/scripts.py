@@ -91,7 +91,10 @@ if redis.call('HGET', KEYS[1], 'attempt') ~= ARGV[2] or redis.call('HGET', KEYS[
 for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 if ARGV[3] == 'step' then redis.call('HSET', KEYS[1], 'tries', 0) end
 event(KEYS[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
-if ended(KEYS[1]) then drop(KEYS[1]) end
+if ended(KEYS[1]) then
+  redis.call('HDEL', KEYS[1], 'pause_requested')
+  drop(KEYS[1])
+end
 return 1
 """
 )
