@@ -175,8 +175,10 @@ def _add_regrade_route(service: Service, settings: Settings, store: Store) -> No
 
 
 async def check_job(job: Job, settings: Settings) -> None:
-    """Raises a sentence for what would fail the job later: data that cannot be read, a model folder that is none, rewards that
-    the reward service does not know or that need columns the data lacks."""
+    """Raises a sentence for what would fail the job later, or let it learn nothing: data that cannot be read, a model folder that
+    is none, groups of one, rewards that the reward service does not know or that need columns the data lacks."""
+    if job.sampling.group_size == 1:
+        raise BadRequest("sampling.group_size is 1: a lone completion has nothing to be compared with; expected 2 or more")
     path = Path(job.model)
     if path.exists() and not (path / "config.json").is_file():
         raise BadRequest(f"model {job.model!r} is not a model: {EXPECTED_MODEL}")

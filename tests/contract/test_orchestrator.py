@@ -149,6 +149,7 @@ async def test_an_ended_job_cannot_be_cancelled(stack: Stack) -> None:
         ({"data": {"train": "TRAIN", "prompt_column": "question"}}, "has no column 'question'"),
         ({"model": "/nope/model"}, "no model at '/nope/model'"),
         ({"model": "/"}, "is not a model: expected a folder with config.json"),
+        ({"sampling": {"group_size": 1}}, "sampling.group_size is 1: a lone completion has nothing to be compared with"),
         ({"rewards": [{"grader": "lenght"}]}, "unknown grader 'lenght'; did you mean 'length'?"),
     ],
 )
