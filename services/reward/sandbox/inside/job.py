@@ -125,7 +125,10 @@ class Job:
             os.pwrite(slot.oom_score, b"1000", 0)  # inherited: the kernel, short of memory, ends the job and not its slot
         pid = os.fork()
         if not pid:
-            self._become_program(files)
+            try:
+                self._become_program(files)
+            finally:
+                os._exit(126)  # whatever the program did to the lines above, no child goes on as its parent
         if slot.oom_score is not None:
             os.pwrite(slot.oom_score, b"500", 0)
         if slot.pid_namespace is not None:
