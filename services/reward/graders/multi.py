@@ -1,0 +1,92 @@
+"""OpenAI's `multi`: several of OpenAI's graders, and a formula over their values.
+
+[rewards.params]
+calculate_output = "0.8 * right + 0.2 * kind"
+graders.right = { type = "string_check", name = "right", input = "{{ sample.output_text }}", reference = "{{ item.answer }}", ... }
+graders.kind = { type = "score_model", ... }
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from services.reward import registry
+from services.reward.graders.formula import Formula, FormulaError
+from services.reward.registry import Grader, GradingFailed, Params, Tools, grader
+from shared.errors import BadRequest
+from shared.job import RewardSpec
+from shared.wire import Part, ScoreItem
+
+KINDS = ("string_check", "text_similarity", "python", "score_model", "label_model")
+
+
+class MultiParams(Params):
+    """`graders`: OpenAI's grader objects by name. `calculate_output`: a formula of those names."""
+
+    type: Literal["multi"] = "multi"
+    name: str = "multi"
+    graders: dict[str, dict[str, Any]] = Field(min_length=1)
+    calculate_output: str
+
+    @field_validator("calculate_output")
+    @classmethod
+    def _parses(cls, source: str) -> str:
+        Formula(source)
+        return source
+
+
+@grader("multi")
+class Multi(Grader[MultiParams]):
+    """The value of `calculate_output` over those of `graders`. As OpenAI's grader of that name."""
+
+    items_per_call = 1
+    deadline_s = 900.0
+
+    def __init__(self, spec: RewardSpec, params: MultiParams, tools: Tools) -> None:
+        super().__init__(spec, params, tools)
+        self._formula = Formula(params.calculate_output)
+        self._graders = {name: _bound(spec, name, given, tools) for name, given in params.graders.items()}
+        unknown = sorted(self._formula.names - self._graders.keys())
+        if unknown:
+            known = ", ".join(self._graders)
+            raise BadRequest(f"reward {spec.label!r}: calculate_output names {unknown[0]!r}; its graders are {known}")
+
+    async def check(self, columns: Sequence[str]) -> None:
+        for part in self._graders.values():
+            await part.check(columns)
+
+    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
+        return [await self._grade(item) for item in items]
+
+    async def close(self) -> None:
+        for part in self._graders.values():
+            await part.close()
+
+    async def _grade(self, item: ScoreItem) -> Part:
+        grading = (part.grade([item]) for part in self._graders.values())
+        answers = await asyncio.gather(*grading, return_exceptions=True)  # so that none goes on after an error of another
+        values: dict[str, float | None] = {}
+        for name, answer in zip(self._graders, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            values[name] = answer[0].value
+        given = {name: value for name, value in values.items() if value is not None}
+        if len(given) < len(values):
+            missing = next(name for name, value in values.items() if value is None)
+            raise GradingFailed(f"its grader {missing!r} gave no value", "other_error")
+        try:
+            value = self._formula.value(given)
+        except FormulaError as error:
+            raise GradingFailed(str(error), "formula_parse_error") from error
+        return Part(value=value, detail=", ".join(f"{name} {value:g}" for name, value in given.items()))
+
+
+def _bound(spec: RewardSpec, name: str, given: dict[str, Any], tools: Tools) -> Grader[Any]:
+    kind = given.get("type")
+    if kind not in KINDS:
+        raise BadRequest(f"reward {spec.label!r}: grader {name!r} has type {kind!r}; expected one of {', '.join(KINDS)}")
+    return registry.bind(RewardSpec(grader=kind, name=f"{spec.label}.{name}", params=given), tools)
