@@ -117,13 +117,13 @@ class Service:
             media_type = _media_type(request, data)
             body = codec.decode(body_type, data, media_type)
             if stream is not None and LINES in request.headers.get("accept", ""):
-                return await self._stream(stream(body), f"{method} {path}")
+                return await self._stream(stream(body), f"{method} {path}", request)
             given = key(body) if key else request.headers.get("idempotency-key")
             request_key.set(given)
             full_key = f"{method} {path} {given}" if given else None
             operation = self.operations.start(lambda: handler(body), full_key, hashlib.sha256(data).hexdigest(), f"{method} {path}")
             if cancellable and not given and _preferred_wait_s(request) is None:
-                await _done_or_gone(operation, request)
+                await _done_or_gone(operation.task, request)
             return await self._answer(operation, request)
 
         self.app.add_api_route(
@@ -174,8 +174,9 @@ class Service:
         location = f"/operations/{operation.id}"
         return JSONResponse({"operation": operation.id}, 202, {"location": location, "preference-applied": "respond-async"})
 
-    async def _stream(self, results: AsyncGenerator[BaseModel], name: str) -> Response:
-        """Answers with one line a result. What fails before the first has its own status, after it a problem as last line."""
+    async def _stream(self, results: AsyncGenerator[BaseModel], name: str, request: Request) -> Response:
+        """Answers with one line a result. What fails before the first has its own status, after it a problem as last line. A
+        client that goes away ends the work."""
         end = time.monotonic() + self.settings.operation_deadline_s
 
         async def next_line() -> bytes | None:
@@ -191,7 +192,11 @@ class Service:
                 raise Failed(f"{name}: {type(error).__name__}: {error}") from error
             return None if result is None else codec.encode(result) + b"\n"
 
-        first = await next_line()
+        begun = asyncio.create_task(next_line())
+        await _done_or_gone(begun, request)
+        if begun.cancelled():
+            raise Failed(f"{name} was ended: its client went away")
+        first = begun.result()
 
         async def lines() -> AsyncGenerator[bytes]:
             async with contextlib.aclosing(results):
@@ -319,18 +324,19 @@ def _preferred_wait_s(request: Request) -> float | None:
     return min(float(wait.group(1)), MAX_WAIT_S) if wait else 0.0
 
 
-async def _done_or_gone(operation: Operation, request: Request) -> None:
-    """Waits until the operation is done, or its client gone, which ends it."""
+async def _done_or_gone(work: asyncio.Task[Any], request: Request) -> None:
+    """Waits until the work is done, or its client gone, which ends it."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
     watch = asyncio.create_task(gone())
-    await asyncio.wait({operation.task, watch}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
     watch.cancel()
-    if not operation.task.done():
-        operation.task.cancel()
+    if not work.done():
+        work.cancel()
+        await asyncio.wait({work})
 
 
 def _problem(error: HoneError) -> JSONResponse:
