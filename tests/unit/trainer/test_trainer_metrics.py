@@ -154,15 +154,15 @@ def test_out_of_range_is_by_the_corrections_own_weights_and_bounds(one_rank, cor
 
 
 def test_a_small_mismatch_by_hand(one_rank):
-    # log w is 0.1, -0.1 and three times 0: k3 is e^0.1 - 1.1 and e^-0.1 - 0.9.
+    # log w is 0.1, -0.2 and three times 0: k3 is e^0.1 - 1.1 and e^-0.2 - 0.8.
     metrics = StepMetrics(CPU, TrainingSpec(), NO_CORRECTION)
     metrics.add(micro_batch(0, 3), inputs(0, 3, TrainingSpec()), torch.ones(5), torch.tensor(0.0))
-    log_w = torch.tensor([0.1, -0.1, 0.0, 0.0, 0.0], dtype=torch.float64)
+    log_w = torch.tensor([0.1, -0.2, 0.0, 0.0, 0.0], dtype=torch.float64)
     metrics.add_mismatch(micro_batch(0, 3), log_w - 1)
     values = metrics.reduce()[1]
-    up, down = math.exp(0.1), math.exp(-0.1)
-    assert values["mismatch/k3_kl"] == pytest.approx((up - 1.1 + down - 0.9) / 5)
-    assert values["mismatch/token_mult_prob_error"] == pytest.approx((2 * up + 3) / 5)
+    up, down = math.exp(0.1), math.exp(-0.2)
+    assert values["mismatch/k3_kl"] == pytest.approx((up - 1.1 + down - 0.8) / 5)
+    assert values["mismatch/token_mult_prob_error"] == pytest.approx((up + 1 / down + 3) / 5)
     assert values["mismatch/effective_sample_size"] == pytest.approx((up + down + 3) ** 2 / (5 * (up**2 + down**2 + 3)))
 
 
