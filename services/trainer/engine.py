@@ -88,7 +88,7 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         """Frees the memory of model and optimizer."""
-        self._zero.destroy()
+        zero.stop(self._zero)
         self._zero = self._updater = self._model = self._wrapped = None
         gc.collect()
         if self._device.type == "cuda":

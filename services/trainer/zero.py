@@ -26,6 +26,9 @@ from shared.job import Job, MemorySpec, TrainingSpec
 MAX_BUCKET = 200_000_000
 """Elements that are reduced or gathered at a time, and so the size of DeepSpeed's own buffers."""
 
+LINEAR = torch.nn.functional.linear
+"""torch's own. ZeRO-3 puts another in its place, for good, whose results differ in the last bit."""
+
 OURS = {
     "train_batch_size": "the batch is what /train_step brings",
     "train_micro_batch_size_per_gpu": "use memory.micro_batch_tokens",
@@ -65,6 +68,12 @@ def start(policy: nn.Module, job: Job, dtype: torch.dtype, device: torch.device)
             parameter.grad = None
             parameter.grad_dtype = torch.float32
     return zero
+
+
+def stop(zero: Any) -> None:
+    """Frees what DeepSpeed holds, and gives torch back what ZeRO-3 took: the next job is to compute as in a new process."""
+    zero.destroy()
+    torch.nn.functional.linear = LINEAR
 
 
 def start_frozen(policy: nn.Module, job: Job, dtype: torch.dtype, device: torch.device) -> None:
