@@ -97,11 +97,11 @@ async def server() -> AsyncGenerator[Server]:
 def bound(server: Server, folder: Path, grader: str = "llm_judge", job_id: str | None = "job", **params: Any) -> Grader[Any]:
     sandbox = ScriptedSandbox(Execution(verdict="ok"))
     settings = Settings(runs_dir=folder, judge_url=f"http://127.0.0.1:{server.port}/v1", judge_api_key=KEY)  # type: ignore[arg-type]
-    own: dict[str, Any] = (
-        {"rubric": "Is {{ sample.output_text }} an answer to {{ item.question }}?"} if grader == "llm_judge" else {}
-    )
+    own: dict[str, Any] = {} if grader == "multi" else {"model": "m"}
+    if grader == "llm_judge":
+        own["rubric"] = "Is {{ sample.output_text }} an answer to {{ item.question }}?"
     tools = Tools(settings, sandbox, FunctionWorkers(sandbox), job_id)
-    return registry.bind(RewardSpec(grader=grader, params={"model": "m", **own, **params}), tools)
+    return registry.bind(RewardSpec(grader=grader, params={**own, **params}), tools)
 
 
 async def grade(judge: Grader[Any], *completions: str) -> list[Part]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,8 +84,7 @@ class Judge:
 
     async def _reply(self, question: Question) -> tuple[str, int]:
         """Returns the text and how many tokens it cost, the question's included."""
-        import openai
-
+        openai: Any = await asyncio.to_thread(importlib.import_module, "openai")  # takes a second or two, the first time
         if self._client is None:
             self._client = openai.AsyncOpenAI(base_url=self._url, api_key=self._api_key, max_retries=self._limits.retries)
         try:
