@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from shared.wire import (
 
 ROOT = Path(__file__).parents[1]
 TEMPERATURE = 0.8
+DEADLINE_S = 300.0
+"""Long enough for ranks to come back on a busy machine."""
 
 
 @dataclass
@@ -49,11 +51,14 @@ class Service:
     def call(self, method: str, path: str, body, result):
         return asyncio.run(self._call(method, path, body, result))
 
+    def client(self) -> Client:
+        return Client("trainer", f"http://127.0.0.1:{self.port}", binary=True, patience_s=DEADLINE_S)
+
     async def _call(self, method: str, path: str, body, result):
-        async with Client("trainer", f"http://127.0.0.1:{self.port}", binary=True) as client:
+        async with self.client() as client:
             if body is None:
-                return await client.get(path, result, deadline_s=90)
-            return await client.call(method, path, body, result, deadline_s=90)
+                return await client.get(path, result, deadline_s=DEADLINE_S)
+            return await client.call(method, path, body, result, deadline_s=DEADLINE_S)
 
     def load(self, job_id: str, job: Job) -> TrainerState:
         return self.call("PUT", "/job", TrainerJob(job_id=job_id, job=job), TrainerState)
@@ -75,7 +80,7 @@ class Service:
         own = psutil.Process(self.process.pid)
         return [own, *own.children(recursive=True)]
 
-    def wait_until_ready(self, within_s: float = 90) -> None:
+    def wait_until_ready(self, within_s: float = DEADLINE_S) -> None:
         """Waits for /readyz to answer 200."""
         end = time.monotonic() + within_s
         while True:
@@ -85,13 +90,22 @@ class Service:
             time.sleep(0.1)
 
 
-@contextlib.contextmanager
-def running(folder: Path, ranks: int, module: str = "services.trainer", *, restarts: int = 0, **settings: str) -> Iterator[Service]:
-    """A trainer of its own port and folders, and of further `settings`; its log is shown if a test fails."""
-    folder.mkdir(parents=True)
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path, ranks: int, module: str = "services.trainer", *, restarts: int = 0, prefix: Sequence[str] = (), **settings: str
+) -> Iterator[Service]:
+    """A trainer of its own port and folders, and of further `settings`; its log is shown if a test fails.
+
+    `prefix` is a command that runs it.
+    """
+    folder.mkdir(parents=True)
+    port = free_port()
     shm = Path("/dev/shm") / f"hone-test-{os.getpid()}-{port}"
     own = {
         "HONE_TRAINER_PORT": str(port),
@@ -105,9 +119,8 @@ def running(folder: Path, ranks: int, module: str = "services.trainer", *, resta
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HONE_")}
     log = folder / "log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module], cwd=ROOT, env=clean | own | settings, stdout=output, stderr=output
-        )
+        command = [*prefix, sys.executable, "-m", module]
+        process = subprocess.Popen(command, cwd=ROOT, env=clean | own | settings, stdout=output, stderr=output)
     try:
         yield Service(process, port, log, shm, folder)
     finally:

@@ -24,11 +24,11 @@ from shared.config import load_settings
 def describe(failures: dict[int, ProcessFailure], first_rank: int) -> str:
     """Returns which rank died first and of what. `first_rank` is the first of this node.
 
-    One that was killed comes before those that ended because it was gone. SIGTERM is torchrun's own.
+    One that was killed comes before those that ended because it was gone, and last those that torchrun ended, by SIGTERM.
     """
 
-    def order(failure: ProcessFailure) -> tuple[bool, int]:
-        return failure.exitcode >= 0 or failure.exitcode == -signal.SIGTERM, failure.timestamp
+    def order(failure: ProcessFailure) -> tuple[bool, bool, int]:
+        return failure.exitcode == -signal.SIGTERM, failure.exitcode >= 0, failure.timestamp
 
     failure = min(failures.values(), key=order)
     rank = f"rank {first_rank + failure.local_rank}"
