@@ -64,7 +64,10 @@ class Settings(BaseSettings):
     max_num_seqs: int = Field(default=256, ge=1)
     shm_dir: Path = Path("/dev/shm/hone")
 
-    # trainer
+    # trainer: `trainer_ranks` processes on each node (one a GPU), of `trainer_threads` threads. Ranks that die are started again,
+    # at most `trainer_restarts` times in ten minutes. On `trainer_nodes` machines this is number `trainer_node_rank`, from 0; they
+    # meet at `trainer_rendezvous`, <host>:<port> of node 0, speak over the network `trainer_interface` (a private one: nothing on
+    # it is encrypted or asks for a token), and share `runs_dir`. HTTP is on node 0
     trainer_ranks: int = Field(default=1, ge=1)
     trainer_threads: int | None = Field(default=None, ge=1)
     trainer_restarts: int = Field(default=3, ge=0)
