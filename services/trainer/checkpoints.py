@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from services.trainer.folders import discard, files_in, size_of
-from shared.errors import Conflict
+from shared.errors import Conflict, Failed
 from shared.job import CheckpointSpec, Job
 from shared.wire import Checkpoint, JobId, StepResult, Wire
 
@@ -71,6 +71,14 @@ def listed(folder: Path) -> tuple[Checkpoint, ...]:
         with contextlib.suppress(FileNotFoundError):  # removed just now
             checkpoints.append(described(path))
     return tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.step))
+
+
+def check_seen(path: Path, rank: int) -> None:
+    """Raises Failed unless this rank sees the folder that rank 0 sees."""
+    if not path.is_dir():
+        raise Failed(
+            f"rank {rank} does not see {str(path)!r}, which rank 0 sees; HONE_RUNS_DIR has to be a folder that all nodes share"
+        )
 
 
 def described(path: Path) -> Checkpoint:

@@ -26,7 +26,9 @@ def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[P
     """
     aside = target.parent / (ASIDE + target.name)
     try:
-        aside.parent.mkdir(parents=True, exist_ok=True)
+        if not aside.parent.is_dir():
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            _sync(aside.parent.parent)
         shutil.rmtree(aside, ignore_errors=True)
         free_bytes = shutil.disk_usage(aside.parent).free
         if free_bytes < size_bytes:

@@ -52,6 +52,7 @@ def _examined(ranks: Ranks, path: Path, request: TrainerJob, model: str) -> tupl
     """Returns the manifest of the checkpoint, or None and the first fault that any rank found. Raises Conflict on all ranks."""
 
     def examine() -> tuple[Manifest | None, str | None]:
+        checkpoints.check_seen(path, ranks.rank)
         try:
             manifest = checkpoints.read_manifest(path)
             check_ours(path, manifest, request, model, ranks.num_ranks)

@@ -197,8 +197,13 @@ class Trainer:
             (aside / checkpoints.STATE).mkdir(exist_ok=True)
             engine.save_state(aside / checkpoints.STATE)
 
-        share = slice(self._ranks.rank, None, self._ranks.num_ranks)
-        return self._ranks.write(lead, save, lambda aside: checkpoints.measured(aside, share))
+        rank, num_ranks = self._ranks.rank, self._ranks.num_ranks
+        return self._ranks.write(
+            lead,
+            lambda aside: checkpoints.check_seen(aside, rank),
+            save,
+            lambda aside: checkpoints.measured(aside, slice(rank, None, num_ranks)),
+        )
 
     def state(self) -> TrainerState:
         """Returns where this trainer is. Safe to call from another thread."""

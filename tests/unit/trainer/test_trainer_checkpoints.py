@@ -12,6 +12,7 @@ import pytest
 from trainer_fakes import EXAMPLE, ThreadRanks, Together, job_request, make_trainer, on_all, step_request
 
 from services.trainer import checkpoints, folders
+from services.trainer.checkpoints import check_seen as seen
 from services.trainer.checkpoints import expendable
 from services.trainer.trainer import checkpoint_bytes
 from shared.errors import Conflict, Failed
@@ -223,6 +224,31 @@ def test_a_rank_that_cannot_write_its_share_is_an_error_on_all_and_leaves_nothin
     assert isinstance(one, OSError)
     assert isinstance(zero, Failed) and "on rank 1: OSError: no space left on rank 1" in zero.detail
     assert list((tmp_path / "runs/a/checkpoints").iterdir()) == []
+
+
+def apart(tmp_path):
+    """Two ranks of nodes that do not share their run folders."""
+    shared = Together(2)
+    return [make_trainer(tmp_path / f"node-{rank}", ThreadRanks(shared, rank)) for rank in range(2)]
+
+
+def test_a_node_that_does_not_share_the_run_folder_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    trainers = two_ranks(tmp_path)
+    on_both(trainers, "load_job", job_request())
+    monkeypatch.setattr(checkpoints, "check_seen", lambda path, rank: seen(path / "elsewhere" if rank else path, rank))
+    for outcome in on_both(trainers, "write_checkpoint", checkpoint(0)):
+        assert isinstance(outcome, Failed)
+        assert "rank 1 does not see" in outcome.detail and "a folder that all nodes share" in outcome.detail
+    assert list((tmp_path / "runs/a/checkpoints").iterdir()) == []
+
+
+def test_a_checkpoint_that_one_node_does_not_see_is_not_called_damaged(tmp_path):
+    trainers = two_ranks(tmp_path / "node-0")
+    on_both(trainers, "load_job", job_request())
+    on_both(trainers, "write_checkpoint", checkpoint(0))
+    for outcome in on_both(apart(tmp_path), "load_job", job_request()):
+        assert isinstance(outcome, Failed) and "rank 1 does not see" in outcome.detail
+    assert in_steps(tmp_path / "node-0") == [0]
 
 
 def test_damage_that_only_another_rank_reads_is_found_by_all(tmp_path):
