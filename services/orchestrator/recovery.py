@@ -40,8 +40,8 @@ async def _started_again(trainer: TrainerState, peers: Peers) -> bool:
         await asyncio.sleep(wait_s)
         try:
             now = await peers.trainer_state()
-        except HoneError:
-            return False
+        except Unavailable:
+            return True  # it answered a moment ago, and is gone
         if (now.job_id, now.restarts) != (trainer.job_id, trainer.restarts):
             return True
     return False
