@@ -25,7 +25,8 @@ def fault(execution: Execution) -> tuple[Verdict, str]:
     """Returns verdict and reason of a program that gave nothing to compare ("ok", "" if it did). Raises GradingFailed where the
     sandbox failed, not the program."""
     if execution.verdict == "sandbox_error":
-        raise GradingFailed(execution.stderr.strip()[-200:] or "the sandbox failed", "python_grader_server_error")
+        reason = execution.stderr.strip()[-200:] or "the sandbox failed"
+        raise GradingFailed(reason, "python_grader_server_error", by_sandbox=True)
     if execution.verdict == "ok":
         return "ok", ""
     lines = execution.stderr.strip().splitlines() or [execution.verdict]

@@ -87,7 +87,7 @@ async def test_a_failing_sandbox_is_a_missing_reward_and_not_zero() -> None:
     result = await score(request([item("1", target=1)], RewardSpec(grader="python_value")), tools)
     assert result.scores[0].value is None
     part = result.scores[0].parts["python_value"]
-    assert (part.value, part.verdict, part.detail) == (None, "error", "the sandbox failed twice: gone")
+    assert (part.value, part.verdict, part.detail) == (None, "sandbox_error", "the sandbox failed twice: gone")
     assert part.errors == ("python_grader_server_error",)
 
 

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+MAX_NUMBER_CHARS = 500
+
 _HASH = re.compile(r"####[ \t]*([^\n]+)")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
@@ -51,6 +53,8 @@ def final_answer(text: str) -> str | None:
 
 def number(answer: str) -> Number | None:
     """Returns the number that `answer` is, whatever its currency, unit, thousands separators or LaTeX; None if it is none."""
+    if len(answer) > MAX_NUMBER_CHARS:
+        return None
     text = _FRACTION.sub(r" \1/\2", _TEXT.sub(r" \1", answer)).replace("{,}", ",").replace("\\,", " ").replace("\\%", "%")
     text = " ".join(_DROPPED.sub("", text.replace("\\ ", " ")).split()).rstrip(".,;!")
     found = _NUMBER.fullmatch(_NAME.sub("", text, count=1).strip())
