@@ -46,6 +46,7 @@ class Run:
         self._tracker = Tracker(record.job, record.id, self._folder.path)
         self._created_at = record.created_at
         self._recoveries = record.recoveries
+        self._began = 0.0
         self._warned: set[str] = set()
 
     async def run(self) -> dict[str, Any]:
@@ -109,15 +110,15 @@ class Run:
         done = await asyncio.to_thread(self._folder.start_at, state.step)
         if done is None:
             await self._record(0, await self._evaluate(prompts, 0))
-        started = time.monotonic()
         checkpoint = None
+        self._began = self._began or time.monotonic()
         progress = Progress(done or 0, self._job.steps)
         async with contextlib.aclosing(pipeline.steps(done or 0)) as steps:
             since = time.monotonic()
             async for step in steps:
                 checkpoint = await self._after_step(step, prompts, time.monotonic() - since, progress)
                 since = time.monotonic()
-        train_s = time.monotonic() - started
+        train_s = time.monotonic() - self._began
         checkpoint = checkpoint or await self._peers.checkpoint(self._id, self._job.steps)
         return self._summary(train_s, checkpoint, await self._peers.versions())
 
