@@ -249,6 +249,7 @@ class _Gate:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
+        self._max_body_bytes = service.settings.max_body_mib << 20
         labels = ["method", "path", "status"]
         self._count = Counter("hone_http_requests", "Requests answered", labels, registry=service.registry)
         self._time = Histogram("hone_http_request_seconds", "Time to answer", ["method", "path"], registry=service.registry)
@@ -274,7 +275,7 @@ class _Gate:
 
         try:
             self._check(scope["path"], headers)
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, self._bounded(receive), send_with_id)
         except HoneError as error:
             await _problem(error)(scope, receive, send_with_id)
         finally:
@@ -297,10 +298,26 @@ class _Gate:
             given = headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
                 raise Unauthorized("the header 'Authorization: Bearer <HONE_TOKEN>' is missing or wrong")
-        limit = self._service.settings.max_body_mib << 20
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > limit:
-            raise BadRequest(f"body of {length} bytes; at most {limit} are taken (setting HONE_MAX_BODY_MIB)")
+        if not length.isdigit() or int(length) > self._max_body_bytes:
+            raise self._too_long(length)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Returns `receive` for a body that may not say how long it is."""
+        taken = 0
+
+        async def bounded() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._max_body_bytes:
+                raise self._too_long(f"more than {self._max_body_bytes}")
+            return message
+
+        return bounded
+
+    def _too_long(self, length: str) -> BadRequest:
+        return BadRequest(f"body of {length} bytes; at most {self._max_body_bytes} are taken (setting HONE_MAX_BODY_MIB)")
 
 
 def _media_type(request: Request, data: bytes) -> str:

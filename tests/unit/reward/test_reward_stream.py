@@ -10,8 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2
 import pytest
 from reward_service import RunningService, running_service
+
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import Busy
+from shared.service import Service
+from shared.wire import Validated, ValidateRequest
 
 OWN = """
 import time
@@ -106,6 +113,15 @@ def test_work_with_a_key_goes_on_without_its_client(service: RunningService) -> 
     assert service.post("/execute", body, idempotency_key="later") == first
 
 
+def test_a_body_that_does_not_say_how_long_it_is_is_bounded_too() -> None:
+    with running_service(HONE_SANDBOX_SLOTS="1", HONE_MAX_BODY_MIB="1") as small:
+        connection = http.client.HTTPConnection(urlsplit(small.url).netloc, timeout=60)
+        chunks = (b'{"code": "' if not number else b"#" * 65536 for number in range(20))
+        connection.request("POST", "/execute", chunks, {"content-type": "application/json"}, encode_chunked=True)
+        response = connection.getresponse()
+        assert (response.status, json.load(response)["detail"][:40]) == (422, "body of more than 1048576 bytes; at most")
+
+
 def test_more_than_may_wait_is_told_to_come_back(service: RunningService) -> None:
     waiting = connected(service, "/score", programs("import time\ntime.sleep(2)\n1", "1", "1"))
     time.sleep(0.5)
@@ -131,3 +147,21 @@ def test_programs_are_bounded_too(service: RunningService) -> None:
         thread.join()
     assert sorted(answer.get("verdict") or answer["status"] for answer in answers if "verdict" in answer) == ["ok"] * 2
     assert {answer["status"] for answer in answers if "status" in answer} == {429}
+
+
+async def test_a_busy_service_is_asked_again_however_long_it_lasts(settings: Settings) -> None:
+    service = Service("reward", settings)
+    free_at = time.monotonic() + 1.5
+
+    async def validate(request: ValidateRequest) -> Validated:
+        if time.monotonic() < free_at:
+            raise Busy("7 programs wait")
+        return Validated(rewards=())
+
+    service.operation("POST", "/graders/validate", validate)
+    client = Client("reward", "http://localhost", patience_s=0.3, transport=httpx2.ASGITransport(service.app))
+    request = ValidateRequest(rewards=(), columns=())
+    assert (await client.call("POST", "/graders/validate", request, Validated, deadline_s=20)).rewards == ()
+    free_at += 60
+    with pytest.raises(Busy, match="7 programs wait"):
+        await client.call("POST", "/graders/validate", request, Validated, deadline_s=0.5)
