@@ -23,8 +23,9 @@ same loss however the step was split. They are those of the optimizer step, with
 several minibatches, "tokens of the batch" is their number divided by that of minibatches. So a token weighs the same in
 whichever minibatch it is ("dapo", "cispo"; so does TRL), or more in one with few tokens ("bnpo").
 
-Not finite: a log-prob of -inf on one side only gives the clamped ratio and no gradient, and "cispo", whose loss is proportional to
-the log-prob, an infinite loss; NaN, also from -inf on both sides, stays NaN. The engine refuses such a step.
+Not finite: a log-prob of -inf, of the trainer or of what it is compared with, gives the clamped ratio and no gradient; only
+"cispo", whose loss is proportional to the trainer's, has an infinite one. NaN, also from -inf on both sides, stays NaN. The engine
+refuses a step whose loss is not finite.
 
 A new loss is a function here with an entry in `LOSSES` and `AVERAGES`.
 """
