@@ -54,13 +54,14 @@ class Prompts:
         return tuple(self._prompt(self._evaluation, index) for index in range(count))
 
     def _indices(self, step: int, round: int) -> list[int]:
-        count = self._job.sampling.prompts_per_step
-        if round == 0:
-            return [self._index(position) for position in range((step - 1) * count, step * count)]
-        earlier = {index for before in range(round) for index in self._indices(step, before)}
-        rows = range(len(self._train))
-        drawn = random.Random(f"{self._job.seed}:{step}:{round}").sample(rows, min(count + len(earlier), len(rows)))
-        return [index for index in drawn if index not in earlier][:count]
+        count, rows = self._job.sampling.prompts_per_step, range(len(self._train))
+        indices = [self._index(position) for position in range((step - 1) * count, step * count)]
+        taken = set(indices)
+        for earlier in range(1, round + 1):
+            drawn = random.Random(f"{self._job.seed}:{step}:{earlier}").sample(rows, min(count + len(taken), len(rows)))
+            indices = [index for index in drawn if index not in taken][:count]
+            taken.update(indices)
+        return indices
 
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._train))
