@@ -132,8 +132,9 @@ class Client:
                     raise
                 problem = error
             now = time.monotonic()
-            lives = isinstance(problem, Busy) or now - asked_at > WAIT_S / 2
-            away_since = asked_at if away_since is None or lives else away_since
+            away_since = asked_at if away_since is None or now - asked_at > WAIT_S / 2 else away_since
+            if isinstance(problem, Busy):
+                away_since = now + pause_s  # it is there
             if now + pause_s >= min(end, away_since + self._patience_s):
                 raise problem
             if pause_s == MAX_PAUSE_S:
