@@ -147,6 +147,7 @@ def add(a, b):
     "recursion": "def add(a, b):\n    return add(a, b)",
     "a giant output": "def add(a, b):\n    return 'x' * 10_000_000",
     "a giant print": "def add(a, b):\n    print('3' * 10_000_000)\n    return a + b",
+    "an error that ends loops": "def add(a, b):\n    raise StopIteration",
     "a generator": "def add(a, b):\n    yield a + b",
     "a spinning loop": "def add(a, b):\n    while True: pass",
     "a spinning loop that will not stop": "def add(a, b):\n    while True:\n        try:\n            while True: pass\n"
@@ -164,8 +165,13 @@ ASSERTS = ["assert add(1, 2) == 3", "assert add(-2, 3) == 1", "assert not abs(ad
 LOOP = "def check(candidate):\n    assert candidate(1, 0) == 1 and candidate(1, 0) is not True\n    for x in range(5):\n" + (
     "        assert candidate(x, 2) == x + 2, 'wrong sum'\n"
 )
+MAPPED = (
+    "def check(candidate):\n    assert list(map(candidate, [1, 2], [3, 4])) == [4, 6]\n    for got in map(candidate, [-1], [2]):\n"
+)
+MAPPED += "        assert got == 1 and got is not True\n    assert all(map(lambda x: candidate(x, 2) == x + 2, range(5)))\n"
 STYLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "asserts": ({"style": "asserts"}, {"tests": ASSERTS}),
+    "proxied in a map": ({"style": "check", "entry_point": "name"}, {"tests": MAPPED, "name": "add"}),
     "proxied": ({"style": "check", "entry_point": "name"}, {"tests": LOOP, "name": "add"}),
 }
 
@@ -208,7 +214,7 @@ async def test_partial_credit_counts_no_trick_as_a_passed_test_but_for_constants
     params, row = STYLES[style]
     for name in ("R3 os._exit at import", "R6 an object that equals all", "R17 results on every descriptor"):
         assert (await grade(sandbox, HACKS[name], row, credit="partial", **params)).value == 0.0, name
-    wanted = {"asserts": 1 / 3, "proxied": 0.0}[style]
+    wanted = 1 / 3 if style == "asserts" else 0.0
     assert (await grade(sandbox, HACKS["a constant"], row, credit="partial", **params)).value == wanted
 
 
@@ -270,4 +276,4 @@ async def test_rows_without_usable_tests_have_no_reward_and_say_so(sandbox: Loca
     ]
     for row, params, message in bad:
         with pytest.raises(GradingFailed, match=message):
-            await grade(sandbox, RIGHT, row, **params)
+            await grade(sandbox, RIGHT + "\nclass Solution:\n    def f(self, x):\n        return x", row, **params)

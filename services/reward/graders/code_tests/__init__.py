@@ -12,8 +12,8 @@ apart as objects (only plain data crosses), and changes that a function makes to
 
 from __future__ import annotations
 
-import ast
 import itertools
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from pydantic import Field
 
 from services.reward.graders.code_tests import proxy, stdio
 from services.reward.graders.code_tests.asserts import Case
-from services.reward.graders.code_tests.candidate import Candidate, Limits, Outcome
+from services.reward.graders.code_tests.candidate import NO_VALUE, Candidate, Limits, Outcome
 from services.reward.graders.code_tests.evaluate import Failed, evaluate
 from services.reward.graders.code_tests.tests import Style, Tests, read
 from services.reward.graders.programs import program_of
@@ -31,6 +31,7 @@ from shared.errors import BadRequest
 from shared.wire import Part, ScoreItem, Verdict
 
 CALLS_PER_JOB = 32
+_NAN = re.compile(r"\bnan\b", re.IGNORECASE)
 
 
 class CodeTestsParams(Params):
@@ -96,7 +97,7 @@ class CodeTests(Grader[CodeTestsParams]):
         limits = Limits(params.cpu_s, params.timeout_s, params.memory_mib)
         program = _completed(program_of(item.completion), prefix, entry)
         setup = f"{setup}\n{tests.imports}".strip()
-        candidate = Candidate(self.tools.sandbox, setup, program, limits, allow_nan="nan" in repr(value).lower())
+        candidate = Candidate(self.tools.sandbox, setup, program, limits, allow_nan=bool(_NAN.search(repr(value))))
         verdicts = await self._verdicts(candidate, tests)
         return self._part(verdicts, tests.count, candidate)
 
@@ -124,12 +125,12 @@ class CodeTests(Grader[CodeTestsParams]):
         verdicts: list[tuple[Verdict, str]] = []
         for start in range(0, len(cases), CALLS_PER_JOB):
             several = cases[start : start + CALLS_PER_JOB]
-            answers = await _judged(candidate, several, stop=self.params.credit == "binary", share=2)
+            answers = await _judged(candidate, several, last=NO_VALUE if self.params.credit == "binary" else (), share=2)
             for case, answer in itertools.zip_longest(several, answers or ()):
                 if self._is_over(candidate, verdicts):
                     return verdicts
                 if answers is None:
-                    (answer,) = await _judged(candidate, [case], stop=True) or [("runtime_error", "no result")]
+                    (answer,) = await _judged(candidate, [case]) or [("runtime_error", "no result")]
                 verdicts.append(answer or ("runtime_error", "no result"))
         return verdicts
 
@@ -149,11 +150,13 @@ class CodeTests(Grader[CodeTestsParams]):
         return Part(value=value, verdict=verdict, detail=f"test {number} of {count}: {detail}", stdout=candidate.stdout)
 
 
-async def _judged(candidate: Candidate, cases: Sequence[Case], *, stop: bool, share: int = 1) -> list[tuple[Verdict, str]] | None:
+async def _judged(
+    candidate: Candidate, cases: Sequence[Case], *, last: Sequence[str] = (), share: int = 1
+) -> list[tuple[Verdict, str]] | None:
     """Returns the verdicts of cases run in one process; None where that process ended and another try, one by one, may tell
     more."""
     calls = [["expression", call] for case in cases for call in case.calls]
-    outcomes = await candidate.call(calls, stop=stop, share=min(share, len(cases)))
+    outcomes = await candidate.call(calls, last=last, share=min(share, len(cases)))
     if isinstance(outcomes, Outcome):
         return [(outcomes.verdict, outcomes.detail)] if len(cases) == 1 else None
     verdicts: list[tuple[Verdict, str]] = []
@@ -185,8 +188,5 @@ def _completed(program: str, prefix: str, entry_point: str) -> str:
     whole = textwrap.dedent(program).strip()
     if not prefix:
         return whole
-    try:
-        defined = {node.name for node in ast.parse(whole).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        defined = set()
-    return whole if entry_point in defined else f"{prefix.rstrip()}\n{program}"
+    defined = re.search(rf"^(?:async def|def|class) +{re.escape(entry_point)}\b|^{re.escape(entry_point)} *=", whole, re.MULTILINE)
+    return whole if entry_point and defined else f"{prefix.rstrip()}\n{program}"

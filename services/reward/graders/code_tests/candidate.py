@@ -12,6 +12,7 @@ from services.reward.graders.programs import KEEP_CHARS, fault
 from services.reward.sandbox.base import Sandbox
 from shared.wire import Execution, Verdict
 
+NO_VALUE = ("raised", "opaque", "large", "late")
 _VERDICTS: dict[str, Verdict] = {"raised": "runtime_error", "opaque": "wrong", "large": "output_limit", "late": "time_limit"}
 
 
@@ -51,10 +52,16 @@ class Candidate:
     def out_of_time(self) -> bool:
         return self.wall_s >= self.limits.timeout_s
 
-    async def call(self, calls: Sequence[list[str]], *, stop: bool, share: int = 1) -> list[Outcome] | Outcome:
-        """Returns the outcome of each call, up to the first without a value if `stop`; or the one outcome that ended the whole
+    async def call(self, calls: Sequence[list[str]], *, last: Sequence[str] = (), share: int = 1) -> list[Outcome] | Outcome:
+        """Returns the outcome of each call, up to the first that ends as one of `last`; or the one outcome that ended the whole
         process. All calls are made in one process, which may use the CPU time of `share` tests. Raises GradingFailed."""
-        arguments = {"setup": self.setup, "program": self.program, "calls": list(calls), "cpu_s": self.limits.cpu_s, "stop": stop}
+        arguments = {
+            "setup": self.setup,
+            "program": self.program,
+            "calls": list(calls),
+            "cpu_s": self.limits.cpu_s,
+            "last": list(last),
+        }
         execution = await self.execute(inside.candidate_job(arguments, **self.job_limits(share)))
         verdict, detail = fault(execution)
         if verdict != "ok":

@@ -20,11 +20,11 @@ class TimeLimit(BaseException):
     """One call used up its CPU time."""
 
 
-def run(setup: str, program: str, calls: list[list[str]], cpu_s: float, stop: bool) -> list[list[str]]:
+def run(setup: str, program: str, calls: list[list[str]], cpu_s: float, last: list[str]) -> list[list[str]]:
     """Returns one `[how, text]` a call: "value" with the encoded value; else "raised", "opaque", "large" or "late" with why.
 
-    A call is `["expression", source]`, or `["call", name, encoded (arguments, keywords)]`. With `stop` the first call that
-    gives no value is the last one made. A program that fails before any call fails them all.
+    A call is `["expression", source]`, or `["call", name, encoded (arguments, keywords)]`. The first call that ends as one of
+    `last` is the last one made. A program that fails before any call fails them all.
     """
     module = types.ModuleType("program")
     sys.modules[module.__name__] = module
@@ -34,7 +34,7 @@ def run(setup: str, program: str, calls: list[list[str]], cpu_s: float, stop: bo
     for call in calls:
         how = beginning if beginning[0] != "value" else _outcome(lambda call=call: _made(call, module.__dict__), cpu_s)
         outcomes.append(how)
-        if stop and how[0] != "value":
+        if how[0] in last:
             break
     return outcomes
 

@@ -109,10 +109,11 @@ class Proxies:
 
 
 def _error(text: str) -> Exception:
-    """Returns the error that a call raised, of its own class if that is one of Python's."""
+    """Returns the error that a call raised, of its own class if that is one of Python's. But those that end loops: a test that
+    loops with `map` would end early, and pass."""
     name, _, message = text.partition(": ")
     kind = getattr(builtins, name, None)
-    known = isinstance(kind, type) and issubclass(kind, Exception) and kind.__init__ is not UnicodeError.__init__
+    known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, StopIteration | StopAsyncIteration)
     try:
         return kind(message) if known else RuntimeError(text)  # pyright: ignore[reportOptionalCall]
     except TypeError:  # one that takes other arguments, such as UnicodeDecodeError

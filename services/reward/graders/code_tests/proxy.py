@@ -6,6 +6,7 @@
 
 A sandbox job is one shot, so tests and calls take turns: the tests run with what is known, and say which calls they need; the
 candidate makes all calls so far, in order; the tests run again. Guessing (`inside_tests.py`) makes that two turns for most tests.
+The values are exact built-in types, but it is Python's own equality that the tests use: `True` is 1 to them.
 """
 
 from __future__ import annotations
@@ -53,9 +54,13 @@ async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
         if isinstance(outcomes, Outcome):
             return outcomes.verdict, outcomes.detail
         known = [[*call, outcome.how, outcome.text] for call, outcome in zip(calls, outcomes, strict=False)]
+        if candidate.out_of_time:
+            return "time_limit", f"the tests took longer than {candidate.limits.timeout_s:g} s"
         answer = await _tests_turn(candidate, tests, known)
         if answer["how"] == "unfit":
             raise GradingFailed(f"the tests pass on what is not plain data: {answer['text']}", "other_error")
+        if answer["how"] == "opaque" and answer["calls"][-1][0][:1].isupper():
+            raise GradingFailed(f"the tests use an object of the candidate's {answer['calls'][-1][0]}, and only plain data crosses")
         in_order = answer["calls"] == calls[: len(answer["calls"])]  # else what a call gave may come of others before it
         if answer["how"] != "unknown" and in_order:
             return _VERDICTS.get(answer["how"], "runtime_error"), answer["text"]
@@ -69,7 +74,7 @@ async def _made(candidate: Candidate, calls: list[list[str]]) -> list[Outcome] |
     """Returns the outcome of each call, or the one that decides all."""
     if not calls:
         return []
-    outcomes = await candidate.call([["call", *call] for call in calls], stop=False, share=len(calls))
+    outcomes = await candidate.call([["call", *call] for call in calls], last=("late", "large"), share=len(calls))
     if isinstance(outcomes, Outcome):
         return outcomes
     return next((outcome for outcome in outcomes if outcome.how in ("late", "large")), outcomes)
