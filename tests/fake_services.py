@@ -56,6 +56,7 @@ class FakeServices:
         self._random = random.Random(0)
         self.checkpointed: set[int] = {0}
         self.restarts = 0
+        self.damaged: tuple[str, ...] = ()
         self.skipped: set[int] = set()
         self.reloads: list[WeightsRef] = []
         self._services = {name: Service(name, settings) for name in ("rollout", "trainer", "reward")}
@@ -115,9 +116,15 @@ class FakeServices:
         return await self._state()
 
     async def _state(self) -> TrainerState:
-        job_id = self.job.job_id if self.job else None
         return TrainerState(
-            job_id=job_id, step=self.step, num_ranks=1, dtype="float32", device="cpu", num_parameters=1, restarts=self.restarts
+            job_id=self.job.job_id if self.job else None,
+            step=self.step,
+            num_ranks=1,
+            dtype="float32",
+            device="cpu",
+            num_parameters=1,
+            restarts=self.restarts,
+            damaged=self.damaged,
         )
 
     async def _generate(self, body: GenerateRequest) -> RolloutGroup:

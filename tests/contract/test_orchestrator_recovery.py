@@ -9,7 +9,7 @@ import orchestrator_stack
 import pytest
 from orchestrator_stack import Stack
 
-from shared.errors import Failed, Unavailable
+from shared.errors import Conflict, Failed, Unavailable
 from shared.job import CheckpointSpec, Job
 from shared.wire import Event, ServingWeights
 
@@ -132,6 +132,22 @@ async def test_services_that_never_came_are_not_recovered_from(stack: Stack) -> 
     record = await stack.until((await stack.submit()).id)
     assert (record.status, record.recoveries) == ("failed", 0)
     assert record.error is not None and record.error.startswith("the trainer has no GPU; if a service was restarted")
+
+
+async def test_a_trainer_that_refuses_the_job_ends_it_with_its_own_words(stack: Stack) -> None:
+    async def refuse(_: Any) -> None:
+        raise Conflict("the checkpoint '/c' was written by 2 rank(s), and this trainer has 1")
+
+    stack.fakes.fault["job"] = refuse
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.recoveries) == ("failed", 0)
+    assert record.error == "the checkpoint '/c' was written by 2 rank(s), and this trainer has 1"
+
+
+async def test_checkpoints_that_the_trainer_found_damaged_are_told(stack: Stack) -> None:
+    stack.fakes.damaged = ("the checkpoint step-000004 is damaged: model.safetensors is cut short",)
+    record = await stack.until((await stack.submit()).id)
+    assert [event.message for event in await warnings(stack, record.id)] == list(stack.fakes.damaged)
 
 
 async def test_an_update_that_was_refused_is_counted_and_said(stack: Stack) -> None:
