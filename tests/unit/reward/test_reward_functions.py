@@ -100,6 +100,21 @@ async def test_a_late_function_is_ended_and_the_next_call_is_right(workers: Func
     assert await call(workers, spec, "0") == [1.0]
 
 
+async def test_what_a_function_takes_is_known_while_it_is_busy(workers: FunctionWorkers) -> None:
+    spec = RewardSpec(source="import time\ndef reward(completions, answer=None, **rest):\n    time.sleep(2)\n    return [1.0]")
+    signature = await workers.signature(spec)
+    assert (signature.parameters, signature.any_keyword, signature.calls) == (
+        {"completions": True, "answer": False},
+        True,
+        "batch",
+    )
+    busy = asyncio.create_task(call(workers, spec, "a"))
+    await asyncio.sleep(0.1)
+    assert await workers.signature(spec) == signature
+    assert not busy.done()
+    assert await busy == [1.0]
+
+
 FORGER = """
 import json, os, struct
 def reward(completions):
