@@ -104,11 +104,13 @@ class TrainingSpec(Section):
     """The update. Defaults are the usual ones for 0.5B to 8B models.
 
     `loss` and its equations: services/trainer/loss.py. `clip_low`, `clip_high` bound the importance ratio to `[1 - low, 1 +
-    high]`, token by token or of the whole sequence (`importance`; "gspo" is always of the sequence). `dual_clip` bounds the
-    loss of tokens with a negative advantage to that multiple of it (arXiv 1912.09729). `tau_positive`, `tau_negative` are
-    SAPO's temperatures (arXiv 2511.20347).
+    high]`, token by token or of the whole sequence (`importance`; "gspo" is always of the sequence); its logarithm is within
+    +-`max_log_ratio` anyway. `dual_clip` bounds the loss of tokens with a negative advantage to that multiple of it (arXiv
+    1912.09729). Of these "cispo" has `clip_high` only (3 to 4 is usual there) and "sapo" none, but its temperatures
+    `tau_positive` and `tau_negative` (arXiv 2511.20347).
 
-    `beta` weighs the KL divergence to the model that the job began with, estimated by `kl`; 0 loads no reference model.
+    `beta` weighs the KL divergence to the model that the job began with, estimated by `kl`; 0 loads no reference model. The
+    gradient of "k1" is zero in expectation, that of "k3_true" the divergence's own.
     `epochs` passes over a batch in `minibatches` optimizer steps each, all against the log-probs before the first.
 
     `schedule` brings the learning rate from its peak to `min_learning_rate` at the last step; `warmup_steps` up to it.
@@ -138,16 +140,22 @@ class TrainingSpec(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
+    @model_validator(mode="after")
+    def _rates_in_order(self) -> TrainingSpec:
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(f"min_learning_rate is {self.min_learning_rate:g}, above learning_rate {self.learning_rate:g}")
+        return self
+
 
 class CorrectionSpec(Section):
     """What is done about sampler and trainer giving the same token different log-probs: weights on the loss, from w =
     exp(trainer's log-prob - sampler's) before the first update. Measured always, whatever is done.
 
     "token_tis": min(w, high) for each token. "sequence_tis": min(product of w, high) for the sequence. "sequence_mask":
-    sequences whose product is above `high` (or below `low`) get 0. "icepop": tokens outside `[low, high]` get 0 (arXiv
-    2510.18855). "auto": "token_tis" if `max_staleness` > 0, else "none". With "none" the loss's ratios are taken to the
-    sampler's log-probs, else to the trainer's. Bounds that are not set: high 2 for TIS, 3 for sequence_mask, 5 for icepop; low
-    0.5 for icepop, else 0.
+    sequences get their product, or 0 if it is outside `[low, high]`. "icepop": tokens get w, or 0 if it is outside `[low,
+    high]` (arXiv 2510.18855). "auto": "token_tis" if `max_staleness` > 0, else "none". With "none" the loss's ratios are taken
+    to the sampler's log-probs, else to the trainer's. Bounds that are not set: high 2 for TIS, 3 for sequence_mask, 5 for
+    icepop; low 0.5 for icepop, else 0.
     """
 
     method: Literal["auto", "none", "token_tis", "sequence_tis", "sequence_mask", "icepop"] = "auto"
