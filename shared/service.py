@@ -11,11 +11,9 @@ addressed to this machine (the Host header), so that no web page can reach it th
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import re
 import secrets
 import time
@@ -28,22 +26,21 @@ import structlog
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shared import codec
+from shared import codec, streams
 from shared.config import Settings, is_loopback
-from shared.errors import MEDIA_TYPE, BadRequest, Busy, Failed, HoneError, NotFound, Unauthorized, Unavailable, from_problem
+from shared.errors import MEDIA_TYPE, BadRequest, Busy, HoneError, NotFound, Unauthorized, Unavailable, from_problem
 from shared.logs import get_logger
 from shared.operations import Operation, Operations
 from shared.ports import check_port
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/version"})
 MAX_WAIT_S = 60.0
-LINES = "application/x-ndjson"
 
 Check = Callable[[], Awaitable[str | None]]
 """Returns None when the dependency is ready, else a sentence saying what it waits for."""
@@ -116,14 +113,14 @@ class Service:
             data = await request.body()
             media_type = _media_type(request, data)
             body = codec.decode(body_type, data, media_type)
-            if stream is not None and LINES in request.headers.get("accept", ""):
-                return await self._stream(stream(body), f"{method} {path}", request)
+            if stream is not None and streams.LINES in request.headers.get("accept", ""):
+                return await streams.answer(stream(body), request, f"{method} {path}", self.settings.operation_deadline_s)
             given = key(body) if key else request.headers.get("idempotency-key")
             request_key.set(given)
             full_key = f"{method} {path} {given}" if given else None
             operation = self.operations.start(lambda: handler(body), full_key, hashlib.sha256(data).hexdigest(), f"{method} {path}")
             if cancellable and not given and _preferred_wait_s(request) is None:
-                await _done_or_gone(operation.task, request)
+                await streams.done_or_gone(operation.task, request)
             return await self._answer(operation, request)
 
         self.app.add_api_route(
@@ -173,42 +170,6 @@ class Service:
             return _render(result, request)
         location = f"/operations/{operation.id}"
         return JSONResponse({"operation": operation.id}, 202, {"location": location, "preference-applied": "respond-async"})
-
-    async def _stream(self, results: AsyncGenerator[BaseModel], name: str, request: Request) -> Response:
-        """Answers with one line a result. What fails before the first has its own status, after it a problem as last line. A
-        client that goes away ends the work."""
-        end = time.monotonic() + self.settings.operation_deadline_s
-
-        async def next_line() -> bytes | None:
-            try:
-                async with asyncio.timeout(max(end - time.monotonic(), 0.0)):
-                    result = await anext(results, None)
-            except TimeoutError as error:
-                raise Failed(f"{name} was not done by its deadline (setting HONE_OPERATION_DEADLINE_S)") from error
-            except HoneError:
-                raise
-            except Exception as error:
-                get_logger().exception("stream failed", operation=name)
-                raise Failed(f"{name}: {type(error).__name__}: {error}") from error
-            return None if result is None else codec.encode(result) + b"\n"
-
-        begun = asyncio.create_task(next_line())
-        await _done_or_gone(begun, request)
-        if begun.cancelled():
-            raise Failed(f"{name} was ended: its client went away")
-        first = begun.result()
-
-        async def lines() -> AsyncGenerator[bytes]:
-            async with contextlib.aclosing(results):
-                try:
-                    line = first
-                    while line is not None:
-                        yield line
-                        line = await next_line()
-                except HoneError as error:
-                    yield json.dumps(error.problem()).encode() + b"\n"
-
-        return StreamingResponse(lines(), media_type=LINES)
 
     async def _poll(self, id: str, request: Request, wait: float = 0.0) -> Response:
         operation = self.operations.get(id)
@@ -339,21 +300,6 @@ def _preferred_wait_s(request: Request) -> float | None:
         return None
     wait = re.search(r"wait=(\d+)", prefer)
     return min(float(wait.group(1)), MAX_WAIT_S) if wait else 0.0
-
-
-async def _done_or_gone(work: asyncio.Task[Any], request: Request) -> None:
-    """Waits until the work is done, or its client gone, which ends it."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    watch = asyncio.create_task(gone())
-    await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-    watch.cancel()
-    if not work.done():
-        work.cancel()
-        await asyncio.wait({work})
 
 
 def _problem(error: HoneError) -> JSONResponse:
