@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ class Probe(Grader[ProbeParams]):
     calls: ClassVar[list[list[str]]] = []
     running = 0
     most_running = 0
-    closed: ClassVar[list[str]] = []
+    closed: ClassVar[list[str | None]] = []
 
     def __init__(self, spec: RewardSpec, params: ProbeParams, tools: Any) -> None:
         super().__init__(spec, params, tools)
@@ -47,7 +48,7 @@ class Probe(Grader[ProbeParams]):
         return item.completion.strip()
 
     async def close(self) -> None:
-        Probe.closed.append(self.spec.label)
+        Probe.closed.append(self.tools.job_id)
 
     async def grade(self, items: Sequence[ScoreItem]) -> list[Part]:
         Probe.calls.append([item.completion for item in items])
@@ -188,10 +189,10 @@ async def test_graders_are_kept_and_closed_when_others_are_used(monkeypatch: pyt
     await asyncio.sleep(0.05)
     for job_id in ("one", "one", "two", "three"):
         await parts(once, "a", job_id=job_id)
-    assert len(Probe.closed) == 2, "of jobs one and two; the slow one is in use"
+    assert Probe.closed == ["one", "two"], "the slow one is in use"
     await slow
     await once.close()
-    assert len(Probe.closed) == 4
+    assert set(Probe.closed[2:]) == {"slow", "three"}
 
 
 async def test_a_stream_that_is_closed_ends_its_grading() -> None:
@@ -204,6 +205,8 @@ async def test_a_stream_that_is_closed_ends_its_grading() -> None:
     assert (await anext(lines)).index == 0
     with pytest.raises(Busy, match="2 completions wait or run and 1 more were sent; at most 1 may"):
         await parts(once, "b")
+    start = time.monotonic()
     await lines.aclose()
+    assert time.monotonic() - start < 2, "long before the deadline of the call"
     assert [part.value for part in await parts(once, "b")] == [1.0]
     assert len(asyncio.all_tasks()) == 1
