@@ -51,7 +51,7 @@ class Stack:
         return RunFolder((self.settings.runs_dir / job_id).resolve())
 
     async def until(self, job_id: str, *statuses: str) -> JobRecord:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while (record := await self.get(job_id)).status not in (statuses or TERMINAL):
                 await asyncio.sleep(0.02)
         return record
@@ -87,7 +87,7 @@ async def orchestrator(settings: Settings, redis_url: str) -> AsyncGenerator[tup
 async def finish(client: Client, job: Job) -> JobRecord:
     """Submits the job and returns its record at the end."""
     record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while (found := await client.get(f"/v1/jobs/{record.id}", JobRecord)).status not in TERMINAL:
             await asyncio.sleep(0.02)
     return found

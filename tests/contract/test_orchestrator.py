@@ -268,7 +268,7 @@ async def test_an_orchestrator_that_dies_loses_nothing(settings: Settings, redis
         await asyncio.sleep(0.3)
         async with orchestrator(settings, redis_url) as (_, transport):
             client = Client("orchestrator", "http://localhost", transport=transport)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(90):
                 while (await client.get(f"/v1/jobs/{waiting.id}", JobRecord)).status not in TERMINAL:
                     await asyncio.sleep(0.05)
             found = await client.get(f"/v1/jobs/{record.id}", JobRecord)

@@ -138,7 +138,7 @@ async def test_a_paused_job_stays_paused_over_a_restart(settings: Settings, redi
             record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10)
             await gate.reached.wait()
             await store.pause(record.id)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 while (await store.get(record.id)).status != "paused":
                     await asyncio.sleep(0.02)
         gate.open()
@@ -146,7 +146,7 @@ async def test_a_paused_job_stays_paused_over_a_restart(settings: Settings, redi
             await asyncio.sleep(1.2)
             assert (await store.get(record.id)).status == "paused"
             await store.resume(record.id)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 while (found := await store.get(record.id)).status not in TERMINAL:
                     await asyncio.sleep(0.02)
     assert (found.status, found.step) == ("succeeded", 8)
@@ -191,7 +191,7 @@ async def test_a_job_whose_rewards_are_still_missing_pauses_again(stack: Stack) 
     sampled = stack.fakes.calls["generate"]
     await stack.post(f"{job_id}/resume")
     assert (await stack.until(job_id, "paused", "running")).status in ("paused", "running")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while (await stack.get(job_id)).attempt < 2:
             await asyncio.sleep(0.02)
     again = await stack.until(job_id, "paused")
