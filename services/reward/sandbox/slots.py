@@ -31,7 +31,7 @@ OUTSIDE_UID = 60_000
 """Root's slots are users 60000, 60001, ... outside, who own nothing and are not root to the kernel."""
 
 _HOME = str(Path(__file__).resolve().parents[3])
-_BOOT = "import sys; sys.path.insert(0, {home!r}); from services.reward.sandbox.inside.zygote import main; main()"
+_BOOT = "import sys; sys.path.insert(0, {home!r}); from {module} import main; main()"
 
 
 class CannotIsolate(Exception):
@@ -44,6 +44,9 @@ class CannotImport(CannotIsolate):
 
 class Slot(Worker):
     """A slot in `mode` "jobs" runs programs; in mode "function" it is the worker for a job's own function."""
+
+    module = "services.reward.sandbox.inside.zygote"
+    """Whose `main` the process runs."""
 
     def __init__(
         self, number: int, *, mode: str, isolated: bool, packages: Packages = NO_PACKAGES, group: Group | None = None
@@ -159,7 +162,7 @@ class Slot(Worker):
             "modules": self._packages.modules,
         }
         flags = ["-P", "-s", "-S", "-B", "-X", "utf8"]
-        command = [visible.interpreter(), *flags, "-c", _BOOT.format(home=_HOME), json.dumps(config)]
+        command = [visible.interpreter(), *flags, "-c", _BOOT.format(home=_HOME, module=self.module), json.dumps(config)]
         null = subprocess.DEVNULL
         return subprocess.Popen(
             command,

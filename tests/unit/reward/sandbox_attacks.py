@@ -6,7 +6,7 @@ use them up. Numbers of system calls are those of x86_64.
 
 from __future__ import annotations
 
-# ruff: noqa: E501 (a program in one line)
+# ruff: noqa: E501, RUF005 (a program in one line; tables joined as they are read)
 from dataclasses import dataclass, field
 from typing import Any
 

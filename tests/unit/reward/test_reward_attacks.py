@@ -25,8 +25,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 AFTER = ExecuteRequest(
     code="import json, math, os, random, sys, threading",
-    expression="[json.dumps([math.factorial(10)]), random.random(), hash('a'), sorted({'a', 'b', 'c'}), os.listdir('/tmp'), os.getcwd(), "
-    "os.stat('/tmp').st_mode, sys.getrecursionlimit(), threading.active_count()]",
+    expression="[json.dumps([math.factorial(10)]), random.random(), hash('a'), sorted({'a', 'b', 'c'}), os.listdir('/tmp'), "
+    "os.getcwd(), os.stat('/tmp').st_mode, sys.getrecursionlimit(), threading.active_count()]",
 )
 """The next program, whose value says whether anything of the one before is left where it looks."""
 
@@ -131,6 +131,6 @@ async def test_a_system_call_is_refused_and_leaves_nothing(
     await leaves_nothing(sandbox, at_first)
 
 
-def test_there_are_enough_of_them() -> None:
+async def test_there_are_enough_of_them() -> None:
     names = [attack.name for attack in (*ATTACKS, *KERNEL)]
     assert len(set(names)) == len(names) >= 200

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from services.reward.sandbox.inside import kernel
 
 TMP_OPTIONS = "mode=1777,size=64m,nr_inodes=4096"
+_TMP_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOATIME
 _NAMESPACES = (
     kernel.CLONE_NEWUSER
     | kernel.CLONE_NEWNS
@@ -134,7 +135,7 @@ def _make_root(sources: list[tuple[int, str]], links: dict[str, str]) -> None:
     Path("etc/group").write_text("sandbox:x:0:\n")
     kernel.pivot_root_here()
     kernel.make_read_only("/", recursive=False)
-    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, TMP_OPTIONS)
+    kernel.mount("tmpfs", "/tmp", "tmpfs", _TMP_FLAGS, TMP_OPTIONS)
 
 
 def _show(fd: int, path: str, target: str) -> None:
@@ -148,9 +149,25 @@ def _show(fd: int, path: str, target: str) -> None:
     kernel.make_read_only(target, devices=path.startswith("/dev/"))
 
 
-def fresh_tmp() -> None:
-    """Replaces /tmp by an empty one. Nothing may run that still uses the old one."""
-    os.chdir("/")
-    kernel.unmount("/tmp")
-    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, TMP_OPTIONS)
-    os.chdir("/tmp")
+class Tmp:
+    """The slot's /tmp, which each job finds empty."""
+
+    def __init__(self) -> None:
+        self._untouched = self._looks()
+
+    def renew(self) -> None:
+        """Replaces /tmp by an empty one, unless nothing that a program could see of it has changed. Nothing may run that still
+        uses the old one."""
+        if self._looks() != self._untouched:
+            os.chdir("/")
+            kernel.unmount("/tmp")
+            kernel.mount("tmpfs", "/tmp", "tmpfs", _TMP_FLAGS, TMP_OPTIONS)
+            self._untouched = self._looks()
+        os.chdir("/tmp")
+
+    def _looks(self) -> tuple[object, ...]:
+        """Returns the folder's own attributes, times included, and how much of it is free (attributes beyond these, seccomp
+        refuses to set)."""
+        folder, room = Path("/tmp").stat(), os.statvfs("/tmp")
+        times = (folder.st_atime_ns, folder.st_mtime_ns, folder.st_ctime_ns)
+        return folder.st_mode, folder.st_size, folder.st_nlink, times, room.f_bfree, room.f_ffree

@@ -45,7 +45,7 @@ class Surroundings:
     """What of a slot its jobs need. `own_bytes` is the address space that a child has from its parent.
 
     `cpu_meter` and `oom_meter` are open files of the slot's cgroup: the CPU time of everything in the slot, and how often it was
-    out of memory; None where there is no cgroup.
+    out of memory; None where there is no cgroup. `began` is shared with each child until its program begins.
     """
 
     control: socket.socket
@@ -56,6 +56,7 @@ class Surroundings:
     cpu_meter: int | None
     oom_meter: int | None
     oom_score: int | None
+    began: mmap.mmap
     cores: int
 
 
@@ -65,7 +66,7 @@ class Job:
     def __init__(self, surroundings: Surroundings) -> None:
         self._slot = surroundings
         self._ended = False
-        self._began = mmap.mmap(-1, 1)  # shared with the child until its program begins
+        surroundings.began[0] = 0
         self._files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "result")]
         reading, self._program = os.pipe()
         try:
@@ -82,7 +83,7 @@ class Job:
         status, usage = self._end(by_force=limit is not None)
         wall_s = time.monotonic() - start
         facts = {
-            "began": self._began[0] == 1,
+            "began": self._slot.began[0] == 1,
             "exit": os.waitstatus_to_exitcode(status),
             "limit": limit,
             "wall_s": wall_s,
@@ -102,7 +103,6 @@ class Job:
         """Ends what may still run, and lets go of everything."""
         if not self._ended:
             self._end(by_force=True)
-        self._began.close()
         for fd in self._files:
             os.close(fd)
 
@@ -146,8 +146,8 @@ class Job:
             os.close(_PROGRAM)
             memory_bytes = slot.own_bytes + (job["memory_mib"] << 20)
             program.bound({resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: math.ceil(job["cpu_s"]) + 1})
-            self._began[0] = 1
-            self._began.close()
+            slot.began[0] = 1
+            slot.began.close()
         except (OSError, ValueError) as error:
             os.write(2, str(error).encode())
             os._exit(125)

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib
 import json
+import mmap
 import os
 import resource
 import shutil
@@ -26,7 +27,7 @@ from typing import Any, NoReturn
 from services.reward.sandbox.inside import frames, function, isolation, kernel, program, seccomp
 from services.reward.sandbox.inside.job import Job, ServiceGone, Surroundings, ended_within
 
-_WARM = """array ast bisect calendar cmath collections copy ctypes dataclasses datetime decimal enum fractions functools heapq
+WARM = """array ast bisect calendar cmath collections copy ctypes dataclasses datetime decimal enum fractions functools heapq
 io itertools json linecache math numbers operator queue random re statistics string struct textwrap threading time traceback
 types typing"""
 
@@ -63,7 +64,7 @@ def main() -> None:
 
 class Zygote:
     def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
-        for name in _WARM.split():
+        for name in WARM.split():
             importlib.import_module(name)
         os.environ.clear()
         os.environ.update(_ENVIRONMENT)
@@ -87,8 +88,10 @@ class Zygote:
             cpu_meter=cpu_meter,
             oom_meter=oom_meter,
             oom_score=inside.oom_score if inside else None,
+            began=mmap.mmap(-1, 1),
             cores=len(os.sched_getaffinity(0)),
         )
+        self._tmp = isolation.Tmp() if inside else None
         gc.collect()
         gc.freeze()  # so that a collection in a job copies no page of ours
 
@@ -124,8 +127,8 @@ class Zygote:
     @contextlib.contextmanager
     def _fresh_folder(self) -> Generator[None]:
         """The job's working directory: an empty /tmp, or without isolation a folder that is removed after it."""
-        if self._surroundings.isolated:
-            isolation.fresh_tmp()
+        if self._tmp is not None:
+            self._tmp.renew()
             yield
             return
         folder = tempfile.mkdtemp(prefix="hone-unsafe-")

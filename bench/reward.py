@@ -1,0 +1,275 @@
+"""The sandbox side by side with other ways to run a short program and its tests, in one run.
+
+    python -m bench.reward [--quick] [--rounds 9]
+
+    sandbox       `LocalSandbox.execute`, as the service has it
+    fork alone    the same warm parent, driven by the same code, that only forks and runs the program: no isolation at all
+    bare          a `python -I -S` process, started for each program: no isolation either
+    bubblewrap    `bwrap --unshare-all` around that process, the isolation that people would otherwise reach for
+
+Each way runs the same program with the same tests and gives the same values back. A round has each way in turn, at 1, 2 and 8
+programs at once; rates are medians over the rounds, and a ratio is the median of the rounds' own ratios, so that whatever else the
+machine does bears on both sides. `imports` is a program that uses twenty usual modules, which the sandbox has imported already.
+`/score` is 512 completions over HTTP to a service of its own, against the same programs given to a sandbox here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from statistics import median
+
+import structlog
+
+from bench.report import Figure, finish, table
+from services.reward.sandbox import visible
+from services.reward.sandbox.inside import zygote
+from services.reward.sandbox.local import LocalSandbox
+from services.reward.sandbox.slots import Slot
+from shared.client import Client
+from shared.job import RewardSpec
+from shared.wire import ExecuteRequest, ScoreItem, ScoreRequest, ScoreResult
+
+AT_ONCE = (1, 2, 8)
+GOALS = {"bare": 3.0, "bubblewrap": 5.0, "fork alone": 0.75}
+IMPORTS_GOAL, SCORE_GOAL = 10.0, 0.8
+IMPORTS = "import " + ", ".join(zygote.WARM.split()[-20:])
+CODE = """
+def longest(words):
+    best = ""
+    for word in words:
+        if len(word) > len(best):
+            best = word
+    return best
+"""
+TESTS = "[longest(['a', 'bcd', 'ef']), longest([]), longest(['same', 'size']), len(longest(['x' * 40]))]"
+VALUES = ["bcd", "", "same", 40]
+NUM_ITEMS = 512
+
+Run = Callable[[], Awaitable[None]]
+"""Runs the program once, and raises AssertionError if it gave other values."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    per_s: float
+    latencies_s: list[float]
+
+
+class ForkAlone(Slot):
+    module = "bench.reward_fork"
+
+
+async def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three short rounds: about half a minute")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    rounds, seconds = (3, 0.4) if args.quick else (args.rounds, 1.0)
+    structlog.configure(processors=[lambda *_: (_ for _ in ()).throw(structlog.DropEvent)])
+    sandbox = LocalSandbox(isolated=True, num_slots=max(AT_ONCE))
+    await sandbox.start()
+    if problem := sandbox.problem():
+        raise SystemExit(problem)
+    forks = await started_forks()
+    try:
+        figures = await short_program(sandbox, forks, rounds, seconds)
+        figures += await with_imports(sandbox, rounds, seconds)
+        figures += await score_end_to_end(sandbox, rounds)
+    finally:
+        await asyncio.gather(sandbox.close(), *(forks.get_nowait().close() for _ in range(forks.qsize())))
+    return finish("reward", figures, rounds=rounds, limits=sandbox.report()["limits"], bubblewrap=shutil.which("bwrap") is not None)
+
+
+async def short_program(sandbox: LocalSandbox, forks: asyncio.Queue[ForkAlone], rounds: int, seconds: float) -> list[Figure]:
+    """Returns rates, latencies and ratios of every way at every number at once."""
+    ways: dict[str, Run] = {"sandbox": in_sandbox(sandbox, CODE), "fork alone": in_fork(forks), "bare": in_process(bare(CODE))}
+    if shutil.which("bwrap"):
+        ways["bubblewrap"] = in_process(bubblewrap(CODE))
+    figures: list[Figure] = []
+    rows: list[list[str]] = []
+    for at_once in AT_ONCE:
+        measured = await in_turn(ways, at_once, rounds, seconds)
+        for way, runs in measured.items():
+            rate = median(run.per_s for run in runs)
+            latencies = [latency for run in runs for latency in run.latencies_s]
+            p50, p99 = (1000 * quantile(latencies, share) for share in (0.5, 0.99))
+            rows.append([way, str(at_once), f"{rate:.0f}", f"{p50:.1f}", f"{p99:.1f}"])
+            figures += [
+                Figure(f"{way}, {at_once} at once", rate, "1/s"),
+                Figure(f"{way}, {at_once} at once, p50", p50, "ms"),
+                Figure(f"{way}, {at_once} at once, p99", p99, "ms"),
+            ]
+        for way in set(measured) - {"sandbox"}:
+            figures.append(Figure(f"sandbox / {way}, {at_once} at once", ratio(measured, way), "x", GOALS[way]))
+    print(table(rows, ("way", "at once", "runs/s", "p50 ms", "p99 ms")), "\n")
+    return figures
+
+
+async def with_imports(sandbox: LocalSandbox, rounds: int, seconds: float) -> list[Figure]:
+    """Returns how a program that uses twenty modules compares to the same one in bubblewrap."""
+    if not shutil.which("bwrap"):
+        print("no bwrap here (apt-get install bubblewrap): bubblewrap's columns are left out\n")
+        return []
+    code = f"{IMPORTS}\n{CODE}"
+    ways = {"sandbox": in_sandbox(sandbox, code), "bubblewrap": in_process(bubblewrap(code))}
+    measured = await in_turn(ways, 2, rounds, seconds)
+    rates = {way: median(run.per_s for run in runs) for way, runs in measured.items()}
+    return [
+        *(Figure(f"{way}, twenty imports, 2 at once", rate, "1/s") for way, rate in rates.items()),
+        Figure("sandbox / bubblewrap, twenty imports", ratio(measured, "bubblewrap"), "x", IMPORTS_GOAL),
+    ]
+
+
+async def score_end_to_end(sandbox: LocalSandbox, rounds: int) -> list[Figure]:
+    """Returns how 512 completions over HTTP compare to their programs given to a sandbox of as many slots."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {"PATH": os.environ["PATH"], "HONE_REWARD_PORT": str(port), "HONE_SANDBOX_SLOTS": str(max(AT_ONCE))}
+    service = subprocess.Popen([sys.executable, "-m", "services.reward"], env=environment, stderr=subprocess.DEVNULL)
+    scored: list[float] = []
+    ran: list[float] = []
+    try:
+        async with Client("reward", f"http://127.0.0.1:{port}") as client:
+            for number in range(rounds + 1):  # the first warms up
+                scored.append(await score_once(client, number))
+                ran.append(await run_once(sandbox, number))
+    finally:
+        service.terminate()
+        service.wait()
+    return [
+        Figure("/score, 512 items", median(scored[1:]), "1/s"),
+        Figure("the same programs in the sandbox", median(ran[1:]), "1/s"),
+        Figure("/score / sandbox", median(a / b for a, b in zip(scored[1:], ran[1:], strict=True)), "x", SCORE_GOAL),
+    ]
+
+
+async def score_once(client: Client, number: int) -> float:
+    items = tuple(
+        ScoreItem(prompt="", completion=program(number, index), row={"target": [*VALUES, index]}) for index in range(NUM_ITEMS)
+    )
+    request = ScoreRequest(items=items, rewards=(RewardSpec(grader="python_value"),))
+    start = time.perf_counter()
+    result = await client.call("POST", "/score", request, ScoreResult, deadline_s=600)
+    seconds = time.perf_counter() - start
+    assert all(score.value == 1.0 for score in result.scores), result.scores[0]
+    return NUM_ITEMS / seconds
+
+
+async def run_once(sandbox: LocalSandbox, number: int) -> float:
+    from services.reward.graders.python_value import LAST_VALUE  # the grader's own way to a last value
+
+    last = 'eval(compile(_last, "program.py", "eval"))'
+    requests = [
+        ExecuteRequest(code=LAST_VALUE, expression=last, inputs={"_source": program(number, index)}) for index in range(NUM_ITEMS)
+    ]
+    start = time.perf_counter()
+    executions = await sandbox.run(requests)
+    seconds = time.perf_counter() - start
+    assert all(execution.verdict == "ok" for execution in executions), executions[0]
+    return NUM_ITEMS / seconds
+
+
+def program(number: int, index: int) -> str:
+    """Returns one that no round has had: verdicts of the same one are remembered."""
+    return f"# round {number}\n{CODE}\n{TESTS} + [{index}]"
+
+
+async def in_turn(ways: dict[str, Run], at_once: int, rounds: int, seconds: float) -> dict[str, list[Measured]]:
+    measured: dict[str, list[Measured]] = {way: [] for way in ways}
+    for number in range(rounds + 1):  # the first warms up
+        for way, run in ways.items():
+            result = await measure(run, at_once, seconds if number else 0.2)
+            measured[way] += [result] if number else []
+    return measured
+
+
+async def measure(run: Run, at_once: int, seconds: float) -> Measured:
+    latencies: list[float] = []
+    start = time.perf_counter()
+
+    async def client() -> None:
+        while (before := time.perf_counter()) < start + seconds:
+            await run()
+            latencies.append(time.perf_counter() - before)
+
+    await asyncio.gather(*(client() for _ in range(at_once)))
+    return Measured(len(latencies) / (time.perf_counter() - start), latencies)
+
+
+def ratio(measured: dict[str, list[Measured]], other: str) -> float:
+    return median(a.per_s / b.per_s for a, b in zip(measured["sandbox"], measured[other], strict=True))
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
+
+
+def in_sandbox(sandbox: LocalSandbox, code: str) -> Run:
+    request = ExecuteRequest(code=code, expression=TESTS)
+
+    async def run() -> None:
+        ended = await sandbox.execute(request)
+        assert ended.value == VALUES, ended
+
+    return run
+
+
+def in_fork(forks: asyncio.Queue[ForkAlone]) -> Run:
+    from services.reward.sandbox import verdicts
+
+    request = ExecuteRequest(code=CODE, expression=TESTS)
+
+    async def run() -> None:
+        fork = await forks.get()
+        ended = verdicts.execution(await fork.run(request, 30.0), request)
+        forks.put_nowait(fork)
+        assert ended.value == VALUES, ended
+
+    return run
+
+
+async def started_forks() -> asyncio.Queue[ForkAlone]:
+    forks: asyncio.Queue[ForkAlone] = asyncio.Queue()
+    for number in range(max(AT_ONCE)):
+        fork = ForkAlone(number, mode="jobs", isolated=False)
+        await fork.start()
+        forks.put_nowait(fork)
+    return forks
+
+
+def in_process(command: list[str]) -> Run:
+    expected = json.dumps(VALUES).encode()
+
+    async def run() -> None:
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env={})
+        said, _ = await process.communicate()
+        assert said.strip() == expected, said
+
+    return run
+
+
+def bare(code: str) -> list[str]:
+    return [visible.interpreter(), "-I", "-S", "-c", f"{code}\nimport json\nprint(json.dumps({TESTS}))"]
+
+
+def bubblewrap(code: str) -> list[str]:
+    shown = [part for path in visible.binds(packages=False) if not path.startswith("/dev") for part in ("--ro-bind", path, path)]
+    links = [part for path, target in visible.links().items() for part in ("--symlink", target, path)]
+    mounts = [*shown, *links, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    return [shutil.which("bwrap") or "bwrap", "--unshare-all", "--new-session", "--die-with-parent", *mounts, *bare(code)]
+
+
+if __name__ == "__main__":
+    raise SystemExit(asyncio.run(main()))
