@@ -42,9 +42,9 @@ Runs = dict[str, list[dict[str, Any]]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sequences, one repeat, no `same length`: about two minutes")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, help="default: 3, or 1 with --quick")
     args = parser.parse_args()
-    num_prompts, repeats = (2, 1) if args.quick else (4, args.repeats)
+    num_prompts, repeats = (2, args.repeats or 1) if args.quick else (4, args.repeats or 3)
     tasks = {f"{vocab // 1000}k": Task(vocab_size=vocab, num_prompts=num_prompts) for vocab in (32_000, 152_000)}
     if not args.quick:
         tasks["same length"] = replace(tasks["32k"], same_length=True)

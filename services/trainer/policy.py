@@ -32,8 +32,9 @@ MAX_CHUNK_LOGITS = 1 << 26
 """Logits of a chunk where the head is called as it is: 256 MiB in float32, whatever the vocabulary."""
 
 CANARY_LENGTHS = (5, 8)
-CLOSE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-"""How far two ways to the same hidden state may differ, relative to its norm: rounding, and no more."""
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
+"""How far two ways to the same hidden state may differ, relative to its norm: rounding, through all layers. A token that sees what
+it should not changes by more."""
 
 
 class Policy(nn.Module):
@@ -91,17 +92,18 @@ def chunk_logprobs(head: nn.Module, hidden_CH: Tensor, targets_C: Tensor, temper
 
 @torch.no_grad()
 def check_head(model: Any, name: str) -> None:
-    """Raises BadRequest unless the output head on the last hidden state gives the model's own logits, padded or not."""
+    """Raises BadRequest unless the output head on the last hidden state gives the model's own logits, and unless padding to the
+    right leaves hidden states as they are."""
     model = causal_lm(model)
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
         raise BadRequest(f"the model {name!r} ({type(model).__name__}) has no output head apart from its body; one is needed")
     batch = _canary(model, packed=False)
-    ids_BT = batch.input_ids_BT[-1:]
-    ours_BTV = head(hidden_states(model, batch)[-1:]).float()
-    theirs_BTV = model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False).logits.float()
-    difference = (ours_BTV - theirs_BTV).abs().max().item()
-    if difference > 1e-2 * max(1.0, theirs_BTV.abs().max().item()):
+    ids_1T = batch.input_ids_BT[-1:]
+    ours_1TV = head(model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state).float()
+    theirs_1TV = model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False).logits.float()
+    difference = (ours_1TV - theirs_1TV).abs().max().item()
+    if difference > 1e-2 * max(1.0, theirs_1TV.abs().max().item()):
         raise BadRequest(
             f"the model {name!r} ({type(model).__name__}) changes its logits after the output head (by up to {difference:.3g}); "
             "this trainer takes models whose head gives the logits as they are"
