@@ -12,6 +12,7 @@ from shared.explain import sentences
 from shared.wire import ExecuteRequest, Part
 
 MAX_PROGRAMS = 4096
+MAX_PROGRAMS_IN_ALL = 16 * MAX_PROGRAMS
 MAX_DETAIL_CHARS = 1000
 MAX_PRINTED_CHARS = 2000
 
@@ -34,9 +35,14 @@ def parts(answer: Any, count: int, named: str) -> list[Part]:
     return [_part(result, position, named, printed) for position, result in enumerate(results)]
 
 
-def programs(asked: Any) -> list[list[ExecuteRequest] | str]:
-    """Returns for each list of programs that a worker asks for the list, or a sentence saying what is wrong with it."""
-    return [_programs(one) for one in asked] if isinstance(asked, list) else ["expected a list of programs"]
+def programs(asked: Any, named: str) -> list[list[ExecuteRequest] | str]:
+    """Returns for each list of programs that a worker asks for the list, or a sentence saying what is wrong with it. Raises
+    GradingFailed for more than could be answered."""
+    asked = asked if isinstance(asked, list) else [asked]
+    total = len(asked) + sum(len(one) for one in asked if isinstance(one, list))
+    if total > MAX_PROGRAMS_IN_ALL:
+        raise _failed(f"{named} asked for {total} programs at once from all its threads; at most {MAX_PROGRAMS_IN_ALL} are run")
+    return [_programs(one) for one in asked]
 
 
 def _programs(asked: Any) -> list[ExecuteRequest] | str:

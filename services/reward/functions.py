@@ -24,7 +24,7 @@ from services.reward.sandbox.slots import CannotIsolate
 from shared.errors import BadRequest, Failed
 from shared.job import RewardSpec
 from shared.logs import get_logger
-from shared.wire import Part
+from shared.wire import ExecuteRequest, Part
 
 MAX_WORKERS = 8
 LOAD_DEADLINE_S = 120.0
@@ -130,7 +130,9 @@ class FunctionWorkers:
             worker, signature = await self._load(entry, spec)
             answered = False
             try:
-                answer = await self._converse(worker, message, timeout_s + (LATE_S if signature.calls == "together" else 0.0))
+                answer = await self._converse(
+                    worker, message, _named(spec), timeout_s + (LATE_S if signature.calls == "together" else 0.0)
+                )
                 answered = True
                 return answers.parts(answer, count, _named(spec))
             except TimeoutError as error:
@@ -145,7 +147,7 @@ class FunctionWorkers:
                     await self._drop(entry)
         raise AssertionError("unreachable")
 
-    async def _converse(self, worker: Worker, message: Mapping[str, Any], timeout_s: float) -> Any:
+    async def _converse(self, worker: Worker, message: Mapping[str, Any], named: str, timeout_s: float) -> Any:
         """Returns the worker's untrusted answer, after running the programs that it asks for meanwhile."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
@@ -154,11 +156,10 @@ class FunctionWorkers:
             if not isinstance(answer, dict) or "execute" not in answer:
                 return answer
             async with asyncio.timeout_at(end):
-                message = {"executions": await self._executed(answer["execute"])}
+                message = {"executions": await self._executed(answers.programs(answer["execute"], named))}
 
-    async def _executed(self, asked: Any) -> list[Any]:
-        """Returns for each list of programs the list of their executions, or a sentence saying why it is refused."""
-        lists = answers.programs(asked)
+    async def _executed(self, lists: Sequence[Sequence[ExecuteRequest] | str]) -> list[Any]:
+        """Returns for each list of programs the list of their executions, and a refusal as it is."""
         requests = [program for programs in lists if not isinstance(programs, str) for program in programs]
         executions = iter(await self._sandbox.run(requests))
         return [programs if isinstance(programs, str) else [next(executions).model_dump() for _ in programs] for programs in lists]

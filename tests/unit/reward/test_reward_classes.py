@@ -13,13 +13,14 @@ import pytest
 import pytest_asyncio
 from reward_helpers import processes_of
 
+from services.reward import answers
 from services.reward.failures import GradingFailed
 from services.reward.functions import FunctionWorkers
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.rewards import Reward
-from shared.wire import Part
+from shared.wire import ExecuteRequest, Part
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -216,6 +217,15 @@ async def test_a_tool_asked_wrongly_says_how(workers: FunctionWorkers, call: str
     (part,) = await grade(workers, source, "")
     assert message in part.detail
     assert (await grade(workers, SANDBOXED, "def f(x): return x", wanted=[3]))[0].value == 1.0
+
+
+async def test_more_programs_than_can_be_answered_fail_the_call() -> None:
+    with pytest.raises(GradingFailed, match="own asked for 69649 programs at once from all its threads; at most 65536 are run"):
+        answers.programs([[{}] * 4096] * 17, "own")
+    assert answers.programs([[{"code": "1"}], 7], "own") == [
+        [ExecuteRequest(code="1")],
+        "no programs at once; at most 4096 are taken",
+    ]
 
 
 async def test_programs_count_in_the_functions_own_time_limit(workers: FunctionWorkers) -> None:
