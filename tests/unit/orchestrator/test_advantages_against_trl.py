@@ -1,4 +1,4 @@
-"""Advantages against TRL's own lines, run as they stand in `GRPOTrainer`, for every variant that both have."""
+"""Advantages against TRL's own lines, run as they stand in its trainers, for every variant that both have."""
 
 from __future__ import annotations
 
@@ -28,29 +28,43 @@ def trl_file(name: str) -> str:
     return (Path(spec.origin).parent / "trainer" / name).read_text()
 
 
-def trl_advantages(rewards: torch.Tensor, combine: str, std: str) -> torch.Tensor:
-    """Returns what TRL's lines make of rewards `[P*G, K]`, NaN where a reward does not apply."""
-    utils = trl_file("utils.py")
+def run_lines(name: str, first: str, rewards: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """Runs the lines of TRL's file from `first` to where missing advantages become 0, with `rewards` and a trainer of these
+    settings; returns the advantages."""
+    utils, lines = trl_file("utils.py"), trl_file(name)
     (nanstd,) = (node for node in ast.parse(utils).body if isinstance(node, ast.FunctionDef) and node.name == "nanstd")
-    lines = trl_file("grpo_trainer.py")
-    start = lines.index("        unscorable_mask = torch.isnan(rewards_per_func)")
     last = "        advantages = torch.nan_to_num(advantages, nan=0.0)\n"
+    start = lines.index(f"        {first}")
     end = lines.index(last, start) + len(last)
     scope: dict[str, Any] = {
         "torch": torch,
         "device": rewards.device,
+        "rewards": rewards,
         "rewards_per_func": rewards,
         "num_generations": GROUP_SIZE,
-        "self": SimpleNamespace(
-            multi_objective_aggregation=combine,
-            scale_rewards=std,
-            reward_weights=torch.tensor(WEIGHTS, dtype=torch.float64),
-            reward_funcs=WEIGHTS,
-        ),
+        "self": SimpleNamespace(**settings),
     }
     exec(ast.get_source_segment(utils, nanstd) or "", scope)
     exec(textwrap.dedent(lines[start:end]), scope)
     return scope["advantages"]
+
+
+def grpo_advantages(rewards: torch.Tensor, combine: str, std: str) -> torch.Tensor:
+    """Returns what GRPOTrainer makes of rewards `[P*G, K]`, NaN where a reward does not apply."""
+    return run_lines(
+        "grpo_trainer.py",
+        "unscorable_mask = torch.isnan(rewards_per_func)",
+        rewards,
+        multi_objective_aggregation=combine,
+        scale_rewards=std,
+        reward_weights=torch.tensor(WEIGHTS, dtype=torch.float64),
+        reward_funcs=WEIGHTS,
+    )
+
+
+def rloo_advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """Returns what RLOOTrainer makes of rewards `[P*G]`, NaN where one is missing."""
+    return run_lines("rloo_trainer.py", "grouped_rewards = rewards.view(-1, num_generations)", rewards, normalize_advantages=False)
 
 
 def job_like(combine: str, std: str) -> Job:
@@ -79,6 +93,17 @@ def test_advantages_are_those_of_trl(combine: str, std: str, not_applicable: flo
         dtype=torch.float64,
     )
     ours = [0.0 if value is None else value for advantages_G in advantages.batch_advantages(batch, job) for value in advantages_G]
-    theirs = trl_advantages(rewards, combine, std)
+    theirs = grpo_advantages(rewards, combine, std)
     assert theirs.abs().max() > 0.5
     assert ours == pytest.approx(theirs.tolist(), abs=1e-6)  # TRL adds 1e-4 and the like in float32
+
+
+def test_leave_one_out_is_that_of_trls_rloo() -> None:
+    job, dice = make_job(baseline="leave_one_out", std="none"), random.Random(1)
+    values_PG = [[dice.choice([0.0, 1.0, 0.25, None]) for _ in range(GROUP_SIZE)] for _ in range(NUM_GROUPS)]
+    batch = make_batch(*(tuple(score(job, value) for value in values_G) for values_G in values_PG))
+    rewards = [float("nan") if value is None else value for values_G in values_PG for value in values_G]
+    theirs = rloo_advantages(torch.tensor(rewards, dtype=torch.float64))
+    ours = [0.0 if value is None else value for advantages_G in advantages.batch_advantages(batch, job) for value in advantages_G]
+    assert theirs.abs().max() > 0.5
+    assert ours == pytest.approx(theirs.tolist(), abs=1e-6)
