@@ -80,12 +80,13 @@ class Service:
         own = psutil.Process(self.process.pid)
         return [own, *own.children(recursive=True)]
 
-    def wait_until_ready(self, within_s: float = DEADLINE_S) -> None:
-        """Waits for /readyz to answer 200."""
+    def wait_until_back(self, restarts: int, within_s: float = DEADLINE_S) -> TrainerState:
+        """Waits until the trainer was started again that often and is ready, and returns its state."""
         end = time.monotonic() + within_s
         while True:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=5):
-                return
+                if (state := self.state()).restarts >= restarts:
+                    return state
             assert time.monotonic() < end and self.process.poll() is None, "the trainer did not become ready"
             time.sleep(0.1)
 

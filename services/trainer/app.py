@@ -29,8 +29,8 @@ from shared.wire import (
 Run = Callable[[str, Wire], Awaitable[BaseModel]]
 """Runs the command of that name (a method of `Trainer`) on all ranks."""
 
-Reloading = Callable[[str | None], str | None]
-"""Given the job that is loaded, says which other one the trainer has yet to load by itself, if any."""
+Problem = Callable[[str | None], str | None]
+"""Given the job that is loaded, says why the trainer is of no use now; None if it is of use."""
 
 GAUGES: tuple[tuple[str, str, Callable[[TrainerState], float]], ...] = (
     ("step", "The last applied step of the loaded job", lambda state: state.step),
@@ -56,14 +56,14 @@ async def _up() -> str | None:
 
 
 def make_service(
-    settings: Settings, trainer: Readable, run: Run, versions: dict[str, Any], reloading: Reloading = lambda _job: None
+    settings: Settings, trainer: Readable, run: Run, versions: dict[str, Any], problem: Problem = lambda _job: None
 ) -> Service:
     """Returns the service. `run` reaches the ranks; `trainer` is rank 0's."""
 
-    async def job_is_back() -> str | None:
-        return reloading(trainer.state().job_id)
+    async def of_use() -> str | None:
+        return problem(trainer.state().job_id)
 
-    readiness: dict[str, Check] = {"ranks": _up, "job": job_is_back}
+    readiness: dict[str, Check] = {"ranks": _up, "job": of_use}
     service = Service("trainer", settings, readiness=readiness, version_info=lambda: versions)
     for name, description, read in GAUGES:
         service.gauge(name, description).set_function(lambda read=read: read(trainer.state()))

@@ -88,15 +88,19 @@ class Inbox:
             self._current.answer.set_exception(error)
 
 
-class Reload:
-    """The command that loads again what the ranks before had loaded, ahead of all others; None loads nothing."""
+class Readiness:
+    """Whether the trainer is of use: once it has loaded again, ahead of all other commands, what the ranks before had loaded (None:
+    nothing), and until it `ends` for that reason."""
 
     def __init__(self, inbox: Inbox, request: TrainerJob | None) -> None:
+        self.ends: str | None = None
         self._request = request
         self._answer = inbox.put("load_job", request) if request else None
 
-    def under_way(self, loaded_job: str | None) -> str | None:
-        """Returns why the trainer is of no use yet, given the job that is loaded: None if it is."""
+    def problem(self, loaded_job: str | None) -> str | None:
+        """Returns why the trainer is of no use, given the job that is loaded: None if it is."""
+        if self.ends is not None:
+            return self.ends
         if self._request is None or self._answer is None or loaded_job is not None:
             return None
         what = f"job {self._request.job_id!r}, which was loaded before a failure,"

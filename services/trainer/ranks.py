@@ -31,7 +31,7 @@ import uvicorn
 from services.trainer import beats
 from services.trainer.app import make_service
 from services.trainer.channel import COLLECTIVE_TIMEOUT, Channel, Notes
-from services.trainer.commands import Inbox, RanksDiffer, Reload, follow, watch
+from services.trainer.commands import Inbox, RanksDiffer, Readiness, follow, watch
 from services.trainer.rendezvous import Meeting, Place, meet, tell_libraries
 from services.trainer.run_folder import RunFolder
 from services.trainer.together import Ranks
@@ -135,13 +135,14 @@ def lead(settings: Settings, trainer: Trainer, channel: Channel, notes: Notes, f
     """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank is gone. The job that the ranks before had
     loaded comes first."""
     inbox = Inbox()
-    reload = Reload(inbox, folder.job())
-    service = make_service(settings, trainer, inbox.run, versions(channel.num_ranks), reload.under_way)
+    readiness = Readiness(inbox, folder.job())
+    service = make_service(settings, trainer, inbox.run, versions(channel.num_ranks), readiness.problem)
     server = service.server(settings.trainer_port)
     stopping = threading.Event()
 
     def end_with(error: HoneError, reason: str) -> NoReturn:
         get_logger().error("the ranks end", reason=reason)
+        readiness.ends = error.detail
         inbox.fail(error)
         time.sleep(FLUSH_S)
         leave(1, trainer)

@@ -77,12 +77,3 @@ def test_ranks_of_which_one_failed_come_back_by_themselves_until_they_died_too_o
         assert service.process.wait(60) != 0
         assert gone(processes)
         assert "rank 0 was killed by SIGKILL" in service.log.read_text().splitlines()[-1]
-
-
-def test_a_killed_torchrun_comes_back_with_its_ranks(tmp_path, light):
-    with running(tmp_path / "two", 2, light, restarts=3) as service:
-        service.load("a", a_job(tmp_path))
-        before = service.processes()
-        before[1].kill()
-        assert gone(before[1:])
-        assert service.wait_until_back(1).job_id == "a"

@@ -56,11 +56,9 @@ def same(result: StepResult) -> dict[str, Any]:
 
 def kill_last_rank(service: Service, ranks: int) -> TrainerState:
     """Kills the last rank as the kernel would, and returns the state once the trainer is of use again."""
-    processes = service.processes()
-    processes[2 + ranks - 1].kill()
-    processes[2].wait(30)
-    service.wait_until_ready()
-    return service.state()
+    restarts = service.state().restarts
+    service.processes()[2 + ranks - 1].kill()
+    return service.wait_until_back(restarts + 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -125,14 +123,13 @@ def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_befo
             service.checkpoint("cut-off", 3)
 
     writing = threading.Thread(target=write)
-    rank = service.processes()[2]
+    restarts, rank = service.state().restarts, service.processes()[2]
     writing.start()
     while not (folder / ".tmp-step-000003").exists() and not (folder / "step-000003").exists():
         time.sleep(0.001)
     rank.kill()
     writing.join()
-    service.wait_until_ready()
-    state = service.state()
+    state = service.wait_until_back(restarts + 1)
     steps = [found.step for found in checkpoints.listed(folder)]
     assert steps in ([1, 2], [2, 3]), "the third is whole or absent"
     assert (state.step, state.damaged) == (steps[-1], ())

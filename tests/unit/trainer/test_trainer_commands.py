@@ -11,7 +11,7 @@ from trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
 
 from services.trainer import commands
 from services.trainer.channel import Channel, Notes
-from services.trainer.commands import Inbox, RanksDiffer, Reload, follow, perform, watch
+from services.trainer.commands import Inbox, RanksDiffer, Readiness, follow, perform, watch
 from services.trainer.together import Ranks
 from shared.errors import Conflict, Failed
 from shared.wire import PublishRequest, StepResult, TrainStepRequest
@@ -128,15 +128,18 @@ def test_a_rank_that_others_wait_for_in_vain_ends_the_wait_with_its_sentence(mon
 
 def test_a_job_that_was_loaded_before_a_failure_comes_first_and_the_trainer_is_not_ready_until_then():
     inbox = Inbox()
-    reload = Reload(inbox, job_request())
+    readiness = Readiness(inbox, job_request())
     inbox.put("train_step", step_request(1))
     ticket = inbox.next(1)
     assert ticket is not None and ticket.name == "load_job"
-    assert reload.under_way(None) == "job 'a', which was loaded before a failure, is being loaded again"
+    before = "job 'a', which was loaded before a failure,"
+    assert readiness.problem(None) == f"{before} is being loaded again"
     ticket.answer.set_exception(Failed("its checkpoint is gone"))
-    assert reload.under_way(None) == "job 'a', which was loaded before a failure, could not be loaded again: its checkpoint is gone"
-    assert reload.under_way("b") is None, "someone has loaded another since"
-    assert Reload(Inbox(), None).under_way(None) is None
+    assert readiness.problem(None) == f"{before} could not be loaded again: its checkpoint is gone"
+    assert readiness.problem("b") is None, "someone has loaded another since"
+    readiness.ends = "rank 1 has no memory"
+    assert readiness.problem("b") == "rank 1 has no memory"
+    assert Readiness(Inbox(), None).problem(None) is None
 
 
 async def test_a_failed_inbox_answers_the_command_under_way():
