@@ -28,7 +28,7 @@ def main() -> None:
     gc.freeze()
     frames.send(control, {"ready": True})
     while frames.receive(control) is not None:
-        job, _ = frames.receive(control), frames.receive_bytes(control)
+        _, job = frames.receive_bytes(control), frames.receive(control)
         result = os.memfd_create("result")
         pid = os.fork()
         if not pid:

@@ -93,6 +93,8 @@ class LocalSandbox(Sandbox):
     async def _twice(self, slot: Slot, request: ExecuteRequest) -> Execution:
         reason = ""
         for _ in range(2):
+            if self._problem:
+                raise Failed(self._problem)  # closed meanwhile: nothing is started again
             try:
                 if not slot.alive:
                     await slot.start()

@@ -95,7 +95,7 @@ class Slot(Worker):
         self._limit_memory(request.memory_mib)
         limits = {"timeout_s": request.timeout_s, "cpu_s": request.cpu_s}
         program = request.model_dump(exclude={"stdin", "timeout_s"})
-        message = frames.pack(limits) + frames.pack(program) + frames.pack_bytes(request.stdin.encode())
+        message = frames.pack(limits) + frames.pack_bytes(request.stdin.encode()) + frames.pack(program)
         facts, *texts = await self._exchange(message, deadline_s, num_bytes=3)
         return facts | dict(zip(("stdout", "stderr", "result"), texts, strict=True))
 

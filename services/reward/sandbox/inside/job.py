@@ -154,11 +154,12 @@ class Job:
         program.run(job, _RESULT)
 
     def _hand_over(self) -> None:
-        """Gives the child its program. Raises OSError, which ends the slot, where it was killed while it waited for that."""
-        frames.pour_into_pipe(self._slot.control, self._program)
-        os.close(self._program)
+        """Gives the child its input and then its program, at which it begins. Raises OSError, which ends the slot, where it was
+        killed while it waited for that."""
         frames.pour_into_file(self._slot.control, self._files[0])
         os.lseek(self._files[0], 0, os.SEEK_SET)
+        frames.pour_into_pipe(self._slot.control, self._program)
+        os.close(self._program)
 
     def _watch(self, limits: dict[str, Any], start: float) -> str | None:
         """Returns the limit that the job has reached, "cpu" or "wall", or None once it has ended by itself. Raises ServiceGone
