@@ -29,6 +29,12 @@ STAGES = {"dapo": (0, 1, 2, 3), "grpo": (2,), "gspo": (0, 3)}
 SHARED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """ZeRO-3 leaves small parameters whole on every rank unless told otherwise, and all of a tiny model's are small."""
 
+RECIPES = {
+    "epochs": {"training": {"epochs": 2, "minibatches": 2, "beta": 0.05}, "correction": {"method": "token_tis"}},
+    "adapters": {"training": {"epochs": 2, "beta": 0.05, "kl": "k2"}, "lora": {"rank": 4, "alpha": 32.0}},
+}
+"""Jobs of several optimizer steps, with a reference."""
+
 pytestmark = [pytest.mark.engine, pytest.mark.system]
 
 
@@ -112,3 +118,82 @@ def test_one_big_batch_gives_the_update_of_plain_torch(results, model, loss):
     assert update.loss == pytest.approx(expected_loss.item(), rel=1e-5)
     assert update.grad_norm == pytest.approx(expected_norm, rel=1e-5)  # before clipping, which would hide a wrong factor
     assert relative(difference(weights(folder), before), difference(named(policy), before)) < 2e-6
+
+
+def follow(folder: Path, model: Path, examples, stages) -> dict:
+    """Trains by each recipe at each stage; the weights are published into folders of their own."""
+    import torch
+
+    from services.trainer.engine import DeepSpeedEngine
+
+    results = {}
+    for name, recipe in RECIPES.items():
+        for stage in stages:
+            memory = {"zero_stage": stage, "micro_batch_tokens": 64, "deepspeed": SHARED if stage == 3 else {}}
+            training = recipe["training"] | {"max_grad_norm": 1e-7}
+            job = a_job(model, **{**recipe, "training": training}, memory=memory)
+            engine = DeepSpeedEngine(job, torch.device("cpu"))
+            updates = [engine.update(examples, 0.1) for _ in range(2)]
+            (folder / f"{name}-{stage}").mkdir(parents=True, exist_ok=True)
+            engine.save_checkpoint(folder / f"{name}-{stage}")
+            engine.close()
+            results[name, stage] = (str(folder / f"{name}-{stage}"), updates[1])
+    return results
+
+
+def test_several_steps_with_a_reference_and_adapters_are_the_same_on_one_rank_and_on_two(one, two, model, tmp_path):
+    """Each step begins where the one before ended, so differences add up, and the update is only so long beside float32's grid."""
+    examples, before = some_examples(model), weights(model)
+    one.submit(follow, tmp_path / "one", model, examples, (2,))
+    two.submit(follow, tmp_path / "two", model, examples, (2, 3))
+    alone, together = one.result(), two.result()
+    for name in RECIPES:
+        folder, expected = alone[name, 2]
+        for stage in (2, 3):
+            other, update = together[name, stage]
+            distance = relative(difference(weights(other), before), difference(weights(folder), before))
+            print(f"{name}, ZeRO-{stage}, 2 ranks: relative difference of the update {distance:.2g}")
+            assert distance < 1e-5
+            assert update.num_updates == expected.num_updates == {"epochs": 4, "adapters": 2}[name]
+            assert update.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+            for metric in ("loss", "kl/reference", "mismatch/k3_kl", "entropy"):
+                mine, theirs = ({"loss": result.loss, **result.metrics}[metric] for result in (update, expected))
+                assert mine == pytest.approx(theirs, rel=1e-4), metric
+    assert (Path(together["adapters", 3][0]) / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def refuse(job, good, bad) -> list:
+    """What a batch with a NaN gives on this rank, and whether the next one trains as if it had not been."""
+    import torch
+
+    from services.trainer.engine import DeepSpeedEngine
+
+    answers = []
+    for batches in ((good, good), (good, bad, good)):
+        engine = DeepSpeedEngine(job, torch.device("cpu"))
+        answers.append([engine.update(batch, 1e-2) for batch in batches])
+        engine.close()
+    return answers
+
+
+def test_a_nan_that_one_rank_meets_is_skipped_by_all(two, tmp_path):
+    import torch
+
+    from shared.wire import Example
+
+    model = make_tiny_model(tmp_path / "broken", tie_word_embeddings=False)
+    policy = load(model)
+    with torch.no_grad():
+        policy.get_input_embeddings().weight[63] = float("nan")
+    policy.save_pretrained(model)
+    good = tuple(
+        Example(prompt_token_ids=(1, 2, index), token_ids=(3, 4), old_logprobs=(-4.0, -4.0), advantage=index - 5.0)
+        for index in range(11)
+    )
+    bad = (Example(prompt_token_ids=(63,), token_ids=(3,), old_logprobs=(-4.0,), advantage=1.0), *good)
+    for stage in (0, 2, 3):
+        training = {"on_nonfinite": "skip", "minibatches": 2}
+        job = a_job(model, training=training, memory={"zero_stage": stage, "micro_batch_tokens": 20, "deepspeed": SHARED})
+        plain, disturbed = two.call(refuse, job, good, bad)
+        assert [update.skipped for update in disturbed] == [False, True, False]
+        assert disturbed[2] == plain[1], f"ZeRO-{stage}"
