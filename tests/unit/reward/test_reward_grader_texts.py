@@ -9,6 +9,7 @@ import pytest
 from reward_helpers import ScriptedSandbox, tools_of
 
 from services.reward import registry
+from services.reward.graders import templates
 from services.reward.graders.text_similarity import similarity
 from services.reward.registry import GradingFailed, Tools
 from shared.errors import BadRequest
@@ -110,6 +111,7 @@ async def test_a_template_is_filled_once_and_says_what_it_lacks(scripted_tools: 
     row = {"a": "{{ item.b }}", "b": [1, "ü"]}
     part = await grade(scripted_tools, "string_check", '{{ item.b }}[1, "ü"]', row, input="{{ sample.output_text }}", **params)
     assert part.value == 1.0
+    assert templates.render("{{item.a}} {{ item.b }}", ScoreItem(prompt="", completion="", row=row)) == '{{ item.b }} [1, "ü"]'
     for template, message in (
         ("{{ item.c }}", "no column 'c'; columns are a, b"),
         ("{{ sample.text }}", "names nothing; expected item.<column> or sample.output_text"),
