@@ -32,7 +32,7 @@ async def test_a_batch_is_graded_once_although_the_service_is_killed_in_it(tmp_p
     request = ScoreRequest(items=items, rewards=(programs, RewardSpec(file="own.py", function="Runs", source=OWN)))
     async with Client("reward", f"http://127.0.0.1:{port}") as client:
         with running_service(port, HONE_SANDBOX_SLOTS="2", TMPDIR=str(tmp_path)) as first:
-            asked = asyncio.create_task(client.call("POST", "/score", request, ScoreResult, deadline_s=90, key="batch"))
+            asked = asyncio.create_task(client.call("POST", "/score", request, ScoreResult, deadline_s=200, key="batch"))
             await asyncio.sleep(1.0)
             assert not asked.done(), "the batch is under way"
             namespaces = user_namespaces_of(processes_of(first.process.pid)) - user_namespaces_of([os.getpid()]) - {None}
