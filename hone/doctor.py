@@ -15,7 +15,7 @@ from typing import Any, Literal
 import httpx2 as httpx
 from pydantic import BaseModel
 
-from hone import stack
+from hone import host, stack
 from shared.config import Settings, load_settings
 from shared.errors import BadRequest
 
@@ -44,6 +44,7 @@ def examine() -> Report:
     except BadRequest as error:
         checks.append(Check(name="settings", state="fault", detail=error.detail))
     else:
+        checks.append(_sandbox(settings))
         checks.extend(asyncio.run(_services(settings)))
     return Report(ok=all(check.state != "fault" for check in checks), checks=checks)
 
@@ -100,6 +101,23 @@ def _gpu() -> Check:
     return Check(
         name="gpu", state="ok" if found else "note", detail=f"{found} is there" if found else "none: the CPU does the work"
     )
+
+
+def _sandbox(settings: Settings) -> Check:
+    """Says whether programs can be isolated here, or which primitive is missing."""
+    if settings.sandbox in ("modal", "unsafe"):
+        what = "Modal Sandboxes" if settings.sandbox == "modal" else "NO isolation, resource limits only"
+        return Check(name="sandbox", state="note", detail=f"HONE_SANDBOX={settings.sandbox}: model-written code runs with {what}")
+    if sys.platform != "linux":
+        return Check(name="sandbox", state="note", detail=f"{sys.platform} has no namespaces; run the reward service on Linux")
+    missing = host.missing_primitive()
+    if missing is None:
+        return Check(name="sandbox", state="ok", detail="this host has namespaces, read-only mounts and system call filters")
+    remedy = (
+        "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; in a container "
+        "security_opt seccomp=docker/seccomp-reward.json), or ask by name for HONE_SANDBOX=unsafe"
+    )
+    return Check(name="sandbox", state="fault", detail=f"model-written code cannot be isolated here: {missing}; {remedy}")
 
 
 async def _services(settings: Settings) -> list[Check]:
