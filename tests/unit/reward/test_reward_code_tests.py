@@ -34,6 +34,7 @@ async def grade(sandbox: LocalSandbox, completion: str, row: dict[str, Any], **p
 
 
 COUNTING = "seen = []\nfor x in range(3):\n    seen.append(f(f(x)))\nassert seen == [2, 4, 6]"
+IN_ORDER = "x = f(f(0))\ny = f(7)\nif x == 2:\n    z = f(1)\nassert (x, y) == (2, 3)"
 MBPP: list[tuple[str, list[str]]] = [
     ("def first(words):\n    return next(w for w in words if w in set(words))", ["assert first(['a', 'b']) == 'a'"]),
     ("from collections import Counter\ndef count(x):\n    return Counter(x)", ["assert count('aab') == {'a': 2, 'b': 1}"]),
@@ -48,7 +49,7 @@ MBPP: list[tuple[str, list[str]]] = [
         "def root(x):\n    if x < 0: raise ValueError('negative')\n    return x ** .5",
         ["try:\n    root(-1)\n    assert False\nexcept ValueError: pass"],
     ),
-    ("count = 0\ndef f(x):\n    global count\n    count += 1\n    return count", [COUNTING]),
+    ("count = 0\ndef f(x):\n    global count\n    count += 1\n    return count", [COUNTING, IN_ORDER]),
     ("def inc(x):\n    return x + 1", ["for x in range(50):\n    assert inc(inc(x)) == x + 2"]),
 ]
 

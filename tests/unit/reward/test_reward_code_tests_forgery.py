@@ -165,7 +165,7 @@ def add(a, b):
     "a lone surrogate": "def add(a, b):\n    return '\\ud800'",
 }
 
-PARAMS = {"timeout_s": 3.0, "cpu_s": 0.4, "memory_mib": 256}
+PARAMS = {"timeout_s": 3.0, "cpu_s": 0.25, "memory_mib": 256}
 ASSERTS = ["assert add(1, 2) == 3", "assert add(-2, 3) == 1", "assert not abs(add(2.5, 4.5) - 7) > 1e-6"]
 LOOP = "def check(candidate):\n    assert candidate(1, 0) == 1 and candidate(1, 0) is not True\n    for x in range(5):\n" + (
     "        assert candidate(x, 2) == x + 2, 'wrong sum'\n"
@@ -173,7 +173,10 @@ LOOP = "def check(candidate):\n    assert candidate(1, 0) == 1 and candidate(1, 
 MAPPED = (
     "def check(candidate):\n    assert all(map(lambda x: candidate(x, 2) == x + 2 and candidate(1, 0) is not True, range(5)))\n"
 )
-NEAR = "def check(candidate):\n    for x in range(5):\n        assert not abs(candidate(x + 3.5, 2) - x - 5.5) > 1e-6 and candidate(1, 0) is not True\n"
+NEAR = (
+    "def check(candidate):\n    assert candidate(1, 0) is not True\n    for x in range(5):\n"
+    "        assert not abs(candidate(x + 3.5, 2) - x - 5.5) > 1e-6\n"
+)
 STYLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "asserts": ({"style": "asserts"}, {"tests": ASSERTS}),
     "proxied in a map": ({"style": "check", "entry_point": "name"}, {"tests": MAPPED, "name": "add"}),
