@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.runtime import bf16_optimizer
 from torch import Tensor
 
 from services.trainer import lora, reference, state, zero
@@ -116,6 +117,7 @@ def quiet_libraries() -> None:
     """Leaves the libraries' warnings and errors, and none of their progress bars and notes on how things go."""
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None  # it prints
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls, not ours
 
 

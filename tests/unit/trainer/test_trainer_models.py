@@ -1,7 +1,12 @@
 """What is no model is said quickly and in words."""
 
+import importlib.util
+
 import httpx2
 import pytest
+import torch
+from engine_ranks import a_job
+from tiny_models import make_tiny_model
 from trainer_fakes import job_request
 
 from services.trainer import models
@@ -38,7 +43,20 @@ def test_a_tokenizer_is_copied_byte_for_byte_and_nothing_else_is(tmp_path):
 
 
 def test_a_dtype_that_is_asked_for_is_taken():
-    import torch
-
     assert (choose_dtype("float32"), choose_dtype("bfloat16")) == (torch.float32, torch.bfloat16)
     assert choose_dtype("auto") in (torch.float32, torch.bfloat16)
+
+
+def test_an_attention_implementation_that_is_not_installed_is_one_sentence(tmp_path):
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash attention is installed here")
+    job = a_job(make_tiny_model(tmp_path / "model"), memory={"attention": "flash_attention_2"})
+    with pytest.raises(BadRequest, match=r"memory\.attention is 'flash_attention_2', which is not there: "):
+        models.load_model(job, torch.float32, torch.device("cpu"))
+
+
+def test_the_attention_implementation_is_the_one_that_is_asked_for(tmp_path):
+    folder = make_tiny_model(tmp_path / "model")
+    for asked in ("eager", "sdpa"):
+        model = models.load_model(a_job(folder, memory={"attention": asked}), torch.float32, torch.device("cpu"))
+        assert model.config._attn_implementation == asked
