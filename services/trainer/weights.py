@@ -6,7 +6,7 @@
 Each holds one `model.safetensors` in the trainer's dtype under Hugging Face names (tied weights once) and `config.json`. A
 folder is complete or absent. The last two published stay: a sampler may still be reading the one before.
 
-Left out: the methods that move weights without files (ipc, nccl, delta), and LoRA adapters.
+With LoRA they are the merged weights. Left out: the methods that move weights without files (ipc, nccl, delta), and adapters apart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Method = Literal["shm", "disk"]
 
 
 class Publisher:
-    """The published weights of one job. Only rank 0 has one: under ZeRO-2 it holds all the weights."""
+    """The published weights of one job. Only rank 0 has one: it writes what all ranks gather."""
 
     def __init__(self, settings: Settings, job_id: str) -> None:
         self._job_id = job_id
