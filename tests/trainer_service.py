@@ -84,9 +84,9 @@ class Service:
         """Waits until the trainer was started again that often and is ready, and returns its state."""
         end = time.monotonic() + within_s
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=5):
-                if (state := self.state()).restarts >= restarts:
-                    return state
+            if self.state().restarts >= restarts:
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=5):
+                    return self.state()
             assert time.monotonic() < end and self.process.poll() is None, "the trainer did not become ready"
             time.sleep(0.1)
 

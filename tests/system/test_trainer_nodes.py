@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
-from tiny_models import make_tiny_model
 from trainer_service import DEADLINE_S, ROOT, Service, a_job, gone, running, some_examples
 from two_nodes import ADDRESSES, INTERFACES, Forbidden, Nodes, two_nodes
 
@@ -41,11 +40,6 @@ def nodes() -> Iterator[Nodes]:
         except Forbidden as reason:
             pytest.skip(f"no two network namespaces: {reason}")
         yield nodes
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture
@@ -79,13 +73,13 @@ def rank_of(service: Service) -> psutil.Process:
     return service.processes()[2]
 
 
-def test_two_nodes_give_the_update_of_one_and_come_back_when_one_dies(cluster, tmp_path, model):
-    examples, job, expected = some_examples(model), a_job(model, micro_batch_tokens=64), []
-    with running(tmp_path / "one", 2) as one:
-        one.load("a", job)
-        for step in (1, 2):
-            one.step("a", step, examples)
-            expected.append(one.publish("a", step).digest)
+def test_two_nodes_give_the_update_of_one_and_come_back_when_one_dies(cluster, trainers, tiny_model):
+    examples, job, expected = some_examples(tiny_model), a_job(tiny_model, micro_batch_tokens=64), []
+    one_node = trainers[2]
+    one_node.load("a", job)
+    for step in (1, 2):
+        one_node.step("a", step, examples)
+        expected.append(one_node.publish("a", step).digest)
 
     assert cluster.load("a", job).num_ranks == 2
     cluster.step("a", 1, examples)

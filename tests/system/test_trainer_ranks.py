@@ -1,14 +1,13 @@
-"""The real trainer: `python -m services.trainer`, torchrun, DeepSpeed ZeRO-2, one and two ranks, against plain torch autograd."""
+"""The real trainer: `python -m trainers.trainer`, torchrun, DeepSpeed ZeRO-2, one and two ranks, against plain torch autograd."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tiny_models import make_tiny_model
-from trainer_service import Service, a_job, gone, load, relative, running, some_examples, weights
+from trainer_service import a_job, gone, load, relative, running, some_examples, weights
 
 from shared.errors import BadRequest, Conflict, Failed
 from shared.wire import Example
@@ -21,45 +20,21 @@ relative error of the update is one of the gradient, and not the sign of element
 pytestmark = [pytest.mark.engine, pytest.mark.system]
 
 
-@pytest.fixture(scope="module")
-def services(tmp_path_factory) -> Iterator[dict[int, Service]]:
-    """One trainer of one rank and one of two."""
-    folder = tmp_path_factory.mktemp("trainers")
-    with running(folder / "one", 1) as one, running(folder / "two", 2) as two:
-        yield {1: one, 2: two}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-def test_two_ranks_with_one_example_between_them_agree_with_one(services, model):
-    (example, *_) = some_examples(model, 1)
+def test_two_ranks_with_one_example_between_them_agree_with_one(trainers, tiny_model):
+    (example, *_) = some_examples(tiny_model, 1)
     digests = []
     for ranks in (1, 2):
-        services[ranks].load("single", a_job(model, **LINEAR))
-        services[ranks].step("single", 1, [example])
-        digests.append(weights(services[ranks].publish("single", 1).path))
-    before = weights(model)
+        trainers[ranks].load("single", a_job(tiny_model, **LINEAR))
+        trainers[ranks].step("single", 1, [example])
+        digests.append(weights(trainers[ranks].publish("single", 1).path))
+    before = weights(tiny_model)
     one, two = ({name: value[name] - before[name] for name in before} for value in digests)
     assert relative(two, one) < 1e-6
 
 
-def test_the_same_steps_give_the_same_bytes(services, model):
-    examples = some_examples(model)
-    digests = []
-    for life in ("first", "second"):
-        services[2].load(life, a_job(model, learning_rate=1e-3, max_grad_norm=1.0, micro_batch_tokens=64))
-        for step in (1, 2, 3):
-            services[2].step(life, step, examples)
-        digests.append(services[2].publish(life, 3).digest)
-    assert digests[0] == digests[1]
-
-
-def test_a_retried_step_moves_weights_once(services, model):
-    service, examples = services[1], some_examples(model)
-    service.load("retry", a_job(model, learning_rate=1e-3))
+def test_a_retried_step_moves_weights_once(trainers, tiny_model):
+    service, examples = trainers[1], some_examples(tiny_model)
+    service.load("retry", a_job(tiny_model, learning_rate=1e-3))
     first = service.step("retry", 1, examples)
     digest = service.publish("retry", 1).digest
     assert service.step("retry", 1, examples) == first
@@ -71,7 +46,7 @@ def test_a_retried_step_moves_weights_once(services, model):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_whose_gradient_is_not_finite_is_refused_as_if_it_had_never_come(services, tmp_path, ranks):
+def test_a_step_whose_gradient_is_not_finite_is_refused_as_if_it_had_never_come(trainers, tmp_path, ranks):
     import torch
 
     model = make_tiny_model(tmp_path / "broken", tie_word_embeddings=False)
@@ -84,7 +59,7 @@ def test_a_step_whose_gradient_is_not_finite_is_refused_as_if_it_had_never_come(
         for index in range(10)
     )
     bad = (*good, Example(prompt_token_ids=(63,), token_ids=(3,), old_logprobs=(-4.0,), advantage=1.0))
-    service, digests = services[ranks], []
+    service, digests = trainers[ranks], []
     for job_id in ("clean", "refused"):
         service.load(job_id, a_job(model, learning_rate=1e-3, max_grad_norm=1.0, micro_batch_tokens=20))
         service.step(job_id, 1, good)
@@ -98,12 +73,12 @@ def test_a_step_whose_gradient_is_not_finite_is_refused_as_if_it_had_never_come(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_checkpoint_in_bfloat16_is_what_transformers_loads_and_what_is_published(services, tmp_path, tied):
+def test_a_checkpoint_in_bfloat16_is_what_transformers_loads_and_what_is_published(trainers, tmp_path, tied):
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     model = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
-    service, job_id = services[2], f"bf16-{tied}".lower()
+    service, job_id = trainers[2], f"bf16-{tied}".lower()
     state = service.load(job_id, a_job(model, dtype="bfloat16", learning_rate=1e-2, max_grad_norm=1.0))
     assert (state.dtype, state.num_ranks) == ("bfloat16", 2)
     service.step(job_id, 1, some_examples(model))
@@ -121,9 +96,9 @@ def test_a_checkpoint_in_bfloat16_is_what_transformers_loads_and_what_is_publish
     assert PreTrainedTokenizerFast.from_pretrained(checkpoint.path)("w5 w9")["input_ids"] == [5, 9]
 
 
-def test_a_model_that_is_none_is_a_sentence_and_the_loaded_job_stays(services, model, tmp_path):
-    service = services[2]
-    service.load("stays", a_job(model))
+def test_a_model_that_is_none_is_a_sentence_and_the_loaded_job_stays(trainers, tiny_model, tmp_path):
+    service = trainers[2]
+    service.load("stays", a_job(tiny_model))
     (tmp_path / "empty").mkdir()
     for path, sentence in (
         (tmp_path / "nowhere", "there is no folder '.*nowhere'; expected a folder with config.json and weights"),
@@ -134,9 +109,9 @@ def test_a_model_that_is_none_is_a_sentence_and_the_loaded_job_stays(services, m
     assert service.state().job_id == "stays"
 
 
-def test_sigterm_ends_every_process_and_leaves_nothing(tmp_path, model):
+def test_sigterm_ends_every_process_and_leaves_nothing(tmp_path, tiny_model):
     with running(tmp_path / "two", 2) as service:
-        service.load("a", a_job(model))
+        service.load("a", a_job(tiny_model))
         service.publish("a", 0)
         assert (service.shm / "a" / "v0").is_dir()
         processes = service.processes()

@@ -6,13 +6,10 @@ import contextlib
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import make_tiny_model
-from trainer_service import Service, a_job, running, some_examples
+from trainer_service import Service, a_job, some_examples
 
 from services.trainer import checkpoints
 from shared.errors import Conflict, HoneError
@@ -22,22 +19,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.system]
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory) -> Iterator[dict[int, Service]]:
-    """One trainer of one rank and one of two, whose ranks may die often."""
-    folder = tmp_path_factory.mktemp("trainers")
-    with running(folder / "one", 1, restarts=9) as one, running(folder / "two", 2, restarts=9) as two:
-        yield {1: one, 2: two}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def batches(model) -> list[tuple[Example, ...]]:
+def batches(tiny_model) -> list[tuple[Example, ...]]:
     """What the steps train on, in turn."""
-    return [some_examples(model, num=6, seed=seed) for seed in range(3)]
+    return [some_examples(tiny_model, num=6, seed=seed) for seed in range(3)]
 
 
 def train(service: Service, job_id: str, batches, steps: range, *, checkpoint_every: int = 0) -> list[StepResult]:
@@ -62,9 +46,9 @@ def kill_last_rank(service: Service, ranks: int) -> TrainerState:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_killed_at_step_7_of_12_changes_no_bit_of_the_final_weights(services, model, batches, ranks):
-    service = services[ranks]
-    job = a_job(model, micro_batch_tokens=64, schedule="cosine")
+def test_a_rank_killed_at_step_7_of_12_changes_no_bit_of_the_final_weights(trainers, tiny_model, batches, ranks):
+    service = trainers[ranks]
+    job = a_job(tiny_model, micro_batch_tokens=64, schedule="cosine")
     assert service.load("whole", job).step == 0
     whole = train(service, "whole", batches, range(1, 13))
     expected = service.publish("whole", 12).digest
@@ -97,24 +81,24 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_job_that_comes_back_goes_on_to_the_bit(services, model, batches, variant):
-    service, job_id = services[2], "v-" + variant.replace(" ", "-").replace(",", "")
+def test_a_job_that_comes_back_goes_on_to_the_bit(trainers, tiny_model, batches, variant):
+    service, job_id = trainers[2], "v-" + variant.replace(" ", "-").replace(",", "")
     sections, training = VARIANTS[variant]
-    job = a_job(model, sections=sections, **{"learning_rate": 1e-2, **training})
+    job = a_job(tiny_model, sections=sections, **{"learning_rate": 1e-2, **training})
     service.load(job_id, job)
     train(service, job_id, batches, range(1, 3), checkpoint_every=2)
     whole = train(service, job_id, batches, range(3, 5))
     expected = service.publish(job_id, 4).digest
-    service.load("another", a_job(model))
+    service.load("another", a_job(tiny_model))
     assert service.load(job_id, job).resumed_step == 2
     assert [same(result) for result in train(service, job_id, batches, range(3, 5))] == [same(result) for result in whole]
     assert service.publish(job_id, 4).digest == expected
 
 
-def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(services, model, batches):
-    service = services[2]
+def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(trainers, tiny_model, batches):
+    service = trainers[2]
     folder = checkpoints.checkpoints_dir(service.folder / "runs", "cut-off")
-    service.load("cut-off", a_job(model))
+    service.load("cut-off", a_job(tiny_model))
     train(service, "cut-off", batches, range(1, 3), checkpoint_every=1)
     service.step("cut-off", 3, batches[0])
 
@@ -137,12 +121,12 @@ def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_befo
     assert not list(folder.glob(".tmp-*"))
 
 
-def test_health_answers_during_a_step_after_a_resume_and_a_client_that_goes_away_changes_nothing(services, model, batches):
-    service = services[1]
-    service.load("away", a_job(model))
+def test_health_answers_during_a_step_after_a_resume_and_a_client_that_goes_away_changes_nothing(trainers, tiny_model, batches):
+    service = trainers[1]
+    service.load("away", a_job(tiny_model))
     train(service, "away", batches, range(1, 2), checkpoint_every=1)
-    service.load("another", a_job(model))
-    assert service.load("away", a_job(model)).step == 1
+    service.load("another", a_job(tiny_model))
+    assert service.load("away", a_job(tiny_model)).step == 1
     results: list[StepResult] = []
     long = tuple(example for batch in batches for example in batch) * 20
     step = threading.Thread(target=lambda: results.append(service.step("away", 2, long)))
