@@ -10,7 +10,7 @@ from shared.wire import Execution, Verdict
 KEEP_CHARS = 1000
 """Kept of what a program printed."""
 
-_FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"```[ \t]{0,4}(?:python3?|py)?[ \t]{0,16}\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def program_of(completion: str) -> str:

@@ -93,6 +93,15 @@ def test_numbers_are_equal_exactly_or_to_six_decimals(given: str, wanted: str, s
     assert ours and theirs and equal(ours, theirs) is same
 
 
+@pytest.mark.parametrize("part", ["\\boxed{", "#", "####\n", "\\text{", "1,111", "9", "1 ", " ", "$", "{", "\\frac{1}{"])
+def test_a_completion_made_to_be_slow_to_read_is_not(part: str) -> None:
+    start = time.perf_counter()
+    number(part * 20_000)
+    number(final_answer(part * 20_000) or "")
+    number(part * 60)
+    assert time.perf_counter() - start < 2
+
+
 @pytest_asyncio.fixture
 async def math() -> AsyncGenerator[Math]:
     bound = registry.bind(RewardSpec(grader="math", params={"cpu_s": 1.5}), tools_of(ScriptedSandbox(Execution(verdict="ok"))))

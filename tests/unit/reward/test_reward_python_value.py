@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -80,6 +81,13 @@ def test_the_last_fenced_block_is_the_program() -> None:
     assert program_of("\n  1+2\n") == "  1+2"
     assert program_of("```python\n1+2\n```") == "1+2"
     assert program_of("First\n```\n1\n```\nthen\n```py\nx = 2\nx\n```\nDone.") == "x = 2\nx"
+
+
+@pytest.mark.parametrize("text", ["```" + " " * 200_000, "```\n" * 50_000, "```python\n" * 20_000, "\n" * 200_000])
+def test_a_completion_made_to_be_slow_to_read_is_not(text: str) -> None:
+    start = time.perf_counter()
+    program_of(text)
+    assert time.perf_counter() - start < 2
 
 
 async def grade(answer: Execution, row: dict[str, Any], completion: str = "3+5", **params: Any) -> Part:

@@ -12,8 +12,13 @@ from typing import Any
 from services.reward.registry import GradingFailed
 
 
+MAX_CHARS = 4000
+"""Of a reply, how much of its end is searched."""
+
+
 def last_object(text: str) -> dict[str, Any] | None:
-    """Returns the last JSON object in `text` that is inside no other one; None if there is none."""
+    """Returns the last JSON object at the end of `text` that is inside no other one; None if there is none."""
+    text = text[-MAX_CHARS:]
     decoder = json.JSONDecoder()
     found: dict[str, Any] | None = None
     position = text.find("{")
