@@ -47,7 +47,7 @@ class LlmJudge(JudgeGrader[LlmJudgeParams]):
     def question(self, item: ScoreItem) -> Question:
         system = self.params.system or SYSTEM.format(low=self.params.low, high=self.params.high)
         messages = ({"role": "system", "content": system}, {"role": "user", "content": templates.render(self.params.rubric, item)})
-        return Question(self.params.model, messages, self.params.sampling.model_dump(exclude_none=True))
+        return Question(self.params.model, messages, self.params.sampling.sent())
 
     def part(self, reply: str) -> Part:
         low, high = self.params.low, self.params.high

@@ -71,7 +71,7 @@ class _Model(JudgeGrader[J]):
     def question(self, item: ScoreItem) -> Question:
         messages = [{"role": message.role, "content": templates.render(message.text, item)} for message in self._own.input]
         messages.append({"role": "system", "content": f"End with one JSON object and nothing after it: {self.form()}"})
-        return Question(self._own.model, tuple(messages), self._own.sampling_params.model_dump(exclude_none=True))
+        return Question(self._own.model, tuple(messages), self._own.sampling_params.sent())
 
     def form(self) -> str:
         raise NotImplementedError

@@ -243,9 +243,12 @@ MESSAGES: list[dict[str, Any]] = [
 
 async def test_score_model_gives_the_number_and_label_model_whether_the_label_passes(server: Server, tmp_path: Path) -> None:
     server.mood = "result"
-    score = bound(server, tmp_path, "score_model", type="score_model", name="s", input=MESSAGES, range=[0, 1])
+    score = bound(
+        server, tmp_path, "score_model", type="score_model", name="s", input=MESSAGES, sampling_params={"max_completions_tokens": 9}
+    )
     assert (await grade(score, "four"))[0].value == 0.75
     assert server.bodies[0]["messages"][1] == {"role": "user", "content": "four for 2 + 2"}
+    assert server.bodies[0]["max_completion_tokens"] == 9
     assert server.bodies[0]["messages"][2]["content"].endswith('{"result": <number from 0 to 1>}')
     server.mood = "label"
     label = bound(server, tmp_path, "label_model", input=MESSAGES, labels=["kind", "rude"], passing_labels=["kind"])

@@ -17,15 +17,24 @@ from shared.wire import Part, ScoreItem
 
 
 class Sampling(Params):
-    """How the judge samples. What is None is left to the endpoint."""
+    """How the judge samples. What is None is left to the endpoint. `max_completions_tokens` is what OpenAI's graders call the
+    second of the three limits; which of them an endpoint knows differs."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completions_tokens: int | None = Field(default=None, ge=1)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     response_format: dict[str, Any] | None = None
+
+    def sent(self) -> dict[str, Any]:
+        """Returns what goes into a request."""
+        given = self.model_dump(exclude_none=True)
+        if "max_completions_tokens" in given:
+            given["max_completion_tokens"] = given.pop("max_completions_tokens")
+        return given
 
 
 class JudgeParams(Params):

@@ -11,7 +11,6 @@ from typing import Any
 
 from services.reward.registry import GradingFailed
 
-
 MAX_CHARS = 4000
 """Of a reply, how much of its end is searched."""
 
