@@ -17,6 +17,7 @@ were. One rank of several that runs out of memory leaves the others waiting in a
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import traceback
@@ -37,8 +38,9 @@ from services.trainer.minibatches import Minibatch, deal
 from services.trainer.out_of_memory import OutOfMemory, first_line, is_out_of_memory, knobs, usage
 from services.trainer.policy import Policy
 from services.trainer.reference import Reference
+from services.trainer.state import random_state
 from services.trainer.trainer import Update
-from services.trainer.zero_state import Undo
+from services.trainer.zero_state import Snapshot, Undo
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Example
@@ -58,7 +60,7 @@ class Progress:
 
     num_updates: int
     update: int = 0
-    passing: str = "the frozen pass"
+    passing: str = "the copy of weights and optimizer that several optimizer steps need"
     shape: tuple[int, int] | None = None
     stepping: bool = False
 
@@ -68,7 +70,7 @@ class Progress:
 
     def __str__(self) -> str:
         step = f"optimizer step {self.update} of {self.num_updates}" if self.update else "no optimizer step yet"
-        return f"{self.passing} of {list(self.shape or ())} tokens, {step}"
+        return f"{self.passing} of {list(self.shape)} tokens, {step}" if self.shape else self.passing
 
 
 class NotFinite(Exception):
@@ -99,8 +101,10 @@ class Updater:
         metrics = StepMetrics(self._device, training, self._correction)
         for group in self._zero.optimizer.param_groups:
             group["lr"] = learning_rate
-        undo = Undo.prepare(self._zero, several_steps=progress.num_updates > 1)
+        undo = Undo(random_state())
         try:
+            if progress.num_updates > 1:
+                undo = dataclasses.replace(undo, snapshot=Snapshot.take(self._zero))
             norms = self._train(minibatches, metrics, progress)
         except NotFinite:
             undo.apply(self._zero)

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from services.trainer.state import random_state, restore_random_state
+from services.trainer.state import restore_random_state
 
 INITIAL_MICRO_STEP = -1
 """What ZeRO-1 and 2 count micro-batches from: the first one's gradient is copied, later ones' are added."""
@@ -101,11 +101,7 @@ class Undo:
     was never taken, or that DeepSpeed refused, has changed neither."""
 
     random: dict[str, Any]
-    snapshot: Snapshot | None
-
-    @staticmethod
-    def prepare(zero: Any, *, several_steps: bool) -> Undo:
-        return Undo(random_state(), Snapshot.take(zero) if several_steps else None)
+    snapshot: Snapshot | None = None
 
     def apply(self, zero: Any) -> None:
         """Makes all as if the update had never come: with several ranks and a snapshot, a collective."""
