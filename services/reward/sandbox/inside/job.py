@@ -42,7 +42,8 @@ class ServiceGone(Exception):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What of a slot its jobs need. `own_bytes` is the address space that a child has from its parent.
+    """What of a slot its jobs need. `own_bytes` is the address space that a child has from its parent, `limits`
+    are those that are the same for each.
 
     `cpu_meter` and `oom_meter` are open files of the slot's cgroup: the CPU time of everything in the slot, and how often it was
     out of memory; None where there is no cgroup. `began` is shared with each child until its program begins.
@@ -53,6 +54,7 @@ class Surroundings:
     system_calls: kernel.Filter | None
     pid_namespace: int | None
     own_bytes: int
+    limits: dict[int, int]
     cpu_meter: int | None
     oom_meter: int | None
     oom_score: int | None
@@ -123,7 +125,7 @@ class Job:
             kernel.unshare(kernel.CLONE_NEWPID, "pid namespace of a job")
         if slot.oom_score is not None:
             os.pwrite(slot.oom_score, b"1000", 0)  # inherited: the kernel, short of memory, ends the job and not its slot
-        pid = os.fork()
+        pid = kernel.fork()
         if not pid:
             try:
                 self._become_program(files)
@@ -140,9 +142,8 @@ class Job:
         try:
             if not slot.isolated:
                 kernel.die_with_parent()
-            standing = program.standing_limits(files=64, processes=24 if slot.isolated else None)
-            program.give_up_everything(files, standing, slot.system_calls)
-            job = json.loads(_until_end(_PROGRAM))
+            program.give_up_everything(files, slot.limits, slot.system_calls)
+            job = json.loads(_until_end(_PROGRAM).decode())
             os.close(_PROGRAM)
             memory_bytes = slot.own_bytes + (job["memory_mib"] << 20)
             program.bound({resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: math.ceil(job["cpu_s"]) + 1})
