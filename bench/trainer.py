@@ -1,6 +1,6 @@
 """Hone's forward and backward passes side by side with TRL's own, on the same model and the same sequences.
 
-    python -m bench.trainer [--quick] [--repeats 3]
+    python -m bench.trainer [--quick] [--repeats 3]      (TRL is in the extra `dev`)
 
 One figure is a step: the batch's passes, as each side cuts it into micro-batches, up to the gradient of every weight; no
 optimizer. The model is random, of Qwen2.5's shape with a small body (so what is compared is mostly the output head, the loss and
