@@ -104,6 +104,7 @@ import os, json
 os.pwrite(3, json.dumps({'end': 'ok', 'value': [['value', '3']]}).encode(), 0)
 os._exit(0)
 """,
+    "other results each time": "import time\ndef add(a, b):\n    return time.time_ns() % 1000 + 100",
     "R19 a list of itself": "def add(a, b):\n    x = []\n    x.append(x)\n    return x",
     "R19 a giant number": "def add(a, b):\n    return 10 ** 100000",
     "R19 NaN": "def add(a, b):\n    return float('nan')",
@@ -177,9 +178,12 @@ NEAR = (
     "def check(candidate):\n    assert candidate(1, 0) is not True\n    for x in range(5):\n"
     "        assert not abs(candidate(x + 3.5, 2) - x - 5.5) > 1e-6\n"
 )
+NESTED = "def check(candidate):\n    assert candidate(1, 0) is not True\n    x = 0\n    for _ in range(8):\n"
+NESTED += "        x = candidate(x, candidate(x, 1))\n    assert x == 255\n"
 STYLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "asserts": ({"style": "asserts"}, {"tests": ASSERTS}),
     "proxied in a map": ({"style": "check", "entry_point": "name"}, {"tests": MAPPED, "name": "add"}),
+    "proxied one in another": ({"style": "check", "entry_point": "name"}, {"tests": NESTED, "name": "add"}),
     "proxied with a tolerance": ({"style": "check", "entry_point": "name"}, {"tests": NEAR, "name": "add"}),
     "proxied": ({"style": "check", "entry_point": "name"}, {"tests": LOOP, "name": "add"}),
 }

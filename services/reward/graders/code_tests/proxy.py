@@ -22,7 +22,8 @@ from services.reward.graders.programs import fault
 from services.reward.registry import GradingFailed
 from shared.wire import ExecuteRequest, Verdict
 
-MAX_TURNS = 40
+MAX_TURNS = 100
+UNSTEADY_TURNS = 10
 GUESSING_TURNS = 4
 
 _VERDICTS: dict[str, Verdict] = {"passed": "ok", "failed": "wrong", "opaque": "wrong"}
@@ -49,11 +50,16 @@ def unconverted(source: str, setup: str, entry: str | None = None) -> TestCode:
 async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
     """Returns the verdict of the tests, and why. Raises GradingFailed where they cannot be run in this way."""
     calls = await _guessed_calls(candidate, tests, [])
+    known: list[list[str]] = []
+    is_steady = True
     for turn in range(MAX_TURNS):
         outcomes = await _made(candidate, calls)
         if isinstance(outcomes, Outcome):
             return outcomes.verdict, outcomes.detail
-        known = [[*call, outcome.how, outcome.text] for call, outcome in zip(calls, outcomes, strict=False)]
+        before, known = known, [[*call, outcome.how, outcome.text] for call, outcome in zip(calls, outcomes, strict=True)]
+        is_steady = is_steady and _agree(before, known)
+        if turn >= UNSTEADY_TURNS and not is_steady:
+            return "wrong", "the program gives other results each time it runs"
         if candidate.out_of_time:
             return "time_limit", f"the tests took longer than {candidate.limits.timeout_s:g} s"
         answer = await _tests_turn(candidate, tests, known)
@@ -70,6 +76,16 @@ async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
     raise GradingFailed(f"the tests were not done after {MAX_TURNS} turns; do they make other calls each time they run?")
 
 
+def _agree(before: list[list[str]], after: list[list[str]]) -> bool:
+    """Returns whether the calls with which two turns begin alike came to the same."""
+    for ours, theirs in zip(before, after, strict=False):
+        if ours[:2] != theirs[:2]:
+            return True
+        if ours != theirs:
+            return False
+    return True
+
+
 async def _made(candidate: Candidate, calls: list[list[str]]) -> list[Outcome] | Outcome:
     """Returns the outcome of each call, or the one that decides all."""
     if not calls:
@@ -77,7 +93,9 @@ async def _made(candidate: Candidate, calls: list[list[str]]) -> list[Outcome] |
     outcomes = await candidate.call([["call", *call] for call in calls], last=("late", "large"), share=len(calls))
     if isinstance(outcomes, Outcome):
         return outcomes
-    return next((outcome for outcome in outcomes if outcome.how in ("late", "large")), outcomes)
+    if ended := next((outcome for outcome in outcomes if outcome.how in ("late", "large")), None):
+        return ended
+    return outcomes if len(outcomes) == len(calls) else Outcome("runtime_error", "no result of some calls")
 
 
 async def _guessed_calls(candidate: Candidate, tests: TestCode, known: list[list[str]]) -> list[list[str]]:
