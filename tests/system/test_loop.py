@@ -35,6 +35,7 @@ from shared.wire import (
     TERMINAL,
     EventList,
     JobRecord,
+    RegradeReport,
     RolloutList,
     ServingWeights,
     SubmitRequest,
@@ -184,6 +185,15 @@ def test_every_command_shows_a_finished_job(stack: Stack, learned: dict[str, Any
     assert "grad norm" in stack.hone("metrics", job_id, "--min-step", "38").stdout
     listed = RolloutList.model_validate_json(stack.hone("rollouts", job_id, "--step", "7", "-n", "500", "-o", "json").stdout)
     assert listed.step == 7 and len(listed.rollouts) == 48 * 8
+    verdicts = {rollout.parts["python_value"].verdict for rollout in listed.rollouts if rollout.reward}
+    assert verdicts == {"ok"}
+    regraded = stack.hone("regrade", job_id, "--step", "7:8", "--reward", "job.toml").stdout
+    assert "0 of 768 rewards would change, and 0 advantages their sign." in regraded
+    (stack.folder / "new.toml").write_text('[[rewards]]\ngrader = "length"\nparams = { target = 1 }\n')
+    report = RegradeReport.model_validate_json(
+        stack.hone("regrade", job_id, "--step", "7", "--reward", "new.toml", "-n", "3", "-o", "json").stdout
+    )
+    assert len(report.steps) == 1 and len(report.examples) == 3 and report.steps[0].flipped
     doctor = json.loads(stack.hone("doctor", "-o", "json").stdout)
     assert doctor["ok"] and {"rollout", "trainer", "reward", "orchestrator"} <= {check["name"] for check in doctor["checks"]}
     refused = stack.hone("cancel", job_id, check=False)
@@ -318,10 +328,10 @@ async def test_wandb_gets_the_metrics_offline(stack: Stack, tmp_path: Path) -> N
     assert kept.stat().st_size > 0
 
 
-def test_a_job_survives_a_trainer_rank_that_is_killed_and_a_detached_follower(stack: Stack, learned: dict[str, Any]) -> None:
+def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(stack: Stack, learned: dict[str, Any]) -> None:
     """The last test on this stack but one. The trainer comes back by itself from its newest checkpoint, and the steps since
     are replayed."""
-    changes = ("steps=20", "checkpoints.every=4", "evaluation.num_prompts=8", "sampling.prompts_per_step=8")
+    changes = ("steps=40", "checkpoints.every=4", "evaluation.num_prompts=8", "sampling.prompts_per_step=8")
     settings = [part for change in changes for part in ("--set", change)]
     record = json.loads(stack.hone("submit", "job.toml", *settings, "-o", "json").stdout)
     follow = start_following(stack, record["id"])
@@ -333,16 +343,20 @@ def test_a_job_survives_a_trainer_rank_that_is_killed_and_a_detached_follower(st
     detached.send_signal(signal.SIGINT)
     hint = detached.communicate(timeout=30)[1]
     assert detached.returncode == 130 and f"hone cancel {record['id']}" in hint
-    next(line for line in follow.stdout if "step 6/" in line)
+    assert "hone resume" in stack.hone("pause", record["id"]).stdout
+    next(line for line in follow.stdout if "paused on request" in line)
+    assert json.loads(stack.hone("get", record["id"], "-o", "json").stdout)["status"] == "paused"
+    stack.hone("resume", record["id"])
+    next(line for line in follow.stdout if "/40  reward" in line)
     kill_a_trainer_rank(stack)
     rest = follow.communicate(timeout=400)[0]
     stack.processes |= descendants(stack.launcher)
     ended = json.loads(stack.hone("get", record["id"], "-o", "json").stdout)
-    assert (ended["status"], ended["step"]) == ("succeeded", 20), rest
+    assert (ended["status"], ended["step"]) == ("succeeded", 40), rest
     assert ended["recoveries"] >= 1 and "going on from what the trainer has (recovery 1 of 3)" in rest
     run = Path(ended["run_dir"])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(21))
+    assert [row["step"] for row in rows] == list(range(41))
     differences = [row["mismatch/logprob_diff_max"] for row in rows[1:]]
     assert max(differences) < 1e-3, "the sampler went back and forth with the trainer"
 
