@@ -121,6 +121,7 @@ class LocalSandbox(Sandbox):
 def _refusal(reason: str) -> str:
     return (
         f"this host cannot isolate model-written code: {reason}. Allow user namespaces to the reward service (the container's "
-        "seccomp profile, which docker/seccomp-reward.json is for; sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), or ask by name for "
-        "HONE_SANDBOX=unsafe to run such code with resource limits only"
+        "seccomp profile, which docker/seccomp-reward.json is for; sysctl user.max_user_namespaces, "
+        "kernel.apparmor_restrict_unprivileged_userns), or ask by name for HONE_SANDBOX=unsafe to run such code with resource "
+        "limits only"
     )
