@@ -1,20 +1,16 @@
-"""What every layer of tests needs: settings that read no environment, free ports, a real Redis."""
+"""What every layer of tests needs: settings that read no environment, a real Redis."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import socket
-import subprocess
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import structlog
+from running import running_redis
 
-from deploy import redis_server
 from shared.config import Settings
 
 
@@ -39,29 +35,6 @@ def own_logging() -> Iterator[None]:
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     return Settings(runs_dir=tmp_path / "runs", shm_dir=tmp_path / "shm", log_level="warning")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def running_redis(folder: Path) -> Generator[str]:
-    """A real redis-server with the product's own settings; yields its URL."""
-    folder.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen(redis_server.command(folder), stdout=subprocess.DEVNULL)
-    path = redis_server.socket_path(folder)
-    try:
-        deadline = time.monotonic() + 20
-        while not path.exists():
-            assert time.monotonic() < deadline and process.poll() is None, "redis-server did not start"
-            time.sleep(0.01)
-        yield f"unix://{path}"
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from conftest import free_port, running_redis
 from proxy import proxy
+from running import free_port, running_redis
 
 from services.orchestrator.app import create_service
 from services.orchestrator.store import Store

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import free_port
+from running import free_port
 
 from deploy import redis_server
 from services.orchestrator.store import Store

@@ -58,7 +58,10 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
         ("training.lerning_rate=1", "unknown key 'training.lerning_rate'; did you mean 'learning_rate'?"),
         ("rewards.0.wieght=1", "unknown key 'rewards.0.wieght'; did you mean 'weight'?"),
         ("steps=0", "'steps': got 0; input should be greater than or equal to 1"),
-        ("training.loss=ppo", "'training.loss': got 'ppo'; input should be 'dapo', 'grpo', 'dr_grpo', 'bnpo', 'cispo', 'sapo' or 'gspo'"),
+        (
+            "training.loss=ppo",
+            "'training.loss': got 'ppo'; input should be 'dapo', 'grpo', 'dr_grpo', 'bnpo', 'cispo', 'sapo' or 'gspo'",
+        ),
         ("rewards.4.weight=1", "'4' is not a position in a list of 1"),
         ("steps", "expected KEY=VALUE"),
         ("name.x=1", 'is "demo", not a section'),
