@@ -18,6 +18,7 @@ from hone import doctor as checks
 from hone import grade as grading
 from hone import rollout_view, stack, view
 from hone.client import Client
+from shared import logs as service_logs
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.job_file import load_job
 from shared.wire import TERMINAL, JobRecord
@@ -318,6 +319,7 @@ def _follow(client: Client, job: str, output: Output) -> None:
 
 
 def main() -> None:
+    service_logs.to_stderr()
     app()
 
 

@@ -42,6 +42,14 @@ def configure(service: str, settings: Settings) -> None:
     structlog.contextvars.bind_contextvars(service=service)
 
 
+def to_stderr() -> None:
+    """Sends a command's warnings to stderr, as lines for people: its stdout is for what it was asked for."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
 def get_logger() -> Logger:
     return structlog.get_logger()
 
