@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from running import free_port
+from trainer_reference import TEMPERATURE
 
 from shared.client import Client
 from shared.job import Job
@@ -25,7 +24,6 @@ from shared.job_file import parse_job
 from shared.wire import (
     Checkpoint,
     CheckpointRequest,
-    Example,
     PublishRequest,
     StepResult,
     TrainerJob,
@@ -35,7 +33,6 @@ from shared.wire import (
 )
 
 ROOT = Path(__file__).parents[1]
-TEMPERATURE = 0.8
 DEADLINE_S = 300.0
 """Long enough for ranks to come back on a busy machine."""
 
@@ -91,12 +88,6 @@ class Service:
             time.sleep(0.1)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def running(
     folder: Path, ranks: int, module: str = "services.trainer", *, restarts: int = 0, prefix: Sequence[str] = (), **settings: str
@@ -147,44 +138,6 @@ def a_job(model: Path, *, micro_batch_tokens: int = 16384, sections: Mapping[str
         "memory": {"micro_batch_tokens": micro_batch_tokens},
     }
     return parse_job(document | dict(sections or {}))
-
-
-def some_examples(model: Path, num: int = 12, seed: int = 5) -> tuple[Example, ...]:
-    """Examples of very different lengths; old log-probs are the model's own, disturbed, so that some ratios are clipped."""
-    rng = random.Random(seed)
-    policy = load(model)
-    examples = []
-    for _ in range(num):
-        prompt = [rng.randrange(64) for _ in range(rng.randrange(1, 9))]
-        completion = [rng.randrange(64) for _ in range(rng.randrange(1, 24))]
-        old = [value + rng.gauss(0, 0.2) for value in logprobs(policy, prompt, completion).tolist()]
-        examples.append(Example(prompt_token_ids=prompt, token_ids=completion, old_logprobs=old, advantage=rng.gauss(0, 1)))
-    return tuple(examples)
-
-
-def load(folder: Path):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-
-
-def logprobs(policy, prompt, completion):
-    """Log-probs of one unpadded sequence's completion, from the model's whole logits."""
-    import torch
-
-    logits = policy(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-    return torch.log_softmax(logits, -1)[range(len(completion)), list(completion)]
-
-
-def weights(folder: str | Path):
-    from safetensors.torch import load_file
-
-    return load_file(Path(folder) / "model.safetensors")
-
-
-def relative(update, expected) -> float:
-    distance = math.sqrt(sum(((update[name] - expected[name]).double() ** 2).sum().item() for name in expected))
-    return distance / math.sqrt(sum((value.double() ** 2).sum().item() for value in expected.values()))
 
 
 def gone(processes: list[psutil.Process], within_s: float = 15) -> bool:

@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
-from trainer_service import DEADLINE_S, ROOT, Service, a_job, gone, running, some_examples
+from trainer_reference import some_examples
+from trainer_service import DEADLINE_S, ROOT, Service, a_job, gone, running
 from two_nodes import ADDRESSES, INTERFACES, Forbidden, Nodes, two_nodes
 
 from shared.client import Client

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from tiny_models import make_tiny_model
-from trainer_service import a_job, gone, load, relative, running, some_examples, weights
+from trainer_reference import load, relative, some_examples, weights
+from trainer_service import a_job, gone, running
 
 from shared.errors import BadRequest, Conflict, Failed
 from shared.wire import Example

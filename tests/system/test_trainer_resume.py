@@ -9,7 +9,8 @@ import urllib.request
 from typing import Any
 
 import pytest
-from trainer_service import Service, a_job, some_examples
+from trainer_reference import some_examples
+from trainer_service import Service, a_job
 
 from services.trainer import checkpoints
 from shared.errors import Conflict, HoneError

@@ -7,8 +7,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from running import free_port
 from torch.distributed import HashStore
-from trainer_service import free_port
 
 from services.trainer import beats, rendezvous
 from services.trainer.rendezvous import Place, meet
