@@ -331,7 +331,8 @@ async def test_wandb_gets_the_metrics_offline(stack: Stack, tmp_path: Path) -> N
 def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(stack: Stack, learned: dict[str, Any]) -> None:
     """The last test on this stack but one. The trainer comes back by itself from its newest checkpoint, and the steps since
     are replayed."""
-    changes = ("steps=40", "checkpoints.every=4", "evaluation.num_prompts=8", "sampling.prompts_per_step=8")
+    steps = 150  # far more than are done before the pause
+    changes = (f"steps={steps}", "checkpoints.every=5", "evaluation.num_prompts=8", "sampling.prompts_per_step=8")
     settings = [part for change in changes for part in ("--set", change)]
     record = json.loads(stack.hone("submit", "job.toml", *settings, "-o", "json").stdout)
     follow = start_following(stack, record["id"])
@@ -347,16 +348,16 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(st
     next(line for line in follow.stdout if "paused on request" in line)
     assert json.loads(stack.hone("get", record["id"], "-o", "json").stdout)["status"] == "paused"
     stack.hone("resume", record["id"])
-    next(line for line in follow.stdout if "/40  reward" in line)
+    next(line for line in follow.stdout if f"/{steps}  reward" in line)
     kill_a_trainer_rank(stack)
     rest = follow.communicate(timeout=400)[0]
     stack.processes |= descendants(stack.launcher)
     ended = json.loads(stack.hone("get", record["id"], "-o", "json").stdout)
-    assert (ended["status"], ended["step"]) == ("succeeded", 40), rest
+    assert (ended["status"], ended["step"]) == ("succeeded", steps), rest
     assert ended["recoveries"] >= 1 and "going on from what the trainer has (recovery 1 of 3)" in rest
     run = Path(ended["run_dir"])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(41))
+    assert [row["step"] for row in rows] == list(range(steps + 1))
     differences = [row["mismatch/logprob_diff_max"] for row in rows[1:]]
     assert max(differences) < 1e-3, "the sampler went back and forth with the trainer"
 
