@@ -1,4 +1,4 @@
-"""What the sandbox for model-written code needs of this host, tried in a child process that then ends: nothing is left changed.
+"""What the sandbox for model-written code needs of this host, tried in a new process that then ends: nothing is left changed.
 
 The reward service builds the real one, and tests it, at its start; this says beforehand which primitive is missing.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+TIMEOUT_S = 30.0
 _NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 """CLONE_NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
 _PRIVATE, _NOSUID_NODEV = 1 << 18 | 16384, 6
@@ -23,19 +26,12 @@ class _Filter(ctypes.Structure):
 
 
 def missing_primitive() -> str | None:
-    """Returns the first call that this host refuses, with the reason ("unshare(...): Operation not permitted"), or None."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.write(writing, _first_refusal().encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with open(reading, encoding="utf-8") as told:  # noqa: PTH123 (a descriptor)
-        refusal = told.read()
-    os.waitpid(pid, 0)
-    return refusal or None
+    """Returns the first call that this host refuses, with the reason ("unshare(...): Operation not permitted"), or None.
+
+    A process of several threads may not enter a user namespace, and this one may have some: so a new one tries.
+    """
+    tried = subprocess.run([sys.executable, "-I", "-S", __file__], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return (tried.stdout + tried.stderr).strip() or None
 
 
 def _first_refusal() -> str:
@@ -69,3 +65,7 @@ def _map(uid: int, gid: int) -> int:
     Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
     Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
     return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.write(_first_refusal())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer import checkpoints, folders
+from services.trainer import folders
 from services.trainer.weights import Publisher, digest
 from shared.config import Settings
 from shared.errors import Failed
@@ -73,17 +73,13 @@ def test_without_enough_space_nothing_is_written(settings, tmp_path):
     assert list((tmp_path / "shm/a").iterdir()) == []
 
 
-@pytest.mark.parametrize("write", ["weights", "checkpoint"])
-def test_a_disk_that_fills_up_on_the_way_leaves_nothing(settings, tmp_path, write):
+def test_a_disk_that_fills_up_on_the_way_leaves_nothing(settings, tmp_path):
     def save(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half of it")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(Failed, match=r"no space to write .*: about 5 bytes are needed"):
-        if write == "weights":
-            Publisher(settings, "a").publish(1, "disk", 5, save)
-        else:
-            checkpoints.write(tmp_path / "runs/a/weights", 1, 5, save)
+        Publisher(settings, "a").publish(1, "disk", 5, save)
     assert list((tmp_path / "runs/a/weights").iterdir()) == []
 
 
@@ -99,14 +95,3 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     target = tmp_path / "file" / "v1"
     with pytest.raises(Failed, match=r"cannot write '.*/file/v1'"), folders.written_aside(target, 1, durable=False):
         pass
-
-
-def test_checkpoints_are_listed_oldest_first_and_only_complete_ones(tmp_path):
-    for step in (100, 5):
-        checkpoints.write(tmp_path, step, 1, saving(b"12345"))
-    (tmp_path / ".tmp-step-000007").mkdir()
-    assert [(c.step, c.size_bytes, Path(c.path).name) for c in checkpoints.listed(tmp_path)] == [
-        (5, 5, "step-000005"),
-        (100, 5, "step-000100"),
-    ]
-    assert checkpoints.listed(tmp_path / "absent") == ()

@@ -60,6 +60,8 @@ class Workers:
                     process.stdin.write(json.dumps(request).encode() + b"\n")
                     await process.stdin.drain()
                 line = await process.stdout.readline()
+                if not line:  # it ends by itself; a kill that came first would take its exit code from asyncio
+                    await process.wait()
         except TimeoutError as error:
             raise GradingFailed(f"the process that compares answers was silent for {deadline_s:g} s") from error
         finally:
