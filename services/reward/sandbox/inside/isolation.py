@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import kernel
@@ -46,7 +45,7 @@ def enter(config: dict[str, Any]) -> Inside:
     if os.getppid() != config["service_pid"]:
         os._exit(0)  # the service died before the call above took effect
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("500")  # short of memory, the host ends programs before services
+        _write("/proc/self/oom_score_adj", "500")  # short of memory, the host ends programs before services
     _unshare_mapped(config["uid"])
     sources = [
         (os.open(source, os.O_PATH), target) for source, target in config["binds"].items()
@@ -97,8 +96,8 @@ def _unshare_mapped(uid: int | None) -> None:
     if not helper:
         os.read(unshared_r, 1)
         try:
-            Path(f"/proc/{me}/uid_map").write_text(f"0 {uid} 1")
-            Path(f"/proc/{me}/gid_map").write_text(f"0 {uid} 1")
+            _write(f"/proc/{me}/uid_map", f"0 {uid} 1")
+            _write(f"/proc/{me}/gid_map", f"0 {uid} 1")
         except OSError:
             os._exit(1)
         os._exit(0)
@@ -114,9 +113,9 @@ def _unshare_mapped(uid: int | None) -> None:
 
 
 def _write_map(process: str, uid: int, gid: int) -> None:
-    Path(f"/proc/{process}/setgroups").write_text("deny")
-    Path(f"/proc/{process}/uid_map").write_text(f"0 {uid} 1")
-    Path(f"/proc/{process}/gid_map").write_text(f"0 {gid} 1")
+    _write(f"/proc/{process}/setgroups", "deny")
+    _write(f"/proc/{process}/uid_map", f"0 {uid} 1")
+    _write(f"/proc/{process}/gid_map", f"0 {gid} 1")
 
 
 def _make_root(sources: list[tuple[int, str]], links: dict[str, str]) -> None:
@@ -128,11 +127,11 @@ def _make_root(sources: list[tuple[int, str]], links: dict[str, str]) -> None:
         _show(fd, path, f".{path}")
         os.close(fd)
     for path, target in links.items():
-        Path(f".{path}").symlink_to(target)
+        os.symlink(target, f".{path}")
     for folder in ("tmp", "proc", "etc"):
-        Path(folder).mkdir(exist_ok=True)
-    Path("etc/passwd").write_text("sandbox:x:0:0:sandbox:/tmp:/bin/sh\n")
-    Path("etc/group").write_text("sandbox:x:0:\n")
+        os.makedirs(folder, exist_ok=True)
+    _write("etc/passwd", "sandbox:x:0:0:sandbox:/tmp:/bin/sh\n")
+    _write("etc/group", "sandbox:x:0:\n")
     kernel.pivot_root_here()
     kernel.make_read_only("/", recursive=False)
     kernel.mount("tmpfs", "/tmp", "tmpfs", _TMP_FLAGS, TMP_OPTIONS)
@@ -140,11 +139,11 @@ def _make_root(sources: list[tuple[int, str]], links: dict[str, str]) -> None:
 
 def _show(fd: int, path: str, target: str) -> None:
     source = f"/proc/self/fd/{fd}"
-    if Path(source).is_dir():
-        Path(target).mkdir(parents=True, exist_ok=True)
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
     else:
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        Path(target).touch()
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        _write(target, "")
     kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
     kernel.make_read_only(target, devices=path.startswith("/dev/"))
 
@@ -168,6 +167,11 @@ class Tmp:
     def _looks(self) -> tuple[object, ...]:
         """Returns the folder's own attributes, times included, and how much of it is free (attributes beyond these, seccomp
         refuses to set)."""
-        folder, room = Path("/tmp").stat(), os.statvfs("/tmp")
+        folder, room = os.stat("/tmp"), os.statvfs("/tmp")
         times = (folder.st_atime_ns, folder.st_mtime_ns, folder.st_ctime_ns)
         return folder.st_mode, folder.st_size, folder.st_nlink, times, room.f_bfree, room.f_ffree
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)

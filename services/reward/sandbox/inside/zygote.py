@@ -15,21 +15,21 @@ import json
 import mmap
 import os
 import resource
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any, NoReturn
 
-from services.reward.sandbox.inside import frames, function, isolation, kernel, program, seccomp
+from services.reward.sandbox.inside import frames, isolation, kernel, program, seccomp
 from services.reward.sandbox.inside.job import Job, ServiceGone, Surroundings, ended_within
 
 WARM = """array ast bisect calendar cmath collections copy ctypes dataclasses datetime decimal enum fractions functools heapq
 io itertools json linecache math numbers operator queue random re statistics string struct textwrap threading time traceback
 types typing"""
+
+FUNCTION = "services.reward.sandbox.inside.function"
+"""Imported where it is used only, like whatever else is large: a fork copies the tables of every page that its parent has."""
 
 _ENVIRONMENT = {
     "HOME": "/tmp",
@@ -43,6 +43,8 @@ _ENVIRONMENT = {
 def main() -> None:
     """Entry of the slot process; its one argument is the configuration as JSON (see `slots.py`)."""
     config = json.loads(sys.argv[1])
+    if config["mode"] == "function":
+        importlib.import_module(FUNCTION)
     sys.path.remove(config["home"])
     control = socket.socket(fileno=config["control_fd"])
     try:
@@ -70,7 +72,8 @@ class Zygote:
         os.environ.update(_ENVIRONMENT)
         isolated: bool = config["isolated"]
         for entrance in config["entrances"]:
-            Path(entrance).write_text("0")  # this process, and all it will fork
+            with open(entrance, "w") as file:
+                file.write("0")  # this process, and all it will fork
         cpu_meter, oom_meter = (os.open(path, os.O_RDONLY) if path else None for path in config["meters"])
         inside = isolation.enter(config) if isolated else None
         if inside is None:
@@ -114,7 +117,7 @@ class Zygote:
             null = os.open("/dev/null", os.O_RDWR)
             limits = program.standing_limits(files=1024, processes=128) | {resource.RLIMIT_AS: slot.own_bytes + (8 << 30)}
             program.give_up_everything([null, null, null, slot.control.fileno()], limits, slot.system_calls)
-            function.serve(socket.socket(fileno=3))
+            sys.modules[FUNCTION].serve(socket.socket(fileno=3))
             os._exit(0)
         try:
             ended_within(pid, slot.control, None)
@@ -132,6 +135,9 @@ class Zygote:
             self._tmp.renew()
             yield
             return
+        import shutil
+        import tempfile
+
         folder = tempfile.mkdtemp(prefix="hone-unsafe-")
         os.chdir(folder)
         try:
