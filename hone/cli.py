@@ -320,6 +320,8 @@ def _follow(client: Client, job: str, output: Output) -> None:
 
 def main() -> None:
     service_logs.to_stderr()
+    stdout: Any = sys.stdout
+    stdout.reconfigure(line_buffering=True)  # so that `hone logs -f | grep step` shows a line as it happens
     app()
 
 
