@@ -358,7 +358,7 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(st
     run = Path(ended["run_dir"])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(steps + 1))
-    differences = [row["mismatch/logprob_diff_max"] for row in rows[1:]]
+    differences = [row["mismatch/logprob_diff_max"] for row in rows[1:] if row["num_examples"]]
     assert max(differences) < 1e-3, "the sampler went back and forth with the trainer"
 
 
