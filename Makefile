@@ -24,7 +24,7 @@ up: $(VENV)/.ready ## start Redis and the four services here
 down: $(VENV)/.ready ## stop what `make up` started
 	$(BIN)/hone down
 
-test: $(VENV)/.ready ## every test: unit, contract, and the real stack (about 15 minutes on 2 cores)
+test: $(VENV)/.ready ## every test: unit, contract, and the real stack (about 20 minutes on 2 cores)
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.ready ## lint, types and the fast tests (under two minutes)
