@@ -393,7 +393,6 @@ class Checkpoint(Wire):
     step: int
     path: str
     size_bytes: int
-    created_at: float = 0.0
 
 
 class CheckpointList(Wire):
