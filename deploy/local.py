@@ -45,6 +45,9 @@ MAX_RESTARTS = 5
 RESTART_WINDOW_S = 600.0
 PR_SET_PDEATHSIG = 1
 
+STACK_LINK = "of-stack"
+"""Beside the weights that a stack has in shared memory: a link to the folder of that stack."""
+
 
 @dataclass
 class Child:
@@ -101,6 +104,7 @@ class Supervisor:
         with self._lock():
             try:
                 self._check_ports()
+                self._own_shared_memory()
                 self._start_redis()
                 for name in SERVICES:
                     self._start_service(name)
@@ -138,6 +142,18 @@ class Supervisor:
         """Returns where this stack's weights are in shared memory: a folder of its own, removed with it."""
         digest = hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:12]
         return self._settings.shm_dir / digest
+
+    def _own_shared_memory(self) -> None:
+        """Makes that folder, with a link to the stack's, and removes those of stacks that were killed before they could: what is in
+        memory would stay there until the machine starts again."""
+        own = self._shm()
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir(parents=True)
+        (own / STACK_LINK).symlink_to(self._folder)
+        for other in own.parent.iterdir():
+            link = other / STACK_LINK
+            if other != own and link.is_symlink() and running(link.readlink()) is None:
+                shutil.rmtree(other, ignore_errors=True)
 
     def _port(self, name: str) -> int:
         return int(getattr(self._settings, f"{name}_port"))

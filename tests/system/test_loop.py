@@ -107,8 +107,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     environment["HONE_TRAINER_RANKS"] = "2"
     environment["PYTHONPATH"] = str(ROOT)
     stack = Stack(folder, environment, {}, set())
+    killed = folder / "killed"
+    left = Path("/dev/shm/hone") / f"killed-{os.getpid()}"
+    left.mkdir(parents=True)
+    (left / "of-stack").symlink_to(killed)
     try:
         state = json.loads(stack.hone("up", "-o", "json").stdout)
+        assert killed not in owners_of_shared_memory(), "what a killed stack left in memory stays there"
+        assert folder / ".hone" in owners_of_shared_memory()
         stack.urls = state["urls"]
         stack.launcher = state["pid"]
         stack.processes = {state["pid"]} | descendants(state["pid"])
@@ -387,5 +393,10 @@ def test_nothing_is_left_when_the_stack_is_down(stack: Stack) -> None:
     assert stack.hone("down").stdout.strip() == "stopped"
     assert not [pid for pid in stack.processes if lives(pid)]
     assert "no stack runs" in stack.hone("down").stdout
-    left = [path for path in Path("/dev/shm/hone").glob("*/*") if path.name.startswith(("demo-", "stale-", "shuffled-", "own-"))]
-    assert left == []
+    assert stack.folder / ".hone" not in owners_of_shared_memory()
+
+
+def owners_of_shared_memory() -> list[Path]:
+    """The folders of all stacks that have weights in shared memory."""
+    links = [folder / "of-stack" for folder in Path("/dev/shm/hone").iterdir()]
+    return [link.readlink() for link in links if link.is_symlink()]
