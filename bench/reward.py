@@ -9,7 +9,8 @@
 
 Each way runs the same program with the same tests and gives the same values back. A round has each way in turn, at 1, 2 and 8
 programs at once; rates are medians over the rounds, and a ratio is the median of the rounds' own ratios, so that whatever else the
-machine does bears on both sides. `imports` is a program that uses twenty usual modules, which the sandbox has imported already.
+machine does bears on both sides. `imports` is a program with the twenty imports that solutions of programming problems begin
+with, which the sandbox has made already.
 `/score` is 512 completions over HTTP to a service of its own, against the same programs given to a sandbox here.
 """
 
@@ -33,7 +34,6 @@ import structlog
 
 from bench.report import Figure, finish, table
 from services.reward.sandbox import visible
-from services.reward.sandbox.inside import zygote
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.slots import Slot
 from shared.client import Client
@@ -43,7 +43,10 @@ from shared.wire import ExecuteRequest, ScoreItem, ScoreRequest, ScoreResult
 AT_ONCE = (1, 2, 8)
 GOALS = {"bare": 3.0, "bubblewrap": 5.0, "fork alone": 0.75}
 IMPORTS_GOAL, SCORE_GOAL = 10.0, 0.8
-IMPORTS = "import " + ", ".join(zygote.WARM.split()[-20:])
+IMPORTS = """
+import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics
+import itertools, functools, operator, io, sys, json, typing, decimal, fractions, dataclasses
+"""
 CODE = """
 def longest(words):
     best = ""

@@ -9,32 +9,27 @@ import gc
 import importlib
 import json
 import os
-import socket
 import sys
-from typing import Any
 
-from services.reward.sandbox.inside import frames, program, zygote
-
-FACTS: dict[str, Any] = {
-    "began": True, "exit": 0, "limit": None, "wall_s": 0.0, "cpu_s": 0.0, "ooms": None, "peak_bytes": 0, "overflow": False,
-}  # fmt: skip
+from services.reward.sandbox.inside import frames, job, program, zygote
 
 
 def main() -> None:
-    control = socket.socket(fileno=json.loads(sys.argv[1])["control_fd"])
+    control: int = json.loads(sys.argv[1])["control_fd"]
     for name in zygote.WARM.split():
         importlib.import_module(name)
+    program.rehearse()
     gc.collect()
     gc.freeze()
     frames.send(control, {"ready": True})
-    while frames.receive(control) is not None:
-        _, job = frames.receive_bytes(control), frames.receive(control)
+    while (request := frames.exactly(control, job.REQUEST.size)) is not None:
+        _, _, stdin_size, program_size = job.REQUEST.unpack(request)
+        data = frames.exactly(control, stdin_size + program_size) or b""
         result = os.memfd_create("result")
         pid = os.fork()
         if not pid:
-            program.run(job or {}, result)
+            program.run(json.loads(data[stdin_size:]), result)
         os.wait4(pid, 0)
-        frames.send(control, FACTS)
-        for text in (b"", b"", os.pread(result, 1 << 16, 0)):
-            control.sendall(frames.pack_bytes(text))
+        value = os.pread(result, 1 << 16, 0)
+        frames.send_bytes(control, job.FACTS.pack(True, 0, 0, 0.0, 0.0, -1, 0, False, 0, 0, len(value)) + value)
         os.close(result)

@@ -12,13 +12,14 @@ import json
 import os
 import socket
 import subprocess
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from services.reward.sandbox import visible
 from services.reward.sandbox.base import SlotDied, Worker
 from services.reward.sandbox.cgroups import Group
-from services.reward.sandbox.inside import frames
+from services.reward.sandbox.inside import frames, job
 from services.reward.sandbox.packages import INSIDE, NO_PACKAGES, Packages
 from shared.wire import ExecuteRequest
 
@@ -87,17 +88,16 @@ class Slot(Worker):
 
     async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
         """Returns the answer. Anything but an answer (death, silence, cancellation) ends the slot: its state is unknown."""
-        return (await self._exchange(frames.pack(message), deadline_s))[0]
+        return await self._exchange(frames.pack(message), self._message, deadline_s)
 
     async def run(self, request: ExecuteRequest, deadline_s: float) -> dict[str, Any]:
         """Returns the facts of a job (see `inside/job.py`) with its `stdout`, `stderr` and `result`. Ends the slot where `ask`
         does."""
         self._limit_memory(request.memory_mib)
-        limits = {"timeout_s": request.timeout_s, "cpu_s": request.cpu_s}
-        program = request.model_dump(exclude={"stdin", "timeout_s"})
-        message = frames.pack(limits) + frames.pack_bytes(request.stdin.encode()) + frames.pack(program)
-        facts, *texts = await self._exchange(message, deadline_s, num_bytes=3)
-        return facts | dict(zip(("stdout", "stderr", "result"), texts, strict=True))
+        stdin = request.stdin.encode()
+        program = json.dumps(request.model_dump(exclude={"stdin", "timeout_s"})).encode()
+        message = job.REQUEST.pack(request.timeout_s, request.cpu_s, len(stdin), len(program)) + stdin + program
+        return await self._exchange(message, self._facts, deadline_s)
 
     def _limit_memory(self, memory_mib: int) -> None:
         """Bounds all that runs in the slot together, where it has a group; each process has its own limit anyway."""
@@ -105,19 +105,29 @@ class Slot(Worker):
             self._group.limit_memory(self._idle_bytes + ((memory_mib + BESIDE_MIB) << 20))
             self._memory_mib = memory_mib
 
-    async def _exchange(self, message: bytes, deadline_s: float, *, num_bytes: int = 0) -> list[Any]:
-        """Returns the answer, and `num_bytes` messages after it that are text."""
+    async def _exchange(self, message: bytes, answer: Callable[[], Awaitable[Any]], deadline_s: float) -> Any:
+        """Sends, and returns what `answer` then receives."""
         answered = False
         try:
             async with asyncio.timeout(deadline_s):
                 await self._send(message)
-                answer = [_from_json(await self._receive())]
-                answer += [(await self._receive()).decode("utf-8", "replace") for _ in range(num_bytes)]
+                received = await answer()
             answered = True
-            return answer
+            return received
         finally:
             if not answered:
                 self._disconnect()
+
+    async def _message(self) -> Any:
+        (size,) = frames.HEADER.unpack(await self._receive(frames.HEADER.size))
+        if size > MAX_MESSAGE_BYTES:
+            raise SlotDied(f"it answered with {size} bytes, at most {MAX_MESSAGE_BYTES} are taken")
+        return _from_json(await self._receive(size))
+
+    async def _facts(self) -> dict[str, Any]:
+        facts, sizes = job.facts_of(await self._receive(job.FACTS.size))
+        texts = [(await self._receive(size)).decode("utf-8", "replace") for size in sizes]
+        return facts | dict(zip(("stdout", "stderr", "result"), texts, strict=True))
 
     async def close(self) -> None:
         """Ends the process with all it runs, and waits for that."""
@@ -161,7 +171,7 @@ class Slot(Worker):
             "package_paths": self._package_paths(),
             "modules": self._packages.modules,
         }
-        flags = ["-P", "-s", "-S", "-B", "-X", "utf8"]
+        flags = ["-P", "-s", "-S", "-X", "utf8"]
         command = [visible.interpreter(), *flags, "-c", _BOOT.format(home=_HOME, module=self.module), json.dumps(config)]
         null = subprocess.DEVNULL
         return subprocess.Popen(
@@ -169,7 +179,7 @@ class Slot(Worker):
             stdin=null,
             stdout=null,
             stderr=log,
-            env={"PYTHONHASHSEED": "0"},
+            env={"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"},
             cwd="/",
             pass_fds=[theirs.fileno()],
             start_new_session=True,
@@ -183,7 +193,7 @@ class Slot(Worker):
     async def _wait_until_ready(self, log: int) -> None:
         try:
             async with asyncio.timeout(START_DEADLINE_S):
-                answer = _from_json(await self._receive())
+                answer = await self._message()
         except TimeoutError as error:
             await self.close()
             raise CannotIsolate(f"a slot was not ready after {START_DEADLINE_S:g} s") from error
@@ -205,12 +215,9 @@ class Slot(Worker):
         except OSError as error:
             raise SlotDied(await self._how_it_ended()) from error
 
-    async def _receive(self) -> bytes:
+    async def _receive(self, size: int) -> bytes:
         assert self._reader is not None
         try:
-            (size,) = frames.HEADER.unpack(await self._reader.readexactly(frames.HEADER.size))
-            if size > MAX_MESSAGE_BYTES:
-                raise SlotDied(f"it answered with {size} bytes, at most {MAX_MESSAGE_BYTES} are taken")
             return await self._reader.readexactly(size)
         except (OSError, asyncio.IncompleteReadError) as error:
             raise SlotDied(await self._how_it_ended()) from error

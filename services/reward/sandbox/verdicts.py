@@ -9,8 +9,9 @@ from typing import Any
 from shared.wire import ExecuteRequest, Execution
 
 MAX_DEPTH = 64
-LEAST_RLIMIT_CPU_S = 0.9
-"""A program can set itself a limit of CPU time, of a second at least, at which the kernel kills it."""
+LEAST_RLIMIT_CPU_S = 0.5
+"""A program can set itself a limit of CPU time, of a second at least, at which the kernel kills it. The kernel counts that second
+in ticks, which on a busy machine come to more than was used."""
 
 
 def execution(facts: dict[str, Any], request: ExecuteRequest) -> Execution:
@@ -44,7 +45,8 @@ def _verdict(facts: dict[str, Any], request: ExecuteRequest) -> tuple[Any, Any, 
     code = facts["exit"]
     if facts["limit"] == "wall":
         return "time_limit", None, f"TimeLimit: stopped after {request.timeout_s:g} s, of which {facts['cpu_s']:.1f} s of CPU\n"
-    if facts["limit"] == "cpu" or (code == -signal.SIGKILL and facts["cpu_s"] >= LEAST_RLIMIT_CPU_S):
+    by_rlimit = code == -signal.SIGKILL and facts["cpu_s"] >= LEAST_RLIMIT_CPU_S and not facts["ooms"]
+    if facts["limit"] == "cpu" or code == -signal.SIGXCPU or by_rlimit:
         return "time_limit", None, f"TimeLimit: used {facts['cpu_s']:.1f} s of CPU, {request.cpu_s:g} s are allowed\n"
     if facts["overflow"]:
         return "output_limit", None, "OutputLimit: more than 64 KiB were written\n"

@@ -48,9 +48,10 @@ def main() -> None:
 def _become(job: dict[str, Any], files: list[int], own_bytes: int) -> None:
     try:
         limits = program.standing_limits(files=64, processes=None)
-        limits[resource.RLIMIT_AS] = own_bytes + (job["memory_mib"] << 20)
-        limits[resource.RLIMIT_CPU] = math.ceil(job["cpu_s"])
+        limits |= program.within_own({resource.RLIMIT_AS: own_bytes + (job["memory_mib"] << 20)})
         program.give_up_everything(files, limits, None)
+        cpu_s = math.ceil(job["cpu_s"])
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU, then SIGKILL
     except OSError as error:
         os.write(2, str(error).encode())
         os._exit(125)

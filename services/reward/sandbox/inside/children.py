@@ -98,7 +98,7 @@ class Children:
     def _told(self, name: str, arguments: tuple[Any, ...]) -> _Child:
         message = frames.pack({"name": name, "arguments": arguments})
         child = self._idle() or self._fork(self._serve)
-        child.channel.sendall(message)
+        frames.send_bytes(child.channel.fileno(), message)
         return child
 
     def _idle(self) -> _Child | None:
@@ -109,11 +109,11 @@ class Children:
             child.channel.close()  # it was killed since
         return None
 
-    def _serve(self, channel: socket.socket) -> None:
+    def _serve(self, channel: int) -> None:
         while (call := frames.receive(channel)) is not None:
             frames.send(channel, _reply(self._find(call["name"]), call["arguments"]))
 
-    def _fork(self, work: Callable[[socket.socket], None]) -> _Child:
+    def _fork(self, work: Callable[[int], None]) -> _Child:
         ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid:
@@ -123,7 +123,7 @@ class Children:
             os.setsid()
             ours.close()
             self._on_fork()
-            work(theirs)
+            work(theirs.fileno())
         finally:
             os._exit(0)
 
@@ -140,7 +140,7 @@ def _finished(running: dict[int, _Call], timeout_s: float) -> list[tuple[_Call, 
     for fd in ready:
         call = running.pop(fd)
         try:
-            done.append((call, frames.receive(call.child.channel)))
+            done.append((call, frames.receive(call.child.channel.fileno())))
         except (OSError, ValueError):
             done.append((call, None))
     now = time.monotonic()

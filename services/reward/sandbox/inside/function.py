@@ -16,7 +16,6 @@ import inspect
 import linecache
 import math
 import os
-import socket
 import sys
 import traceback
 import types
@@ -51,7 +50,7 @@ class Own:
         }
 
 
-def serve(channel: socket.socket) -> None:
+def serve(channel: int) -> None:
     os.chdir("/tmp")
     opening = frames.receive(channel)
     if opening is None:

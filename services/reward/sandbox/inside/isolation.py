@@ -27,10 +27,8 @@ _NAMESPACES = (
 
 @dataclass(frozen=True)
 class Inside:
-    """What a slot keeps of the outside, as open files: its own pid namespace, how large it is, and its standing when the kernel
-    runs short of memory."""
+    """What a slot keeps of the outside, as open files: how large it is, and its standing when the kernel runs short of memory."""
 
-    pid_namespace: int
     statm: int
     oom_score: int
 
@@ -68,8 +66,7 @@ def enter(config: dict[str, Any]) -> Inside:
 
 def _own_files() -> Inside:
     with kernel.own_proc_files():
-        namespace, statm = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("ns/pid", "statm"))
-        return Inside(namespace, statm, os.open("/proc/self/oom_score_adj", os.O_RDWR))
+        return Inside(os.open("/proc/self/statm", os.O_RDONLY), os.open("/proc/self/oom_score_adj", os.O_RDWR))
 
 
 def _end_as(child: int) -> NoReturn:
@@ -149,7 +146,7 @@ def _show(fd: int, path: str, target: str) -> None:
 
 
 class Tmp:
-    """The slot's /tmp, which each job finds empty."""
+    """The slot's /tmp, which each job finds empty, and its working directory."""
 
     def __init__(self) -> None:
         self._untouched = self._looks()
@@ -163,6 +160,9 @@ class Tmp:
             kernel.mount("tmpfs", "/tmp", "tmpfs", _TMP_FLAGS, TMP_OPTIONS)
             self._untouched = self._looks()
         os.chdir("/tmp")
+
+    def remove(self) -> None:
+        """It goes with the slot's mounts."""
 
     def _looks(self) -> tuple[object, ...]:
         """Returns the folder's own attributes, times included, and how much of it is free (attributes beyond these, seccomp

@@ -17,7 +17,7 @@ import os
 import resource
 import select
 import signal
-import socket
+import struct
 import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -31,6 +31,17 @@ RESULT_BYTES = 256 * 1024
 
 _RESULT, _PROGRAM = 3, 4
 """The job's own descriptors beside 0, 1, 2: where its result goes, and where its program comes from."""
+
+REQUEST = struct.Struct("=ddQQ")
+"""What the service sends: the limits of wall-clock and of CPU time in seconds, and how many bytes of input and of program
+follow."""
+
+FACTS = struct.Struct("=?iBddqq?QQQ")
+"""What the service receives: `Job.run` and `facts_of` say what they are; the last three are how many bytes of stdout, of stderr and
+of the result follow."""
+
+_LIMITS = (None, "wall", "cpu")
+_UNKNOWN = -1
 
 _SHORTEST_LOOK_S = 0.01
 """How precisely the limit of CPU time is kept."""
@@ -49,12 +60,11 @@ class Surroundings:
     out of memory; None where there is no cgroup. `began` is shared with each child until its program begins.
     """
 
-    control: socket.socket
+    control: int
     isolated: bool
     system_calls: kernel.Filter | None
-    pid_namespace: int | None
     own_bytes: int
-    limits: dict[int, int]
+    limits: program.Limits
     cpu_meter: int | None
     oom_meter: int | None
     oom_score: int | None
@@ -76,27 +86,39 @@ class Job:
         finally:
             os.close(reading)
 
-    def run(self, limits: dict[str, Any]) -> None:
-        """Takes the program from the service, and sends how it ended: plain facts, which `verdicts.py` judges, and the beginnings
-        of its output and of its result. None of these is ever in this process's memory, where the next job could read it."""
+    def run(self) -> bool:
+        """Takes a program from the service, and sends how it ended: plain facts, which `verdicts.py` judges, and the beginnings of
+        its output and of its result. None of these is ever in this process's memory, where the next job could read it.
+
+        Returns False, and runs nothing, once the service is gone."""
+        slot = self._slot
+        request = frames.exactly(slot.control, REQUEST.size)
+        if request is None:
+            return False
+        timeout_s, cpu_s, stdin_size, program_size = REQUEST.unpack(request)
         start, ooms_before = time.monotonic(), self._ooms()
-        self._hand_over()
-        limit = self._watch(limits, start)
+        self._hand_over(stdin_size, program_size)
+        limit = self._watch(timeout_s, cpu_s, start)
         status, usage = self._end(by_force=limit is not None)
-        wall_s = time.monotonic() - start
-        facts = {
-            "began": self._slot.began[0] == 1,
-            "exit": os.waitstatus_to_exitcode(status),
-            "limit": limit,
-            "wall_s": wall_s,
-            "cpu_s": usage.ru_utime + usage.ru_stime,
-            "ooms": None if ooms_before is None else (self._ooms() or 0) - ooms_before,
-            "peak_bytes": usage.ru_maxrss << 10,
-            "overflow": any(os.fstat(fd).st_size > KEEP_BYTES for fd in self._files[1:3]),
-        }
-        frames.send(self._slot.control, facts)
-        for fd, limit_bytes in zip(self._files[1:], (KEEP_BYTES, KEEP_BYTES, RESULT_BYTES), strict=True):
-            frames.send_file(self._slot.control, fd, limit_bytes)
+        wall_s, code = time.monotonic() - start, os.waitstatus_to_exitcode(status)
+        ooms = None if ooms_before is None or code != -signal.SIGKILL else (self._ooms() or 0) - ooms_before
+        _, stdout_size, stderr_size, result_size = [os.fstat(fd).st_size for fd in self._files]
+        kept = (min(stdout_size, KEEP_BYTES), min(stderr_size, KEEP_BYTES), min(result_size, RESULT_BYTES))
+        facts = FACTS.pack(
+            slot.began[0] == 1,
+            code,
+            _LIMITS.index(limit),
+            wall_s,
+            usage.ru_utime + usage.ru_stime,
+            _UNKNOWN if ooms is None else ooms,
+            usage.ru_maxrss << 10,
+            max(stdout_size, stderr_size) > KEEP_BYTES,
+            *kept,
+        )
+        frames.send_bytes(slot.control, facts)
+        for fd, size in zip(self._files[1:], kept, strict=True):
+            frames.send_file(slot.control, fd, size)
+        return True
 
     def __enter__(self) -> Job:
         return self
@@ -121,11 +143,9 @@ class Job:
 
     def _fork(self, files: list[int]) -> int:
         slot = self._slot
-        if slot.pid_namespace is not None:
-            kernel.unshare(kernel.CLONE_NEWPID, "pid namespace of a job")
         if slot.oom_score is not None:
             os.pwrite(slot.oom_score, b"1000", 0)  # inherited: the kernel, short of memory, ends the job and not its slot
-        pid = kernel.fork()
+        pid = kernel.fork_into_pid_namespace() if slot.isolated else kernel.fork()
         if not pid:
             try:
                 self._become_program(files)
@@ -133,8 +153,6 @@ class Job:
                 os._exit(126)  # whatever the program did to the lines above, no child goes on as its parent
         if slot.oom_score is not None:
             os.pwrite(slot.oom_score, b"500", 0)
-        if slot.pid_namespace is not None:
-            kernel.enter_namespace(slot.pid_namespace, kernel.CLONE_NEWPID, "pid namespace of the slot")
         return pid
 
     def _become_program(self, files: list[int]) -> NoReturn:
@@ -145,8 +163,12 @@ class Job:
             program.give_up_everything(files, slot.limits, slot.system_calls)
             job = json.loads(_until_end(_PROGRAM).decode())
             os.close(_PROGRAM)
-            memory_bytes = slot.own_bytes + (job["memory_mib"] << 20)
-            program.bound({resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: math.ceil(job["cpu_s"]) + 1})
+            own = {
+                resource.RLIMIT_AS: slot.own_bytes + (job["memory_mib"] << 20),
+                resource.RLIMIT_CPU: 2 * math.ceil(job["cpu_s"]),  # the kernel counts it in ticks; `_watch` is the precise one
+            }
+            for kind, limit in program.within_own(own).items():
+                resource.setrlimit(kind, limit)
             slot.began[0] = 1
             slot.began.close()
         except (OSError, ValueError) as error:
@@ -154,26 +176,27 @@ class Job:
             os._exit(125)
         program.run(job, _RESULT)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, stdin_size: int, program_size: int) -> None:
         """Gives the child its input and then its program, at which it begins. Raises OSError, which ends the slot, where it was
         killed while it waited for that."""
-        frames.pour_into_file(self._slot.control, self._files[0])
-        os.lseek(self._files[0], 0, os.SEEK_SET)
-        frames.pour_into_pipe(self._slot.control, self._program)
+        if stdin_size:
+            frames.pour_into_file(self._slot.control, self._files[0], stdin_size)
+            os.lseek(self._files[0], 0, os.SEEK_SET)
+        frames.pour_into_pipe(self._slot.control, self._program, program_size)
         os.close(self._program)
 
-    def _watch(self, limits: dict[str, Any], start: float) -> str | None:
+    def _watch(self, timeout_s: float, cpu_s: float, start: float) -> str | None:
         """Returns the limit that the job has reached, "cpu" or "wall", or None once it has ended by itself. Raises ServiceGone
         if the service goes away meanwhile."""
-        used_before_s, cpu_left_s = self._cpu_s(), limits["cpu_s"]
+        used_before_s, cpu_left_s = self._cpu_s(), cpu_s
         while True:
-            wall_left_s = start + limits["timeout_s"] - time.monotonic()
+            wall_left_s = start + timeout_s - time.monotonic()
             if min(wall_left_s, cpu_left_s) <= 0:
                 return "wall" if wall_left_s <= 0 else "cpu"
             soonest_s = max(cpu_left_s / self._slot.cores, _SHORTEST_LOOK_S)
             if ended_within(self._pid, self._slot.control, min(wall_left_s, soonest_s)):
                 return None
-            cpu_left_s = limits["cpu_s"] - (self._cpu_s() - used_before_s)
+            cpu_left_s = cpu_s - (self._cpu_s() - used_before_s)
 
     def _cpu_s(self) -> float:
         """Returns the CPU time of everything in the slot where that is metered, else of the job's first process."""
@@ -191,7 +214,27 @@ class Job:
         return int(counts.get(b"oom", counts[b"oom_kill"]))
 
 
-def ended_within(pid: int, control: socket.socket, timeout_s: float | None) -> bool:
+def facts_of(message: bytes) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """Returns the facts of an ended job, and the sizes of its stdout, its stderr and its result, from what `Job.run` sent.
+
+    `exit` is the code, or the negative number of a signal; `limit` is the one that ended it, "wall", "cpu" or None; `ooms` is how
+    often memory ran out, None where nobody knows or a job was not killed; `overflow` says that more was written than is kept.
+    """
+    began, code, limit, wall_s, cpu_s, ooms, peak_bytes, overflow, *sizes = FACTS.unpack(message)
+    facts = {
+        "began": began,
+        "exit": code,
+        "limit": _LIMITS[limit],
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "ooms": None if ooms == _UNKNOWN else ooms,
+        "peak_bytes": peak_bytes,
+        "overflow": overflow,
+    }
+    return facts, (sizes[0], sizes[1], sizes[2])
+
+
+def ended_within(pid: int, control: int, timeout_s: float | None) -> bool:
     """Returns whether the child ended in time. Raises ServiceGone if the service closes `control` meanwhile."""
     pidfd = os.pidfd_open(pid)
     try:
@@ -201,7 +244,7 @@ def ended_within(pid: int, control: socket.socket, timeout_s: float | None) -> b
         ready = [fd for fd, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)]
     finally:
         os.close(pidfd)
-    if control.fileno() in ready:
+    if control in ready:
         raise ServiceGone
     return bool(ready)
 

@@ -28,8 +28,11 @@ _SYS_MOUNT_SETATTR = 442
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
 
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+_INTO_PID_NAMESPACE = (_SYS_CLONE.get(os.uname().machine, -1), ctypes.c_ulong(CLONE_NEWPID | signal.SIGCHLD), *[None] * 4)
+
 _libc = ctypes.CDLL(None, use_errno=True)
-_fork = ctypes.PyDLL(None, use_errno=True).fork  # keeps the interpreter's lock, so that the child has it
+_with_lock = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock, so that a child has it
 
 
 def _check(result: int, call: str) -> int:
@@ -49,11 +52,12 @@ def fork() -> int:
 
     Returns 0 in the child, and its pid in the parent.
     """
-    return _check(_fork(), "fork")
+    return _check(_with_lock.fork(), "fork")
 
 
-def enter_namespace(fd: int, kind: int, name: str) -> None:
-    _check(_libc.setns(fd, kind), f"setns({name})")
+def fork_into_pid_namespace() -> int:
+    """Forks as `fork` does, and the child is pid 1 of a new pid namespace."""
+    return _check(_with_lock.syscall(*_INTO_PID_NAMESPACE), "clone(pid namespace of a job)")
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:

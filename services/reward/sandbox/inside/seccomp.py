@@ -11,7 +11,7 @@ names only.
 from __future__ import annotations
 
 import errno
-import platform
+import os
 import struct
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -69,7 +69,7 @@ _X32_BIT = 0x40000000
 
 def build(machine: str | None = None) -> bytes:
     """Returns the filter as BPF instructions for `machine` (this one). Raises OSError where there is no table for it."""
-    machine = machine or platform.machine()
+    machine = machine or os.uname().machine
     if machine not in _COLUMN:
         raise OSError(errno.ENOSYS, f"seccomp: no table of system calls for {machine!r}; there is one for x86_64 and aarch64")
     column = _COLUMN[machine]

@@ -7,7 +7,7 @@ one question at a time; what other threads ask meanwhile goes together as the ne
 from __future__ import annotations
 
 import json
-import socket
+import os
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +22,12 @@ from shared.rewards import Outcome
 class WorkerTools:
     """Implements `shared.rewards.Tools`. `module` holds what the job's file defines."""
 
-    def __init__(self, channel: socket.socket, module: types.ModuleType) -> None:
+    def __init__(self, channel: int, module: types.ModuleType) -> None:
         self._channel = channel
         self._turn = threading.Lock()
         self._lock = threading.Lock()  # guards the next line only
         self._asked: list[tuple[list[dict[str, Any]], Future[list[Outcome]]]] = []
-        self._children = Children(lambda name: vars(module)[name], channel.close)
+        self._children = Children(lambda name: vars(module)[name], lambda: os.close(channel))
 
     def in_sandbox(self, programs: Sequence[Mapping[str, Any]]) -> list[Outcome]:
         plain = json.loads(json.dumps([dict(program) for program in programs]))  # what is not plain data fails here, and alone

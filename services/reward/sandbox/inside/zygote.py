@@ -16,9 +16,7 @@ import mmap
 import os
 import resource
 import signal
-import socket
 import sys
-from collections.abc import Generator
 from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import frames, isolation, kernel, program, seccomp
@@ -45,8 +43,9 @@ def main() -> None:
     config = json.loads(sys.argv[1])
     if config["mode"] == "function":
         importlib.import_module(FUNCTION)
+    sys.dont_write_bytecode = True  # our own is written: compiling it would cost every slot memory
     sys.path.remove(config["home"])
-    control = socket.socket(fileno=config["control_fd"])
+    control: int = config["control_fd"]
     try:
         zygote = Zygote(control, config)
     except OSError as error:
@@ -65,7 +64,7 @@ def main() -> None:
 
 
 class Zygote:
-    def __init__(self, control: socket.socket, config: dict[str, Any]) -> None:
+    def __init__(self, control: int, config: dict[str, Any]) -> None:
         for name in WARM.split():
             importlib.import_module(name)
         os.environ.clear()
@@ -86,7 +85,6 @@ class Zygote:
             control=control,
             isolated=isolated,
             system_calls=kernel.Filter(seccomp.build()) if isolated else None,
-            pid_namespace=inside.pid_namespace if inside else None,
             own_bytes=_own_bytes(inside.statm if inside else os.open("/proc/self/statm", os.O_RDONLY)),
             limits=program.standing_limits(files=64, processes=24 if isolated else None),
             cpu_meter=cpu_meter,
@@ -95,19 +93,21 @@ class Zygote:
             began=mmap.mmap(-1, 1),
             cores=len(os.sched_getaffinity(0)),
         )
-        self._tmp = isolation.Tmp() if inside else None
+        self._folder = isolation.Tmp() if inside else FolderOfItsOwn()
+        program.rehearse()
         gc.collect()
         gc.freeze()  # so that a collection in a job copies no page of ours
 
     def serve(self) -> None:
         """Runs jobs until the service closes the socket."""
         going_on = True
-        while going_on:
-            with self._fresh_folder(), Job(self._surroundings) as job:
-                limits = frames.receive(self._surroundings.control)
-                if limits:
-                    job.run(limits)
-                going_on = limits is not None
+        try:
+            while going_on:
+                self._folder.renew()
+                with Job(self._surroundings) as job:
+                    going_on = job.run()
+        finally:
+            self._folder.remove()
 
     def become_function_worker(self) -> NoReturn:
         """Forks the worker, which talks to the service itself, and ends as it ends."""
@@ -115,9 +115,10 @@ class Zygote:
         pid = os.fork()
         if not pid:
             null = os.open("/dev/null", os.O_RDWR)
-            limits = program.standing_limits(files=1024, processes=128) | {resource.RLIMIT_AS: slot.own_bytes + (8 << 30)}
-            program.give_up_everything([null, null, null, slot.control.fileno()], limits, slot.system_calls)
-            sys.modules[FUNCTION].serve(socket.socket(fileno=3))
+            limits = program.standing_limits(files=1024, processes=128)
+            limits |= program.within_own({resource.RLIMIT_AS: slot.own_bytes + (8 << 30)})
+            program.give_up_everything([null, null, null, slot.control], limits, slot.system_calls)
+            sys.modules[FUNCTION].serve(3)
             os._exit(0)
         try:
             ended_within(pid, slot.control, None)
@@ -128,23 +129,26 @@ class Zygote:
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
-    @contextlib.contextmanager
-    def _fresh_folder(self) -> Generator[None]:
-        """The job's working directory: an empty /tmp, or without isolation a folder that is removed after it."""
-        if self._tmp is not None:
-            self._tmp.renew()
-            yield
-            return
-        import shutil
+
+class FolderOfItsOwn:
+    """A job's working directory without isolation: a new folder, removed after the job."""
+
+    def __init__(self) -> None:
+        self._folder: str | None = None
+
+    def renew(self) -> None:
         import tempfile
 
-        folder = tempfile.mkdtemp(prefix="hone-unsafe-")
-        os.chdir(folder)
-        try:
-            yield
-        finally:
+        self.remove()
+        self._folder = tempfile.mkdtemp(prefix="hone-unsafe-")
+        os.chdir(self._folder)
+
+    def remove(self) -> None:
+        import shutil
+
+        if self._folder:
             os.chdir("/")
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _own_bytes(statm: int) -> int:
