@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 
+from hone.background import Background
 from shared import client as shared_client
 from shared.errors import NotFound, Unavailable
 from shared.job import Job, RewardSpec
@@ -37,7 +37,7 @@ class Client:
     def __init__(self, url: str = "http://127.0.0.1:8000", *, token: str | None = None) -> None:
         self.url = url
         self._client = shared_client.Client("orchestrator", url, token=token)
-        self._runner = asyncio.Runner()
+        self._background = Background()
 
     def __enter__(self) -> Client:
         return self
@@ -46,23 +46,23 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._runner.run(self._client.close())
-        self._runner.close()
+        self._background.run(self._client.close())
+        self._background.close()
 
     def ping(self) -> None:
         """Raises Unavailable at once if nothing answers."""
-        self._runner.run(self._client.get("/version", VersionInfo, deadline_s=PING_DEADLINE_S))
+        self._background.run(self._client.get("/version", VersionInfo, deadline_s=PING_DEADLINE_S))
 
     def submit(self, job: Job, *, key: str | None = None) -> JobRecord:
         """Returns the accepted job's record; accepted, it is on disk. `key` is an idempotency key: the same key and job submit
         once, however often it is called. Raises BadRequest with a sentence for each fault."""
         body = SubmitRequest(job=job)
         call = self._client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=SUBMIT_DEADLINE_S, key=key)
-        return self._runner.run(call)
+        return self._background.run(call)
 
     def get(self, job: str) -> JobRecord:
         try:
-            return self._runner.run(self._client.get(f"/v1/jobs/{job}", JobRecord))
+            return self._background.run(self._client.get(f"/v1/jobs/{job}", JobRecord))
         except NotFound:
             for record in self.list():
                 if record.name == job:
@@ -71,7 +71,7 @@ class Client:
 
     def list(self, limit: int = 1000) -> tuple[JobRecord, ...]:
         """Returns the newest `limit` jobs, newest first."""
-        return self._runner.run(self._client.get(f"/v1/jobs?limit={limit}", JobList)).jobs
+        return self._background.run(self._client.get(f"/v1/jobs?limit={limit}", JobList)).jobs
 
     def cancel(self, job: str) -> JobRecord:
         """Cancels a queued or paused job now, a running one within seconds."""
@@ -86,52 +86,46 @@ class Client:
         return self._change(job, "resume")
 
     def metrics(self, job: str, after_step: int = -1) -> MetricsList:
-        return self._runner.run(self._client.get(f"/v1/jobs/{self.get(job).id}/metrics?after_step={after_step}", MetricsList))
+        return self._background.run(self._client.get(f"/v1/jobs/{self.get(job).id}/metrics?after_step={after_step}", MetricsList))
 
     def rollouts(self, job: str, step: int | None = None) -> RolloutList:
         """Returns the graded rollouts of `step`, or of the newest step."""
         query = "" if step is None else f"?step={step}"
-        return self._runner.run(self._client.get(f"/v1/jobs/{self.get(job).id}/rollouts{query}", RolloutList))
+        return self._background.run(self._client.get(f"/v1/jobs/{self.get(job).id}/rollouts{query}", RolloutList))
 
     def regrade(self, job: str, first_step: int, last_step: int, rewards: tuple[RewardSpec, ...], examples: int) -> RegradeReport:
         """Returns what `rewards` would say of the stored rollouts of these steps, both included, with the `examples` rollouts
         whose reward differs most. Changes nothing."""
         body = RegradeRequest(first_step=first_step, last_step=last_step, rewards=rewards, num_examples=examples)
         path = f"/v1/jobs/{self.get(job).id}/regrade"
-        return self._runner.run(self._client.call("POST", path, body, RegradeReport, deadline_s=REGRADE_DEADLINE_S))
+        return self._background.run(self._client.call("POST", path, body, RegradeReport, deadline_s=REGRADE_DEADLINE_S))
 
     def checkpoints(self, job: str) -> CheckpointList:
-        return self._runner.run(self._client.get(f"/v1/jobs/{self.get(job).id}/checkpoints", CheckpointList))
+        return self._background.run(self._client.get(f"/v1/jobs/{self.get(job).id}/checkpoints", CheckpointList))
 
     def events(self, job: str, *, after: str = "0", follow: bool = False) -> Iterator[Event]:
         """Yields what happened after event `after`; with `follow`, until the job has ended. A dropped connection is taken up
         again where it broke."""
         job_id = self.get(job).id
         if not follow:
-            while page := self._runner.run(self._client.get(f"/v1/jobs/{job_id}/events?after={after}", EventList)).events:
+            while page := self._background.run(self._client.get(f"/v1/jobs/{job_id}/events?after={after}", EventList)).events:
                 yield from page
                 after = page[-1].id
             return
         last, lost_at = after, None
         while True:
-            stream = self._client.events(f"/v1/jobs/{job_id}/events", last_id=last)
             try:
-                while True:
-                    id, kind, data = self._runner.run(_next(stream))
+                for id, kind, data in self._background.iterate(self._client.events(f"/v1/jobs/{job_id}/events", last_id=last)):
                     lost_at = None
                     if kind == "end":
                         return
                     last = id
                     yield Event.model_validate_json(data)
-            except StopAsyncIteration:
-                continue
             except Unavailable:
                 lost_at = lost_at or time.monotonic()
                 if time.monotonic() - lost_at > RECONNECT_S:
                     raise
                 time.sleep(1.0)
-            finally:
-                self._runner.run(stream.aclose())
 
     def wait(self, job: str) -> JobRecord:
         """Returns the record of the job once it has ended."""
@@ -144,8 +138,4 @@ class Client:
 
     def _change(self, job: str, action: str) -> JobRecord:
         path = f"/v1/jobs/{self.get(job).id}/{action}"
-        return self._runner.run(self._client.call("POST", path, None, JobRecord, deadline_s=30.0))
-
-
-async def _next(stream: AsyncGenerator[tuple[str, str, str]]) -> tuple[str, str, str]:
-    return await anext(stream)
+        return self._background.run(self._client.call("POST", path, None, JobRecord, deadline_s=30.0))
