@@ -175,7 +175,8 @@ class Part(Wire):
 
     `detail` is why, in a few words: what the program evaluated to, or died of. `stdout` is the end of what it printed. `seconds` is
     the time it took, and `cached` says that it was remembered. `errors` are OpenAI's names of grader errors
-    ("python_grader_runtime_error", "model_grader_refusal_error", ...).
+    ("python_grader_runtime_error", "model_grader_refusal_error", ...). `sub` are the values of the graders that it is made of, by
+    their names, and `tokens` what judges took for it, by model (0 for what was remembered).
     """
 
     value: float | None
@@ -185,6 +186,8 @@ class Part(Wire):
     seconds: float = 0.0
     cached: bool = False
     errors: tuple[str, ...] = ()
+    sub: dict[str, float] = {}
+    tokens: dict[str, int] = {}
 
 
 class Score(Wire):
@@ -287,7 +290,7 @@ class GraderErrors(Wire):
 
 
 class GraderRunMetadata(Wire):
-    """`execution_time` is in seconds. `part` is Hone's own verdict; OpenAI has none. The models used are not told apart."""
+    """`execution_time` is in seconds. `part` is Hone's own verdict; OpenAI has none."""
 
     name: str
     type: str

@@ -28,10 +28,19 @@ def answer(run: GraderRunRequest, score: Score) -> GraderRun:
     if "python_grader_server_error" in flags:
         flags["python_grader_server_error_type"] = part.verdict
     kind = run.grader["type"]
+    models = list(part.tokens)
     metadata = GraderRunMetadata(
-        name=str(run.grader.get("name", kind)), type=kind, execution_time=part.seconds, errors=GraderErrors(**flags), part=part
+        name=str(run.grader.get("name", kind)),
+        type=kind,
+        execution_time=part.seconds,
+        errors=GraderErrors(**flags),
+        part=part,
+        scores=part.sub,
+        token_usage=sum(part.tokens.values()) if models else None,
+        sampled_model_name=models[0] if len(models) == 1 else None,
     )
-    return GraderRun(reward=score.value, metadata=metadata)
+    usage = {model: {"total_tokens": tokens} for model, tokens in part.tokens.items()}
+    return GraderRun(reward=score.value, sub_rewards=part.sub, metadata=metadata, model_grader_token_usage_per_model=usage)
 
 
 def _spec(grader: dict[str, Any]) -> RewardSpec:

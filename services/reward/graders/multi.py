@@ -9,6 +9,7 @@ graders.kind = { type = "score_model", ... }
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -70,10 +71,12 @@ class Multi(Grader[MultiParams]):
         grading = (part.grade([item]) for part in self._graders.values())
         answers = await asyncio.gather(*grading, return_exceptions=True)  # so that none goes on after an error of another
         values: dict[str, float | None] = {}
+        tokens: Counter[str] = Counter()
         for name, answer in zip(self._graders, answers, strict=True):
             if isinstance(answer, BaseException):
                 raise answer
             values[name] = answer[0].value
+            tokens.update(answer[0].tokens)
         given = {name: value for name, value in values.items() if value is not None}
         if len(given) < len(values):
             missing = next(name for name, value in values.items() if value is None)
@@ -82,7 +85,8 @@ class Multi(Grader[MultiParams]):
             value = self._formula.value(given)
         except FormulaError as error:
             raise GradingFailed(str(error), "formula_parse_error") from error
-        return Part(value=value, detail=", ".join(f"{name} {value:g}" for name, value in given.items()))
+        detail = ", ".join(f"{name} {value:g}" for name, value in given.items())
+        return Part(value=value, detail=detail, sub=given, tokens=dict(tokens))
 
 
 def _bound(spec: RewardSpec, name: str, given: dict[str, Any], tools: Tools) -> Grader[Any]:

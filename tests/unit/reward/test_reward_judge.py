@@ -17,16 +17,18 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from reward_helpers import ScriptedSandbox
 
-from services.reward import registry
+from services.reward import registry, runs
 from services.reward.functions import FunctionWorkers
 from services.reward.graders.judge import replies
 from services.reward.registry import Grader, GradingFailed, Tools
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import RewardSpec
-from shared.wire import Execution, Part, ScoreItem
+from shared.wire import Execution, GraderRunRequest, Part, Score, ScoreItem
 
 KEY = "sk-secret-of-the-judge"
+TOKENS = 42
+"""What each answer costs."""
 
 
 class Server:
@@ -76,7 +78,7 @@ class Server:
         if self.mood == "refusing":
             message = {"role": "assistant", "content": None, "refusal": "I cannot grade that."}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
-        usage = {"prompt_tokens": 30, "completion_tokens": 12, "total_tokens": 42}
+        usage = {"prompt_tokens": 30, "completion_tokens": 12, "total_tokens": TOKENS}
         return JSONResponse(
             {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
         )
@@ -267,6 +269,13 @@ async def test_multi_weighs_its_graders_by_a_formula(server: Server, tmp_path: P
     parts = await grade(multi, "four", "five")
     assert [part.value for part in parts] == [0.5 + 0.75**2, 0.75**2]
     assert parts[0].detail == "right 1, kind 0.75"
+    assert parts[0].sub == {"right": 1.0, "kind": 0.75}
+    assert parts[0].tokens == {"m": TOKENS}
+    run = GraderRunRequest(grader={"type": "multi", **params}, model_sample="four")
+    answered = runs.answer(run, Score(value=parts[0].value, parts={"grader": parts[0]}))
+    assert answered.sub_rewards == answered.metadata.scores == {"right": 1.0, "kind": 0.75}
+    assert answered.model_grader_token_usage_per_model == {"m": {"total_tokens": TOKENS}}
+    assert (answered.metadata.token_usage, answered.metadata.sampled_model_name) == (TOKENS, "m")
     await multi.close()
 
 

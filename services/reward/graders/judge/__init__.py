@@ -95,5 +95,6 @@ class JudgeGrader(Grader[J]):
         await self._judge.close()
 
     async def _grade(self, item: ScoreItem) -> Part:
-        part, cached = await self._judge.ask(self.question(item), self.part)
-        return part.model_copy(update={"cached": cached})
+        question = self.question(item)
+        part, tokens = await self._judge.ask(question, self.part)
+        return part.model_copy(update={"cached": tokens is None, "tokens": {question.model: tokens or 0}})

@@ -50,15 +50,16 @@ class Judge:
         self._memory: Memory | None = None
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def ask(self, question: Question, read: Callable[[str], T]) -> tuple[T, bool]:
-        """Returns what `read` makes of the reply, and whether it was remembered. Raises GradingFailed, as `read` may."""
+    async def ask(self, question: Question, read: Callable[[str], T]) -> tuple[T, int | None]:
+        """Returns what `read` makes of the reply, and how many tokens it took, None if it was remembered. Raises GradingFailed, as
+        `read` may."""
         if self._memory is None:
             self._memory = Memory(self._tools.run_folder)
         memory, key = self._memory, self._key(question)
         async with self._asking.setdefault(key, asyncio.Lock()):  # the same question at the same time is asked once
             known = await asyncio.to_thread(memory.reply, key)
             if known is not None:
-                return read(known), True
+                return read(known), None
             if not await asyncio.to_thread(memory.take_call, self._reward, self._limits.calls, self._limits.tokens):
                 calls, tokens = memory.spent(self._reward)
                 raise GradingFailed(f"the judge's budget is spent: {calls} calls and {tokens} tokens by this job", "other_error")
@@ -66,7 +67,7 @@ class Judge:
             await asyncio.to_thread(memory.add_tokens, self._reward, tokens)
             value = read(text)
             await asyncio.to_thread(memory.remember, key, text, tokens)
-            return value, False
+            return value, tokens
 
     async def close(self) -> None:
         if self._client is not None:
