@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 from services.reward.sandbox import probes, verdicts
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker
 from services.reward.sandbox.cgroups import Groups
+from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER
 from services.reward.sandbox.packages import NO_PACKAGES, Packages
 from services.reward.sandbox.slots import CannotImport, CannotIsolate, Slot
 from shared.errors import Failed
@@ -38,6 +41,8 @@ class LocalSandbox(Sandbox):
         self._probes: dict[str, str] = {}
 
     async def start(self) -> None:
+        if not self._isolated:
+            _sweep_unsafe_folders()
         groups = Groups()
         self._bounded = groups.bounded
         self._slots = [
@@ -116,6 +121,14 @@ class LocalSandbox(Sandbox):
         self._probes = await probes.failures(self.execute)
         faults = [f"{name}: {fault}" for name, fault in self._probes.items() if fault]
         return _refusal(f"its self-test failed: {'; '.join(faults)}") if faults else None
+
+
+def _sweep_unsafe_folders() -> None:
+    """Removes what services left that were killed."""
+    for folder in Path("/tmp").glob(f"{UNSAFE_FOLDER}*"):
+        service = folder.name.removeprefix(UNSAFE_FOLDER).partition("-")[0]
+        if not Path("/proc", service).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refusal(reason: str) -> str:

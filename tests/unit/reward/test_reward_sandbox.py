@@ -331,8 +331,13 @@ async def test_what_is_inside_dies_with_the_process_outside(sandbox: LocalSandbo
 
 
 async def test_unsafe_ends_what_a_program_leaves_running_and_removes_its_folder() -> None:
+    killed = await asyncio.create_subprocess_exec("true")
+    await killed.wait()
+    of_a_killed_service = Path(f"/tmp/hone-unsafe-{killed.pid}-x")
+    of_a_killed_service.mkdir()
     unsafe = LocalSandbox(isolated=False, num_slots=1)
     await unsafe.start()
+    assert not of_a_killed_service.exists()
     try:
         code = "import os, subprocess; sleeping = subprocess.Popen(['/bin/sleep', '60'])"
         ended = await unsafe.execute(ExecuteRequest(code=code, expression="[sleeping.pid, os.getcwd()]"))
@@ -436,7 +441,10 @@ async def test_a_slot_killed_twice_is_a_sandbox_error(sandbox: LocalSandbox) -> 
     job = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=5), "7", timeout_s=10))
     for _ in range(2):
         await until_processes_are(PROCESSES_PER_SLOT + 1)
+        killed = set(processes_of(os.getpid()))
         kill(os.getpid())
+        while killed & set(processes_of(os.getpid())):
+            await asyncio.sleep(0.01)
     ended = await job
     assert ended.verdict == "sandbox_error"
     assert ended.stderr.startswith("the sandbox failed twice: its process ended with code")

@@ -29,6 +29,9 @@ types typing"""
 FUNCTION = "services.reward.sandbox.inside.function"
 """Imported where it is used only, like whatever else is large: a fork copies the tables of every page that its parent has."""
 
+UNSAFE_FOLDER = "hone-unsafe-"
+"""How the working directories of jobs without isolation begin; the service's pid follows."""
+
 _ENVIRONMENT = {
     "HOME": "/tmp",
     "PATH": "/usr/bin:/bin",
@@ -93,7 +96,7 @@ class Zygote:
             began=mmap.mmap(-1, 1),
             cores=len(os.sched_getaffinity(0)),
         )
-        self._folder = isolation.Tmp() if inside else FolderOfItsOwn()
+        self._folder = isolation.Tmp() if inside else FolderOfItsOwn(f"{UNSAFE_FOLDER}{config['service_pid']}-")
         program.rehearse()
         gc.collect()
         gc.freeze()  # so that a collection in a job copies no page of ours
@@ -133,14 +136,15 @@ class Zygote:
 class FolderOfItsOwn:
     """A job's working directory without isolation: a new folder, removed after the job."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
         self._folder: str | None = None
 
     def renew(self) -> None:
         import tempfile
 
         self.remove()
-        self._folder = tempfile.mkdtemp(prefix="hone-unsafe-")
+        self._folder = tempfile.mkdtemp(prefix=self._prefix, dir="/tmp")
         os.chdir(self._folder)
 
     def remove(self) -> None:
