@@ -369,9 +369,14 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(st
 
 
 def start_following(stack: Stack, job_id: str) -> subprocess.Popen[str]:
+    """As from a terminal: a shell's background jobs, of which the tests may be one, ignore Ctrl-C."""
     command = [sys.executable, "-m", "hone.cli", "logs", "-f", job_id]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=stack.folder, env=stack.environment, text=True, **pipes)
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, cwd=stack.folder, env=stack.environment, text=True, **pipes)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
 
 
 def kill_a_trainer_rank(stack: Stack) -> None:

@@ -56,6 +56,15 @@ def test_what_fails_in_the_loop_is_raised_here(background: Background) -> None:
     assert received == [0, 2, 4]
 
 
+@pytest.fixture
+def from_a_terminal() -> Iterator[None]:
+    """A shell's background jobs, of which the tests may be one, ignore Ctrl-C."""
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, ignored)
+
+
+@pytest.mark.usefixtures("from_a_terminal")
 def test_ctrl_c_is_raised_although_the_cancellation_is_swallowed() -> None:
     background = Background()
     main = threading.main_thread().ident
