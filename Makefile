@@ -27,7 +27,7 @@ down: $(VENV)/.ready ## stop what `make up` started
 test: $(VENV)/.ready ## every test: unit, contract, and the real stack (about 20 minutes on 2 cores)
 	$(BIN)/python -m pytest
 
-check: $(VENV)/.ready ## lint, types and the fast tests (under two minutes)
+check: $(VENV)/.ready ## lint, types and the fast tests (about four minutes)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright

@@ -18,8 +18,11 @@ EXPECTED = ("ok", "wrong")
 
 
 def rollout_table(listed: RolloutList, limit: int) -> Table:
-    """Returns the step's first `limit` rollouts as TRL prints them: prompt, completion, rewards, advantage; and why."""
+    """Returns the step's first `limit` rollouts as TRL prints them: prompt, completion, rewards, advantage; and why. What a grader
+    gave has a column of its own unless it is the reward."""
     names = sorted({name for rollout in listed.rollouts for name in rollout.parts})
+    if len(names) == 1 and all(part.value == rollout.reward for rollout in listed.rollouts for part in rollout.parts.values()):
+        names = []
     table = Table("prompt", "completion", *map(shown, names), "reward", "advantage", "why", title=f"step {listed.step}")
     for rollout in listed.rollouts[:limit]:
         table.add_row(
@@ -70,13 +73,16 @@ def _examples(examples: tuple[RegradedRollout, ...]) -> Table:
 
 
 def reasons(parts: Mapping[str, Part]) -> list[str]:
-    """Returns a line for each grader that had more to say than a number: verdict, detail, errors, time, and what was printed."""
+    """Returns a line for each grader that had more to say than a number: verdict (unless it is "ok"), detail, errors, what was
+    printed, and time. A line begins with the grader's name where there are several."""
     lines: list[str] = []
     for name, part in parts.items():
         facts = [part.detail, *part.errors, f"printed {part.stdout.strip()!r}" if part.stdout.strip() else ""]
         if any(facts) or part.verdict not in EXPECTED:
             took = "remembered" if part.cached else f"{part.seconds:.2f} s"
-            lines.append(f"{name}: " + "; ".join(fact for fact in (part.verdict, *facts, took) if fact))
+            verdict = "" if part.verdict == "ok" else part.verdict
+            told = "; ".join(fact for fact in (verdict, *facts, took) if fact)
+            lines.append(f"{name}: {told}" if len(parts) > 1 else told)
     return lines
 
 

@@ -40,6 +40,17 @@ def test_a_grader_that_had_something_to_say_has_a_line_of_verdict_reason_output_
     ]
 
 
+def test_a_reward_from_one_grader_is_shown_once_and_short() -> None:
+    right = Part(value=1.0, detail="evaluated to 7", cached=True)
+    listed = RolloutList(
+        step=1, rollouts=(rollout(1.0, python_value=right), rollout(0.0, python_value=PLAIN.model_copy(update={"value": 0.0})))
+    )
+    text = printed(rollout_table(listed, 1))
+    assert [cell.strip() for cell in text.splitlines()[4].split("│")[1:-1]] == ["3+4", "7", "1", "1", "evaluated to 7; remembered"]
+    half = RolloutList(step=1, rollouts=(rollout(0.5, python_value=right),))
+    assert "python_value" in printed(rollout_table(half, 1)), "weighed by a half, it is not the reward"
+
+
 def test_a_reward_without_a_value_shows_its_verdict() -> None:
     text = printed(rollout_table(RolloutList(step=4, rollouts=(rollout(None, tests=LATE, judge=FAILED), rollout(1.0))), 2))
     assert "step 4" in text and "time_limit; test 3 of 5" in text
