@@ -148,8 +148,13 @@ class Supervisor:
         memory would stay there until the machine starts again."""
         own = self._shm()
         shutil.rmtree(own, ignore_errors=True)
-        own.mkdir(parents=True)
-        (own / STACK_LINK).symlink_to(self._folder)
+        try:
+            own.mkdir(parents=True)
+            (own / STACK_LINK).symlink_to(self._folder)
+        except OSError as error:
+            raise BadRequest(
+                f"no weights can be put into {str(own)!r}: {error.strerror}; HONE_SHM_DIR names another folder in shared memory"
+            ) from error
         for other in own.parent.iterdir():
             link = other / STACK_LINK
             if other != own and link.is_symlink() and running(link.readlink()) is None:

@@ -62,7 +62,7 @@ class Settings(BaseSettings):
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     max_num_seqs: int = Field(default=256, ge=1)
-    shm_dir: Path = Path("/dev/shm/hone")
+    shm_dir: Path = Path(f"/dev/shm/hone-{os.getuid()}")
 
     # trainer: `trainer_ranks` processes on each node (one a GPU), of `trainer_threads` threads. Ranks that die are started again,
     # at most `trainer_restarts` times in ten minutes. On `trainer_nodes` machines this is number `trainer_node_rank`, from 0; they

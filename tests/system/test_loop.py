@@ -108,7 +108,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     environment["PYTHONPATH"] = str(ROOT)
     stack = Stack(folder, environment, {}, set())
     killed = folder / "killed"
-    left = Path("/dev/shm/hone") / f"killed-{os.getpid()}"
+    left = Settings().shm_dir / f"killed-{os.getpid()}"
     left.mkdir(parents=True)
     (left / "of-stack").symlink_to(killed)
     try:
@@ -403,5 +403,5 @@ def test_nothing_is_left_when_the_stack_is_down(stack: Stack) -> None:
 
 def owners_of_shared_memory() -> list[Path]:
     """The folders of all stacks that have weights in shared memory."""
-    links = [folder / "of-stack" for folder in Path("/dev/shm/hone").iterdir()]
+    links = [folder / "of-stack" for folder in Settings().shm_dir.iterdir()]
     return [link.readlink() for link in links if link.is_symlink()]

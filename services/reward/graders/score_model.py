@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -73,8 +74,9 @@ class _Model(JudgeGrader[J]):
         messages.append({"role": "system", "content": f"End with one JSON object and nothing after it: {self.form()}"})
         return Question(self._own.model, tuple(messages), self._own.sampling_params.sent())
 
+    @abstractmethod
     def form(self) -> str:
-        raise NotImplementedError
+        """Returns the JSON object to answer with."""
 
     @property
     def _own(self) -> ModelParams:

@@ -167,8 +167,7 @@ class Job:
                 resource.RLIMIT_AS: slot.own_bytes + (job["memory_mib"] << 20),
                 resource.RLIMIT_CPU: 2 * math.ceil(job["cpu_s"]),  # the kernel counts it in ticks; `_watch` is the precise one
             }
-            for kind, limit in program.within_own(own).items():
-                resource.setrlimit(kind, limit)
+            program.bind(program.within_own(own))
             slot.began[0] = 1
             slot.began.close()
         except (OSError, ValueError) as error:

@@ -37,8 +37,7 @@ def give_up_everything(files: list[int], limits: Limits, system_calls: kernel.Fi
     for number, fd in enumerate(files):
         os.dup2(fd, number, inheritable=number < 3)
     os.closerange(len(files), 1 << 16)
-    for kind, limit in limits.items():
-        resource.setrlimit(kind, limit)
+    bind(limits)
     if system_calls is not None:
         kernel.drop_capabilities()
         system_calls.install()
@@ -53,6 +52,11 @@ def standing_limits(*, files: int, processes: int | None) -> Limits:
         resource.RLIMIT_MEMLOCK: 0,
     }
     return within_own(limits if processes is None else limits | {resource.RLIMIT_NPROC: processes})
+
+
+def bind(limits: Limits) -> None:
+    for kind, limit in limits.items():
+        resource.setrlimit(kind, limit)
 
 
 def within_own(limits: dict[int, int]) -> Limits:
