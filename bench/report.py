@@ -1,7 +1,8 @@
 """What every bench prints: a table for people, and as its last line one JSON object for programs.
 
-A `Figure` with a goal decides `ok`; one without is shown and judged by nobody. All figures are measured before any is
-compared, so a run prints whole whatever it finds; the exit status says whether every goal was met.
+A `Figure` with a goal decides `ok`; one without is shown and judged by nobody. All figures are
+measured before any is compared, so a run prints whole whatever it finds; the exit status says
+whether every goal was met.
 """
 
 from __future__ import annotations
@@ -49,21 +50,38 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
         )
         for row in cells
     ]
-    return "\n".join([lines[0].rstrip(), "  ".join("-" * width for width in widths), *(line.rstrip() for line in lines[1:])])
+    return "\n".join(
+        [
+            lines[0].rstrip(),
+            "  ".join("-" * width for width in widths),
+            *(line.rstrip() for line in lines[1:]),
+        ]
+    )
 
 
 def finish(bench: str, figures: Sequence[Figure], **facts: Any) -> int:
-    """Prints the figures as a table and then, as the last line, one JSON object; returns the exit status, 0 if all goals are met.
+    """Prints the figures as a table and then, as the last line, one JSON object; returns the exit
+    status, 0 if all goals are met.
 
-    `facts` (what was given to whom, repeats, sizes) go into the object beside the figures and the machine.
+    `facts` (what was given to whom, repeats, sizes) go into the object beside the figures and the
+    machine.
     """
-    print(table([(f.name, f"{f.value:.4g}", f.unit, f.verdict) for f in figures], ("figure", "value", "unit", "goal")))
+    print(
+        table(
+            [(f.name, f"{f.value:.4g}", f.unit, f.verdict) for f in figures],
+            ("figure", "value", "unit", "goal"),
+        )
+    )
     ok = all(figure.ok for figure in figures)
     summary = {
         "bench": bench,
         "ok": ok,
         "figures": {f.name: _entry(f) for f in figures},
-        "machine": {"cpu_cores": os.cpu_count(), "arch": platform.machine(), "load": round(os.getloadavg()[0], 2)},
+        "machine": {
+            "cpu_cores": os.cpu_count(),
+            "arch": platform.machine(),
+            "load": round(os.getloadavg()[0], 2),
+        },
         **facts,
     }
     print(json.dumps(summary), flush=True)

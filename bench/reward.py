@@ -8,11 +8,12 @@
     bare, print   the same, which only prints them: without the import of `json`, about half of a bare process's time; no goal
     bubblewrap    `bwrap --unshare-all` around that process, the isolation that people would otherwise reach for
 
-Each way runs the same program with the same tests and gives the same values back. A round has each way in turn, at 1, 2 and 8
-programs at once; rates are medians over the rounds, and a ratio is the median of the rounds' own ratios, so that whatever else the
-machine does bears on both sides. `imports` is a program with the twenty imports that solutions of programming problems begin
-with, which the sandbox has made already.
-`/score` is 512 completions over HTTP to a service of its own, against the same programs given to a sandbox here.
+Each way runs the same program with the same tests and gives the same values back. A round has each
+way in turn, at 1, 2 and 8 programs at once; rates are medians over the rounds, and a ratio is the
+median of the rounds' own ratios, so that whatever else the machine does bears on both sides.
+`imports` is a program with the twenty imports that solutions of programming problems begin with,
+which the sandbox has made already. `/score` is 512 completions over HTTP to a service of its own,
+against the same programs given to a sandbox here.
 """
 
 from __future__ import annotations
@@ -75,8 +76,12 @@ class ForkAlone(Slot):
 
 
 async def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three short rounds: about half a minute")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="three short rounds: about half a minute"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     rounds, seconds = (3, 0.4) if args.quick else (args.rounds, 1.0)
@@ -91,13 +96,27 @@ async def main() -> int:
         figures += await with_imports(sandbox, rounds, seconds)
         figures += await score_end_to_end(sandbox, rounds)
     finally:
-        await asyncio.gather(sandbox.close(), *(forks.get_nowait().close() for _ in range(forks.qsize())))
-    return finish("reward", figures, rounds=rounds, limits=sandbox.report()["limits"], bubblewrap=shutil.which("bwrap") is not None)
+        await asyncio.gather(
+            sandbox.close(), *(forks.get_nowait().close() for _ in range(forks.qsize()))
+        )
+    return finish(
+        "reward",
+        figures,
+        rounds=rounds,
+        limits=sandbox.report()["limits"],
+        bubblewrap=shutil.which("bwrap") is not None,
+    )
 
 
-async def short_program(sandbox: LocalSandbox, forks: asyncio.Queue[ForkAlone], rounds: int, seconds: float) -> list[Figure]:
+async def short_program(
+    sandbox: LocalSandbox, forks: asyncio.Queue[ForkAlone], rounds: int, seconds: float
+) -> list[Figure]:
     """Returns rates, latencies and ratios of every way at every number at once."""
-    ways: dict[str, Run] = {"sandbox": in_sandbox(sandbox, CODE), "fork alone": in_fork(forks), "bare": in_process(bare(CODE))}
+    ways: dict[str, Run] = {
+        "sandbox": in_sandbox(sandbox, CODE),
+        "fork alone": in_fork(forks),
+        "bare": in_process(bare(CODE)),
+    }
     ways["bare, print"] = in_process([*bare("")[:-1], f"{CODE}\nprint({TESTS})"], repr(VALUES))
     if shutil.which("bwrap"):
         ways["bubblewrap"] = in_process(bubblewrap(CODE))
@@ -116,7 +135,11 @@ async def short_program(sandbox: LocalSandbox, forks: asyncio.Queue[ForkAlone], 
                 Figure(f"{way}, {at_once} at once, p99", p99, "ms"),
             ]
         for way in set(measured) - {"sandbox"}:
-            figures.append(Figure(f"sandbox / {way}, {at_once} at once", ratio(measured, way), "x", GOALS.get(way)))
+            figures.append(
+                Figure(
+                    f"sandbox / {way}, {at_once} at once", ratio(measured, way), "x", GOALS.get(way)
+                )
+            )
     print(table(rows, ("way", "at once", "runs/s", "p50 ms", "p99 ms")), "\n")
     return figures
 
@@ -132,17 +155,26 @@ async def with_imports(sandbox: LocalSandbox, rounds: int, seconds: float) -> li
     rates = {way: median(run.per_s for run in runs) for way, runs in measured.items()}
     return [
         *(Figure(f"{way}, twenty imports, 2 at once", rate, "1/s") for way, rate in rates.items()),
-        Figure("sandbox / bubblewrap, twenty imports", ratio(measured, "bubblewrap"), "x", IMPORTS_GOAL),
+        Figure(
+            "sandbox / bubblewrap, twenty imports", ratio(measured, "bubblewrap"), "x", IMPORTS_GOAL
+        ),
     ]
 
 
 async def score_end_to_end(sandbox: LocalSandbox, rounds: int) -> list[Figure]:
-    """Returns how 512 completions over HTTP compare to their programs given to a sandbox of as many slots."""
+    """Returns how 512 completions over HTTP compare to their programs given to a sandbox of as many
+    slots."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {"PATH": os.environ["PATH"], "HONE_REWARD_PORT": str(port), "HONE_SANDBOX_SLOTS": str(max(AT_ONCE))}
-    service = subprocess.Popen([sys.executable, "-m", "services.reward"], env=environment, stderr=subprocess.DEVNULL)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HONE_REWARD_PORT": str(port),
+        "HONE_SANDBOX_SLOTS": str(max(AT_ONCE)),
+    }
+    service = subprocess.Popen(
+        [sys.executable, "-m", "services.reward"], env=environment, stderr=subprocess.DEVNULL
+    )
     scored: list[float] = []
     ran: list[float] = []
     try:
@@ -156,13 +188,19 @@ async def score_end_to_end(sandbox: LocalSandbox, rounds: int) -> list[Figure]:
     return [
         Figure("/score, 512 items", median(scored[1:]), "1/s"),
         Figure("the same programs in the sandbox", median(ran[1:]), "1/s"),
-        Figure("/score / sandbox", median(a / b for a, b in zip(scored[1:], ran[1:], strict=True)), "x", SCORE_GOAL),
+        Figure(
+            "/score / sandbox",
+            median(a / b for a, b in zip(scored[1:], ran[1:], strict=True)),
+            "x",
+            SCORE_GOAL,
+        ),
     ]
 
 
 async def score_once(client: Client, number: int) -> float:
     items = tuple(
-        ScoreItem(prompt="", completion=program(number, index), row={"target": [*VALUES, index]}) for index in range(NUM_ITEMS)
+        ScoreItem(prompt="", completion=program(number, index), row={"target": [*VALUES, index]})
+        for index in range(NUM_ITEMS)
     )
     request = ScoreRequest(items=items, rewards=(RewardSpec(grader="python_value"),))
     start = time.perf_counter()
@@ -173,11 +211,14 @@ async def score_once(client: Client, number: int) -> float:
 
 
 async def run_once(sandbox: LocalSandbox, number: int) -> float:
-    from services.reward.graders.python_value import LAST_VALUE  # the grader's own way to a last value
+    from services.reward.graders.python_value import (
+        LAST_VALUE,  # the grader's own way to a last value
+    )
 
     last = 'eval(compile(_last, "program.py", "eval"))'
     requests = [
-        ExecuteRequest(code=LAST_VALUE, expression=last, inputs={"_source": program(number, index)}) for index in range(NUM_ITEMS)
+        ExecuteRequest(code=LAST_VALUE, expression=last, inputs={"_source": program(number, index)})
+        for index in range(NUM_ITEMS)
     ]
     start = time.perf_counter()
     executions = await sandbox.run(requests)
@@ -191,7 +232,9 @@ def program(number: int, index: int) -> str:
     return f"# round {number}\n{CODE}\n{TESTS} + [{index}]"
 
 
-async def in_turn(ways: dict[str, Run], at_once: int, rounds: int, seconds: float) -> dict[str, list[Measured]]:
+async def in_turn(
+    ways: dict[str, Run], at_once: int, rounds: int, seconds: float
+) -> dict[str, list[Measured]]:
     measured: dict[str, list[Measured]] = {way: [] for way in ways}
     for number in range(rounds + 1):  # the first warms up
         for way, run in ways.items():
@@ -214,7 +257,9 @@ async def measure(run: Run, at_once: int, seconds: float) -> Measured:
 
 
 def ratio(measured: dict[str, list[Measured]], other: str) -> float:
-    return median(a.per_s / b.per_s for a, b in zip(measured["sandbox"], measured[other], strict=True))
+    return median(
+        a.per_s / b.per_s for a, b in zip(measured["sandbox"], measured[other], strict=True)
+    )
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -256,7 +301,9 @@ async def started_forks() -> asyncio.Queue[ForkAlone]:
 
 def in_process(command: list[str], expected: str = json.dumps(VALUES)) -> Run:
     async def run() -> None:
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env={})
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, env={}
+        )
         said, _ = await process.communicate()
         assert said.decode().strip() == expected, said
 
@@ -264,14 +311,34 @@ def in_process(command: list[str], expected: str = json.dumps(VALUES)) -> Run:
 
 
 def bare(code: str) -> list[str]:
-    return [visible.interpreter(), "-I", "-S", "-c", f"{code}\nimport json\nprint(json.dumps({TESTS}))"]
+    return [
+        visible.interpreter(),
+        "-I",
+        "-S",
+        "-c",
+        f"{code}\nimport json\nprint(json.dumps({TESTS}))",
+    ]
 
 
 def bubblewrap(code: str) -> list[str]:
-    shown = [part for path in visible.binds(packages=False) if not path.startswith("/dev") for part in ("--ro-bind", path, path)]
-    links = [part for path, target in visible.links().items() for part in ("--symlink", target, path)]
+    shown = [
+        part
+        for path in visible.binds(packages=False)
+        if not path.startswith("/dev")
+        for part in ("--ro-bind", path, path)
+    ]
+    links = [
+        part for path, target in visible.links().items() for part in ("--symlink", target, path)
+    ]
     mounts = [*shown, *links, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    return [shutil.which("bwrap") or "bwrap", "--unshare-all", "--new-session", "--die-with-parent", *mounts, *bare(code)]
+    return [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",
+        "--new-session",
+        "--die-with-parent",
+        *mounts,
+        *bare(code),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The same warm parent as a sandbox slot has, which only forks: no isolation, no limits. What a sandbox can hardly beat.
+"""The same warm parent as a sandbox slot has, which only forks: no isolation, no limits. What a
+sandbox can hardly beat.
 
-It talks as a slot does (`services/reward/sandbox/inside/job.py`), so that both are driven by the same code.
+It talks as a slot does (`services/reward/sandbox/inside/job.py`), so that both are driven by the
+same code.
 """
 
 from __future__ import annotations
@@ -31,5 +33,7 @@ def main() -> None:
             program.run(json.loads(data[stdin_size:]), result)
         os.wait4(pid, 0)
         value = os.pread(result, 1 << 16, 0)
-        frames.send_bytes(control, job.FACTS.pack(True, 0, 0, 0.0, 0.0, -1, 0, False, 0, 0, len(value)) + value)
+        frames.send_bytes(
+            control, job.FACTS.pack(True, 0, 0, 0.0, 0.0, -1, 0, False, 0, 0, len(value)) + value
+        )
         os.close(result)

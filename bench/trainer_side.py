@@ -1,8 +1,10 @@
-"""One side of `bench.trainer`, in a process of its own: a step's forward and backward passes, by Hone's parts or by TRL's.
+"""One side of `bench.trainer`, in a process of its own: a step's forward and backward passes, by
+Hone's parts or by TRL's.
 
     python -m bench.trainer_side hone|trl '{"vocab_size": 32768, ...}'
 
-prints one JSON object: seconds, peak memory above the loaded model, the loss, the gradient's norm, and what was computed.
+prints one JSON object: seconds, peak memory above the loaded model, the loss, the gradient's norm,
+and what was computed.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ MAX_TOKENS = 256
 
 @dataclass(frozen=True)
 class Task:
-    """What both sides get. `rows` sequences make one of TRL's micro-batches (its default is 8); with `same_length`, nothing needs
-    padding."""
+    """What both sides get. `rows` sequences make one of TRL's micro-batches (its default is 8);
+    with `same_length`, nothing needs padding."""
 
     vocab_size: int
     num_prompts: int
@@ -47,7 +49,8 @@ class Task:
 
 @dataclass
 class Work:
-    """What a side did: tokens through the body and positions through the head (forward), and the head's seconds."""
+    """What a side did: tokens through the body and positions through the head (forward), and the
+    head's seconds."""
 
     body_tokens: int = 0
     head_positions: int = 0
@@ -65,7 +68,8 @@ class Step:
 
 
 def make_model(task: Task) -> Any:
-    """Returns a random model of Qwen2.5's shape, tied embeddings and all, with a small body. float32."""
+    """Returns a random model of Qwen2.5's shape, tied embeddings and all, with a small body.
+    float32."""
     torch.manual_seed(task.seed)
     config = transformers.Qwen2Config(
         vocab_size=task.vocab_size,
@@ -83,8 +87,9 @@ def make_model(task: Task) -> Any:
 
 
 def make_examples(task: Task) -> list[Example]:
-    """Returns groups that share a prompt of 32 to 96 tokens; completions have a log-normal length (median 90, up to 256), as
-    completions do. Sampler's log-probs are near a random model's, `-log V`, so that ratios are near 1 and some are clipped."""
+    """Returns groups that share a prompt of 32 to 96 tokens; completions have a log-normal length
+    (median 90, up to 256), as completions do. Sampler's log-probs are near a random model's, `-log
+    V`, so that ratios are near 1 and some are clipped."""
     random = torch.Generator().manual_seed(task.seed + 1)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -109,13 +114,14 @@ def make_examples(task: Task) -> list[Example]:
 
 
 def hone_step(task: Task, model: Any, examples: list[Example]) -> Step:
-    """Returns what `services/trainer/update.py` does between two optimizer steps, less DeepSpeed."""
-    from services.trainer.batch import micro_batches_of_rank
-    from services.trainer.correction import resolve
-    from services.trainer.head import _Score  # pyright: ignore[reportPrivateUsage]
-    from services.trainer.loss import LossInputs, total_loss
-    from services.trainer.metrics import StepMetrics
-    from services.trainer.policy import Policy
+    """Returns what `services/trainer/zero/update.py` does between two optimizer steps, less
+    DeepSpeed."""
+    from services.trainer.learning.batch import micro_batches_of_rank
+    from services.trainer.learning.correction import resolve
+    from services.trainer.learning.head import _Score  # pyright: ignore[reportPrivateUsage]
+    from services.trainer.learning.loss import LossInputs, total_loss
+    from services.trainer.learning.metrics import StepMetrics
+    from services.trainer.learning.policy import Policy
     from shared.job import CorrectionSpec, TrainingSpec
 
     work = Work()
@@ -157,8 +163,9 @@ def hone_step(task: Task, model: Any, examples: list[Example]) -> Step:
 
 
 def trl_step(task: Task, model: Any, examples: list[Example]) -> Step:
-    """Returns TRL's own loss and backward pass for each micro-batch of a generation batch, padded as its
-    `_generate_and_score_completions` pads: prompts on the left and completions on the right, to the longest of the batch."""
+    """Returns TRL's own loss and backward pass for each micro-batch of a generation batch, padded
+    as its `_generate_and_score_completions` pads: prompts on the left and completions on the right,
+    to the longest of the batch."""
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -168,7 +175,9 @@ def trl_step(task: Task, model: Any, examples: list[Example]) -> Step:
 
     words = Tokenizer(WordLevel({"<pad>": PAD, "<eos>": EOS}, unk_token="<pad>"))
     num_steps = len(examples) // task.rows
-    with tempfile.TemporaryDirectory() as folder:  # it wants one and, until it trains, writes nothing
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # it wants one and, until it trains, writes nothing
         trainer: Any = GRPOTrainer(
             model=model,
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
@@ -189,7 +198,9 @@ def trl_step(task: Task, model: Any, examples: list[Example]) -> Step:
                 report_to=[],
             ),
             train_dataset=Dataset.from_dict({"prompt": ["<eos>"] * len(examples)}),
-            processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+            processing_class=transformers.PreTrainedTokenizerFast(
+                tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
+            ),
         )
     trainer.current_gradient_accumulation_steps = num_steps
     model.train()
@@ -231,7 +242,8 @@ def trl_inputs(examples: list[Example]) -> dict[str, Tensor]:
 
 
 def time_head(function: Any, work: Work) -> None:
-    """Has the autograd function of a head count its hidden states (its first argument) and its time, forward and backward."""
+    """Has the autograd function of a head count its hidden states (its first argument) and its
+    time, forward and backward."""
     forward, backward = function.forward, function.backward
 
     def timed_forward(*args: Any) -> Any:
@@ -268,10 +280,14 @@ def settle() -> None:
 
 
 def measure(side: str, task: Task) -> dict[str, Any]:
-    """Returns what one step took, after a step on two short sequences that loads what is loaded late."""
+    """Returns what one step took, after a step on two short sequences that loads what is loaded
+    late."""
     model = make_model(task)
     make_step = {"hone": hone_step, "trl": trl_step}[side]
-    short = [e.model_copy(update={"token_ids": e.token_ids[:8], "old_logprobs": e.old_logprobs[:8]}) for e in make_examples(task)]
+    short = [
+        e.model_copy(update={"token_ids": e.token_ids[:8], "old_logprobs": e.old_logprobs[:8]})
+        for e in make_examples(task)
+    ]
     make_step(task, model, short[: task.rows]).run()
     model.zero_grad(set_to_none=True)
     examples = make_examples(task)
@@ -287,7 +303,9 @@ def measure(side: str, task: Task) -> dict[str, Any]:
         "cpu_s": cpu_s,
         "peak_bytes": resident_bytes("VmHWM") - before,
         "loss": loss,
-        "grad_norm": math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients)),
+        "grad_norm": math.sqrt(
+            sum(float(gradient.double().square().sum()) for gradient in gradients)
+        ),
         "num_tokens": sum(len(e.prompt_token_ids) + len(e.token_ids) for e in examples),
         "num_completion_tokens": sum(len(e.token_ids) for e in examples),
         **asdict(work),

@@ -1,7 +1,8 @@
-"""`make demo`: the main job from nothing, on this machine. Makes a tiny model, starts the stack, submits `deploy/jobs/demo.toml`
-over REST, shows what was learned, and stops everything it started.
+"""`make demo`: the main job from nothing, on this machine. Makes a tiny model, starts the stack,
+submits `deploy/jobs/demo.toml` over REST, shows what was learned, and stops everything it started.
 
-The task is the countdown game: two numbers and a target; the model writes a Python expression, the reward service runs it.
+The task is the countdown game: two numbers and a target; the model writes a Python expression, the
+reward service runs it.
 """
 
 from __future__ import annotations
@@ -37,8 +38,19 @@ SHOWN_ROLLOUTS = 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.demo", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of the model, the problems and the sampling (default: 0)")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], help="a.b=c in the job, may be repeated")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the model, the problems and the sampling (default: 0)",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        help="a.b=c in the job, may be repeated",
+    )
     arguments = parser.parse_args()
     console = Console(soft_wrap=True)
     os.chdir(Path(__file__).parents[1])
@@ -47,12 +59,18 @@ def main() -> None:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         if local.running(STACK):
-            raise BadRequest(f"another demo runs in {STACK}; wait for it, or stop it: .venv/bin/hone down --dir {STACK}")
+            raise BadRequest(
+                f"another demo runs in {STACK}; wait for it, or stop it: .venv/bin/hone down --dir "
+                f"{STACK}"
+            )
         console.print(f"[bold]1/3[/] making a tiny model and its problems (seed {arguments.seed})")
         _make_model(arguments.seed)
         console.print("[bold]2/3[/] starting Redis and the four services")
         with _stack() as url:
-            console.print(f"[bold]3/3[/] training; in another terminal: HONE_ORCHESTRATOR_URL={url} .venv/bin/hone ls")
+            console.print(
+                f"[bold]3/3[/] training; in another terminal: HONE_ORCHESTRATOR_URL={url} "
+                ".venv/bin/hone ls"
+            )
             job = load_job(JOB, [f"seed={arguments.seed}", *arguments.overrides])
             with Client(url) as client:
                 succeeded = _train(client, job, console, started)
@@ -65,13 +83,22 @@ def main() -> None:
 
 def _make_model(seed: int) -> None:
     shutil.rmtree(FOLDER / "task", ignore_errors=True)
-    command = [sys.executable, "-m", "deploy.tiny_model", "--out", str(FOLDER / "task"), "--seed", str(seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "deploy.tiny_model",
+        "--out",
+        str(FOLDER / "task"),
+        "--seed",
+        str(seed),
+    ]
     subprocess.run(command, check=True, env=os.environ | {"DS_ACCELERATOR": "cpu"})
 
 
 @contextlib.contextmanager
 def _stack() -> Generator[str]:
-    """A stack of the demo's own, on free ports; yields the orchestrator's URL and leaves nothing running."""
+    """A stack of the demo's own, on free ports; yields the orchestrator's URL and leaves nothing
+    running."""
     for name in SERVICES:
         os.environ.setdefault(f"HONE_{name}_PORT", str(_free_port()))
     folder = STACK.resolve()
@@ -105,21 +132,35 @@ def _train(client: Client, job: Job, console: Console, started: float) -> bool:
 
 def _show(client: Client, record: JobRecord, console: Console, wall_s: float) -> None:
     summary = record.summary or {}
-    picture = plot_learning_curve(list(client.metrics(record.id).rows), Path(record.run_dir) / "learning_curve.png", record.name)
+    picture = plot_learning_curve(
+        list(client.metrics(record.id).rows),
+        Path(record.run_dir) / "learning_curve.png",
+        record.name,
+    )
     rollouts = client.rollouts(record.id)
-    one_a_prompt = rollouts.model_copy(update={"rollouts": rollouts.rollouts[:: record.job.sampling.group_size]})
+    one_a_prompt = rollouts.model_copy(
+        update={"rollouts": rollouts.rollouts[:: record.job.sampling.group_size]}
+    )
     console.print(rollout_table(one_a_prompt, SHOWN_ROLLOUTS))
     seconds = summary["seconds_a_step"]
-    split = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("generate", "reward", "store", "train", "sync") if name in seconds)
+    split = ", ".join(
+        f"{name} {seconds[name]:.2f}"
+        for name in ("generate", "reward", "store", "train", "sync")
+        if name in seconds
+    )
     console.print(f"\na step took {seconds['step']:.2f} s on average: {split}", highlight=False)
     console.print(
-        f"held-out accuracy [bold]{summary['eval_before']:.3f} -> {summary['eval_after']:.3f}[/] after {summary['steps']} steps; "
+        f"held-out accuracy [bold]{summary['eval_before']:.3f} -> {summary['eval_after']:.3f}[/] "
+        f"after {summary['steps']} steps; "
         f"training took {duration(summary['train_s'])}, everything {duration(wall_s)}",
         highlight=False,
     )
     console.print(f"checkpoint      {summary['checkpoint']}", highlight=False)
     console.print(f"learning curve  {picture}", highlight=False)
-    console.print(f"summary         {Path(record.run_dir).parent / record.name / 'summary.json'}", highlight=False)
+    console.print(
+        f"summary         {Path(record.run_dir).parent / record.name / 'summary.json'}",
+        highlight=False,
+    )
 
 
 if __name__ == "__main__":

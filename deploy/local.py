@@ -1,8 +1,9 @@
 """The laptop stack: Redis and the four services as processes of this machine, under one supervisor.
 
-`python -m deploy.local up` (what `hone up` runs) starts the supervisor in a session of its own, shows its progress, and returns
-when every service is ready. `down` ends it and everything it started. The supervisor starts a service again if it dies, and if
-the supervisor itself is killed, the kernel ends what it started.
+`python -m deploy.local up` (what `hone up` runs) starts the supervisor in a session of its own,
+shows its progress, and returns when every service is ready. `down` ends it and everything it
+started. The supervisor starts a service again if it dies, and if the supervisor itself is killed,
+the kernel ends what it started.
 
 Left out: more than one machine (docker/, deploy/modal/).
 """
@@ -82,13 +83,15 @@ class Child:
                 os.killpg(self.process.pid, number)
 
     def why(self) -> str:
-        """Returns the last line it logged, which for a service that refused to start is the reason."""
+        """Returns the last line it logged, which for a service that refused to start is the
+        reason."""
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it logged nothing"
 
 
 class Supervisor:
-    """Owns the stack's processes from first to last. `folder` holds their logs, Redis's data and `stack.json`."""
+    """Owns the stack's processes from first to last. `folder` holds their logs, Redis's data and
+    `stack.json`."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings = settings
@@ -97,7 +100,8 @@ class Supervisor:
         self._stopping = False
 
     def run(self, report: IO[str]) -> None:
-        """Starts everything, says `ready` on `report`, and stays until SIGTERM. Leaves nothing behind, however it ends."""
+        """Starts everything, says `ready` on `report`, and stays until SIGTERM. Leaves nothing
+        behind, however it ends."""
         signal.signal(signal.SIGTERM, self._stop_soon)
         signal.signal(signal.SIGINT, self._stop_soon)
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -129,23 +133,29 @@ class Supervisor:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise BadRequest(
-                    f"a stack already runs in {str(self._folder)!r}; `hone down --dir {self._folder}` stops it"
+                    f"a stack already runs in {str(self._folder)!r}; `hone down --dir "
+                    f"{self._folder}` stops it"
                 ) from error
             (self._folder / "stack.json").write_text(json.dumps(self._state()))
             yield
 
     def _state(self) -> dict[str, Any]:
-        urls = {name: f"http://{_reachable(self._settings.host)}:{self._port(name)}" for name in SERVICES}
+        urls = {
+            name: f"http://{_reachable(self._settings.host)}:{self._port(name)}"
+            for name in SERVICES
+        }
         return {"pid": os.getpid(), "urls": urls, "logs": str(self._folder / "logs")}
 
     def _shm(self) -> Path:
-        """Returns where this stack's weights are in shared memory: a folder of its own, removed with it."""
+        """Returns where this stack's weights are in shared memory: a folder of its own, removed
+        with it."""
         digest = hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:12]
         return self._settings.shm_dir / digest
 
     def _own_shared_memory(self) -> None:
-        """Makes that folder, with a link to the stack's, and removes those of stacks that were killed before they could: what is in
-        memory would stay there until the machine starts again."""
+        """Makes that folder, with a link to the stack's, and removes those of stacks that were
+        killed before they could: what is in memory would stay there until the machine starts
+        again."""
         own = self._shm()
         shutil.rmtree(own, ignore_errors=True)
         try:
@@ -153,7 +163,8 @@ class Supervisor:
             (own / STACK_LINK).symlink_to(self._folder)
         except OSError as error:
             raise BadRequest(
-                f"no weights can be put into {str(own)!r}: {error.strerror}; HONE_SHM_DIR names another folder in shared memory"
+                f"no weights can be put into {str(own)!r}: {error.strerror}; HONE_SHM_DIR names "
+                "another folder in shared memory"
             ) from error
         for other in own.parent.iterdir():
             link = other / STACK_LINK
@@ -179,12 +190,15 @@ class Supervisor:
 
     def _start_service(self, name: str) -> None:
         environment = dict(os.environ) | {
-            f"HONE_{other.upper()}_URL": f"http://{_reachable(self._settings.host)}:{self._port(other)}" for other in SERVICES
+            f"HONE_{other.upper()}_URL": f"http://{_reachable(self._settings.host)}:{self._port(other)}"
+            for other in SERVICES
         }
         environment["HONE_RUNS_DIR"] = str(self._settings.runs_dir.resolve())
         environment["HONE_SHM_DIR"] = str(self._shm())
         if self._settings.redis_url is None:
-            environment["HONE_REDIS_URL"] = f"unix://{quote(str(redis_server.socket_path(self._folder / 'redis')))}"
+            environment["HONE_REDIS_URL"] = (
+                f"unix://{quote(str(redis_server.socket_path(self._folder / 'redis')))}"
+            )
         self._add(name, [sys.executable, "-m", f"services.{name}"], environment)
 
     def _add(self, name: str, command: list[str], environment: dict[str, str]) -> None:
@@ -209,7 +223,10 @@ class Supervisor:
                 raise Failed("stopped while starting")
             for child in self._children:
                 if (code := child.exit_code()) is not None:
-                    raise Failed(f"{child.name} ended with exit code {code} at start: {child.why()} (log: {child.log})")
+                    raise Failed(
+                        f"{child.name} ended with exit code {code} at start: {child.why()} (log: "
+                        f"{child.log})"
+                    )
             if time.monotonic() > deadline:
                 log = self._folder / "logs" / f"{name}.log"
                 raise Failed(f"{name} was not ready after {START_DEADLINE_S:g} s (log: {log})")
@@ -239,7 +256,10 @@ class Supervisor:
 
     def _stop_all(self) -> None:
         """Ends the services, then Redis, which outlives them so that they can say goodbye."""
-        for group in ([c for c in self._children if c.name != "redis"], [c for c in self._children if c.name == "redis"]):
+        for group in (
+            [c for c in self._children if c.name != "redis"],
+            [c for c in self._children if c.name == "redis"],
+        ):
             for child in reversed(group):
                 child.signal(signal.SIGTERM)
             deadline = time.monotonic() + STOP_DEADLINE_S
@@ -253,14 +273,19 @@ class Supervisor:
 
 
 def up(folder: Path, *, quiet: bool = False) -> dict[str, Any]:
-    """Starts the stack and returns its state (`pid`, `urls`, `logs`) once every service is ready. Raises HoneError with the
-    reason if one is not, with everything stopped again."""
+    """Starts the stack and returns its state (`pid`, `urls`, `logs`) once every service is ready.
+    Raises HoneError with the reason if one is not, with everything stopped again."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "deploy.local", "supervise", "--dir", str(folder)]
     errors = folder / "supervisor.err"
     with errors.open("wb") as stderr:
         supervisor = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True, text=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+            text=True,
         )
     assert supervisor.stdout
     try:
@@ -285,7 +310,8 @@ def up(folder: Path, *, quiet: bool = False) -> dict[str, Any]:
 
 
 def down(folder: Path) -> bool:
-    """Stops the stack of `folder`; returns whether there was one. Raises Failed if it does not stop."""
+    """Stops the stack of `folder`; returns whether there was one. Raises Failed if it does not
+    stop."""
     state = running(folder)
     if state is None:
         return False
@@ -293,13 +319,17 @@ def down(folder: Path) -> bool:
     deadline = time.monotonic() + 3 * STOP_DEADLINE_S
     while running(folder) is not None:
         if time.monotonic() > deadline:
-            raise Failed(f"the stack (process {state['pid']}) did not stop within {3 * STOP_DEADLINE_S:g} s; logs: {state['logs']}")
+            raise Failed(
+                f"the stack (process {state['pid']}) did not stop within {3 * STOP_DEADLINE_S:g} "
+                f"s; logs: {state['logs']}"
+            )
         time.sleep(0.1)
     return True
 
 
 def running(folder: Path) -> dict[str, Any] | None:
-    """Returns the state of the stack that runs in `folder`, or None. What tells is the supervisor's lock, not a stale file."""
+    """Returns the state of the stack that runs in `folder`, or None. What tells is the supervisor's
+    lock, not a stale file."""
     try:
         with (folder / "lock").open("a+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -342,7 +372,12 @@ def _is_ready(client: httpx.Client, url: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.local", description=__doc__)
     parser.add_argument("action", choices=("up", "down", "supervise"))
-    parser.add_argument("--dir", type=Path, default=Path(".hone"), help="where logs and Redis's data go (default: .hone)")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path(".hone"),
+        help="where logs and Redis's data go (default: .hone)",
+    )
     parser.add_argument("--output", choices=("table", "json"), default="table")
     arguments = parser.parse_args()
     folder = arguments.dir.resolve()
@@ -354,7 +389,13 @@ def main() -> None:
             _show_state(up(folder, quiet=as_json), as_json)
         else:
             stopped = down(folder)
-            print(json.dumps({"stopped": stopped}) if as_json else "stopped" if stopped else f"no stack runs in {folder}")
+            print(
+                json.dumps({"stopped": stopped})
+                if as_json
+                else "stopped"
+                if stopped
+                else f"no stack runs in {folder}"
+            )
     except HoneError as error:
         sys.exit(f"hone: {error.detail}")
 
@@ -363,7 +404,10 @@ def _show_state(state: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(state))
         return
-    print(f"up: jobs go to {state['urls']['orchestrator']}; logs are in {state['logs']}; `hone down` stops it")
+    print(
+        f"up: jobs go to {state['urls']['orchestrator']}; logs are in {state['logs']}; `hone down` "
+        "stops it"
+    )
 
 
 def _supervise(folder: Path) -> None:

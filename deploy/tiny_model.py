@@ -1,14 +1,15 @@
 """Makes the demo's data and a tiny model for it: `python -m deploy.tiny_model --out DIR --seed N`.
 
-A problem is two numbers and a target. The prompt is `12 47 -> 59:` and a right completion is a Python expression that
-uses each number once and evaluates to the target, here `12+47`. Sums, differences and products come in equal parts.
-Train and test share no pair of numbers, in either order, so no test problem can have been seen.
+A problem is two numbers and a target. The prompt is `12 47 -> 59:` and a right completion is a
+Python expression that uses each number once and evaluates to the target, here `12+47`. Sums,
+differences and products come in equal parts. Train and test share no pair of numbers, in either
+order, so no test problem can have been seen.
 
-The warm start teaches a random Qwen2 the form of a row: the prompts, and after each an expression over its two numbers, until
-it copies the numbers without fault.
-The operator is right in a fifth of the rows and otherwise drawn blind to the target, leaning to `+`. So greedy decoding
-nearly always adds, and is right on about a third of the problems whatever the seed, while sampling at temperature 1
-tries every operator and gives reinforcement learning something to choose from.
+The warm start teaches a random Qwen2 the form of a row: the prompts, and after each an expression
+over its two numbers, until it copies the numbers without fault. The operator is right in a fifth of
+the rows and otherwise drawn blind to the target, leaning to `+`. So greedy decoding nearly always
+adds, and is right on about a third of the problems whatever the seed, while sampling at temperature
+1 tries every operator and gives reinforcement learning something to choose from.
 """
 
 import argparse
@@ -26,19 +27,22 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 from transformers.utils import logging
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-# Two digits each: the model learns to copy numbers of one width much sooner than numbers of two widths.
+# Two digits each: the model learns to copy numbers of one width much sooner than numbers of two
+# widths.
 MIN_NUMBER, MAX_NUMBER = 10, 50
 NUM_TEST = 192
 
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
-# With the two special tokens 24 in all: a multiple of 8, so that every id the model can emit is a character.
+# With the two special tokens 24 in all: a multiple of 8, so that every id the model can emit is a
+# character.
 CHARACTERS = "0123456789+-*/%()<=>: "
 MAX_LENGTH = 64
 BYTE_LEVEL_SPACE = "\u0120"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
-# The warm start ends once the model copies the numbers, which comes suddenly and not at the same batch for every seed.
+# The warm start ends once the model copies the numbers, which comes suddenly and not at the same
+# batch for every seed.
 WARM_START_MAX_BATCHES = 3000
 WARM_START_RISE = 100
 WARM_START_FALL = 150
@@ -46,7 +50,8 @@ COPIED_ENOUGH = 0.98
 WARM_START_BATCH_SIZE = 32
 WARM_START_LR = 1.5e-3
 RIGHT_OPERATOR_SHARE = 0.2
-# The lean must outweigh the share of right operators, or greedy decoding would start out right: 0.8 * 0.6 > 0.2 + 0.8 * 0.2.
+# The lean must outweigh the share of right operators, or greedy decoding would start out right: 0.8
+# * 0.6 > 0.2 + 0.8 * 0.2.
 BLIND_WEIGHTS = {"+": 0.6, "-": 0.2, "*": 0.2}
 IGNORED_LABEL = -100
 BATCHES_PER_REPORT = 100
@@ -62,12 +67,16 @@ class Problem:
 
 
 def make_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Train and test problems, shuffled. Train has every operator for each of its pairs, test one for each."""
+    """Train and test problems, shuffled. Train has every operator for each of its pairs, test one
+    for each."""
     rng = random.Random(seed)
     pairs = list(itertools.combinations(range(MIN_NUMBER, MAX_NUMBER + 1), 2))
     rng.shuffle(pairs)
     test_pairs, train_pairs = pairs[:NUM_TEST], pairs[NUM_TEST:]
-    test = [_problem(pair, symbol, rng) for pair, symbol in zip(test_pairs, itertools.cycle(OPERATORS), strict=False)]
+    test = [
+        _problem(pair, symbol, rng)
+        for pair, symbol in zip(test_pairs, itertools.cycle(OPERATORS), strict=False)
+    ]
     train = [_problem(pair, symbol, rng) for pair in train_pairs for symbol in OPERATORS]
     rng.shuffle(test)
     rng.shuffle(train)
@@ -81,11 +90,17 @@ def _problem(pair: tuple[int, int], symbol: str, rng: random.Random) -> Problem:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """One token per character. Adds nothing to a prompt, decodes to exactly the characters, drops unknown ones.
+    """One token per character. Adds nothing to a prompt, decodes to exactly the characters, drops
+    unknown ones.
 
-    A byte pair encoding without merges, because `AutoTokenizer` loads a Qwen2 checkpoint's tokenizer as this class only.
+    A byte pair encoding without merges, because `AutoTokenizer` loads a Qwen2 checkpoint's
+    tokenizer as this class only.
     """
-    symbols = [PAD, EOS, *CHARACTERS.replace(" ", BYTE_LEVEL_SPACE)]  # in the order of PAD_ID and EOS_ID
+    symbols = [
+        PAD,
+        EOS,
+        *CHARACTERS.replace(" ", BYTE_LEVEL_SPACE),
+    ]  # in the order of PAD_ID and EOS_ID
     return Qwen2Tokenizer(
         vocab={symbol: i for i, symbol in enumerate(symbols)},
         merges=[],
@@ -120,9 +135,11 @@ def make_model(seed: int) -> Qwen2ForCausalLM:
     return model
 
 
-def warm_start(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], seed: int) -> int:
-    """Trains `model` in place to write mostly random expressions for `problems`, until it copies the numbers it was given;
-    returns the batches that took. Prints the loss, in nats a token."""
+def warm_start(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], seed: int
+) -> int:
+    """Trains `model` in place to write mostly random expressions for `problems`, until it copies
+    the numbers it was given; returns the batches that took. Prints the loss, in nats a token."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_START_LR, weight_decay=0.0)
     copied, end = 0.0, WARM_START_MAX_BATCHES
@@ -131,9 +148,13 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Seq
         rate = min(batch / WARM_START_RISE, (end - batch + 1) / WARM_START_FALL, 1.0)
         for group in optimizer.param_groups:
             group["lr"] = WARM_START_LR * rate
-        ids_BT, labels_BT, copies_BT = _rows(tokenizer, rng.sample(problems, WARM_START_BATCH_SIZE), rng)
+        ids_BT, labels_BT, copies_BT = _rows(
+            tokenizer, rng.sample(problems, WARM_START_BATCH_SIZE), rng
+        )
         logits_BTV = model(input_ids=ids_BT).logits[:, :-1]
-        loss = cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED_LABEL)
+        loss = cross_entropy(
+            logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED_LABEL
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -143,7 +164,11 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Seq
         if copied >= COPIED_ENOUGH and end == WARM_START_MAX_BATCHES:
             end = min(batch + WARM_START_FALL, end)
         if batch % BATCHES_PER_REPORT == 0 or batch == end:
-            print(f"warm start: batch {batch}, loss {loss.item():.3f}, copies {copied:.1%} of the digits", flush=True)
+            print(
+                f"warm start: batch {batch}, loss {loss.item():.3f}, copies {copied:.1%} of the "
+                "digits",
+                flush=True,
+            )
         if batch == end:
             break
     model.eval()
@@ -153,12 +178,18 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Seq
 def _rows(
     tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids and labels [B, T], padded on the right, and where the labels are digits of an expression. Prompts have labels
-    too: reading them is half of the lesson."""
+    """Token ids and labels [B, T], padded on the right, and where the labels are digits of an
+    expression. Prompts have labels too: reading them is half of the lesson."""
     texts = [problem.prompt + _expression(problem, rng) for problem in problems]
     rows = [torch.tensor(tokenizer.encode(text + EOS)) for text in texts]
     copies = [
-        torch.tensor([position >= len(problem.prompt) and text[position].isdigit() for position in range(len(text))] + [False])
+        torch.tensor(
+            [
+                position >= len(problem.prompt) and text[position].isdigit()
+                for position in range(len(text))
+            ]
+            + [False]
+        )
         for problem, text in zip(problems, texts, strict=True)
     ]
     pad = torch.nn.utils.rnn.pad_sequence
@@ -168,10 +199,13 @@ def _rows(
 
 
 def _expression(problem: Problem, rng: random.Random) -> str:
-    """The two numbers in prompt order around an operator: the right one sometimes, else one drawn blind."""
+    """The two numbers in prompt order around an operator: the right one sometimes, else one drawn
+    blind."""
     first, second = problem.numbers
     if rng.random() < RIGHT_OPERATOR_SHARE:
-        symbol = next(symbol for symbol, apply in OPERATORS.items() if apply(first, second) == problem.target)
+        symbol = next(
+            symbol for symbol, apply in OPERATORS.items() if apply(first, second) == problem.target
+        )
     else:
         (symbol,) = rng.choices(list(BLIND_WEIGHTS), weights=list(BLIND_WEIGHTS.values()))
     return f"{first}{symbol}{second}"
@@ -182,7 +216,10 @@ def write_demo(out: Path, seed: int) -> None:
     train, test = make_problems(seed)
     tokenizer = make_tokenizer()
     model = make_model(seed)
-    print(f"{len(train)} train and {len(test)} test problems; a model of {model.num_parameters():,} parameters")
+    print(
+        f"{len(train)} train and {len(test)} test problems; a model of {model.num_parameters():,} "
+        "parameters"
+    )
     warm_start(model, tokenizer, train, seed)
 
     out.mkdir(parents=True, exist_ok=True)
@@ -199,12 +236,20 @@ def _write_problems(path: Path, problems: Sequence[Problem]) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
-    parser.add_argument("--seed", type=int, required=True, help="sets the split, the first weights and the warm start")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        required=True,
+        help="sets the split, the first weights and the warm start",
+    )
     args = parser.parse_args()
     logging.disable_progress_bar()
-    # So small a model gains little from more threads, and where the cores are busy loses minutes to them.
+    # So small a model gains little from more threads, and where the cores are busy loses minutes to
+    # them.
     torch.set_num_threads(1)
     write_demo(args.out, args.seed)
 

@@ -9,7 +9,15 @@ for event in client.events(record.id, follow=True):
 """
 
 from hone.client import Client
-from shared.errors import BadRequest, Conflict, Failed, HoneError, NotFound, Unauthorized, Unavailable
+from shared.errors import (
+    BadRequest,
+    Conflict,
+    Failed,
+    HoneError,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+)
 from shared.job import Job
 from shared.job_file import load_job
 from shared.rewards import Outcome, Reward

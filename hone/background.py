@@ -1,7 +1,8 @@
 """An event loop in a thread of its own, for synchronous code that calls asynchronous code.
 
-So the client works where a loop already runs (a notebook), and Ctrl-C is never lost: it is raised where the caller waits. Had it to
-travel through the loop as a cancellation, whatever it interrupts there could swallow it.
+So the client works where a loop already runs (a notebook), and Ctrl-C is never lost: it is raised
+where the caller waits. Had it to travel through the loop as a cancellation, whatever it interrupts
+there could swallow it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ CLOSE_S = 1.0
 class Background:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="hone-client", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="hone-client", daemon=True
+        )
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -1,4 +1,5 @@
-"""The `hone` command. Exit codes: 0 done, 1 the job failed, 2 bad input or no service, 130 Ctrl-C (which only detaches)."""
+"""The `hone` command. Exit codes: 0 done, 1 the job failed, 2 bad input or no service, 130 Ctrl-C
+(which only detaches)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from shared.errors import BadRequest, HoneError, Unavailable
 from shared.job_file import load_job
 from shared.wire import TERMINAL, JobRecord
 
-app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 out = Console(width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True)
 
@@ -37,9 +40,13 @@ class Output(StrEnum):
     json = "json"
 
 
-OutputOption = Annotated[Output, typer.Option("-o", "--output", help="table for people, json for programs")]
+OutputOption = Annotated[
+    Output, typer.Option("-o", "--output", help="table for people, json for programs")
+]
 FolderOption = Annotated[Path, typer.Option("--dir", help="where logs and Redis's data are")]
-JobArgument = Annotated[str, typer.Argument(help="a job's id, or its name for the newest of that name")]
+JobArgument = Annotated[
+    str, typer.Argument(help="a job's id, or its name for the newest of that name")
+]
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +73,8 @@ def connect() -> Generator[Client]:
             client.ping()
         except Unavailable as error:
             raise Unavailable(
-                f"{error.detail}; `hone up` starts a stack on this machine, HONE_ORCHESTRATOR_URL names another"
+                f"{error.detail}; `hone up` starts a stack on this machine, HONE_ORCHESTRATOR_URL "
+                "names another"
             ) from error
         yield client
 
@@ -74,7 +82,9 @@ def connect() -> Generator[Client]:
 @command
 def up(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table) -> None:
     """Start Redis and the four services on this machine, and wait until they are ready."""
-    code = subprocess.call([sys.executable, "-m", "deploy.local", "up", "--dir", str(folder), "--output", output])
+    code = subprocess.call(
+        [sys.executable, "-m", "deploy.local", "up", "--dir", str(folder), "--output", output]
+    )
     if code:
         raise typer.Exit(2 if code > 0 else 130)
 
@@ -82,16 +92,24 @@ def up(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table)
 @command
 def down(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table) -> None:
     """Stop what `hone up` started. Jobs that run go on at the next `hone up`."""
-    if code := subprocess.call([sys.executable, "-m", "deploy.local", "down", "--dir", str(folder), "--output", output]):
+    if code := subprocess.call(
+        [sys.executable, "-m", "deploy.local", "down", "--dir", str(folder), "--output", output]
+    ):
         raise typer.Exit(code)
 
 
 @command
 def submit(
     file: Annotated[Path, typer.Argument(help="a job as TOML")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="a.b=c, may be repeated")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="show progress until the job ends")] = False,
-    key: Annotated[str | None, typer.Option(help="idempotency key: the same key and job submit once")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="a.b=c, may be repeated")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="show progress until the job ends")
+    ] = False,
+    key: Annotated[
+        str | None, typer.Option(help="idempotency key: the same key and job submit once")
+    ] = None,
     output: OutputOption = Output.table,
 ) -> None:
     """Submit a job."""
@@ -102,11 +120,19 @@ def submit(
             view.as_json(out, record)
             return
         if output is Output.table:
-            out.print(f"job {record.id} accepted; results go to {record.run_dir}", soft_wrap=True, highlight=False)
+            out.print(
+                f"job {record.id} accepted; results go to {record.run_dir}",
+                soft_wrap=True,
+                highlight=False,
+            )
         if follow:
             _follow(client, record.id, output)
         else:
-            out.print(f"  hone logs -f {record.id}    to watch it\n  hone cancel {record.id}     to stop it", highlight=False)
+            out.print(
+                f"  hone logs -f {record.id}    to watch it\n  hone cancel {record.id}     to stop "
+                "it",
+                highlight=False,
+            )
 
 
 @command
@@ -139,7 +165,9 @@ def get(job: JobArgument, output: OutputOption = Output.table) -> None:
 @command
 def logs(
     job: JobArgument,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="go on until the job ends")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="go on until the job ends")
+    ] = False,
     output: OutputOption = Output.table,
 ) -> None:
     """Show what happened to a job."""
@@ -191,11 +219,16 @@ def rollouts(
 def regrade(
     job: JobArgument,
     step: Annotated[str, typer.Option(help="which steps: 7, or 3:9 for 3 to 9")],
-    reward: Annotated[Path, typer.Option(help="a TOML with the [[rewards]] to try; a job file will do")],
-    limit: Annotated[int, typer.Option("-n", help="how many of the rollouts that differ most to show")] = 10,
+    reward: Annotated[
+        Path, typer.Option(help="a TOML with the [[rewards]] to try; a job file will do")
+    ],
+    limit: Annotated[
+        int, typer.Option("-n", help="how many of the rollouts that differ most to show")
+    ] = 10,
     output: OutputOption = Output.table,
 ) -> None:
-    """Grade a job's stored rollouts by other rewards, and show what would flip. The job stays as it is."""
+    """Grade a job's stored rollouts by other rewards, and show what would flip. The job stays as it
+    is."""
     first, last = _steps(step)
     rewards = load_job(reward, REWARDS_ONLY).rewards
     with connect() as client:
@@ -208,22 +241,38 @@ def regrade(
 
 @command
 def grade(
-    grader: Annotated[str | None, typer.Argument(help="a grader's name, for example exact_match")] = None,
-    completion: Annotated[str, typer.Option(help="what the model said; - reads it from stdin")] = "-",
+    grader: Annotated[
+        str | None, typer.Argument(help="a grader's name, for example exact_match")
+    ] = None,
+    completion: Annotated[
+        str, typer.Option(help="what the model said; - reads it from stdin")
+    ] = "-",
     row: Annotated[str, typer.Option(help="the dataset's row as JSON")] = grading.DEFAULT_ROW,
     prompt: Annotated[str, typer.Option(help="what the model was asked")] = "",
-    num_tokens: Annotated[int | None, typer.Option(help="the completion's length in tokens")] = None,
-    param: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the grader, may be repeated")] = None,
+    num_tokens: Annotated[
+        int | None, typer.Option(help="the completion's length in tokens")
+    ] = None,
+    param: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE of the grader, may be repeated")
+    ] = None,
     file: Annotated[Path | None, typer.Option(help="your own rewards, with --function")] = None,
     function: Annotated[str, typer.Option(help="the function or class in --file")] = "reward",
-    reward: Annotated[Path | None, typer.Option(help="a TOML with [[rewards]]; a job file will do")] = None,
+    reward: Annotated[
+        Path | None, typer.Option(help="a TOML with [[rewards]]; a job file will do")
+    ] = None,
     output: OutputOption = Output.table,
 ) -> None:
-    """Try a grader, your own function, or a file of rewards on one completion. Exits 1 if it gives no reward."""
+    """Try a grader, your own function, or a file of rewards on one completion. Exits 1 if it gives
+    no reward."""
     if sum(source is not None for source in (grader, file, reward)) != 1:
-        raise BadRequest("name one of: a grader, --file with your own function, --reward with a TOML of rewards")
+        raise BadRequest(
+            "name one of: a grader, --file with your own function, --reward with a TOML of rewards"
+        )
     if reward is not None and param:
-        raise BadRequest("--param goes with a grader or --file; the rewards of --reward have their params in the TOML")
+        raise BadRequest(
+            "--param goes with a grader or --file; the rewards of --reward have their params in "
+            "the TOML"
+        )
     if reward is not None:
         rewards = load_job(reward, REWARDS_ONLY).rewards
     else:
@@ -247,7 +296,10 @@ def cancel(job: JobArgument, output: OutputOption = Output.table) -> None:
     if output is Output.json:
         view.as_json(out, record)
     else:
-        out.print(f"job {record.id} is {'cancelled' if record.status in TERMINAL else 'being cancelled'}", highlight=False)
+        out.print(
+            f"job {record.id} is {'cancelled' if record.status in TERMINAL else 'being cancelled'}",
+            highlight=False,
+        )
 
 
 @command
@@ -259,7 +311,10 @@ def pause(job: JobArgument, output: OutputOption = Output.table) -> None:
         view.as_json(out, record)
     else:
         state = "paused" if record.status == "paused" else "being paused"
-        out.print(f"job {record.id} is {state}; `hone resume {record.id}` goes on from there", highlight=False)
+        out.print(
+            f"job {record.id} is {state}; `hone resume {record.id}` goes on from there",
+            highlight=False,
+        )
 
 
 @command
@@ -270,7 +325,10 @@ def resume(job: JobArgument, output: OutputOption = Output.table) -> None:
     if output is Output.json:
         view.as_json(out, record)
     else:
-        out.print(f"job {record.id} is {record.status}; `hone logs -f {record.id}` watches it", highlight=False)
+        out.print(
+            f"job {record.id} is {record.status}; `hone logs -f {record.id}` watches it",
+            highlight=False,
+        )
 
 
 @command
@@ -281,7 +339,9 @@ def doctor(output: OutputOption = Output.table) -> None:
         view.as_json(out, report)
     else:
         for check in report.checks:
-            mark = {"ok": "[green]ok[/]  ", "note": "[yellow]note[/]", "fault": "[red]FAULT[/]"}[check.state]
+            mark = {"ok": "[green]ok[/]  ", "note": "[yellow]note[/]", "fault": "[red]FAULT[/]"}[
+                check.state
+            ]
             out.print(f"{mark} [bold]{check.name}[/]: ", end="")
             out.print(check.detail, markup=False, highlight=False, soft_wrap=True)
     if not report.ok:
@@ -292,7 +352,10 @@ def _steps(text: str) -> tuple[int, int]:
     """Returns the first and last step of `A:B`, or of `A` alone."""
     first, separator, last = text.partition(":")
     if not first.isdecimal() or (separator and not last.isdecimal()) or not int(first):
-        raise BadRequest(f"--step {text!r}: expected a step such as 7, or a range of them such as 3:9; the first step is 1")
+        raise BadRequest(
+            f"--step {text!r}: expected a step such as 7, or a range of them such as 3:9; the "
+            "first step is 1"
+        )
     return int(first), int(last or first)
 
 
@@ -321,7 +384,9 @@ def _follow(client: Client, job: str, output: Output) -> None:
 def main() -> None:
     service_logs.to_stderr()
     stdout: Any = sys.stdout
-    stdout.reconfigure(line_buffering=True)  # so that `hone logs -f | grep step` shows a line as it happens
+    stdout.reconfigure(
+        line_buffering=True
+    )  # so that `hone logs -f | grep step` shows a line as it happens
     app()
 
 

@@ -1,4 +1,5 @@
-"""The orchestrator as a Python object. Synchronous; the calls, deadlines and retries are those of `shared/client.py`."""
+"""The orchestrator as a Python object. Synchronous; the calls, deadlines and retries are those of
+`shared/client.py`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ PING_DEADLINE_S = 1.0
 
 
 class Client:
-    """Talks to an orchestrator at `url`. A job is named by its id, or by its name for the newest job of that name."""
+    """Talks to an orchestrator at `url`. A job is named by its id, or by its name for the newest
+    job of that name."""
 
     def __init__(self, url: str = "http://127.0.0.1:8000", *, token: str | None = None) -> None:
         self.url = url
@@ -42,7 +44,12 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -54,10 +61,13 @@ class Client:
         self._background.run(self._client.get("/version", VersionInfo, deadline_s=PING_DEADLINE_S))
 
     def submit(self, job: Job, *, key: str | None = None) -> JobRecord:
-        """Returns the accepted job's record; accepted, it is on disk. `key` is an idempotency key: the same key and job submit
-        once, however often it is called. Raises BadRequest with a sentence for each fault."""
+        """Returns the accepted job's record; accepted, it is on disk. `key` is an idempotency key:
+        the same key and job submit once, however often it is called. Raises BadRequest with a
+        sentence for each fault."""
         body = SubmitRequest(job=job)
-        call = self._client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=SUBMIT_DEADLINE_S, key=key)
+        call = self._client.call(
+            "POST", "/v1/jobs", body, JobRecord, deadline_s=SUBMIT_DEADLINE_S, key=key
+        )
         return self._background.run(call)
 
     def get(self, job: str) -> JobRecord:
@@ -86,36 +96,59 @@ class Client:
         return self._change(job, "resume")
 
     def metrics(self, job: str, after_step: int = -1) -> MetricsList:
-        return self._background.run(self._client.get(f"/v1/jobs/{self.get(job).id}/metrics?after_step={after_step}", MetricsList))
+        return self._background.run(
+            self._client.get(
+                f"/v1/jobs/{self.get(job).id}/metrics?after_step={after_step}", MetricsList
+            )
+        )
 
     def rollouts(self, job: str, step: int | None = None) -> RolloutList:
         """Returns the graded rollouts of `step`, or of the newest step."""
         query = "" if step is None else f"?step={step}"
-        return self._background.run(self._client.get(f"/v1/jobs/{self.get(job).id}/rollouts{query}", RolloutList))
+        return self._background.run(
+            self._client.get(f"/v1/jobs/{self.get(job).id}/rollouts{query}", RolloutList)
+        )
 
-    def regrade(self, job: str, first_step: int, last_step: int, rewards: tuple[RewardSpec, ...], examples: int) -> RegradeReport:
-        """Returns what `rewards` would say of the stored rollouts of these steps, both included, with the `examples` rollouts
-        whose reward differs most. Changes nothing."""
-        body = RegradeRequest(first_step=first_step, last_step=last_step, rewards=rewards, num_examples=examples)
+    def regrade(
+        self,
+        job: str,
+        first_step: int,
+        last_step: int,
+        rewards: tuple[RewardSpec, ...],
+        examples: int,
+    ) -> RegradeReport:
+        """Returns what `rewards` would say of the stored rollouts of these steps, both included,
+        with the `examples` rollouts whose reward differs most. Changes nothing."""
+        body = RegradeRequest(
+            first_step=first_step, last_step=last_step, rewards=rewards, num_examples=examples
+        )
         path = f"/v1/jobs/{self.get(job).id}/regrade"
-        return self._background.run(self._client.call("POST", path, body, RegradeReport, deadline_s=REGRADE_DEADLINE_S))
+        return self._background.run(
+            self._client.call("POST", path, body, RegradeReport, deadline_s=REGRADE_DEADLINE_S)
+        )
 
     def checkpoints(self, job: str) -> CheckpointList:
-        return self._background.run(self._client.get(f"/v1/jobs/{self.get(job).id}/checkpoints", CheckpointList))
+        return self._background.run(
+            self._client.get(f"/v1/jobs/{self.get(job).id}/checkpoints", CheckpointList)
+        )
 
     def events(self, job: str, *, after: str = "0", follow: bool = False) -> Iterator[Event]:
-        """Yields what happened after event `after`; with `follow`, until the job has ended. A dropped connection is taken up
-        again where it broke."""
+        """Yields what happened after event `after`; with `follow`, until the job has ended. A
+        dropped connection is taken up again where it broke."""
         job_id = self.get(job).id
         if not follow:
-            while page := self._background.run(self._client.get(f"/v1/jobs/{job_id}/events?after={after}", EventList)).events:
+            while page := self._background.run(
+                self._client.get(f"/v1/jobs/{job_id}/events?after={after}", EventList)
+            ).events:
                 yield from page
                 after = page[-1].id
             return
         last, lost_at = after, None
         while True:
             try:
-                for id, kind, data in self._background.iterate(self._client.events(f"/v1/jobs/{job_id}/events", last_id=last)):
+                for id, kind, data in self._background.iterate(
+                    self._client.events(f"/v1/jobs/{job_id}/events", last_id=last)
+                ):
                     lost_at = None
                     if kind == "end":
                         return
@@ -138,4 +171,6 @@ class Client:
 
     def _change(self, job: str, action: str) -> JobRecord:
         path = f"/v1/jobs/{self.get(job).id}/{action}"
-        return self._background.run(self._client.call("POST", path, None, JobRecord, deadline_s=30.0))
+        return self._background.run(
+            self._client.call("POST", path, None, JobRecord, deadline_s=30.0)
+        )

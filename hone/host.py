@@ -1,6 +1,8 @@
-"""What the sandbox for model-written code needs of this host, tried in a new process that then ends: nothing is left changed.
+"""What the sandbox for model-written code needs of this host, tried in a new process that then
+ends: nothing is left changed.
 
-The reward service builds the real one, and tests it, at its start; this says beforehand which primitive is missing.
+The reward service builds the real one, and tests it, at its start; this says beforehand which
+primitive is missing.
 """
 
 from __future__ import annotations
@@ -26,11 +28,19 @@ class _Filter(ctypes.Structure):
 
 
 def missing_primitive() -> str | None:
-    """Returns the first call that this host refuses, with the reason ("unshare(...): Operation not permitted"), or None.
+    """Returns the first call that this host refuses, with the reason ("unshare(...): Operation not
+    permitted"), or None.
 
-    A process of several threads may not enter a user namespace, and this one may have some: so a new one tries.
+    A process of several threads may not enter a user namespace, and this one may have some: so a
+    new one tries.
     """
-    tried = subprocess.run([sys.executable, "-I", "-S", __file__], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    tried = subprocess.run(
+        [sys.executable, "-I", "-S", __file__],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     return (tried.stdout + tried.stderr).strip() or None
 
 
@@ -40,16 +50,29 @@ def _first_refusal() -> str:
     flags = ctypes.c_ulong
     read_only = (ctypes.c_uint64 * 4)(1, 0, 0, 0)
     calls = (
-        ("unshare(user, mount, network, IPC, UTS and pid namespaces)", lambda: libc.unshare(_NAMESPACES)),
+        (
+            "unshare(user, mount, network, IPC, UTS and pid namespaces)",
+            lambda: libc.unshare(_NAMESPACES),
+        ),
         ("writing /proc/self/uid_map", lambda: _map(uid, gid)),
         ("mount(private)", lambda: libc.mount(b"none", b"/", None, flags(_PRIVATE), None)),
-        ("mount(tmpfs)", lambda: libc.mount(b"tmpfs", b"/tmp", b"tmpfs", flags(_NOSUID_NODEV), b"size=1m")),
+        (
+            "mount(tmpfs)",
+            lambda: libc.mount(b"tmpfs", b"/tmp", b"tmpfs", flags(_NOSUID_NODEV), b"size=1m"),
+        ),
         (
             "mount_setattr(read-only; Linux 5.12 or newer)",
-            lambda: libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, b"/tmp", 0, ctypes.byref(read_only), flags(32)),
+            lambda: libc.syscall(
+                _SYS_MOUNT_SETATTR, _AT_FDCWD, b"/tmp", 0, ctypes.byref(read_only), flags(32)
+            ),
         ),
         ("prctl(PR_SET_NO_NEW_PRIVS)", lambda: libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)),
-        ("prctl(PR_SET_SECCOMP)", lambda: libc.prctl(_PR_SET_SECCOMP, _FILTER, ctypes.byref(_Filter(1, _ALLOW_ALL)), 0, 0)),
+        (
+            "prctl(PR_SET_SECCOMP)",
+            lambda: libc.prctl(
+                _PR_SET_SECCOMP, _FILTER, ctypes.byref(_Filter(1, _ALLOW_ALL)), 0, 0
+            ),
+        ),
     )
     for name, call in calls:
         try:

@@ -1,6 +1,8 @@
-"""How stored rollouts are shown: what was asked, what was answered, and what each grader said of it.
+"""How stored rollouts are shown: what was asked, what was answered, and what each grader said of
+it.
 
-Prompts, completions and what programs print are the model's: control characters in them never reach the terminal.
+Prompts, completions and what programs print are the model's: control characters in them never reach
+the terminal.
 """
 
 from __future__ import annotations
@@ -18,12 +20,24 @@ EXPECTED = ("ok", "wrong")
 
 
 def rollout_table(listed: RolloutList, limit: int) -> Table:
-    """Returns the step's first `limit` rollouts as TRL prints them: prompt, completion, rewards, advantage; and why. What a grader
-    gave has a column of its own unless it is the reward."""
+    """Returns the step's first `limit` rollouts as TRL prints them: prompt, completion, rewards,
+    advantage; and why. What a grader gave has a column of its own unless it is the reward."""
     names = sorted({name for rollout in listed.rollouts for name in rollout.parts})
-    if len(names) == 1 and all(part.value == rollout.reward for rollout in listed.rollouts for part in rollout.parts.values()):
+    if len(names) == 1 and all(
+        part.value == rollout.reward
+        for rollout in listed.rollouts
+        for part in rollout.parts.values()
+    ):
         names = []
-    table = Table("prompt", "completion", *map(shown, names), "reward", "advantage", "why", title=f"step {listed.step}")
+    table = Table(
+        "prompt",
+        "completion",
+        *map(shown, names),
+        "reward",
+        "advantage",
+        "why",
+        title=f"step {listed.step}",
+    )
     for rollout in listed.rollouts[:limit]:
         table.add_row(
             shown(prompt_text(rollout)),
@@ -38,7 +52,16 @@ def rollout_table(listed: RolloutList, limit: int) -> Table:
 
 def regrade_table(report: RegradeReport) -> Group:
     """Returns what would flip, step by step, and the rollouts whose reward differs most."""
-    steps = Table("step", "rollouts", "reward", "would be", "missing", "would be", "rewards change", "advantages flip")
+    steps = Table(
+        "step",
+        "rollouts",
+        "reward",
+        "would be",
+        "missing",
+        "would be",
+        "rewards change",
+        "advantages flip",
+    )
     for step in report.steps:
         steps.add_row(
             str(step.step),
@@ -50,14 +73,27 @@ def regrade_table(report: RegradeReport) -> Group:
             str(step.num_changed),
             str(len(step.flipped)),
         )
-    changed, total = sum(step.num_changed for step in report.steps), sum(step.num_rollouts for step in report.steps)
+    changed, total = (
+        sum(step.num_changed for step in report.steps),
+        sum(step.num_rollouts for step in report.steps),
+    )
     flipped = sum(len(step.flipped) for step in report.steps)
     sentence = f"{changed} of {total} rewards would change, and {flipped} advantages their sign."
     return Group(steps, sentence, *([_examples(report.examples)] if report.examples else []))
 
 
 def _examples(examples: tuple[RegradedRollout, ...]) -> Table:
-    table = Table("step", "prompt", "completion", "reward", "would be", "advantage", "would be", "why", title="most different")
+    table = Table(
+        "step",
+        "prompt",
+        "completion",
+        "reward",
+        "would be",
+        "advantage",
+        "would be",
+        "why",
+        title="most different",
+    )
     for example in examples:
         table.add_row(
             str(example.step),
@@ -73,11 +109,16 @@ def _examples(examples: tuple[RegradedRollout, ...]) -> Table:
 
 
 def reasons(parts: Mapping[str, Part]) -> list[str]:
-    """Returns a line for each grader that had more to say than a number: verdict (unless it is "ok"), detail, errors, what was
-    printed, and time. A line begins with the grader's name where there are several."""
+    """Returns a line for each grader that had more to say than a number: verdict (unless it is
+    "ok"), detail, errors, what was printed, and time. A line begins with the grader's name where
+    there are several."""
     lines: list[str] = []
     for name, part in parts.items():
-        facts = [part.detail, *part.errors, f"printed {part.stdout.strip()!r}" if part.stdout.strip() else ""]
+        facts = [
+            part.detail,
+            *part.errors,
+            f"printed {part.stdout.strip()!r}" if part.stdout.strip() else "",
+        ]
         if any(facts) or part.verdict not in EXPECTED:
             took = "remembered" if part.cached else f"{part.seconds:.2f} s"
             verdict = "" if part.verdict == "ok" else part.verdict
@@ -93,8 +134,11 @@ def prompt_text(rollout: GradedRollout) -> str:
 
 
 def shown(text: str) -> str:
-    """Returns the text with control characters as escapes such as `\\x1b`, and without meaning as markup."""
-    return escape("".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text))
+    """Returns the text with control characters as escapes such as `\\x1b`, and without meaning as
+    markup."""
+    return escape(
+        "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+    )
 
 
 def _part(part: Part | None) -> str:

@@ -1,4 +1,5 @@
-"""Where the orchestrator is: the setting, else the stack that `hone up` started in this folder, else the default port."""
+"""Where the orchestrator is: the setting, else the stack that `hone up` started in this folder,
+else the default port."""
 
 from __future__ import annotations
 

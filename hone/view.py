@@ -1,4 +1,5 @@
-"""How the command shows things: tables for people, the same data as JSON for programs, one live line for a running job."""
+"""How the command shows things: tables for people, the same data as JSON for programs, one live
+line for a running job."""
 
 from __future__ import annotations
 
@@ -53,11 +54,14 @@ def sparkline(values: list[float], width: int = 24) -> str:
     """Returns the last `width` values as bars between their least and greatest."""
     shown = values[-width:]
     low, high = min(shown), max(shown)
-    return "".join(BARS[round((value - low) / ((high - low) or 1) * (len(BARS) - 1))] for value in shown)
+    return "".join(
+        BARS[round((value - low) / ((high - low) or 1) * (len(BARS) - 1))] for value in shown
+    )
 
 
 def time_split(metrics: dict[str, float]) -> str:
-    """Returns the seconds of a step by stage, for example `generate 0.6 reward 0.2 train 0.3 sync 0.1 s`."""
+    """Returns the seconds of a step by stage, for example `generate 0.6 reward 0.2 train 0.3 sync
+    0.1 s`."""
     shown = [(stage, metrics[f"time/{stage}"]) for stage in STAGES if f"time/{stage}" in metrics]
     if any(stage == "generate" for stage, _ in shown):
         shown = [(stage, seconds) for stage, seconds in shown if stage != "wait_for_batch"]
@@ -67,7 +71,11 @@ def time_split(metrics: dict[str, float]) -> str:
 def job_table(records: Iterable[JobRecord]) -> Table:
     table = Table("job", "status", "step", "reward", "age", "ETA", box=None, pad_edge=False)
     for record in records:
-        eta = duration(record.eta_s) if record.status == "running" and record.eta_s is not None else ""
+        eta = (
+            duration(record.eta_s)
+            if record.status == "running" and record.eta_s is not None
+            else ""
+        )
         table.add_row(
             record.id,
             Text(record.status, style=COLOURS[record.status]),
@@ -90,7 +98,11 @@ def job_details(record: JobRecord) -> Table:
         "run folder": record.run_dir,
         "paused because" if record.status == "paused" else "error": record.error,
         "recoveries": record.recoveries or None,
-        **{name: value for name, value in (record.summary or {}).items() if isinstance(value, int | float | str)},
+        **{
+            name: value
+            for name, value in (record.summary or {}).items()
+            if isinstance(value, int | float | str)
+        },
     }
     for name, value in rows.items():
         if value is not None:
@@ -101,13 +113,23 @@ def job_details(record: JobRecord) -> Table:
 def metrics_table(rows: Iterable[MetricsRow]) -> Table:
     table = Table("step", *COLUMNS, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(str(row.step), *(f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in COLUMNS.values()))
+        table.add_row(
+            str(row.step),
+            *(
+                f"{row.metrics[name]:.4g}" if name in row.metrics else ""
+                for name in COLUMNS.values()
+            ),
+        )
     return table
 
 
 def as_json(console: Console, body: BaseModel | Iterable[BaseModel]) -> None:
     """Prints one JSON document: an object, or a list of them."""
-    text = body.model_dump_json() if isinstance(body, BaseModel) else "[" + ",".join(item.model_dump_json() for item in body) + "]"
+    text = (
+        body.model_dump_json()
+        if isinstance(body, BaseModel)
+        else "[" + ",".join(item.model_dump_json() for item in body) + "]"
+    )
     console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
@@ -116,7 +138,11 @@ class Follower:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        self._live = (
+            Live(console=console, refresh_per_second=8, transient=True)
+            if console.is_terminal
+            else None
+        )
         self._rewards: list[float] = []
 
     def __enter__(self) -> Follower:

@@ -1,8 +1,9 @@
 """The one client: the only place that retries, and the only place with timeouts.
 
-A call has a deadline. It asks with `Prefer: respond-async`, so work longer than a proxy's time limit is polled for; a dropped
-connection or a restarted service is asked again with the same idempotency key. Retried: connection failures, 503 and 429.
-Never: anything the service answered on purpose.
+A call has a deadline. It asks with `Prefer: respond-async`, so work longer than a proxy's time
+limit is polled for; a dropped connection or a restarted service is asked again with the same
+idempotency key. Retried: connection failures, 503 and 429. Never: anything the service answered on
+purpose.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Client:
-    """Calls one service. `name` says which in errors; `binary` sends and asks for msgpack instead of JSON. A service that is
-    away (unreachable, or answering 503) for `patience_s` seconds on end is given up, however far the deadline."""
+    """Calls one service. `name` says which in errors; `binary` sends and asks for msgpack instead
+    of JSON. A service that is away (unreachable, or answering 503) for `patience_s` seconds on end
+    is given up, however far the deadline."""
 
     def __init__(
         self,
@@ -49,39 +51,66 @@ class Client:
         self.url = url.rstrip("/")
         self._patience_s = patience_s
         self._media_type = codec.MSGPACK if binary else codec.JSON
-        headers = {"accept": self._media_type} | ({"authorization": f"Bearer {token}"} if token else {})
-        remote = not is_loopback(urlsplit(self.url).hostname or "")  # a proxy has no business between processes of one machine
+        headers = {"accept": self._media_type} | (
+            {"authorization": f"Bearer {token}"} if token else {}
+        )
+        remote = not is_loopback(
+            urlsplit(self.url).hostname or ""
+        )  # a proxy has no business between processes of one machine
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
         timeout = httpx.Timeout(connect=5.0, read=WAIT_S + 10.0, write=60.0, pool=None)
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=headers, timeout=timeout, limits=limits, transport=transport, trust_env=remote
+            base_url=self.url,
+            headers=headers,
+            timeout=timeout,
+            limits=limits,
+            transport=transport,
+            trust_env=remote,
         )
 
     async def __aenter__(self) -> Client:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self._http.aclose()
 
     async def close(self) -> None:
         await self._http.aclose()
 
     async def get(self, path: str, result: type[M], *, deadline_s: float = 30.0) -> M:
-        """Returns what `GET path` answers. Raises the service's own HoneError, or Unavailable after `deadline_s`."""
+        """Returns what `GET path` answers. Raises the service's own HoneError, or Unavailable after
+        `deadline_s`."""
         return await self._retrying("GET", path, None, result, deadline_s, None)
 
     async def call(
-        self, method: str, path: str, body: BaseModel | None, result: type[M], *, deadline_s: float, key: str | None = None
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | None,
+        result: type[M],
+        *,
+        deadline_s: float,
+        key: str | None = None,
     ) -> M:
         """Returns the result of the operation, however long it takes up to `deadline_s` seconds.
 
-        `key` is its Idempotency-Key; without one each call has its own. Raises the service's own HoneError, or Unavailable
-        naming the service and what it waited for.
+        `key` is its Idempotency-Key; without one each call has its own. Raises the service's own
+        HoneError, or Unavailable naming the service and what it waited for.
         """
-        return await self._retrying(method, path, body, result, deadline_s, key or secrets.token_hex(12))
+        return await self._retrying(
+            method, path, body, result, deadline_s, key or secrets.token_hex(12)
+        )
 
-    async def events(self, path: str, *, last_id: str | None = None) -> AsyncGenerator[tuple[str, str, str]]:
-        """Yields `(id, event, data)` of the server-sent events at `path`, once through; the caller resumes with `last_id`."""
+    async def events(
+        self, path: str, *, last_id: str | None = None
+    ) -> AsyncGenerator[tuple[str, str, str]]:
+        """Yields `(id, event, data)` of the server-sent events at `path`, once through; the caller
+        resumes with `last_id`."""
         headers = {"accept": "text/event-stream"} | ({"last-event-id": last_id} if last_id else {})
         try:
             async with self._http.stream("GET", path, headers=headers) as response:
@@ -93,7 +122,11 @@ class Client:
                     name, _, value = line.partition(":")
                     if line and name:
                         value = value.removeprefix(" ")
-                        fields[name] = f"{fields[name]}\n{value}" if name == "data" and "data" in fields else value
+                        fields[name] = (
+                            f"{fields[name]}\n{value}"
+                            if name == "data" and "data" in fields
+                            else value
+                        )
                     elif not line and "data" in fields:
                         yield fields.get("id", ""), fields.get("event", "message"), fields["data"]
                         fields = {}
@@ -101,7 +134,13 @@ class Client:
             raise self._unreachable(error) from error
 
     async def _retrying(
-        self, method: str, path: str, body: BaseModel | None, result: type[M], deadline_s: float, key: str | None
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | None,
+        result: type[M],
+        deadline_s: float,
+        key: str | None,
     ) -> M:
         content = codec.encode(body, self._media_type) if body is not None else None
         headers = {"content-type": self._media_type} if content else {}
@@ -114,15 +153,22 @@ class Client:
             asked_at = time.monotonic()
             try:
                 async with asyncio.timeout(max(end - time.monotonic(), 0.01)):
-                    response = await self._http.request(method, path, content=content, headers=headers)
+                    response = await self._http.request(
+                        method, path, content=content, headers=headers
+                    )
                     while response.status_code == 202 and "location" in response.headers:
-                        response = await self._http.get(response.headers["location"], params={"wait": WAIT_S})
+                        response = await self._http.get(
+                            response.headers["location"], params={"wait": WAIT_S}
+                        )
                 if response.status_code == 200:
                     media_type = response.headers.get("content-type", codec.JSON).partition(";")[0]
                     return codec.decode(result, response.content, media_type)
                 raise self._error(response)
             except TimeoutError as error:
-                raise Unavailable(f"{self.name} at {self.url} did not finish {method} {path} within {deadline_s:g} s") from error
+                raise Unavailable(
+                    f"{self.name} at {self.url} did not finish {method} {path} within "
+                    f"{deadline_s:g} s"
+                ) from error
             except httpx.TransportError as error:
                 problem: HoneError = self._unreachable(error)
             except Unavailable as error:
@@ -132,13 +178,20 @@ class Client:
                     raise
                 problem = error
             now = time.monotonic()
-            away_since = asked_at if away_since is None or now - asked_at > WAIT_S / 2 else away_since
+            away_since = (
+                asked_at if away_since is None or now - asked_at > WAIT_S / 2 else away_since
+            )
             if isinstance(problem, Busy):
                 away_since = now + pause_s  # it is there
             if now + pause_s >= min(end, away_since + self._patience_s):
                 raise problem
             if pause_s == MAX_PAUSE_S:
-                get_logger().warning("waiting for a service", waits_for=self.name, to=f"{method} {path}", reason=problem.detail)
+                get_logger().warning(
+                    "waiting for a service",
+                    waits_for=self.name,
+                    to=f"{method} {path}",
+                    reason=problem.detail,
+                )
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
 

@@ -1,4 +1,5 @@
-"""JSON for people, msgpack for the services among themselves; the same pydantic models both ways."""
+"""JSON for people, msgpack for the services among themselves; the same pydantic models both
+ways."""
 
 from __future__ import annotations
 
@@ -19,16 +20,21 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def encode(body: BaseModel, media_type: str = JSON) -> bytes:
-    """Returns the body's bytes. In msgpack, token ids are int32 bytes and log-probs float32 bytes, and a whole number beyond 64
-    bits, or a value that is no plain data, raises BadRequest."""
+    """Returns the body's bytes. In msgpack, token ids are int32 bytes and log-probs float32 bytes,
+    and a whole number beyond 64 bits, or a value that is no plain data, raises BadRequest."""
     if media_type == JSON:
         return body.model_dump_json().encode()
     try:
         return _msgpack.packb(body.model_dump(context={"packed": True}), use_bin_type=True)
     except TypeError as error:
-        raise BadRequest(f"{type(body).__name__}: {error}; expected text, numbers, lists and tables of them") from error
+        raise BadRequest(
+            f"{type(body).__name__}: {error}; expected text, numbers, lists and tables of them"
+        ) from error
     except OverflowError as error:
-        raise BadRequest(f"{type(body).__name__} holds a whole number beyond 64 bits, which {MSGPACK} cannot carry") from error
+        raise BadRequest(
+            f"{type(body).__name__} holds a whole number beyond 64 bits, which {MSGPACK} cannot "
+            "carry"
+        ) from error
 
 
 def decode(model: type[M], data: bytes, media_type: str = JSON) -> M:
@@ -41,4 +47,6 @@ def decode(model: type[M], data: bytes, media_type: str = JSON) -> M:
         faults = sentences(error, model)
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
     except (ValueError, _msgpack.exceptions.UnpackException) as error:
-        raise BadRequest(f"a body of {len(data)} bytes is not valid {media_type}: {error}") from error
+        raise BadRequest(
+            f"a body of {len(data)} bytes is not valid {media_type}: {error}"
+        ) from error

@@ -1,7 +1,9 @@
-"""Settings: where the services run, and secrets. From the environment, `HONE_*`, and never sent over the API.
+"""Settings: where the services run, and secrets. From the environment, `HONE_*`, and never sent
+over the API.
 
-`load_settings` is called by each process's entry point, never at import. A `HONE_*` variable that no setting has is an error
-that names the nearest one, so a misspelt setting cannot be silently ignored.
+`load_settings` is called by each process's entry point, never at import. A `HONE_*` variable that
+no setting has is an error that names the nearest one, so a misspelt setting cannot be silently
+ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003,
 
 
 class Settings(BaseSettings):
-    """Every setting of every service, by the service that reads it. Seconds, MiB and GiB as the names say."""
+    """Every setting of every service, by the service that reads it. Seconds, MiB and GiB as the
+    names say."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
 
@@ -64,10 +67,12 @@ class Settings(BaseSettings):
     max_num_seqs: int = Field(default=256, ge=1)
     shm_dir: Path = Path(f"/dev/shm/hone-{os.getuid()}")
 
-    # trainer: `trainer_ranks` processes on each node (one a GPU), of `trainer_threads` threads. Ranks that die are started again,
-    # at most `trainer_restarts` times in ten minutes. On `trainer_nodes` machines this is number `trainer_node_rank`, from 0; they
-    # meet at `trainer_rendezvous`, <host>:<port> of node 0, speak over the network `trainer_interface` (a private one: nothing on
-    # it is encrypted or asks for a token), and share `runs_dir`. HTTP is on node 0
+    # trainer: `trainer_ranks` processes on each node (one a GPU), of `trainer_threads` threads.
+    # Ranks that die are started again, at most `trainer_restarts` times in ten minutes. On
+    # `trainer_nodes` machines this is number `trainer_node_rank`, from 0; they meet at
+    # `trainer_rendezvous`, <host>:<port> of node 0, speak over the network `trainer_interface` (a
+    # private one: nothing on it is encrypted or asks for a token), and share `runs_dir`. HTTP is on
+    # node 0
     trainer_ranks: int = Field(default=1, ge=1)
     trainer_threads: int | None = Field(default=None, ge=1)
     trainer_restarts: int = Field(default=3, ge=0)
@@ -92,7 +97,11 @@ class Settings(BaseSettings):
     @classmethod
     def _names(cls, value: Any) -> Any:
         """In the environment they are one text: "numpy,sympy"."""
-        return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
+        return (
+            tuple(name.strip() for name in value.split(",") if name.strip())
+            if isinstance(value, str)
+            else value
+        )
 
     def bearer(self) -> str | None:
         return self.token.get_secret_value() if self.token else None
@@ -100,13 +109,17 @@ class Settings(BaseSettings):
     def secrets(self) -> list[str]:
         """Returns the values that must never be logged, stored or sent."""
         named = [os.environ.get(name) for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY")]
-        own = [secret.get_secret_value() for secret in (self.token, self.redis_url, self.judge_api_key) if secret]
+        own = [
+            secret.get_secret_value()
+            for secret in (self.token, self.redis_url, self.judge_api_key)
+            if secret
+        ]
         return [value for value in (*named, *own) if value and len(value) >= 6]
 
 
 def load_settings() -> Settings:
-    """Returns the settings in the environment. Raises BadRequest for an unknown `HONE_*` variable or a bad value, and for a
-    host beyond loopback without a token."""
+    """Returns the settings in the environment. Raises BadRequest for an unknown `HONE_*` variable
+    or a bad value, and for a host beyond loopback without a token."""
     valid = [PREFIX + name.upper() for name in Settings.model_fields]
     for name in os.environ:
         if name.startswith(PREFIX) and name not in valid:
@@ -118,7 +131,8 @@ def load_settings() -> Settings:
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
     if not settings.token and not is_loopback(settings.host):
         raise BadRequest(
-            f"HONE_HOST is {settings.host!r} and HONE_TOKEN is not set: without a token a service listens on this machine only; "
+            f"HONE_HOST is {settings.host!r} and HONE_TOKEN is not set: without a token a service "
+            "listens on this machine only; "
             "set HONE_TOKEN, or HONE_HOST=127.0.0.1"
         )
     return settings

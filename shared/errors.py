@@ -9,8 +9,9 @@
     │   └── Busy     429  too much is waiting already; the client asks again for as long as its deadline allows
     └── Failed       500  the service itself is broken
 
-A message is one sentence a person can act on: the value, what was expected, and where. `shared/client.py` turns a problem
-document back into the same class, so an error crosses any number of services unchanged.
+A message is one sentence a person can act on: the value, what was expected, and where.
+`shared/client.py` turns a problem document back into the same class, so an error crosses any number
+of services unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MEDIA_TYPE = "application/problem+json"
 
 
 class HoneError(Exception):
-    """An error with a status and a sentence. `errors` lists `{pointer, detail}` of single faults in a body."""
+    """An error with a status and a sentence. `errors` lists `{pointer, detail}` of single faults in
+    a body."""
 
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "failed"
@@ -33,7 +35,8 @@ class HoneError(Exception):
         self.errors = errors or []
 
     def problem(self) -> dict[str, Any]:
-        """Returns the RFC 9457 document. Its `error` member has OpenAI's shape, so the `openai` client reads it too."""
+        """Returns the RFC 9457 document. Its `error` member has OpenAI's shape, so the `openai`
+        client reads it too."""
         return {
             "type": f"urn:hone:{self.kind}",
             "title": self.title,
@@ -91,7 +94,8 @@ _BY_STATUS: dict[int, type[HoneError]] = {
 
 
 def from_problem(status: int, document: dict[str, Any] | None, source: str) -> HoneError:
-    """Returns the error that a response stands for. `source` says who answered, for bodies that say nothing."""
+    """Returns the error that a response stands for. `source` says who answered, for bodies that say
+    nothing."""
     document = document or {}
     detail = document.get("detail") or f"{source} answered {status} without saying why"
     kind = _BY_STATUS.get(status) or (BadRequest if 400 <= status < 500 else Failed)

@@ -1,4 +1,5 @@
-"""Turns pydantic's validation errors into sentences: the value, what was expected, where, and the nearest valid key."""
+"""Turns pydantic's validation errors into sentences: the value, what was expected, where, and the
+nearest valid key."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ def nearest(name: str, valid: Sequence[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"valid keys are {', '.join(sorted(valid))}"
 
 
-def sentences(error: ValidationError, model: type[BaseModel], where: str = "") -> list[dict[str, str]]:
-    """Returns one `{pointer, detail}` for each fault. `where` opens each sentence, for example a file's name."""
+def sentences(
+    error: ValidationError, model: type[BaseModel], where: str = ""
+) -> list[dict[str, str]]:
+    """Returns one `{pointer, detail}` for each fault. `where` opens each sentence, for example a
+    file's name."""
     return [_explain(dict(fault), model, where) for fault in error.errors(include_url=False)]
 
 
@@ -34,12 +38,17 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
         message = fault["msg"].removeprefix("Value error, ")
         value = fault.get("input")
         shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-        detail = f"{start}{key!r}: got {shown}; {message[0].lower() + message[1:]}" if key else f"{start}{message}"
+        detail = (
+            f"{start}{key!r}: got {shown}; {message[0].lower() + message[1:]}"
+            if key
+            else f"{start}{message}"
+        )
     return {"pointer": "/" + "/".join(str(part) for part in loc), "detail": detail}
 
 
 def _model_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:
-    """Returns the model class that the path `loc` leads to, or None where it leads into free data."""
+    """Returns the model class that the path `loc` leads to, or None where it leads into free
+    data."""
     current: type[BaseModel] | None = model
     for part in loc:
         if isinstance(part, int) or current is None:

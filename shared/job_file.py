@@ -1,4 +1,5 @@
-"""A job file: read, overridden by `--set a.b=c`, the reward files it names inlined, and every mistake explained.
+"""A job file: read, overridden by `--set a.b=c`, the reward files it names inlined, and every
+mistake explained.
 
 A mistake is told with the key, the value and the nearest valid key.
 """
@@ -20,10 +21,11 @@ from shared.job import Job
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
-    """Returns the job in the TOML file `path` with `overrides` ("a.b=c") applied and paths made absolute.
+    """Returns the job in the TOML file `path` with `overrides` ("a.b=c") applied and paths made
+    absolute.
 
-    Paths of data and model that exist relative to the working directory become absolute; others are taken as Hugging Face
-    ids. Raises BadRequest with one sentence a fault.
+    Paths of data and model that exist relative to the working directory become absolute; others are
+    taken as Hugging Face ids. Raises BadRequest with one sentence a fault.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -44,7 +46,8 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def parse_job(document: dict[str, Any], where: str = "job") -> Job:
-    """Returns the job that `document` describes; raises BadRequest naming each fault and the nearest valid key."""
+    """Returns the job that `document` describes; raises BadRequest naming each fault and the
+    nearest valid key."""
     try:
         return Job.model_validate(document)
     except ValidationError as error:
@@ -53,11 +56,13 @@ def parse_job(document: dict[str, Any], where: str = "job") -> Job:
 
 
 def _apply(document: dict[str, Any], override: str) -> None:
-    """Sets `a.b=c` in the document. The value is read as TOML (1e-4, true, [1, 2]) and else taken as text; a whole-number
-    key steps into a list (`rewards.0.weight=2`)."""
+    """Sets `a.b=c` in the document. The value is read as TOML (1e-4, true, [1, 2]) and else taken
+    as text; a whole-number key steps into a list (`rewards.0.weight=2`)."""
     key, separator, text = override.partition("=")
     if not separator or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
-        raise BadRequest(f"--set {override!r}: expected KEY=VALUE, for example --set training.learning_rate=1e-5")
+        raise BadRequest(
+            f"--set {override!r}: expected KEY=VALUE, for example --set training.learning_rate=1e-5"
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -73,15 +78,23 @@ def _apply(document: dict[str, Any], override: str) -> None:
 
 
 def _child(target: Any, part: str, override: str) -> Any:
-    child: Any = target[_position(target, part, override)] if _is_list(target) else target.setdefault(part, {})
+    child: Any = (
+        target[_position(target, part, override)]
+        if _is_list(target)
+        else target.setdefault(part, {})
+    )
     if not _is_table(child) and not _is_list(child):
-        raise BadRequest(f"--set {override!r}: {part!r} is {json.dumps(child, default=str)}, not a section")
+        raise BadRequest(
+            f"--set {override!r}: {part!r} is {json.dumps(child, default=str)}, not a section"
+        )
     return child
 
 
 def _position(items: list[Any], part: str, override: str) -> int:
     if not part.isdigit() or int(part) >= len(items):
-        raise BadRequest(f"--set {override!r}: {part!r} is not a position in a list of {len(items)}")
+        raise BadRequest(
+            f"--set {override!r}: {part!r} is not a position in a list of {len(items)}"
+        )
     return int(part)
 
 
@@ -99,8 +112,12 @@ def _source(file: Path, folder: Path) -> str:
             try:
                 return candidate.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise BadRequest(f"the reward file {str(candidate)!r} cannot be read as text: {error}") from error
-    raise BadRequest(f"no reward file at {str(file)!r}, looked for it in {str(Path.cwd())!r} and {str(folder)!r}")
+                raise BadRequest(
+                    f"the reward file {str(candidate)!r} cannot be read as text: {error}"
+                ) from error
+    raise BadRequest(
+        f"no reward file at {str(file)!r}, looked for it in {str(Path.cwd())!r} and {str(folder)!r}"
+    )
 
 
 def _absolute(document: dict[str, Any]) -> None:

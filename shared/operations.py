@@ -1,7 +1,9 @@
-"""Work that outlives the request that asked for it: idempotent by key, waited for or polled (RFC 7240 `respond-async`).
+"""Work that outlives the request that asked for it: idempotent by key, waited for or polled (RFC
+7240 `respond-async`).
 
-The same key with the same body joins the work under way, or gets its result again; with another body it is a conflict. A
-client that goes away cancels nothing. Work that failed is forgotten with its key, so that asking again tries again.
+The same key with the same body joins the work under way, or gets its result again; with another
+body it is a conflict. A client that goes away cancels nothing. Work that failed is forgotten with
+its key, so that asking again tries again.
 """
 
 from __future__ import annotations
@@ -31,20 +33,26 @@ class Operation:
 
 
 class Operations:
-    """All operations of one process. Finished ones are kept `KEEP_S` seconds and at most `KEEP_COUNT` of them."""
+    """All operations of one process. Finished ones are kept `KEEP_S` seconds and at most
+    `KEEP_COUNT` of them."""
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._by_id: dict[str, Operation] = {}
         self._by_key: dict[str, Operation] = {}
 
-    def start(self, work: Callable[[], Awaitable[BaseModel]], key: str | None, fingerprint: str, name: str) -> Operation:
-        """Returns the operation of `key`, started now unless it was already. Raises Conflict for the same key with another
-        body."""
+    def start(
+        self, work: Callable[[], Awaitable[BaseModel]], key: str | None, fingerprint: str, name: str
+    ) -> Operation:
+        """Returns the operation of `key`, started now unless it was already. Raises Conflict for
+        the same key with another body."""
         self._forget_old()
         if key and (known := self._by_key.get(key)):
             if known.fingerprint != fingerprint:
-                raise Conflict(f"{key!r} was already asked for with another body; the same key must come with the same body")
+                raise Conflict(
+                    f"{key!r} was already asked for with another body; the same key must come with "
+                    "the same body"
+                )
             return known
         task = asyncio.create_task(self._run(work, name))
         operation = Operation(secrets.token_hex(12), key, fingerprint, task)
@@ -57,10 +65,13 @@ class Operations:
     def get(self, id: str) -> Operation:
         if operation := self._by_id.get(id):
             return operation
-        raise NotFound(f"no operation {id!r}: it was never started here, or the service was restarted since")
+        raise NotFound(
+            f"no operation {id!r}: it was never started here, or the service was restarted since"
+        )
 
     async def wait(self, operation: Operation, wait_s: float | None) -> BaseModel | None:
-        """Returns the result, or None if it is not there within `wait_s` seconds. Raises the work's own HoneError."""
+        """Returns the result, or None if it is not there within `wait_s` seconds. Raises the work's
+        own HoneError."""
         done, _ = await asyncio.wait({operation.task}, timeout=wait_s)
         return operation.task.result() if done else None
 
@@ -68,7 +79,9 @@ class Operations:
         return sum(not operation.task.done() for operation in self._by_id.values())
 
     async def close(self) -> None:
-        running = [operation.task for operation in self._by_id.values() if not operation.task.done()]
+        running = [
+            operation.task for operation in self._by_id.values() if not operation.task.done()
+        ]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -78,7 +91,10 @@ class Operations:
             async with asyncio.timeout(self._deadline_s):
                 return await work()
         except TimeoutError as error:
-            raise Failed(f"{name} was not done after {self._deadline_s:g} s (setting HONE_OPERATION_DEADLINE_S)") from error
+            raise Failed(
+                f"{name} was not done after {self._deadline_s:g} s (setting "
+                "HONE_OPERATION_DEADLINE_S)"
+            ) from error
         except HoneError:
             raise
         except asyncio.CancelledError as error:

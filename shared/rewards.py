@@ -1,4 +1,5 @@
-"""What a job's own reward class is made of: `hone.Reward` and its tools. Standard library only: the sandbox imports it as well.
+"""What a job's own reward class is made of: `hone.Reward` and its tools. Standard library only: the
+sandbox imports it as well.
 
     class Runs(hone.Reward):
         def score_batch(self, prompts, completions, tests, **columns):
@@ -19,10 +20,11 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program or function ended. `verdict` "ok": it ran to its end, and `value` is what it gave, as plain data.
+    """How a program or function ended. `verdict` "ok": it ran to its end, and `value` is what it
+    gave, as plain data.
 
-    Else "runtime_error", "time_limit", "memory_limit", "output_limit", or "sandbox_error", which says nothing about the
-    program. `stderr` ends with the reason.
+    Else "runtime_error", "time_limit", "memory_limit", "output_limit", or "sandbox_error", which
+    says nothing about the program. `stderr` ends with the reason.
     """
 
     verdict: str
@@ -43,18 +45,24 @@ class Tools(Protocol):
     def in_sandbox(self, programs: Sequence[Mapping[str, Any]]) -> list[Outcome]: ...
 
     def in_function(
-        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, isolated: bool, timeout_s: float
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        isolated: bool,
+        timeout_s: float,
     ) -> list[Outcome]: ...
 
 
 class Reward:
-    """Base class of a job's own reward. Define one of these, plain or async; columns of the dataset come by name:
+    """Base class of a job's own reward. Define one of these, plain or async; columns of the dataset
+    come by name:
 
         def score(self, prompt, completion, **columns)            a number, None (not applicable), or (number, why)
         def score_batch(self, prompts, completions, **columns)    a list of these, one a completion
 
-    One instance is made when the job's code is loaded, without arguments, and kept. The tools below may be called from any
-    thread, and block until all is done.
+    One instance is made when the job's code is loaded, without arguments, and kept. The tools below
+    may be called from any thread, and block until all is done.
     """
 
     tools: ClassVar[Tools | None] = None
@@ -62,27 +70,34 @@ class Reward:
     def execute_in_sandbox(self, code: str = "", **options: Any) -> Outcome:
         """Returns how `code`, which a model wrote, ended in a sandbox of its own.
 
-        Options: `expression`, evaluated after it for the outcome's `value`; `inputs`, bound as globals first; `stdin`; limits
-        `cpu_s` (4), `timeout_s` (30, wall clock) and `memory_mib` (512). Raises ValueError for an option that is none.
+        Options: `expression`, evaluated after it for the outcome's `value`; `inputs`, bound as
+        globals first; `stdin`; limits `cpu_s` (4), `timeout_s` (30, wall clock) and `memory_mib`
+        (512). Raises ValueError for an option that is none.
         """
         return self.execute_batch_in_sandbox([{"code": code, **options}])[0]
 
     def execute_batch_in_sandbox(self, programs: Iterable[Mapping[str, Any]]) -> list[Outcome]:
-        """Returns one outcome a program; as many run at once as the service has sandboxes. A program is a dict of `code` and the
-        options of `execute_in_sandbox`."""
+        """Returns one outcome a program; as many run at once as the service has sandboxes. A
+        program is a dict of `code` and the options of `execute_in_sandbox`."""
         return self._tools().in_sandbox(list(programs))
 
     def execute_in_function(
-        self, function: Callable[..., Any], *arguments: Any, isolated: bool = True, timeout_s: float = TIMEOUT_S
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        isolated: bool = True,
+        timeout_s: float = TIMEOUT_S,
     ) -> Outcome:
-        """Returns what `function`, which is your own code, gives for `arguments`, or how it failed; it is ended after
-        `timeout_s`.
+        """Returns what `function`, which is your own code, gives for `arguments`, or how it failed;
+        it is ended after `timeout_s`.
 
-        `isolated` runs it in a fresh copy of this process, which leaves nothing behind. Otherwise it runs in a process that
-        is kept warm from call to call: then `function` is one defined at the top of your file, and `arguments` are plain data.
-        The value is plain data either way.
+        `isolated` runs it in a fresh copy of this process, which leaves nothing behind. Otherwise
+        it runs in a process that is kept warm from call to call: then `function` is one defined at
+        the top of your file, and `arguments` are plain data. The value is plain data either way.
         """
-        return self.execute_batch_in_function(function, [arguments], isolated=isolated, timeout_s=timeout_s)[0]
+        return self.execute_batch_in_function(
+            function, [arguments], isolated=isolated, timeout_s=timeout_s
+        )[0]
 
     def execute_batch_in_function(
         self,
@@ -92,10 +107,16 @@ class Reward:
         isolated: bool = True,
         timeout_s: float = TIMEOUT_S,
     ) -> list[Outcome]:
-        """Returns one outcome for each tuple of arguments; as many run at once as there are processors. `timeout_s` is each's."""
-        return self._tools().in_function(function, list(arguments), isolated=isolated, timeout_s=timeout_s)
+        """Returns one outcome for each tuple of arguments; as many run at once as there are
+        processors. `timeout_s` is each's."""
+        return self._tools().in_function(
+            function, list(arguments), isolated=isolated, timeout_s=timeout_s
+        )
 
     def _tools(self) -> Tools:
         if Reward.tools is None:
-            raise RuntimeError("a Reward's tools work in the reward service only; `hone grade --file` tries it there on one line")
+            raise RuntimeError(
+                "a Reward's tools work in the reward service only; `hone grade --file` tries it "
+                "there on one line"
+            )
         return Reward.tools

@@ -1,12 +1,14 @@
-"""What every service has: bearer auth, problem documents, health, metrics, request ids, idempotent operations.
+"""What every service has: bearer auth, problem documents, health, metrics, request ids, idempotent
+operations.
 
     service = Service("reward", settings, readiness={"sandbox": check})
     service.operation("POST", "/score", score)       # async def score(request: ScoreRequest) -> ScoreResult
     service.run(port)
 
-A body is JSON or msgpack by its Content-Type, the answer by Accept; an operation that can be streamed is a line of JSON for each
-result to those who accept `application/x-ndjson`. Without a token the service answers only requests
-addressed to this machine (the Host header), so that no web page can reach it through a name it controls.
+A body is JSON or msgpack by its Content-Type, the answer by Accept; an operation that can be
+streamed is a line of JSON for each result to those who accept `application/x-ndjson`. Without a
+token the service answers only requests addressed to this machine (the Host header), so that no web
+page can reach it through a name it controls.
 """
 
 from __future__ import annotations
@@ -27,14 +29,30 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import codec, streams
 from shared.config import Settings, is_loopback
-from shared.errors import MEDIA_TYPE, BadRequest, Busy, HoneError, NotFound, Unauthorized, Unavailable, from_problem
+from shared.errors import (
+    MEDIA_TYPE,
+    BadRequest,
+    Busy,
+    HoneError,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+    from_problem,
+)
 from shared.logs import get_logger
 from shared.operations import Operation, Operations
 from shared.ports import check_port
@@ -46,7 +64,8 @@ Check = Callable[[], Awaitable[str | None]]
 """Returns None when the dependency is ready, else a sentence saying what it waits for."""
 
 request_key: ContextVar[str | None] = ContextVar("request_key", default=None)
-"""The key of the operation under way, for handlers that keep it somewhere more durable than this process."""
+"""The key of the operation under way, for handlers that keep it somewhere more durable than this
+process."""
 
 
 def hone_version() -> str:
@@ -66,7 +85,9 @@ class Service:
         *,
         readiness: Mapping[str, Check] | None = None,
         version_info: Callable[[], dict[str, Any]] = dict,
-        lifespan: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
+        lifespan: Callable[
+            [], contextlib.AbstractAsyncContextManager[None]
+        ] = contextlib.nullcontext,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -76,7 +97,9 @@ class Service:
         self._readiness = dict(readiness or {})
         self._version_info = version_info
         self._lifespan = lifespan
-        self.app = FastAPI(title=f"Hone {name}", version=hone_version(), lifespan=self._run_lifespan)
+        self.app = FastAPI(
+            title=f"Hone {name}", version=hone_version(), lifespan=self._run_lifespan
+        )
         self.app.add_middleware(_Gate, service=self)
         self.app.add_exception_handler(HoneError, _answer_error)
         self.app.add_exception_handler(RequestValidationError, _answer_validation)
@@ -97,11 +120,12 @@ class Service:
         stream: Callable[[Any], AsyncGenerator[BaseModel]] | None = None,
         cancellable: bool = False,
     ) -> None:
-        """Adds a route that runs `handler` once a key, whoever retries. The key is `key(body)` (the natural one) or the
-        request's Idempotency-Key; with neither, each request is its own.
+        """Adds a route that runs `handler` once a key, whoever retries. The key is `key(body)` (the
+        natural one) or the request's Idempotency-Key; with neither, each request is its own.
 
-        `stream` yields the same results one by one; it is run for each request that accepts NDJSON, and ends with it. With
-        `cancellable`, so does an operation that nobody can ask for again: one without a key, waited for by a plain request.
+        `stream` yields the same results one by one; it is run for each request that accepts NDJSON,
+        and ends with it. With `cancellable`, so does an operation that nobody can ask for again:
+        one without a key, waited for by a plain request.
         """
         hints = get_type_hints(handler)
         result_type = hints.pop("return")
@@ -114,11 +138,18 @@ class Service:
             media_type = _media_type(request, data)
             body = codec.decode(body_type, data, media_type)
             if stream is not None and streams.LINES in request.headers.get("accept", ""):
-                return await streams.answer(stream(body), request, f"{method} {path}", self.settings.operation_deadline_s)
+                return await streams.answer(
+                    stream(body), request, f"{method} {path}", self.settings.operation_deadline_s
+                )
             given = key(body) if key else request.headers.get("idempotency-key")
             request_key.set(given)
             full_key = f"{method} {path} {given}" if given else None
-            operation = self.operations.start(lambda: handler(body), full_key, hashlib.sha256(data).hexdigest(), f"{method} {path}")
+            operation = self.operations.start(
+                lambda: handler(body),
+                full_key,
+                hashlib.sha256(data).hexdigest(),
+                f"{method} {path}",
+            )
             if cancellable and not given and _preferred_wait_s(request) is None:
                 await streams.done_or_gone(operation.task, request)
             return await self._answer(operation, request)
@@ -130,7 +161,12 @@ class Service:
             name=handler.__name__,
             description=handler.__doc__ or "",
             responses={200: {"model": result_type}},
-            openapi_extra={"requestBody": {"content": {codec.JSON: {"schema": body_type.model_json_schema()}}, "required": True}},
+            openapi_extra={
+                "requestBody": {
+                    "content": {codec.JSON: {"schema": body_type.model_json_schema()}},
+                    "required": True,
+                }
+            },
         )
 
     def query(self, path: str, handler: Callable[[], Awaitable[BaseModel]]) -> None:
@@ -139,18 +175,31 @@ class Service:
         async def endpoint(request: Request) -> Response:
             return _render(await handler(), request)
 
-        self.app.add_api_route(path, endpoint, methods=["GET"], name=handler.__name__, description=handler.__doc__ or "")
+        self.app.add_api_route(
+            path,
+            endpoint,
+            methods=["GET"],
+            name=handler.__name__,
+            description=handler.__doc__ or "",
+        )
 
     def run(self, port: int) -> None:
         """Serves until SIGTERM or SIGINT. Raises BadRequest if the port is in use."""
         self.server(port).run()
 
     def server(self, port: int) -> uvicorn.Server:
-        """Returns the server, its port checked to be free. The caller runs it (`run()`, or `serve()` in an event loop)."""
+        """Returns the server, its port checked to be free. The caller runs it (`run()`, or
+        `serve()` in an event loop)."""
         host = self.settings.host
         check_port(host, port, self.name)
         config = uvicorn.Config(
-            self.app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=75
+            self.app,
+            host=host,
+            port=port,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=75,
         )
         return uvicorn.Server(config)
 
@@ -169,7 +218,11 @@ class Service:
         if result is not None:
             return _render(result, request)
         location = f"/operations/{operation.id}"
-        return JSONResponse({"operation": operation.id}, 202, {"location": location, "preference-applied": "respond-async"})
+        return JSONResponse(
+            {"operation": operation.id},
+            202,
+            {"location": location, "preference-applied": "respond-async"},
+        )
 
     async def _poll(self, id: str, request: Request, wait: float = 0.0) -> Response:
         operation = self.operations.get(id)
@@ -189,7 +242,10 @@ class Service:
             if self.draining:
                 details["service"] = "shutting down"
             ready = not any(details.values())
-            shown = {name: {"ok": detail is None, "detail": detail or "ready"} for name, detail in details.items()}
+            shown = {
+                name: {"ok": detail is None, "detail": detail or "ready"}
+                for name, detail in details.items()
+            }
             return JSONResponse({"ready": ready, "dependencies": shown}, 200 if ready else 503)
 
         async def metrics() -> Response:
@@ -200,26 +256,42 @@ class Service:
             """Versions of Hone and of the engine inside."""
             return {"service": self.name, "hone": hone_version(), **self._version_info()}
 
-        for path, endpoint in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics), ("/version", version_)):
+        for path, endpoint in (
+            ("/healthz", healthz),
+            ("/readyz", readyz),
+            ("/metrics", metrics),
+            ("/version", version_),
+        ):
             self.app.add_api_route(path, endpoint, methods=["GET"])
 
 
 class _Gate:
-    """What every request passes: request id, Host and bearer check, body limit, timing. Plain ASGI, so streams stream."""
+    """What every request passes: request id, Host and bearer check, body limit, timing. Plain ASGI,
+    so streams stream."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
         self._max_body_bytes = service.settings.max_body_mib << 20
         labels = ["method", "path", "status"]
-        self._count = Counter("hone_http_requests", "Requests answered", labels, registry=service.registry)
-        self._time = Histogram("hone_http_request_seconds", "Time to answer", ["method", "path"], registry=service.registry)
+        self._count = Counter(
+            "hone_http_requests", "Requests answered", labels, registry=service.registry
+        )
+        self._time = Histogram(
+            "hone_http_request_seconds",
+            "Time to answer",
+            ["method", "path"],
+            registry=service.registry,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
         request_id = headers.get("x-request-id", "")
         if not re.fullmatch(r"[\w.-]{1,64}", request_id):
             request_id = secrets.token_hex(8)
@@ -245,7 +317,13 @@ class _Gate:
             self._count.labels(scope["method"], path, status).inc()
             self._time.labels(scope["method"], path).observe(seconds)
             if path not in OPEN_PATHS and path != "/metrics":
-                get_logger().info("request", method=scope["method"], path=scope["path"], status=status, seconds=round(seconds, 4))
+                get_logger().info(
+                    "request",
+                    method=scope["method"],
+                    path=scope["path"],
+                    status=status,
+                    seconds=round(seconds, 4),
+                )
 
     def _check(self, path: str, headers: dict[str, str]) -> None:
         token = self._service.settings.bearer()
@@ -253,12 +331,15 @@ class _Gate:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
             if not is_loopback(host):
                 raise Unauthorized(
-                    f"Host is {host!r}; without HONE_TOKEN this service answers only requests to 127.0.0.1 or localhost"
+                    f"Host is {host!r}; without HONE_TOKEN this service answers only requests to "
+                    "127.0.0.1 or localhost"
                 )
         elif path not in OPEN_PATHS:
             given = headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                raise Unauthorized("the header 'Authorization: Bearer <HONE_TOKEN>' is missing or wrong")
+                raise Unauthorized(
+                    "the header 'Authorization: Bearer <HONE_TOKEN>' is missing or wrong"
+                )
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > self._max_body_bytes:
             raise self._too_long(length)
@@ -278,7 +359,10 @@ class _Gate:
         return bounded
 
     def _too_long(self, length: str) -> BadRequest:
-        return BadRequest(f"body of {length} bytes; at most {self._max_body_bytes} are taken (setting HONE_MAX_BODY_MIB)")
+        return BadRequest(
+            f"body of {length} bytes; at most {self._max_body_bytes} are taken (setting "
+            "HONE_MAX_BODY_MIB)"
+        )
 
 
 def _media_type(request: Request, data: bytes) -> str:
@@ -294,7 +378,8 @@ def _render(result: BaseModel, request: Request) -> Response:
 
 
 def _preferred_wait_s(request: Request) -> float | None:
-    """Returns how long to wait before answering 202: None (as long as it takes) unless the caller prefers respond-async."""
+    """Returns how long to wait before answering 202: None (as long as it takes) unless the caller
+    prefers respond-async."""
     prefer = request.headers.get("prefer", "")
     if "respond-async" not in prefer:
         return None
@@ -315,7 +400,10 @@ async def _answer_error(_request: Request, error: Exception) -> Response:
 async def _answer_validation(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     faults = [
-        {"pointer": "/" + "/".join(map(str, fault["loc"])), "detail": f"{fault['loc'][-1]!r}: {fault['msg']}"}
+        {
+            "pointer": "/" + "/".join(map(str, fault["loc"])),
+            "detail": f"{fault['loc'][-1]!r}: {fault['msg']}",
+        }
         for fault in error.errors()
     ]
     return _problem(BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults))
@@ -325,5 +413,11 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return _problem(NotFound(f"no route {request.method} {request.url.path}"))
-    problem = from_problem(error.status_code, {"detail": f"{request.method} {request.url.path}: {error.detail}"}, "service")
-    return JSONResponse(problem.problem() | {"status": error.status_code}, error.status_code, media_type=MEDIA_TYPE)
+    problem = from_problem(
+        error.status_code,
+        {"detail": f"{request.method} {request.url.path}: {error.detail}"},
+        "service",
+    )
+    return JSONResponse(
+        problem.problem() | {"status": error.status_code}, error.status_code, media_type=MEDIA_TYPE
+    )

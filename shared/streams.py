@@ -1,4 +1,5 @@
-"""An answer in lines of JSON, one a result, as results come; and work that ends when the client that waits for it goes away."""
+"""An answer in lines of JSON, one a result, as results come; and work that ends when the client
+that waits for it goes away."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ from shared.logs import get_logger
 LINES = "application/x-ndjson"
 
 
-async def answer(results: AsyncGenerator[BaseModel], request: Request, name: str, deadline_s: float) -> StreamingResponse:
+async def answer(
+    results: AsyncGenerator[BaseModel], request: Request, name: str, deadline_s: float
+) -> StreamingResponse:
     """Returns the response that streams `results`, which are those of the operation `name`.
 
-    A client that goes away ends the work. Raises what fails before the first result, so that it has its own status; what
-    fails after it is a problem document as the last line.
+    A client that goes away ends the work. Raises what fails before the first result, so that it has
+    its own status; what fails after it is a problem document as the last line.
     """
     end = time.monotonic() + deadline_s
 
@@ -33,7 +36,9 @@ async def answer(results: AsyncGenerator[BaseModel], request: Request, name: str
             async with asyncio.timeout(max(end - time.monotonic(), 0.0)):
                 result = await anext(results, None)
         except TimeoutError as error:
-            raise Failed(f"{name} was not done after {deadline_s:g} s (setting HONE_OPERATION_DEADLINE_S)") from error
+            raise Failed(
+                f"{name} was not done after {deadline_s:g} s (setting HONE_OPERATION_DEADLINE_S)"
+            ) from error
         except HoneError:
             raise
         except Exception as error:

@@ -1,10 +1,11 @@
-"""Every body that crosses between processes, in the order in which data flows. READ with services/orchestrator/pipeline.py.
+"""Every body that crosses between processes, in the order in which data flows. READ with
+services/orchestrator/loop/pipeline.py.
 
     Job -> Prompt -> RolloutGroup -> Score -> (advantages) -> Example -> StepResult -> WeightsRef -> Event
 
-All are frozen and refuse unknown keys. As JSON a token id is a number; as msgpack a list of token ids is the bytes of
-int32s and a list of log-probs the bytes of float32s (little endian), 8 bytes a token instead of about 30: see `codec.py`.
-The job's own sections are in `job.py`.
+All are frozen and refuse unknown keys. As JSON a token id is a number; as msgpack a list of token
+ids is the bytes of int32s and a list of log-probs the bytes of float32s (little endian), 8 bytes a
+token instead of about 30: see `codec.py`. The job's own sections are in `job.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import array
 import sys
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SerializationInfo,
+)
 
 from shared.job import JOB_ID, Job, RewardSpec
 
@@ -58,25 +66,28 @@ JobId = Annotated[str, Field(pattern=JOB_ID)]
 FinishReason = Literal["stop", "length", "error"]
 
 
-# --- prompts -----------------------------------------------------------------------------------------------------------
+# --- prompts
+# -----------------------------------------------------------------------------------------------------------
 
 
 class Prompt(Wire):
-    """One problem: what the model sees, and the dataset row its graders see. `index` is its row in the dataset."""
+    """One problem: what the model sees, and the dataset row its graders see. `index` is its row in
+    the dataset."""
 
     index: int
     content: str | tuple[Message, ...]
     row: dict[str, Any]
 
 
-# --- rollouts ----------------------------------------------------------------------------------------------------------
+# --- rollouts
+# ----------------------------------------------------------------------------------------------------------
 
 
 class EngineSpec(Wire):
     """`PUT /model`: what the sampler must serve. Putting the same one twice starts nothing twice.
 
-    `max_model_len` bounds prompt plus completion, in tokens; None takes the model's own. `dtype` "auto" takes bfloat16
-    where the hardware has it and float32 elsewhere.
+    `max_model_len` bounds prompt plus completion, in tokens; None takes the model's own. `dtype`
+    "auto" takes bfloat16 where the hardware has it and float32 elsewhere.
     """
 
     model: str
@@ -87,7 +98,8 @@ class EngineSpec(Wire):
 
 
 class Sampling(Wire):
-    """How to sample. `n` completions; `temperature` 0 is greedy; `seed` makes a request repeatable on one engine."""
+    """How to sample. `n` completions; `temperature` 0 is greedy; `seed` makes a request repeatable
+    on one engine."""
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: int = Field(default=256, ge=1)
@@ -99,7 +111,8 @@ class Sampling(Wire):
 
 
 class GenerateRequest(Wire):
-    """`POST /generate`: one prompt's group. Text, chat messages (rendered by the model's template) or token ids.
+    """`POST /generate`: one prompt's group. Text, chat messages (rendered by the model's template)
+    or token ids.
 
     `min_version` refuses (409) to sample with weights older than that.
     """
@@ -111,10 +124,12 @@ class GenerateRequest(Wire):
 
 
 class Rollout(Wire):
-    """One completion. `token_ids` and `logprobs` have one entry a sampled token, the end-of-sequence token included.
+    """One completion. `token_ids` and `logprobs` have one entry a sampled token, the
+    end-of-sequence token included.
 
-    `logprobs` are of the distribution really sampled from (after temperature), in nats. `versions` are the weight versions
-    that sampled it, oldest first; more than one only if a sync happened under way.
+    `logprobs` are of the distribution really sampled from (after temperature), in nats. `versions`
+    are the weight versions that sampled it, oldest first; more than one only if a sync happened
+    under way.
     """
 
     text: str
@@ -131,11 +146,13 @@ class RolloutGroup(Wire):
     rollouts: tuple[Rollout, ...]
 
 
-# --- rewards -----------------------------------------------------------------------------------------------------------
+# --- rewards
+# -----------------------------------------------------------------------------------------------------------
 
 
 class ScoreItem(Wire):
-    """One completion to grade. `row` holds the dataset's columns, which graders take as keyword arguments.
+    """One completion to grade. `row` holds the dataset's columns, which graders take as keyword
+    arguments.
 
     `num_tokens` is the completion's length in tokens, for graders of length.
     """
@@ -148,7 +165,8 @@ class ScoreItem(Wire):
 
 
 class ScoreRequest(Wire):
-    """`POST /score`: every item graded by every reward. `job_id` says in whose run folder verdicts may be remembered."""
+    """`POST /score`: every item graded by every reward. `job_id` says in whose run folder verdicts
+    may be remembered."""
 
     items: tuple[ScoreItem, ...]
     rewards: tuple[RewardSpec, ...] = Field(min_length=1)
@@ -166,16 +184,18 @@ Verdict = Literal[
     "sandbox_error",
     "error",
 ]
-"""How a grading went. The last three have no value: not applicable, the sandbox failed, the grader failed."""
+"""How a grading went. The last three have no value: not applicable, the sandbox failed, the grader
+failed."""
 
 
 class Part(Wire):
-    """What one grader said of one completion. `value` None: not applicable (`verdict` "skipped") or missing ("sandbox_error",
-    "error"), which is never an invented 0.
+    """What one grader said of one completion. `value` None: not applicable (`verdict` "skipped") or
+    missing ("sandbox_error", "error"), which is never an invented 0.
 
-    `detail` is why, in a few words: what the program evaluated to, or died of. `stdout` is the end of what it printed. `seconds` is
-    the time it took, and `cached` says that it was remembered. `errors` are OpenAI's names of grader errors
-    ("python_grader_runtime_error", "model_grader_refusal_error", ...). `sub` are the values of the graders that it is made of, by
+    `detail` is why, in a few words: what the program evaluated to, or died of. `stdout` is the end
+    of what it printed. `seconds` is the time it took, and `cached` says that it was remembered.
+    `errors` are OpenAI's names of grader errors ("python_grader_runtime_error",
+    "model_grader_refusal_error", ...). `sub` are the values of the graders that it is made of, by
     their names, and `tokens` what judges took for it, by model (0 for what was remembered).
     """
 
@@ -191,7 +211,8 @@ class Part(Wire):
 
 
 class Score(Wire):
-    """The reward of one completion: the weighted sum of its parts, or None where a part is missing (never an invented 0)."""
+    """The reward of one completion: the weighted sum of its parts, or None where a part is missing
+    (never an invented 0)."""
 
     value: float | None
     parts: dict[str, Part]
@@ -204,16 +225,19 @@ class ScoreResult(Wire):
 
 
 class ScoredItem(Wire):
-    """A line of a streamed `/score`: the item at `index` is graded by every reward. Lines come in the order of completion."""
+    """A line of a streamed `/score`: the item at `index` is graded by every reward. Lines come in
+    the order of completion."""
 
     index: int
     score: Score
 
 
 class ExecuteRequest(Wire):
-    """`POST /execute`: runs `code` in the sandbox. `expression`, if given, is evaluated after it and its value returned.
+    """`POST /execute`: runs `code` in the sandbox. `expression`, if given, is evaluated after it
+    and its value returned.
 
-    `inputs` are bound as globals first. Limits: seconds of CPU time (`cpu_s`) and of wall clock (`timeout_s`), MiB of memory.
+    `inputs` are bound as globals first. Limits: seconds of CPU time (`cpu_s`) and of wall clock
+    (`timeout_s`), MiB of memory.
     """
 
     code: str = ""
@@ -226,9 +250,12 @@ class ExecuteRequest(Wire):
 
 
 class Execution(Wire):
-    """How a program ended. `verdict` "ok" means that it ran to its end; `value` is then what `expression` gave, as plain data."""
+    """How a program ended. `verdict` "ok" means that it ran to its end; `value` is then what
+    `expression` gave, as plain data."""
 
-    verdict: Literal["ok", "runtime_error", "time_limit", "memory_limit", "output_limit", "sandbox_error"]
+    verdict: Literal[
+        "ok", "runtime_error", "time_limit", "memory_limit", "output_limit", "sandbox_error"
+    ]
     value: Any = None
     stdout: str = ""
     stderr: str = ""
@@ -249,7 +276,8 @@ class GraderList(Wire):
 
 
 class ValidateRequest(Wire):
-    """`POST /graders/validate`: would these rewards work on rows with these `columns`? 422 with sentences if not."""
+    """`POST /graders/validate`: would these rewards work on rows with these `columns`? 422 with
+    sentences if not."""
 
     rewards: tuple[RewardSpec, ...]
     columns: tuple[str, ...]
@@ -260,7 +288,8 @@ class Validated(Wire):
 
 
 class GraderRunRequest(Wire):
-    """`POST /graders/run`, in OpenAI's shape: one completion (`model_sample`) of the row `item`, graded by one grader.
+    """`POST /graders/run`, in OpenAI's shape: one completion (`model_sample`) of the row `item`,
+    graded by one grader.
 
     `grader` has a `type` (any grader's name), perhaps a `name`, and its params beside them.
     """
@@ -311,11 +340,13 @@ class GraderRun(Wire):
     model_grader_token_usage_per_model: dict[str, Any] = {}
 
 
-# --- examples, batch, loss ---------------------------------------------------------------------------------------------
+# --- examples, batch, loss
+# ---------------------------------------------------------------------------------------------
 
 
 class Example(Wire):
-    """One completion with its advantage, as the trainer eats it. `old_logprobs` `[T]` come from the sampler, in nats."""
+    """One completion with its advantage, as the trainer eats it. `old_logprobs` `[T]` come from the
+    sampler, in nats."""
 
     prompt_token_ids: TokenIds
     token_ids: TokenIds
@@ -324,19 +355,21 @@ class Example(Wire):
 
 
 class TrainerJob(Wire):
-    """`PUT /job`: load this job, from its newest checkpoint in the run folder or else at its start. The same job again changes
-    nothing; another one replaces it."""
+    """`PUT /job`: load this job, from its newest checkpoint in the run folder or else at its start.
+    The same job again changes nothing; another one replaces it."""
 
     job_id: JobId
     job: Job
 
 
 class TrainerState(Wire):
-    """`GET /state`: `step` is the last applied one; the weights' version is the same number. None: no job yet.
+    """`GET /state`: `step` is the last applied one; the weights' version is the same number. None:
+    no job yet.
 
-    `num_trainable` counts the parameters that change (fewer under LoRA). `skipped_steps` counts steps that changed no weight,
-    because a loss or gradient was not finite. `resumed_step` is the checkpoint that the job went on from, and `damaged` says which
-    newer ones could not be used. `restarts` counts how often the ranks came back after a failure, the last of which is
+    `num_trainable` counts the parameters that change (fewer under LoRA). `skipped_steps` counts
+    steps that changed no weight, because a loss or gradient was not finite. `resumed_step` is the
+    checkpoint that the job went on from, and `damaged` says which newer ones could not be used.
+    `restarts` counts how often the ranks came back after a failure, the last of which is
     `last_failure`.
     """
 
@@ -355,7 +388,8 @@ class TrainerState(Wire):
 
 
 class TrainStepRequest(Wire):
-    """`POST /train_step`: step `step` of the job, which must be the last applied one plus 1 (else 409).
+    """`POST /train_step`: step `step` of the job, which must be the last applied one plus 1 (else
+    409).
 
     No examples (no group had any signal) is a step too: it changes no weight.
     """
@@ -366,9 +400,11 @@ class TrainStepRequest(Wire):
 
 
 class StepResult(Wire):
-    """What a step did. `loss` and `metrics` are over the whole step's valid tokens, all ranks and micro-batches.
+    """What a step did. `loss` and `metrics` are over the whole step's valid tokens, all ranks and
+    micro-batches.
 
-    `num_updates` counts optimizer steps. `skipped`: some loss or gradient was not finite, and the step changed no weight.
+    `num_updates` counts optimizer steps. `skipped`: some loss or gradient was not finite, and the
+    step changed no weight.
     """
 
     step: int
@@ -384,14 +420,16 @@ class StepResult(Wire):
 
 
 class CheckpointRequest(Wire):
-    """`POST /checkpoints`: write the weights of `step` as a Hugging Face checkpoint into the job's run folder."""
+    """`POST /checkpoints`: write the weights of `step` as a Hugging Face checkpoint into the job's
+    run folder."""
 
     job_id: JobId
     step: int = Field(ge=0)
 
 
 class Checkpoint(Wire):
-    """A complete checkpoint that plain `transformers` loads from `path`, and from which training can go on."""
+    """A complete checkpoint that plain `transformers` loads from `path`, and from which training
+    can go on."""
 
     step: int
     path: str
@@ -402,11 +440,13 @@ class CheckpointList(Wire):
     checkpoints: tuple[Checkpoint, ...]
 
 
-# --- weights -----------------------------------------------------------------------------------------------------------
+# --- weights
+# -----------------------------------------------------------------------------------------------------------
 
 
 class PublishRequest(Wire):
-    """`POST /publish_weights`: make version `version` (the trainer's step; else 409) loadable by samplers."""
+    """`POST /publish_weights`: make version `version` (the trainer's step; else 409) loadable by
+    samplers."""
 
     job_id: JobId
     version: int = Field(ge=0)
@@ -414,10 +454,11 @@ class PublishRequest(Wire):
 
 
 class WeightsRef(Wire):
-    """One published version, and the body of `POST /reload_weights`. `digest` is of the bytes of every weight file.
+    """One published version, and the body of `POST /reload_weights`. `digest` is of the bytes of
+    every weight file.
 
-    `rewind`: load it even where a newer version of the job serves, or other bytes of this one: the trainer came back from a
-    checkpoint.
+    `rewind`: load it even where a newer version of the job serves, or other bytes of this one: the
+    trainer came back from a checkpoint.
     """
 
     job_id: JobId
@@ -430,7 +471,8 @@ class WeightsRef(Wire):
 
 
 class ServingWeights(Wire):
-    """`GET /weights`, and the answer to a reload: what now serves. `version` None: no version of a job was loaded yet.
+    """`GET /weights`, and the answer to a reload: what now serves. `version` None: no version of a
+    job was loaded yet.
 
     `digest` is of the bytes the sampler read, computed by the sampler.
     """
@@ -447,7 +489,8 @@ class PauseState(Wire):
 
 
 class VersionInfo(BaseModel):
-    """`GET /version`: the service, Hone's version, and whatever else the service says of the engine inside."""
+    """`GET /version`: the service, Hone's version, and whatever else the service says of the engine
+    inside."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -455,14 +498,16 @@ class VersionInfo(BaseModel):
     hone: str
 
 
-# --- jobs --------------------------------------------------------------------------------------------------------------
+# --- jobs
+# --------------------------------------------------------------------------------------------------------------
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 
 
 class SubmitRequest(Wire):
-    """`POST /v1/jobs`. `job` is a whole job file's content; files it names must be readable by the orchestrator."""
+    """`POST /v1/jobs`. `job` is a whole job file's content; files it names must be readable by the
+    orchestrator."""
 
     job: Job
 
@@ -470,8 +515,8 @@ class SubmitRequest(Wire):
 class JobRecord(Wire):
     """A job as the API shows it. Times are Unix seconds. `run_dir` holds everything it wrote.
 
-    `error` is a sentence: why it failed, or why it was paused. `recoveries` counts how often it went on after a service had
-    lost its state.
+    `error` is a sentence: why it failed, or why it was paused. `recoveries` counts how often it
+    went on after a service had lost its state.
     """
 
     id: JobId
@@ -502,7 +547,8 @@ class JobList(Wire):
 
 
 class Event(Wire):
-    """Something that happened to a job, in order. `id` is what `Last-Event-ID` and `?after=` take. `time` is Unix seconds."""
+    """Something that happened to a job, in order. `id` is what `Last-Event-ID` and `?after=` take.
+    `time` is Unix seconds."""
 
     id: str
     job_id: JobId
@@ -545,8 +591,9 @@ class RolloutList(Wire):
 
 
 class RegradeRequest(Wire):
-    """`POST /v1/jobs/{id}/regrade`: what other `rewards` would say of the stored rollouts of `first_step` to `last_step`, both
-    included. Nothing is written to the run. `num_examples` bounds the rollouts shown."""
+    """`POST /v1/jobs/{id}/regrade`: what other `rewards` would say of the stored rollouts of
+    `first_step` to `last_step`, both included. Nothing is written to the run. `num_examples` bounds
+    the rollouts shown."""
 
     first_step: int = Field(ge=1)
     last_step: int = Field(ge=1)
@@ -555,8 +602,9 @@ class RegradeRequest(Wire):
 
 
 class RegradedStep(Wire):
-    """Old and new mean reward of a step (None: no reward at all), how many rollouts have none, how many get another one, and
-    which advantages change their sign, by position in `[P*G]`. The sign of no advantage is 0."""
+    """Old and new mean reward of a step (None: no reward at all), how many rollouts have none, how
+    many get another one, and which advantages change their sign, by position in `[P*G]`. The sign
+    of no advantage is 0."""
 
     step: int
     num_rollouts: int
@@ -585,11 +633,13 @@ class RegradeReport(Wire):
 
 
 class Batch(Wire):
-    """A sampled and scored step, as stored in the run folder: axes `[P]` prompts, `[P][G]` rollouts and scores.
+    """A sampled and scored step, as stored in the run folder: axes `[P]` prompts, `[P][G]` rollouts
+    and scores.
 
-    `version` is the oldest weight version that sampled it. `dropped` `[D][G]` are the scores of groups without signal in whose
-    place others were sampled. `graded` False: too many rewards were missing, so it was not trained on and will be graded again.
-    With the job this is all a replay of the step needs.
+    `version` is the oldest weight version that sampled it. `dropped` `[D][G]` are the scores of
+    groups without signal in whose place others were sampled. `graded` False: too many rewards were
+    missing, so it was not trained on and will be graded again. With the job this is all a replay of
+    the step needs.
     """
 
     step: int

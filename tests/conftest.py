@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import structlog
-from running import running_redis
 
 from shared.config import Settings
+from tests.support.running import running_redis
 
 
 @pytest.fixture(autouse=True)

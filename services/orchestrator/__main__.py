@@ -12,12 +12,15 @@ from shared.errors import BadRequest, HoneError
 
 async def serve() -> None:
     from services.orchestrator.app import create_service
-    from services.orchestrator.store import Store
+    from services.orchestrator.queue.store import Store
 
     settings = load_settings()
     logs.configure("orchestrator", settings)
     if settings.redis_url is None:
-        raise BadRequest("HONE_REDIS_URL is not set: expected for example redis://127.0.0.1:6379/0 (`hone up` starts one itself)")
+        raise BadRequest(
+            "HONE_REDIS_URL is not set: expected for example redis://127.0.0.1:6379/0 (`hone up` "
+            "starts one itself)"
+        )
     store = Store(settings.redis_url.get_secret_value())
     service = create_service(settings, store)
     server = service.server(settings.orchestrator_port)

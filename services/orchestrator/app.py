@@ -13,14 +13,14 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from services.orchestrator.folder import RunFolder
-from services.orchestrator.graded import graded
-from services.orchestrator.peers import Peers
-from services.orchestrator.prompts import Prompts, load_prompts
-from services.orchestrator.regrade import regrade
-from services.orchestrator.store import Store
-from services.orchestrator.tasks import stop
-from services.orchestrator.worker import Worker
+from services.orchestrator.api.regrade import regrade
+from services.orchestrator.loop.peers import Peers
+from services.orchestrator.loop.prompts import Prompts, load_prompts
+from services.orchestrator.loop.tasks import stop
+from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.worker import Worker
+from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.graded import graded
 from shared import codec
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
@@ -73,14 +73,16 @@ def create_service(settings: Settings, store: Store) -> Service:
 
 
 def _stopped(worker: asyncio.Task[None]) -> None:
-    """A worker that ends by a bug takes the process with it: an orchestrator that accepts jobs and runs none is worse."""
+    """A worker that ends by a bug takes the process with it: an orchestrator that accepts jobs and
+    runs none is worse."""
     if not worker.cancelled() and (error := worker.exception()):
         raise SystemExit(f"the worker stopped: {error!r}") from error
 
 
 def _add_job_routes(service: Service, settings: Settings, store: Store) -> None:
     async def submit(request: SubmitRequest) -> JobRecord:
-        """Accepts a job once its data, rewards and model have been checked. Accepted, it is on disk."""
+        """Accepts a job once its data, rewards and model have been checked. Accepted, it is on
+        disk."""
         await check_job(request.job, settings)
         job_id = f"{request.job.name}-{secrets.token_hex(3)}"
         run_dir = (settings.runs_dir / job_id).resolve()
@@ -90,7 +92,9 @@ def _add_job_routes(service: Service, settings: Settings, store: Store) -> None:
     app = service.app
 
     @app.get("/v1/jobs")
-    async def list_jobs(after: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 50) -> JobList:
+    async def list_jobs(
+        after: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 50
+    ) -> JobList:
         """Jobs, newest first."""
         return await store.list(after, limit)
 
@@ -106,7 +110,8 @@ def _add_job_routes(service: Service, settings: Settings, store: Store) -> None:
 
     @app.post("/v1/jobs/{job_id}/pause")
     async def pause_job(job_id: str) -> JobRecord:
-        """Pauses a queued job now, a running one within seconds. The worker is then free for the next job."""
+        """Pauses a queued job now, a running one within seconds. The worker is then free for the
+        next job."""
         return await store.pause(job_id)
 
     @app.post("/v1/jobs/{job_id}/resume")
@@ -120,26 +125,36 @@ def _add_history_routes(app: FastAPI, store: Store) -> None:
         return RunFolder(Path((await store.get(job_id)).run_dir))
 
     @app.get("/v1/jobs/{job_id}/events", response_model=None)
-    async def events(job_id: str, request: Request, after: Annotated[str, Query(pattern=EVENT_ID)] = "0") -> EventList | Response:
-        """What happened: a JSON page, or a stream of server-sent events to the job's end if that is accepted. Either goes on
-        after the id given by `after` or Last-Event-ID."""
+    async def events(
+        job_id: str, request: Request, after: Annotated[str, Query(pattern=EVENT_ID)] = "0"
+    ) -> EventList | Response:
+        """What happened: a JSON page, or a stream of server-sent events to the job's end if that is
+        accepted. Either goes on after the id given by `after` or Last-Event-ID."""
         await store.get(job_id)
         if "text/event-stream" not in request.headers.get("accept", ""):
             return EventList(events=tuple(await store.events(job_id, after)))
         last = request.headers.get("last-event-id", after)
         if not re.match(EVENT_ID, last):
-            raise BadRequest(f"Last-Event-ID is {last!r}; expected an event's id such as '1763700000000-0'")
+            raise BadRequest(
+                f"Last-Event-ID is {last!r}; expected an event's id such as '1763700000000-0'"
+            )
         return StreamingResponse(
-            _stream(store, job_id, last), media_type="text/event-stream", headers={"cache-control": "no-store"}
+            _stream(store, job_id, last),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-store"},
         )
 
     @app.get("/v1/jobs/{job_id}/metrics")
     async def metrics(job_id: str, after_step: int = -1) -> MetricsList:
         """A row of metrics a step; row 0 is the evaluation before training."""
-        return MetricsList(rows=tuple(await asyncio.to_thread((await folder(job_id)).metrics, after_step)))
+        return MetricsList(
+            rows=tuple(await asyncio.to_thread((await folder(job_id)).metrics, after_step))
+        )
 
     @app.get("/v1/jobs/{job_id}/rollouts")
-    async def rollouts(job_id: str, step: int | None = None, limit: Annotated[int, Query(ge=1)] = 10_000) -> RolloutList:
+    async def rollouts(
+        job_id: str, step: int | None = None, limit: Annotated[int, Query(ge=1)] = 10_000
+    ) -> RolloutList:
         """The graded rollouts of a step; of the newest one without `step`."""
         record = await store.get(job_id)
         run = RunFolder(Path(record.run_dir))
@@ -149,19 +164,29 @@ def _add_history_routes(app: FastAPI, store: Store) -> None:
 
     @app.get("/v1/jobs/{job_id}/checkpoints")
     async def checkpoints(job_id: str) -> CheckpointList:
-        """The checkpoints there are, oldest first: those written, without those that the trainer has since removed."""
+        """The checkpoints there are, oldest first: those written, without those that the trainer
+        has since removed."""
         spec = (await store.get(job_id)).job.checkpoints
-        events = [event for event in await store.events(job_id, "0", count=100_000) if event.type == "checkpoint"]
+        events = [
+            event
+            for event in await store.events(job_id, "0", count=100_000)
+            if event.type == "checkpoint"
+        ]
         found = {event.data["step"]: Checkpoint.model_validate(event.data) for event in events}
         newest = sorted(found)[-spec.keep_last :]
-        kept = [step for step in sorted(found) if step in newest or (spec.keep_every and step % spec.keep_every == 0)]
+        kept = [
+            step
+            for step in sorted(found)
+            if step in newest or (spec.keep_every and step % spec.keep_every == 0)
+        ]
         return CheckpointList(checkpoints=tuple(found[step] for step in kept))
 
 
 def _add_regrade_route(service: Service, settings: Settings, store: Store) -> None:
     @service.app.post("/v1/jobs/{job_id}/regrade", response_model=RegradeReport)
     async def regrade_job(job_id: str, body: RegradeRequest, request: Request) -> Response:
-        """Grades stored rollouts by other rewards and says what would flip. Nothing is written to the run."""
+        """Grades stored rollouts by other rewards and says what would flip. Nothing is written to
+        the run."""
         record = await store.get(job_id)
         folder = RunFolder(Path(record.run_dir))
         key = request.headers.get("idempotency-key")
@@ -175,10 +200,14 @@ def _add_regrade_route(service: Service, settings: Settings, store: Store) -> No
 
 
 async def check_job(job: Job, settings: Settings) -> None:
-    """Raises a sentence for what would fail the job later, or let it learn nothing: data that cannot be read, a model folder that
-    is none, groups of one, rewards that the reward service does not know or that need columns the data lacks."""
+    """Raises a sentence for what would fail the job later, or let it learn nothing: data that
+    cannot be read, a model folder that is none, groups of one, rewards that the reward service does
+    not know or that need columns the data lacks."""
     if job.sampling.group_size == 1:
-        raise BadRequest("sampling.group_size is 1: a lone completion has nothing to be compared with; expected 2 or more")
+        raise BadRequest(
+            "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
+            "2 or more"
+        )
     path = Path(job.model)
     if path.exists() and not (path / "config.json").is_file():
         raise BadRequest(f"model {job.model!r} is not a model: {EXPECTED_MODEL}")
@@ -202,7 +231,8 @@ def _check_prompts(prompts: Prompts) -> None:
 
 
 async def _stream(store: Store, job_id: str, last: str) -> AsyncGenerator[str]:
-    """Yields each event as server-sent text, a comment while nothing happens, and `end` after the job's last event."""
+    """Yields each event as server-sent text, a comment while nothing happens, and `end` after the
+    job's last event."""
     while True:
         ended = (await store.get(job_id)).status in TERMINAL
         found = await store.events(job_id, last, block_s=None if ended else SSE_WAIT_S)

@@ -9,7 +9,8 @@ from shared.errors import Busy
 
 
 class Admission:
-    """At most `limit` of `what` ("completions") wait or run at once; `setting` names the limit to a reader."""
+    """At most `limit` of `what` ("completions") wait or run at once; `setting` names the limit to a
+    reader."""
 
     def __init__(self, what: str, limit: int, setting: str) -> None:
         self._what = what
@@ -19,10 +20,12 @@ class Admission:
 
     @contextlib.contextmanager
     def of(self, count: int) -> Generator[None]:
-        """Raises Busy if `count` more would be too many. A single request is taken whatever its size."""
+        """Raises Busy if `count` more would be too many. A single request is taken whatever its
+        size."""
         if self._count and self._count + count > self._limit:
             raise Busy(
-                f"{self._count} {self._what} wait or run and {count} more were sent; at most {self._limit} may "
+                f"{self._count} {self._what} wait or run and {count} more were sent; at most "
+                f"{self._limit} may "
                 f"(setting {self._setting})"
             )
         self._count += count

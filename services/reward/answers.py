@@ -1,4 +1,5 @@
-"""What a worker of a job's own code answers is untrusted: here it becomes parts and programs, or is refused."""
+"""What a worker of a job's own code answers is untrusted: here it becomes parts and programs, or is
+refused."""
 
 from __future__ import annotations
 
@@ -18,14 +19,15 @@ MAX_PRINTED_CHARS = 2000
 
 
 def parts(answer: Any, count: int, named: str) -> list[Part]:
-    """Returns a part for each of `count` completions. Raises GradingFailed, beginning with `named`, where the whole answer is
-    an error or nonsense."""
+    """Returns a part for each of `count` completions. Raises GradingFailed, beginning with `named`,
+    where the whole answer is an error or nonsense."""
     if not isinstance(answer, dict):
         raise _failed(f"{named} answered with something that is not a table")
     printed = _text(answer.get("stdout", ""), MAX_PRINTED_CHARS)
     if "error" in answer:
         raise _failed(
-            f"{named} failed: {_text(answer['error'], MAX_DETAIL_CHARS)}" + (f"; it printed {printed!r}" if printed else "")
+            f"{named} failed: {_text(answer['error'], MAX_DETAIL_CHARS)}"
+            + (f"; it printed {printed!r}" if printed else "")
         )
     results = answer.get("results")
     if not isinstance(results, list):
@@ -36,12 +38,15 @@ def parts(answer: Any, count: int, named: str) -> list[Part]:
 
 
 def programs(asked: Any, named: str) -> list[list[ExecuteRequest] | str]:
-    """Returns for each list of programs that a worker asks for the list, or a sentence saying what is wrong with it. Raises
-    GradingFailed for more than could be answered."""
+    """Returns for each list of programs that a worker asks for the list, or a sentence saying what
+    is wrong with it. Raises GradingFailed for more than could be answered."""
     asked = asked if isinstance(asked, list) else [asked]
     total = len(asked) + sum(len(one) for one in asked if isinstance(one, list))
     if total > MAX_PROGRAMS_IN_ALL:
-        raise _failed(f"{named} asked for {total} programs at once from all its threads; at most {MAX_PROGRAMS_IN_ALL} are run")
+        raise _failed(
+            f"{named} asked for {total} programs at once from all its threads; at most "
+            f"{MAX_PROGRAMS_IN_ALL} are run"
+        )
     return [_programs(one) for one in asked]
 
 
@@ -51,16 +56,26 @@ def _programs(asked: Any) -> list[ExecuteRequest] | str:
     try:
         return [ExecuteRequest.model_validate(program) for program in asked]
     except ValidationError as error:
-        return "; ".join(fault["detail"] for fault in sentences(error, ExecuteRequest, "execute_in_sandbox"))
+        return "; ".join(
+            fault["detail"] for fault in sentences(error, ExecuteRequest, "execute_in_sandbox")
+        )
 
 
 def _part(result: Any, position: int, named: str, printed: str) -> Part:
     result = result if isinstance(result, dict) else {"value": result}
-    value, detail, error = result.get("value"), _text(result.get("detail", ""), MAX_DETAIL_CHARS), result.get("error")
+    value, detail, error = (
+        result.get("value"),
+        _text(result.get("detail", ""), MAX_DETAIL_CHARS),
+        result.get("error"),
+    )
     if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
         error = f"it returned {value!r:.40} for completion {position}, expected a number or None"
     if error is not None:
-        name: ErrorName = "unresponsive_reward_error" if result.get("late") is True else "python_grader_runtime_error"
+        name: ErrorName = (
+            "unresponsive_reward_error"
+            if result.get("late") is True
+            else "python_grader_runtime_error"
+        )
         detail = f"{named} failed: {_text(error, MAX_DETAIL_CHARS)}"
         return Part(value=None, verdict="error", detail=detail, stdout=printed, errors=(name,))
     if value is None:

@@ -6,8 +6,8 @@
     POST /graders/validate    would these rewards work on rows with these columns?
     POST /graders/run         one completion by one grader, in OpenAI's shape
 
-State: warm sandbox slots, the workers of jobs' own functions, remembered verdicts. All can be lost: any replica can answer any
-request.
+State: warm sandbox slots, the workers of jobs' own functions, remembered verdicts. All can be lost:
+any replica can answer any request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from shared.wire import (
 
 
 def build(settings: Settings, sandbox: Sandbox | None = None) -> Service:
-    """Returns the service, not yet started. `sandbox` stands in for the one that the settings name."""
+    """Returns the service, not yet started. `sandbox` stands in for the one that the settings
+    name."""
     graders.load()
     sandbox = sandbox or backends.build(settings)
     tools = Tools(settings, sandbox, FunctionWorkers(sandbox))
@@ -74,7 +75,9 @@ def build(settings: Settings, sandbox: Sandbox | None = None) -> Service:
 
 def _add_routes(service: Service, tools: Tools, scorer: Scorer) -> None:
     counts = _Counts(service)
-    programs = Admission("programs", service.settings.max_queued_programs, "HONE_MAX_QUEUED_PROGRAMS")
+    programs = Admission(
+        "programs", service.settings.max_queued_programs, "HONE_MAX_QUEUED_PROGRAMS"
+    )
 
     async def score(request: ScoreRequest) -> ScoreResult:
         """Grades every item by every reward."""
@@ -96,7 +99,8 @@ def _add_routes(service: Service, tools: Tools, scorer: Scorer) -> None:
             return await tools.sandbox.execute(request)
 
     async def validate(request: ValidateRequest) -> Validated:
-        """Says whether these rewards would work on rows with these columns; 422 with sentences if not."""
+        """Says whether these rewards would work on rows with these columns; 422 with sentences if
+        not."""
         await scorer.check(request.rewards, request.columns)
         return Validated(rewards=tuple(spec.label for spec in request.rewards))
 
@@ -122,9 +126,16 @@ class _Counts:
     def __init__(self, service: Service) -> None:
         self.executions = service.gauge("executions", "Programs run by /execute since the start")
         self._completions = service.gauge("completions", "Completions graded since the start")
-        self._missing = service.gauge("missing_rewards", "Completions whose reward is missing since the start")
+        self._missing = service.gauge(
+            "missing_rewards", "Completions whose reward is missing since the start"
+        )
         labels = ["verdict", "cached"]
-        self._parts = Counter("hone_reward_parts", "What graders said of completions", labels, registry=service.registry)
+        self._parts = Counter(
+            "hone_reward_parts",
+            "What graders said of completions",
+            labels,
+            registry=service.registry,
+        )
 
     def add(self, score: Score) -> None:
         self._completions.inc()

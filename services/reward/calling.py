@@ -1,7 +1,8 @@
-"""How graders are called: so many items at a time, so many calls at once, each call with a deadline, alike items once.
+"""How graders are called: so many items at a time, so many calls at once, each call with a
+deadline, alike items once.
 
-A call that fails gives its items parts without a value, with the reason. Only what no grader can do anything about (the host
-cannot isolate programs) ends the request.
+A call that fails gives its items parts without a value, with the reason. Only what no grader can do
+anything about (the host cannot isolate programs) ends the request.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Caller:
         await _together(self._call(call, items, tell) for call in calls)
 
     def _alike(self, items: Sequence[ScoreItem]) -> list[_Alike]:
-        """Returns the items by what a pure grader's verdict depends on; for another grader each is alone."""
+        """Returns the items by what a pure grader's verdict depends on; for another grader each is
+        alone."""
         if not self.grader.pure:
             return [_Alike(None, [position]) for position in range(len(items))]
         by_key: dict[bytes, list[int]] = {}
@@ -71,13 +73,16 @@ class Caller:
                 tell(position, as_cached(part))
 
     async def _parts(self, items: Sequence[ScoreItem]) -> list[Part]:
-        """Returns one part an item, whatever the grader does. Raises only what ends the whole request."""
+        """Returns one part an item, whatever the grader does. Raises only what ends the whole
+        request."""
         start = time.perf_counter()
         try:
             async with asyncio.timeout(self.grader.deadline_s) as deadline:
                 parts = await self.grader.grade(items)
             if len(parts) != len(items):
-                raise GradingFailed(f"the grader returned {len(parts)} verdicts for {len(items)} completions")
+                raise GradingFailed(
+                    f"the grader returned {len(parts)} verdicts for {len(items)} completions"
+                )
         except GradingFailed as error:
             parts = [error.part()] * len(items)
         except BadRequest as error:
@@ -86,17 +91,23 @@ class Caller:
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():
-                failure = GradingFailed(f"not done within {self.grader.deadline_s:g} s", "unresponsive_reward_error")
+                failure = GradingFailed(
+                    f"not done within {self.grader.deadline_s:g} s", "unresponsive_reward_error"
+                )
             else:
                 get_logger().exception("grader failed", grader=self.grader.name)
                 failure = GradingFailed(f"{type(error).__name__}: {error}", "other_error")
             parts = [failure.part()] * len(items)
         seconds = (time.perf_counter() - start) / len(items)
-        return [part if part.seconds else part.model_copy(update={"seconds": round(seconds, 6)}) for part in parts]
+        return [
+            part if part.seconds else part.model_copy(update={"seconds": round(seconds, 6)})
+            for part in parts
+        ]
 
 
 class Callers:
-    """The graders that jobs use now, each bound once, with the `MAX_KEPT` last used ones. `close` closes all."""
+    """The graders that jobs use now, each bound once, with the `MAX_KEPT` last used ones. `close`
+    closes all."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -104,8 +115,11 @@ class Callers:
         self._kept: OrderedDict[tuple[str | None, str], _Kept] = OrderedDict()
 
     @contextlib.asynccontextmanager
-    async def of(self, rewards: Sequence[RewardSpec], job_id: str | None) -> AsyncGenerator[list[Caller]]:
-        """Yields a caller a reward; none is closed meanwhile. Raises BadRequest for a reward that cannot be bound."""
+    async def of(
+        self, rewards: Sequence[RewardSpec], job_id: str | None
+    ) -> AsyncGenerator[list[Caller]]:
+        """Yields a caller a reward; none is closed meanwhile. Raises BadRequest for a reward that
+        cannot be bound."""
         kept = [self._keep(spec, job_id) for spec in rewards]
         for one in kept:
             one.users += 1
@@ -144,7 +158,8 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Alike:
-    """Positions of items that get one verdict. `key`: under which it is remembered, if it may be."""
+    """Positions of items that get one verdict. `key`: under which it is remembered, if it may
+    be."""
 
     key: bytes | None
     positions: list[int]

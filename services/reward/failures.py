@@ -19,11 +19,13 @@ ErrorName = Literal[
     "truncated_observation_error",
     "unresponsive_reward_error",
 ]
-"""OpenAI's names of what can go wrong in grading, as a grader run reports them; `Part.errors` has them."""
+"""OpenAI's names of what can go wrong in grading, as a grader run reports them; `Part.errors` has
+them."""
 
 
 class GradingFailed(Exception):
-    """A grader cannot say what a completion earns. Its items have no value; `detail` says why, `errors` classify it."""
+    """A grader cannot say what a completion earns. Its items have no value; `detail` says why,
+    `errors` classify it."""
 
     def __init__(self, detail: str, *errors: ErrorName, by_sandbox: bool = False) -> None:
         super().__init__(detail)
@@ -33,5 +35,8 @@ class GradingFailed(Exception):
 
     def part(self) -> Part:
         return Part(
-            value=None, verdict="sandbox_error" if self.by_sandbox else "error", detail=self.detail[:1000], errors=self.errors
+            value=None,
+            verdict="sandbox_error" if self.by_sandbox else "error",
+            detail=self.detail[:1000],
+            errors=self.errors,
         )

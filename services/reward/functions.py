@@ -1,8 +1,9 @@
-"""Jobs' own rewards: one warm worker for each (source, function), kept between steps, in a sandbox of its own.
+"""Jobs' own rewards: one warm worker for each (source, function), kept between steps, in a sandbox
+of its own.
 
-Importing numpy takes longer than most steps have, so a worker stays until `MAX_WORKERS` others were used after it. Calls of
-one worker run in turn. What cannot be loaded is the job's mistake (BadRequest); what fails when called gives no reward
-(GradingFailed).
+Importing numpy takes longer than most steps have, so a worker stays until `MAX_WORKERS` others were
+used after it. Calls of one worker run in turn. What cannot be loaded is the job's mistake
+(BadRequest); what fails when called gives no reward (GradingFailed).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ KILLED = ("code -9", "code 247")
 
 @dataclass(frozen=True)
 class Signature:
-    """What a function or method takes: `parameters` by name, whether each is required; `any_keyword` if it has `**kwargs`.
+    """What a function or method takes: `parameters` by name, whether each is required;
+    `any_keyword` if it has `**kwargs`.
 
     `calls`: it takes a "batch" of completions, or one: awaited "together", or "one by one".
     """
@@ -49,10 +51,15 @@ class Signature:
     def taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments that it has a parameter for."""
         if self.calls != "batch":
-            named = {*self.parameters, *(f"{name}s" for name in ("prompt", "completion") if name in self.parameters)}
+            named = {
+                *self.parameters,
+                *(f"{name}s" for name in ("prompt", "completion") if name in self.parameters),
+            }
         else:
             named = {*self.parameters}
-        return {name: value for name, value in arguments.items() if self.any_keyword or name in named}
+        return {
+            name: value for name, value in arguments.items() if self.any_keyword or name in named
+        }
 
 
 @dataclass
@@ -71,18 +78,22 @@ class FunctionWorkers:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     async def signature(self, spec: RewardSpec) -> Signature:
-        """Returns what the function takes. Raises BadRequest with file, line and exception if its source cannot be loaded."""
+        """Returns what the function takes. Raises BadRequest with file, line and exception if its
+        source cannot be loaded."""
         known = self._entries.get(_key(spec))
         if known is not None and known.signature is not None:
             return known.signature
         async with self._entry(spec) as entry:
             return (await self._load(entry, spec))[1]
 
-    async def call(self, spec: RewardSpec, arguments: Mapping[str, Sequence[Any]], count: int, timeout_s: float) -> list[Part]:
+    async def call(
+        self, spec: RewardSpec, arguments: Mapping[str, Sequence[Any]], count: int, timeout_s: float
+    ) -> list[Part]:
         """Returns a part for each of the `count` completions whose `arguments` these are.
 
-        Arguments that it has no parameter for are left out. One call is ended after `timeout_s`; there is one call for all, or
-        one a completion where the function takes one at a time, which then fails alone. Raises GradingFailed where all fail.
+        Arguments that it has no parameter for are left out. One call is ended after `timeout_s`;
+        there is one call for all, or one a completion where the function takes one at a time, which
+        then fails alone. Raises GradingFailed where all fail.
         """
         async with self._entry(spec) as entry:
             signature = (await self._load(entry, spec))[1]
@@ -105,7 +116,8 @@ class FunctionWorkers:
 
     @contextlib.asynccontextmanager
     async def _entry(self, spec: RewardSpec) -> AsyncGenerator[_Entry]:
-        """Yields this function's entry, locked, after closing workers that were not used for longest and by nobody now."""
+        """Yields this function's entry, locked, after closing workers that were not used for
+        longest and by nobody now."""
         key = _key(spec)
         entry = self._entries.setdefault(key, _Entry())
         self._entries.move_to_end(key)
@@ -121,34 +133,49 @@ class FunctionWorkers:
             entry.users -= 1
 
     async def _call(
-        self, entry: _Entry, spec: RewardSpec, arguments: Mapping[str, Any], count: int, timeout_s: float
+        self,
+        entry: _Entry,
+        spec: RewardSpec,
+        arguments: Mapping[str, Any],
+        count: int,
+        timeout_s: float,
     ) -> list[Part]:
-        """Returns the parts of one call. A worker that died may have been killed from outside, so it gets a second try; a
-        function that ends its own process does so again."""
+        """Returns the parts of one call. A worker that died may have been killed from outside, so
+        it gets a second try; a function that ends its own process does so again."""
         message = {"arguments": arguments, "count": count, "timeout_s": timeout_s}
         for is_last in (False, True):
             worker, signature = await self._load(entry, spec)
             answered = False
             try:
                 answer = await self._converse(
-                    worker, message, _named(spec), timeout_s + (LATE_S if signature.calls == "together" else 0.0)
+                    worker,
+                    message,
+                    _named(spec),
+                    timeout_s + (LATE_S if signature.calls == "together" else 0.0),
                 )
                 answered = True
                 return answers.parts(answer, count, _named(spec))
             except TimeoutError as error:
-                late = f"{_named(spec)} did not return within {timeout_s:g} s for {count} completions"
+                late = (
+                    f"{_named(spec)} did not return within {timeout_s:g} s for {count} completions"
+                )
                 raise GradingFailed(late, "unresponsive_reward_error") from error
             except SlotDied as error:
                 if is_last:
                     raise _ended_twice(spec, error) from error
-                get_logger().warning("reward function worker died", function=spec.function, reason=str(error))
+                get_logger().warning(
+                    "reward function worker died", function=spec.function, reason=str(error)
+                )
             finally:
                 if not answered:
                     await self._drop(entry)
         raise AssertionError("unreachable")
 
-    async def _converse(self, worker: Worker, message: Mapping[str, Any], named: str, timeout_s: float) -> Any:
-        """Returns the worker's untrusted answer, after running the programs that it asks for meanwhile."""
+    async def _converse(
+        self, worker: Worker, message: Mapping[str, Any], named: str, timeout_s: float
+    ) -> Any:
+        """Returns the worker's untrusted answer, after running the programs that it asks for
+        meanwhile."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
         while True:
@@ -156,13 +183,23 @@ class FunctionWorkers:
             if not isinstance(answer, dict) or "execute" not in answer:
                 return answer
             async with asyncio.timeout_at(end):
-                message = {"executions": await self._executed(answers.programs(answer["execute"], named))}
+                message = {
+                    "executions": await self._executed(answers.programs(answer["execute"], named))
+                }
 
     async def _executed(self, lists: Sequence[Sequence[ExecuteRequest] | str]) -> list[Any]:
-        """Returns for each list of programs the list of their executions, and a refusal as it is."""
-        requests = [program for programs in lists if not isinstance(programs, str) for program in programs]
+        """Returns for each list of programs the list of their executions, and a refusal as it
+        is."""
+        requests = [
+            program for programs in lists if not isinstance(programs, str) for program in programs
+        ]
         executions = iter(await self._sandbox.run(requests))
-        return [programs if isinstance(programs, str) else [next(executions).model_dump() for _ in programs] for programs in lists]
+        return [
+            programs
+            if isinstance(programs, str)
+            else [next(executions).model_dump() for _ in programs]
+            for programs in lists
+        ]
 
     async def _load(self, entry: _Entry, spec: RewardSpec) -> tuple[Worker, Signature]:
         if entry.worker is not None and entry.signature is not None:
@@ -171,7 +208,12 @@ class FunctionWorkers:
             worker = await self._sandbox.open_worker()
         except CannotIsolate as error:
             raise Failed(f"no sandbox could be started for {_named(spec)}: {error}") from error
-        opening = {"source": spec.source, "file": _file(spec), "function": spec.function, "paths": visible.package_paths()}
+        opening = {
+            "source": spec.source,
+            "file": _file(spec),
+            "function": spec.function,
+            "paths": visible.package_paths(),
+        }
         try:
             answer = await worker.ask(opening, LOAD_DEADLINE_S)
             if "error" in answer:
@@ -181,7 +223,9 @@ class FunctionWorkers:
             entry.worker = worker
             return worker, entry.signature
         except TimeoutError as error:
-            raise BadRequest(f"{_named(spec)} was not loaded within {LOAD_DEADLINE_S:g} s") from error
+            raise BadRequest(
+                f"{_named(spec)} was not loaded within {LOAD_DEADLINE_S:g} s"
+            ) from error
         except (SlotDied, KeyError, TypeError, AttributeError) as error:
             raise BadRequest(f"{_named(spec)} cannot be loaded: {error}") from error
         finally:
@@ -199,7 +243,8 @@ def _ended_twice(spec: RewardSpec, error: SlotDied) -> GradingFailed:
         detail = f"the process of {_named(spec)} was killed twice, from outside or by the kernel for its memory ({error})"
         return GradingFailed(detail, "python_grader_server_error", by_sandbox=True)
     return GradingFailed(
-        f"{_named(spec)} ended its process twice: {error} (it may use 8 GiB of memory)", "python_grader_runtime_error"
+        f"{_named(spec)} ended its process twice: {error} (it may use 8 GiB of memory)",
+        "python_grader_runtime_error",
     )
 
 

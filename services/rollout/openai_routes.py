@@ -1,6 +1,8 @@
-"""OpenAI's `/models`, `/completions` and `/chat/completions`: vLLM's own handlers, on an app of ours without the rest of vLLM.
+"""OpenAI's `/models`, `/completions` and `/chat/completions`: vLLM's own handlers, on an app of
+ours without the rest of vLLM.
 
-vLLM's server has some eighty routes, among them ones that sleep the engine, load adapters or reset caches. Here are three.
+vLLM's server has some eighty routes, among them ones that sleep the engine, load adapters or reset
+caches. Here are three.
 """
 
 from __future__ import annotations
@@ -28,12 +30,18 @@ def openai_app(engine: EngineClient, model: str) -> FastAPI:
     """Returns the app that answers for `engine`, which is called `model` or `policy`."""
     models = OpenAIServingModels(engine, [BaseModelPath(name, model) for name in (model, ALIAS)])
     renderer = OnlineRenderer(
-        engine.model_config, engine.renderer, request_logger=None, chat_template=None, chat_template_content_format="auto"
+        engine.model_config,
+        engine.renderer,
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format="auto",
     )
     app = FastAPI(openapi_url=None)
     app.state.args = SimpleNamespace(log_error_stack=False)
     app.state.openai_serving_models = models
-    app.state.openai_serving_completion = OpenAIServingCompletion(engine, models, online_renderer=renderer, request_logger=None)
+    app.state.openai_serving_completion = OpenAIServingCompletion(
+        engine, models, online_renderer=renderer, request_logger=None
+    )
     app.state.openai_serving_chat = OpenAIServingChat(
         engine,
         models,
@@ -47,5 +55,7 @@ def openai_app(engine: EngineClient, model: str) -> FastAPI:
     json_only = [Depends(validate_json_request)]
     app.add_api_route("/models", show_available_models, methods=["GET"])
     app.add_api_route("/completions", create_completion, methods=["POST"], dependencies=json_only)
-    app.add_api_route("/chat/completions", create_chat_completion, methods=["POST"], dependencies=json_only)
+    app.add_api_route(
+        "/chat/completions", create_chat_completion, methods=["POST"], dependencies=json_only
+    )
     return app

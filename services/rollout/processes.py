@@ -1,4 +1,5 @@
-"""What surrounds vLLM's processes: their environment, their logs, why they died, their end. Imports nothing heavy."""
+"""What surrounds vLLM's processes: their environment, their logs, why they died, their end. Imports
+nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ from typing import TypeVar
 R = TypeVar("R")
 
 SERVICE_PID = "ROLLOUT_SERVICE_PID"
-"""The variable that tells every process below the service which one it must not outlive: see `executors.py`."""
+"""The variable that tells every process below the service which one it must not outlive: see
+`executors.py`."""
 
 NOISY = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.model_executor.models.utils")
-"""Warn at each reload of modules without weights, and of each tensor whose dtype differs; `weights.py` compares tensors."""
+"""Warn at each reload of modules without weights, and of each tensor whose dtype differs;
+`weights.py` compares tensors."""
 
 
 def set_environment(folder: Path) -> Path:
-    """Prepares the environment that vLLM reads at import. Returns the file that its processes write their errors to."""
+    """Prepares the environment that vLLM reads at import. Returns the file that its processes write
+    their errors to."""
     errors = folder / "errors.log"
     logging_config = folder / "logging.json"
     logging_config.write_text(json.dumps(_logging_config(errors)), encoding="utf-8")
@@ -37,7 +41,9 @@ def set_environment(folder: Path) -> Path:
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads, which a fork would freeze
     )
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of two engines on shared cores cost 10 times
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # spinning threads of two engines on shared cores cost 10 times
     return errors
 
 
@@ -45,19 +51,25 @@ def root_cause(errors: Path) -> str | None:
     """Returns the last exception that vLLM's processes logged, as one line, or None."""
     if not errors.exists():
         return None
-    causes = [line for line in errors.read_text(errors="replace").splitlines() if re.match(r"[\w.]*(Error|Exception)\b: ", line)]
+    causes = [
+        line
+        for line in errors.read_text(errors="replace").splitlines()
+        if re.match(r"[\w.]*(Error|Exception)\b: ", line)
+    ]
     return causes[0] if causes else None
 
 
 def stop_children() -> None:
-    """Kills the processes that this one started through multiprocessing, wherever in their start they are."""
+    """Kills the processes that this one started through multiprocessing, wherever in their start
+    they are."""
     for child in multiprocessing.active_children():
         child.kill()
         child.join(5.0)
 
 
 async def in_daemon_thread(work: Callable[[], R]) -> R:
-    """Returns `work()`. Unlike asyncio's own threads, this one does not hold up the end of the process."""
+    """Returns `work()`. Unlike asyncio's own threads, this one does not hold up the end of the
+    process."""
     future: concurrent.futures.Future[R] = concurrent.futures.Future()
 
     def run() -> None:
@@ -72,10 +84,29 @@ async def in_daemon_thread(work: Callable[[], R]) -> R:
 
 def _logging_config(errors: Path) -> dict[str, object]:
     handlers = {
-        "stderr": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "short"},
-        "errors": {"class": "logging.FileHandler", "filename": str(errors), "delay": True, "level": "ERROR", "formatter": "bare"},
+        "stderr": {
+            "class": "logging.StreamHandler",
+            "stream": "ext://sys.stderr",
+            "formatter": "short",
+        },
+        "errors": {
+            "class": "logging.FileHandler",
+            "filename": str(errors),
+            "delay": True,
+            "level": "ERROR",
+            "formatter": "bare",
+        },
     }
-    formatters = {"short": {"format": "%(levelname)s %(name)s: %(message)s"}, "bare": {"format": "%(message)s"}}
+    formatters = {
+        "short": {"format": "%(levelname)s %(name)s: %(message)s"},
+        "bare": {"format": "%(message)s"},
+    }
     loggers: dict[str, object] = {name: {"level": "ERROR"} for name in NOISY}
     loggers["vllm"] = {"handlers": ["stderr", "errors"], "level": "WARNING", "propagate": False}
-    return {"version": 1, "disable_existing_loggers": False, "formatters": formatters, "handlers": handlers, "loggers": loggers}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": formatters,
+        "handlers": handlers,
+        "loggers": loggers,
+    }

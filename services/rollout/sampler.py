@@ -1,4 +1,5 @@
-"""The state of the service: which engine runs, which weights serve, and whether they are known. READ FIRST.
+"""The state of the service: which engine runs, which weights serve, and whether they are known.
+READ FIRST.
 
     no model --put_model--> starting --> serving <--reload_weights--> serving a newer version
                                             |
@@ -6,8 +7,9 @@
                                             v
                                           faulty: /generate answers 503 until a reload or put_model succeeds
 
-One lock orders everything that changes the engine or its weights. /generate takes no lock: vLLM queues what arrives while
-it is paused. Nothing is keyed by a remembered request: whether a PUT or a reload has been done is read off what serves now.
+One lock orders everything that changes the engine or its weights. /generate takes no lock: vLLM
+queues what arrives while it is paused. Nothing is keyed by a remembered request: whether a PUT or a
+reload has been done is read off what serves now.
 """
 
 from __future__ import annotations
@@ -18,18 +20,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.rollout.engine import Engine, FindModel, StartEngine
-from services.rollout.weights import LOADERS, Shapes, has_tied_embeddings, published_folder, shapes_of, verify
+from services.rollout.weights import (
+    LOADERS,
+    Shapes,
+    has_tied_embeddings,
+    published_folder,
+    shapes_of,
+    verify,
+)
 from shared.errors import BadRequest, Conflict, Failed, HoneError, Unavailable
 from shared.logs import get_logger
-from shared.wire import EngineSpec, GenerateRequest, PauseState, RolloutGroup, ServingWeights, WeightsRef
+from shared.wire import (
+    EngineSpec,
+    GenerateRequest,
+    PauseState,
+    RolloutGroup,
+    ServingWeights,
+    WeightsRef,
+)
 
 NO_WEIGHTS = ServingWeights(job_id=None, version=None, digest=None, model=None)
 
 
 class Sampler:
-    """Samples with one engine at a time. `weight_roots` are the folders that published weights may lie in."""
+    """Samples with one engine at a time. `weight_roots` are the folders that published weights may
+    lie in."""
 
-    def __init__(self, find_model: FindModel, start_engine: StartEngine, weight_roots: Sequence[Path]) -> None:
+    def __init__(
+        self, find_model: FindModel, start_engine: StartEngine, weight_roots: Sequence[Path]
+    ) -> None:
         self._find_model = find_model
         self._start_engine = start_engine
         self._weight_roots = weight_roots
@@ -43,10 +62,12 @@ class Sampler:
         self._paused = False
         self.serving = NO_WEIGHTS
 
-    # --- the engine ----------------------------------------------------------------------------------------------------
+    # --- the engine
+    # ----------------------------------------------------------------------------------------------------
 
     async def put_model(self, spec: EngineSpec) -> ServingWeights:
-        """Serves `spec`: at once if it is already served, else by a new engine. A model that does not exist stops nothing."""
+        """Serves `spec`: at once if it is already served, else by a new engine. A model that does
+        not exist stops nothing."""
         async with self._change:
             if self._engine and spec == self._spec and not await self._failure(self._engine):
                 return self.serving
@@ -58,9 +79,17 @@ class Sampler:
                 self._engine = await self._start_engine(spec, folder)
             finally:
                 self._unready = None
-            self._spec, self._shapes, self._tied = spec, shapes_of(folder), has_tied_embeddings(folder)
-            self.serving = NO_WEIGHTS.model_copy(update={"model": spec.model, "load_s": time.monotonic() - start})
-            get_logger().info("engine started", model=spec.model, seconds=round(self.serving.load_s, 1))
+            self._spec, self._shapes, self._tied = (
+                spec,
+                shapes_of(folder),
+                has_tied_embeddings(folder),
+            )
+            self.serving = NO_WEIGHTS.model_copy(
+                update={"model": spec.model, "load_s": time.monotonic() - start}
+            )
+            get_logger().info(
+                "engine started", model=spec.model, seconds=round(self.serving.load_s, 1)
+            )
             return self.serving
 
     def refuse(self, reason: str) -> None:
@@ -68,11 +97,13 @@ class Sampler:
         self._unready = reason
 
     async def unready(self) -> str | None:
-        """Returns why /generate would be refused, or None. Without a model yet there is nothing to wait for."""
+        """Returns why /generate would be refused, or None. Without a model yet there is nothing to
+        wait for."""
         return self._unready or (await self._failure(self._engine) if self._engine else None)
 
     async def ready_engine(self) -> Engine:
-        """Returns the engine. Raises Unavailable while there is none that samples from known weights."""
+        """Returns the engine. Raises Unavailable while there is none that samples from known
+        weights."""
         if reason := await self.unready():
             raise Unavailable(reason)
         if self._engine is None:
@@ -95,14 +126,17 @@ class Sampler:
     async def _failure(self, engine: Engine) -> str | None:
         return await engine.failure() or self._fault
 
-    # --- sampling ------------------------------------------------------------------------------------------------------
+    # --- sampling
+    # ------------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> RolloutGroup:
         """Returns the prompt's group `[G]`, sampled by weights of at least `min_version`."""
         engine = await self.ready_engine()
         self._check_version(request.min_version)
         ids = prompt_ids(request, engine)
-        rollouts = await engine.sample(ids, request.sampling, salt=f"{self.serving.job_id}:{self.serving.version}")
+        rollouts = await engine.sample(
+            ids, request.sampling, salt=f"{self.serving.job_id}:{self.serving.version}"
+        )
         if self._fault:
             raise Unavailable(self._fault)
         return RolloutGroup(prompt_token_ids=tuple(ids), rollouts=rollouts)
@@ -125,13 +159,21 @@ class Sampler:
     def _check_version(self, min_version: int | None) -> None:
         version = self.serving.version
         if min_version is not None and (version is None or version < min_version):
-            have = "no version of a job" if version is None else f"version {version} of {self.serving.job_id!r}"
-            raise Conflict(f"'min_version': got {min_version}, serving {have}; reload the weights first")
+            have = (
+                "no version of a job"
+                if version is None
+                else f"version {version} of {self.serving.job_id!r}"
+            )
+            raise Conflict(
+                f"'min_version': got {min_version}, serving {have}; reload the weights first"
+            )
 
-    # --- weights -------------------------------------------------------------------------------------------------------
+    # --- weights
+    # -------------------------------------------------------------------------------------------------------
 
     async def reload_weights(self, ref: WeightsRef) -> ServingWeights:
-        """Returns what serves once `ref` does. The version serving already is answered at once; an older one is refused."""
+        """Returns what serves once `ref` does. The version serving already is answered at once; an
+        older one is refused."""
         async with self._change:
             engine = self._engine
             if engine is None:
@@ -145,27 +187,43 @@ class Sampler:
             digest = await asyncio.to_thread(verify, ref, folder, self._shapes, tied=self._tied)
             await self._load(engine, ref, folder)
             self.serving = ServingWeights(
-                job_id=ref.job_id, version=ref.version, digest=digest, model=self.serving.model, load_s=time.monotonic() - start
+                job_id=ref.job_id,
+                version=ref.version,
+                digest=digest,
+                model=self.serving.model,
+                load_s=time.monotonic() - start,
             )
-            get_logger().info("weights loaded", job=ref.job_id, version=ref.version, seconds=round(self.serving.load_s, 4))
+            get_logger().info(
+                "weights loaded",
+                job=ref.job_id,
+                version=ref.version,
+                seconds=round(self.serving.load_s, 4),
+            )
             return self.serving
 
     def _is_serving(self, ref: WeightsRef) -> bool:
-        """Returns whether `ref` serves now. Raises Conflict if a newer version of its job does, or other bytes of this one, unless
-        `ref` is to replace these."""
+        """Returns whether `ref` serves now. Raises Conflict if a newer version of its job does, or
+        other bytes of this one, unless `ref` is to replace these."""
         serving = self.serving
         if serving.job_id != ref.job_id or serving.version is None:
             return False
         if ref.rewind:
             return (ref.version, ref.digest) == (serving.version, serving.digest)
         if ref.version < serving.version:
-            raise Conflict(f"'version': got {ref.version}, serving {serving.version} of job {ref.job_id!r}; versions only go up")
+            raise Conflict(
+                f"'version': got {ref.version}, serving {serving.version} of job {ref.job_id!r}; "
+                "versions only go up"
+            )
         if ref.version == serving.version and ref.digest != serving.digest:
-            raise Conflict(f"version {ref.version} of job {ref.job_id!r} serves with digest {serving.digest}, got {ref.digest}")
+            raise Conflict(
+                f"version {ref.version} of job {ref.job_id!r} serves with digest {serving.digest}, "
+                f"got {ref.digest}"
+            )
         return ref.version == serving.version
 
     async def _load(self, engine: Engine, ref: WeightsRef, folder: Path) -> None:
-        """Loads between two tokens. If that fails, what the engine holds is unknown: it stays paused and /generate refuses."""
+        """Loads between two tokens. If that fails, what the engine holds is unknown: it stays
+        paused and /generate refuses."""
         await engine.pause()
         try:
             await LOADERS[ref.method](engine, folder)
@@ -182,18 +240,22 @@ class Sampler:
     async def _distrust(self, engine: Engine, ref: WeightsRef, error: BaseException) -> str:
         """Makes the service unready, ends what was under way, and returns why."""
         self._fault = (
-            f"loading version {ref.version} of job {ref.job_id!r} failed halfway ({_sentence(error)}), so the weights it "
+            f"loading version {ref.version} of job {ref.job_id!r} failed halfway "
+            f"({_sentence(error)}), so the weights it "
             "left in the engine are unknown; reload a version, or PUT /model"
         )
         self.serving = NO_WEIGHTS.model_copy(update={"model": self.serving.model})
-        get_logger().error("weights unknown", job=ref.job_id, version=ref.version, error=_sentence(error))
+        get_logger().error(
+            "weights unknown", job=ref.job_id, version=ref.version, error=_sentence(error)
+        )
         if not await engine.failure():
             await engine.pause(abort=True)
         return self._fault
 
 
 def prompt_ids(request: GenerateRequest, engine: Engine) -> list[int]:
-    """Returns the prompt's token ids `[T]`. Raises BadRequest if there is none, or no room for the completion after it."""
+    """Returns the prompt's token ids `[T]`. Raises BadRequest if there is none, or no room for the
+    completion after it."""
     if (request.prompt is None) == (request.prompt_token_ids is None):
         raise BadRequest("give one of 'prompt' and 'prompt_token_ids', not both or neither")
     if request.prompt_token_ids is None:
@@ -203,13 +265,16 @@ def prompt_ids(request: GenerateRequest, engine: Engine) -> list[int]:
         ids = list(request.prompt_token_ids)
         for id in ids:
             if not 0 <= id < engine.vocab_size:
-                raise BadRequest(f"'prompt_token_ids': got {id}, expected 0 to {engine.vocab_size - 1}")
+                raise BadRequest(
+                    f"'prompt_token_ids': got {id}, expected 0 to {engine.vocab_size - 1}"
+                )
     if not ids:
         raise BadRequest("the prompt has no tokens")
     total = len(ids) + request.sampling.max_tokens
     if total > engine.max_model_len:
         raise BadRequest(
-            f"a prompt of {len(ids)} tokens with 'max_tokens' {request.sampling.max_tokens} makes {total}; "
+            f"a prompt of {len(ids)} tokens with 'max_tokens' {request.sampling.max_tokens} makes "
+            f"{total}; "
             f"the model holds {engine.max_model_len}"
         )
     return ids

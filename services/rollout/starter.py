@@ -1,4 +1,5 @@
-"""Finds models and starts vLLM for them, without keeping the event loop waiting and without importing it before it is needed."""
+"""Finds models and starts vLLM for them, without keeping the event loop waiting and without
+importing it before it is needed."""
 
 from __future__ import annotations
 
@@ -21,11 +22,14 @@ HUGGING_FACE_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class VllmStarter:
-    """Starts engines. Must exist before anything imports vLLM: vLLM reads its environment at import."""
+    """Starts engines. Must exist before anything imports vLLM: vLLM reads its environment at
+    import."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._log_folder = tempfile.TemporaryDirectory(prefix="hone-")  # short: a socket's path has 107 bytes
+        self._log_folder = tempfile.TemporaryDirectory(
+            prefix="hone-"
+        )  # short: a socket's path has 107 bytes
         self._errors = set_environment(Path(self._log_folder.name))
 
     async def preload(self) -> None:
@@ -33,26 +37,35 @@ class VllmStarter:
         await in_daemon_thread(lambda: importlib.import_module("services.rollout.vllm_engine"))
 
     async def find_model(self, spec: EngineSpec) -> Path:
-        """Returns the folder of the model's config.json. Raises BadRequest if there is no such model."""
+        """Returns the folder of the model's config.json. Raises BadRequest if there is no such
+        model."""
         folder = local_folder(spec.model)
         return folder or await in_daemon_thread(lambda: _hub_folder(spec))
 
     async def start(self, spec: EngineSpec, folder: Path) -> Engine:
-        """Returns a started engine. Raises Failed with the sentence of what went wrong in whichever process."""
+        """Returns a started engine. Raises Failed with the sentence of what went wrong in whichever
+        process."""
         self._errors.unlink(missing_ok=True)
         try:
             engine = await in_daemon_thread(lambda: self._start(spec, folder))
-            await engine.sample([0], Sampling(max_tokens=1), salt="")  # a model it cannot run fails here, not in a job's step
+            await engine.sample(
+                [0], Sampling(max_tokens=1), salt=""
+            )  # a model it cannot run fails here, not in a job's step
             return engine
         except (BadRequest, asyncio.CancelledError):
             stop_children()
             raise
         except ValidationError as error:
-            faults = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
+            faults = "; ".join(
+                fault["msg"].removeprefix("Value error, ") for fault in error.errors()
+            )
             raise BadRequest(f"vLLM refuses to serve {spec.model!r} so: {faults}") from error
         except Exception as error:
             stop_children()
-            cause = root_cause(self._errors) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+            cause = (
+                root_cause(self._errors)
+                or f"{type(error).__name__}: {' '.join(str(error).split())}"
+            )
             raise Failed(f"the engine for {spec.model!r} did not start: {cause}") from error
 
     def close(self) -> None:
@@ -65,21 +78,34 @@ class VllmStarter:
         engine = VllmEngine(spec, folder, self._settings, self._errors)
         if not shapes_of(folder):
             engine.shut_down()
-            raise BadRequest(f"model {spec.model!r} has no *.safetensors files, which weight sync compares against")
+            raise BadRequest(
+                f"model {spec.model!r} has no *.safetensors files, which weight sync compares "
+                "against"
+            )
         return engine
 
 
 def local_folder(model: str) -> Path | None:
-    """Returns the folder that `model` names, or None if it is a Hugging Face id. Raises BadRequest if it is neither."""
+    """Returns the folder that `model` names, or None if it is a Hugging Face id. Raises BadRequest
+    if it is neither."""
     folder = Path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise BadRequest(f"'model': got {model!r}, a folder without config.json; expected a Hugging Face model folder")
+            raise BadRequest(
+                f"'model': got {model!r}, a folder without config.json; expected a Hugging Face "
+                "model folder"
+            )
         if not any(folder.glob("*.safetensors")):
-            raise BadRequest(f"'model': got {model!r}, a folder without *.safetensors files; expected a Hugging Face model folder")
+            raise BadRequest(
+                f"'model': got {model!r}, a folder without *.safetensors files; expected a Hugging "
+                "Face model folder"
+            )
         return folder.resolve()
     if not HUGGING_FACE_ID.fullmatch(model) or model.startswith("."):
-        raise BadRequest(f"'model': got {model!r}, which is no folder here; expected a model folder or a Hugging Face id")
+        raise BadRequest(
+            f"'model': got {model!r}, which is no folder here; expected a model folder or a "
+            "Hugging Face id"
+        )
     return None
 
 
@@ -90,7 +116,8 @@ def _hub_folder(spec: EngineSpec) -> Path:
         config = cached_file(spec.model, "config.json", revision=spec.revision)
     except OSError as error:
         raise BadRequest(
-            f"'model': got {spec.model!r}, no folder here and not to be had: {' '.join(str(error).split())}"
+            f"'model': got {spec.model!r}, no folder here and not to be had: "
+            f"{' '.join(str(error).split())}"
         ) from error
     assert config is not None
     return Path(config).parent

@@ -1,4 +1,5 @@
-"""The real engine: vLLM's AsyncLLM, with the arguments that make its log-probs those the trainer needs.
+"""The real engine: vLLM's AsyncLLM, with the arguments that make its log-probs those the trainer
+needs.
 
 Importing this module imports vLLM (about 15 s), so only `VllmStarter` does, in a thread.
 """
@@ -46,7 +47,9 @@ def engine_args(spec: EngineSpec, settings: Settings) -> AsyncEngineArgs:
         seed=spec.seed,
         max_num_seqs=settings.max_num_seqs,
         tensor_parallel_size=settings.tensor_parallel_size,
-        distributed_executor_backend=InProcessExecutor if settings.tensor_parallel_size == 1 else ProcessPerDeviceExecutor,
+        distributed_executor_backend=InProcessExecutor
+        if settings.tensor_parallel_size == 1
+        else ProcessPerDeviceExecutor,
         worker_extension_cls="services.rollout.worker.WorkerExtension",
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # a model's own sampling defaults would be a silent second source of temperature and top_p
@@ -63,7 +66,8 @@ def engine_args(spec: EngineSpec, settings: Settings) -> AsyncEngineArgs:
 
 
 def choose_dtype(asked: Dtype) -> Dtype:
-    """Returns the dtype to serve in. "auto" is bfloat16 where the hardware multiplies it, else float32, as in the trainer."""
+    """Returns the dtype to serve in. "auto" is bfloat16 where the hardware multiplies it, else
+    float32, as in the trainer."""
     if asked != "auto":
         return asked
     if not current_platform.is_cpu():
@@ -86,21 +90,33 @@ class VllmEngine:
         self.openai: ASGIApp = openai_app(self._llm, spec.model)
 
     def encode(self, prompt: str | tuple[Message, ...]) -> list[int]:
-        """Returns token ids `[T]`. Text gets the tokenizer's special tokens; a template writes its own."""
+        """Returns token ids `[T]`. Text gets the tokenizer's special tokens; a template writes its
+        own."""
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
         try:
-            text = self._tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=False
+            )
         except Exception as error:
-            raise BadRequest(f"the model's chat template refused the messages: {type(error).__name__}: {error}") from error
+            raise BadRequest(
+                f"the model's chat template refused the messages: {type(error).__name__}: {error}"
+            ) from error
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    async def sample(self, prompt_token_ids: list[int], sampling: Sampling, salt: str) -> tuple[Rollout, ...]:
+    async def sample(
+        self, prompt_token_ids: list[int], sampling: Sampling, salt: str
+    ) -> tuple[Rollout, ...]:
         """Returns the completions `[G]`, as one request of n: n requests cost 15 % more."""
         prompt = TokensInput(type="token", prompt_token_ids=prompt_token_ids, cache_salt=salt)
         request_id = str(next(self._request_ids))
         try:
-            outputs = [output async for output in self._llm.generate(prompt, sampling_params(sampling), request_id)]
+            outputs = [
+                output
+                async for output in self._llm.generate(
+                    prompt, sampling_params(sampling), request_id
+                )
+            ]
         except EngineDeadError as error:
             raise Unavailable(self._obituary()) from error
         except VLLMClientError as error:
@@ -108,14 +124,18 @@ class VllmEngine:
         return tuple(rollout(completion) for completion in outputs[-1].outputs)
 
     async def pause(self, *, abort: bool = False) -> None:
-        # AsyncLLM.pause_generation does this and then sleeps 20 ms, which it says is for looks only.
-        await self._llm.engine_core.pause_scheduler_async(mode="abort" if abort else "keep", clear_cache=True)
+        # AsyncLLM.pause_generation does this and then sleeps 20 ms, which it says is for looks
+        # only.
+        await self._llm.engine_core.pause_scheduler_async(
+            mode="abort" if abort else "keep", clear_cache=True
+        )
 
     async def resume(self) -> None:
         await self._llm.resume_generation()
 
     async def load_files(self, folder: Path) -> None:
-        """Loads in place. Raises Failed if prefixes cached under the old weights could not be forgotten."""
+        """Loads in place. Raises Failed if prefixes cached under the old weights could not be
+        forgotten."""
         try:
             await self._llm.collective_rpc("load_published", args=(str(folder),))
         except EngineDeadError as error:
@@ -145,7 +165,8 @@ class VllmEngine:
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """Returns vLLM's parameters. `logprobs=0` is the sampled token's alone; flat ones are lists, not an object a token."""
+    """Returns vLLM's parameters. `logprobs=0` is the sampled token's alone; flat ones are lists,
+    not an object a token."""
     return SamplingParams(
         n=sampling.n,
         max_tokens=sampling.max_tokens,
@@ -161,13 +182,18 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
 
 
 def rollout(completion: CompletionOutput) -> Rollout:
-    """Returns the completion as it was sampled. Raises Failed unless every token has a finite log-prob."""
+    """Returns the completion as it was sampled. Raises Failed unless every token has a finite
+    log-prob."""
     assert isinstance(completion.logprobs, FlatLogprobs)
     token_ids, logprobs = completion.token_ids, completion.logprobs.logprobs
     if len(logprobs) != len(token_ids):
-        raise Failed(f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, expected one a token")
+        raise Failed(
+            f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, expected one a token"
+        )
     if not math.isfinite(math.fsum(logprobs)):
-        raise Failed("vLLM gave a log-prob that is not finite; the weights that serve hold or produce NaN")
+        raise Failed(
+            "vLLM gave a log-prob that is not finite; the weights that serve hold or produce NaN"
+        )
     return Rollout(
         text=completion.text,
         token_ids=tuple(token_ids),
@@ -184,5 +210,8 @@ def finish_reason(reason: str | None) -> FinishReason:
 
 
 def versions(completion: CompletionOutput) -> tuple[int, ...]:
-    """Returns the weight versions that sampled it, oldest first; none for weights that no job has published."""
-    return tuple(int(span.version) for span in completion.weight_versions or () if span.version.isdecimal())
+    """Returns the weight versions that sampled it, oldest first; none for weights that no job has
+    published."""
+    return tuple(
+        int(span.version) for span in completion.weight_versions or () if span.version.isdecimal()
+    )

@@ -1,8 +1,10 @@
-"""`python -m services.trainer`: checks settings and port, then keeps the ranks running under torchrun until SIGTERM.
+"""`python -m services.trainer`: checks settings and port, then keeps the ranks running under
+torchrun until SIGTERM.
 
-This process imports no torch. When a rank dies, torchrun ends those of this node; the launcher says which died and of what, and
-starts them again: at most `HONE_TRAINER_RESTARTS` times in ten minutes. The new ranks load the job that was loaded by themselves,
-from its newest checkpoint. With several nodes each has a launcher; HTTP is on node 0.
+This process imports no torch. When a rank dies, torchrun ends those of this node; the launcher says
+which died and of what, and starts them again: at most `HONE_TRAINER_RESTARTS` times in ten minutes.
+The new ranks load the job that was loaded by themselves, from its newest checkpoint. With several
+nodes each has a launcher; HTTP is on node 0.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from services.trainer.nodes import check_nodes, interface_of
-from services.trainer.run_folder import Past, RunFolder
+from services.trainer.processes.launch_folder import LaunchFolder, Past
+from services.trainer.processes.nodes import check_nodes, interface_of
 from shared import logs
 from shared.config import Settings, load_settings
 from shared.errors import HoneError
@@ -43,7 +45,7 @@ def main() -> None:
     except HoneError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
-    folder = RunFolder(Path(tempfile.mkdtemp(prefix="hone-trainer-")))
+    folder = LaunchFolder(Path(tempfile.mkdtemp(prefix="hone-trainer-")))
     try:
         sys.exit(Launcher(settings, folder).run())
     finally:
@@ -53,7 +55,7 @@ def main() -> None:
 class Launcher:
     """Keeps this node's ranks running."""
 
-    def __init__(self, settings: Settings, folder: RunFolder) -> None:
+    def __init__(self, settings: Settings, folder: LaunchFolder) -> None:
         self._settings = settings
         self._folder = folder
         self._asked = threading.Event()
@@ -72,10 +74,20 @@ class Launcher:
             now = time.monotonic()
             deaths = [*(death for death in deaths if now - death < RESTART_WINDOW_S), now]
             if len(deaths) > self._settings.trainer_restarts:
-                get_logger().error("the ranks died too often", reason=failure, restarts=past.restarts, exit_code=code)
+                get_logger().error(
+                    "the ranks died too often",
+                    reason=failure,
+                    restarts=past.restarts,
+                    exit_code=code,
+                )
                 return code or 1
             pause_s = min(FIRST_PAUSE_S * 2 ** (len(deaths) - 1), MAX_PAUSE_S)
-            get_logger().error("the ranks died and start again", reason=failure, restart=past.restarts + 1, after_s=pause_s)
+            get_logger().error(
+                "the ranks died and start again",
+                reason=failure,
+                restart=past.restarts + 1,
+                after_s=pause_s,
+            )
             past = Past(past.restarts + 1, failure)
             if self._asked.wait(pause_s):
                 return 0
@@ -103,27 +115,40 @@ class Launcher:
 def torchrun_command(num_ranks: int, life: Path) -> list[str]:
     """Returns torchrun's command line for this node's ranks.
 
-    Its rendezvous is a file of this node, because its TCP store would listen on every interface; ranks of several nodes meet as
-    rendezvous.py says.
+    Its rendezvous is a file of this node, because its TCP store would listen on every interface;
+    ranks of several nodes meet as rendezvous.py says.
     """
     return [
-        *(sys.executable, "-m", "services.trainer.agent"),
+        *(sys.executable, "-m", "services.trainer.processes.agent"),
         *("--nnodes", "1", "--nproc-per-node", str(num_ranks), "--max-restarts", "0"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(life / "rendezvous"), "--rdzv-conf", "store_type=file"),
+        *(
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            str(life / "rendezvous"),
+            "--rdzv-conf",
+            "store_type=file",
+        ),
         *("--log-dir", str(life / "logs")),
         *("--local-addr", "127.0.0.1", "--shutdown-timeout", str(STOP_S)),
-        *("--module", "services.trainer.ranks", str(life)),
+        *("--module", "services.trainer.processes.ranks", str(life)),
     ]
 
 
 def rank_environment(settings: Settings) -> dict[str, str]:
-    """Returns the environment of the ranks: threads shared out, sockets between them on the one interface that they need."""
+    """Returns the environment of the ranks: threads shared out, sockets between them on the one
+    interface that they need."""
     cores = len(os.sched_getaffinity(0))
     threads = settings.trainer_threads or max(1, cores // settings.trainer_ranks)
     interface = interface_of(settings)
     sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     no_store_server = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return sockets | os.environ | no_store_server | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    return (
+        sockets
+        | os.environ
+        | no_store_server
+        | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    )
 
 
 if __name__ == "__main__":

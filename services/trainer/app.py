@@ -1,7 +1,8 @@
 """The trainer's HTTP routes. Each hands its body to the ranks and answers what they answer.
 
-No natural keys are given to the table of operations: it would still answer for step 3 of a job that was replaced since. The
-ranks know what was applied to the weights they hold (`trainer.py`), take one command at a time, and answer a repeated one again.
+No natural keys are given to the table of operations: it would still answer for step 3 of a job that
+was replaced since. The ranks know what was applied to the weights they hold (`trainer.py`), take
+one command at a time, and answer a repeated one again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ GAUGES: tuple[tuple[str, str, Callable[[TrainerState], float]], ...] = (
         "Steps of the loaded job that changed no weight: a loss or gradient was not finite",
         lambda s: s.skipped_steps,
     ),
-    ("restarts", "How often the ranks were started again after a failure", lambda state: state.restarts),
+    (
+        "restarts",
+        "How often the ranks were started again after a failure",
+        lambda state: state.restarts,
+    ),
 )
 
 
@@ -56,7 +61,11 @@ async def _up() -> str | None:
 
 
 def make_service(
-    settings: Settings, trainer: Readable, run: Run, versions: dict[str, Any], problem: Problem = lambda _job: None
+    settings: Settings,
+    trainer: Readable,
+    run: Run,
+    versions: dict[str, Any],
+    problem: Problem = lambda _job: None,
 ) -> Service:
     """Returns the service. `run` reaches the ranks; `trainer` is rank 0's."""
 
@@ -70,11 +79,13 @@ def make_service(
     step_seconds = service.gauge("step_seconds", "How long the last step took")
 
     async def load_job(request: TrainerJob) -> TrainerState:
-        """Loads the job, from its newest checkpoint if it has one; another job is freed. The same job again changes nothing."""
+        """Loads the job, from its newest checkpoint if it has one; another job is freed. The same
+        job again changes nothing."""
         return cast(TrainerState, await run("load_job", request))
 
     async def train_step(request: TrainStepRequest) -> StepResult:
-        """Applies one training step. The same step again, with the same body, gives the same answer and moves nothing."""
+        """Applies one training step. The same step again, with the same body, gives the same answer
+        and moves nothing."""
         result = cast(StepResult, await run("train_step", request))
         step_seconds.set(result.train_s)
         return result
@@ -84,7 +95,8 @@ def make_service(
         return cast(WeightsRef, await run("publish_weights", request))
 
     async def write_checkpoint(request: CheckpointRequest) -> Checkpoint:
-        """Writes a Hugging Face checkpoint of the last applied step, from which training can go on; old ones are removed."""
+        """Writes a Hugging Face checkpoint of the last applied step, from which training can go on;
+        old ones are removed."""
         return cast(Checkpoint, await run("write_checkpoint", request))
 
     async def state() -> TrainerState:

@@ -1,8 +1,10 @@
-"""What the trainer service remembers: which job, which step is next, what the last one answered. Every rank runs one of these.
+"""What the trainer service remembers: which job, which step is next, what the last one answered.
+Every rank runs one of these.
 
-All ranks get the same commands in the same order and come to the same decisions; what one of them alone can know, they settle
-`together`. Idempotency lives here, beside the weights it protects, and not in a table of requests: when a job is replaced or its
-weights are lost, what was remembered about them goes too.
+All ranks get the same commands in the same order and come to the same decisions; what one of them
+alone can know, they settle `together`. Idempotency lives here, beside the weights it protects, and
+not in a table of requests: when a job is replaced or its weights are lost, what was remembered
+about them goes too.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
 
-from services.trainer import checkpoints
-from services.trainer.checkpoints import File, Manifest
-from services.trainer.folders import sweep, written_aside
-from services.trainer.resume import Found, newest_whole
-from services.trainer.run_folder import Past
-from services.trainer.schedule import learning_rate
-from services.trainer.together import Ranks, SaveAll
-from services.trainer.weights import Publisher
+from services.trainer.disk import checkpoints
+from services.trainer.disk.checkpoints import File, Manifest
+from services.trainer.disk.folders import sweep, written_aside
+from services.trainer.disk.resume import Found, newest_whole
+from services.trainer.disk.weights import Publisher
+from services.trainer.engine import Engine, Update
+from services.trainer.learning.schedule import learning_rate
+from services.trainer.processes.launch_folder import Past
+from services.trainer.processes.together import Ranks, SaveAll
 from shared import codec
 from shared.config import Settings
 from shared.errors import Conflict, HoneError
@@ -32,7 +34,6 @@ from shared.wire import (
     Checkpoint,
     CheckpointList,
     CheckpointRequest,
-    Example,
     PublishRequest,
     StepResult,
     TrainerJob,
@@ -43,50 +44,10 @@ from shared.wire import (
 )
 
 
-@dataclass(frozen=True)
-class Update:
-    """What the optimizer steps of one training step did. `grad_norm` is before clipping; `num_updates` counts them.
-
-    `skipped`: some loss or gradient was not finite, and no weight changed.
-    """
-
-    loss: float
-    grad_norm: float
-    metrics: dict[str, float]
-    num_updates: int = 1
-    skipped: bool = False
-
-
-class Engine(Protocol):
-    """The trained policy: `engine.py`, on DeepSpeed. Every method is called on all ranks, with the same arguments.
-
-    The `save_` methods get a folder that all ranks see and that is there. `save_weights` and `save_checkpoint` gather what is
-    spread over the ranks and write from rank 0; `save_state` writes a share of each rank, and `load_state`, on an engine that was
-    just made, reads it (`state.py`).
-    """
-
-    dtype: str
-    device: str
-    num_parameters: int
-    num_trainable: int
-    weights_bytes: int
-
-    def update(self, examples: tuple[Example, ...], learning_rate: float) -> Update: ...
-
-    def save_weights(self, folder: Path) -> None: ...
-
-    def save_checkpoint(self, folder: Path) -> None: ...
-
-    def save_state(self, folder: Path) -> None: ...
-
-    def load_state(self, folder: Path) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass
 class Loaded:
-    """The job that is loaded, and how far it is. `last` is the last step's body (its fingerprint) and result."""
+    """The job that is loaded, and how far it is. `last` is the last step's body (its fingerprint)
+    and result."""
 
     request: TrainerJob
     model: str
@@ -101,8 +62,9 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Seams:
-    """What a trainer does through others. `start_engine` loads a model; `check_job` says first whether it can, before memory is
-    freed for it; `fingerprint` tells one model from another; `remember_job` keeps the loaded job for the ranks' next life."""
+    """What a trainer does through others. `start_engine` loads a model; `check_job` says first
+    whether it can, before memory is freed for it; `fingerprint` tells one model from another;
+    `remember_job` keeps the loaded job for the ranks' next life."""
 
     check_job: Callable[[Job], None]
     start_engine: Callable[[Job], Engine]
@@ -113,7 +75,9 @@ class Seams:
 class Trainer:
     """One rank's part of the service. `past`: what became of the ranks before these."""
 
-    def __init__(self, settings: Settings, ranks: Ranks, seams: Seams, past: Past | None = None) -> None:
+    def __init__(
+        self, settings: Settings, ranks: Ranks, seams: Seams, past: Past | None = None
+    ) -> None:
         self._settings = settings
         self._ranks = ranks
         self._seams = seams
@@ -121,12 +85,16 @@ class Trainer:
         self._loaded: Loaded | None = None
 
     def load_job(self, request: TrainerJob) -> TrainerState:
-        """Loads the job in place of the one before: from its newest checkpoint, or at its start. The same job again changes
-        nothing. Raises Conflict for checkpoints of another job or model."""
+        """Loads the job in place of the one before: from its newest checkpoint, or at its start.
+        The same job again changes nothing. Raises Conflict for checkpoints of another job or
+        model."""
         loaded = self._loaded
         if loaded and loaded.request.job_id == request.job_id:
             if loaded.request != request:
-                raise Conflict(f"job {request.job_id!r} is loaded with another body; the same job id must come with the same job")
+                raise Conflict(
+                    f"job {request.job_id!r} is loaded with another body; the same job id must "
+                    "come with the same job"
+                )
             return self.state()
         self._ranks.together(lambda: self._seams.check_job(request.job))
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
@@ -140,46 +108,67 @@ class Trainer:
             sweep(folder)
             self._seams.remember_job(request)
         seconds = round(time.monotonic() - started, 2)
-        get_logger().info("job loaded", job=request.job_id, model=request.job.model, step=self._loaded.step, seconds=seconds)
+        get_logger().info(
+            "job loaded",
+            job=request.job_id,
+            model=request.job.model,
+            step=self._loaded.step,
+            seconds=seconds,
+        )
         return self.state()
 
     def train_step(self, request: TrainStepRequest) -> StepResult:
-        """Applies the next step. The last one again, with the same body, gives its result again and moves nothing."""
+        """Applies the next step. The last one again, with the same body, gives its result again and
+        moves nothing."""
         loaded = self._job(request.job_id)
         fingerprint = _fingerprint(request)
         if loaded.last and request.step == loaded.step:
             if loaded.last[0] != fingerprint:
-                raise Conflict(f"step {request.step} was already applied, with another body; expected the same body again")
+                raise Conflict(
+                    f"step {request.step} was already applied, with another body; expected the "
+                    "same body again"
+                )
             return loaded.last[1]
         if request.step != loaded.step + 1:
             raise Conflict(f"got step {request.step}, expected {loaded.step + 1}")
         result = self._apply(loaded, request)
         loaded.step, loaded.last = request.step, (fingerprint, result)
         loaded.skipped_steps += result.skipped
-        get_logger().info("step applied", job=request.job_id, **result.model_dump(exclude={"metrics"}))
+        get_logger().info(
+            "step applied", job=request.job_id, **result.model_dump(exclude={"metrics"})
+        )
         return result
 
     def publish_weights(self, request: PublishRequest) -> WeightsRef | None:
         """Returns the reference of the published weights on rank 0, None elsewhere."""
         loaded = self._job(request.job_id)
         if request.version != loaded.step:
-            raise Conflict(f"got version {request.version}, expected {loaded.step}, the last applied step")
+            raise Conflict(
+                f"got version {request.version}, expected {loaded.step}, the last applied step"
+            )
         engine, publisher = loaded.engine, loaded.publisher
 
         def lead(save_all: SaveAll) -> WeightsRef:
             assert publisher is not None, "rank 0 has one"
-            return publisher.publish(request.version, request.method, engine.weights_bytes, save_all)
+            return publisher.publish(
+                request.version, request.method, engine.weights_bytes, save_all
+            )
 
         return self._ranks.write(lead, engine.save_weights)
 
     def write_checkpoint(self, request: CheckpointRequest) -> Checkpoint | None:
-        """Returns the checkpoint on rank 0, None elsewhere. One that is there already is not written again; old ones go."""
+        """Returns the checkpoint on rank 0, None elsewhere. One that is there already is not
+        written again; old ones go."""
         loaded = self._job(request.job_id)
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
         path = checkpoints.path_of(folder, request.step)
-        known = self._ranks.from_rank_0(lambda: checkpoints.described(path) if path.is_dir() else None)
+        known = self._ranks.from_rank_0(
+            lambda: checkpoints.described(path) if path.is_dir() else None
+        )
         if known is None and request.step != loaded.step:
-            raise Conflict(f"got step {request.step}, expected {loaded.step}, the last applied step")
+            raise Conflict(
+                f"got step {request.step}, expected {loaded.step}, the last applied step"
+            )
         if known:
             return known if self._ranks.rank == 0 else None
         engine = loaded.engine
@@ -208,7 +197,11 @@ class Trainer:
     def state(self) -> TrainerState:
         """Returns where this trainer is. Safe to call from another thread."""
         loaded = self._loaded
-        past = {"num_ranks": self._ranks.num_ranks, "restarts": self._past.restarts, "last_failure": self._past.last_failure}
+        past = {
+            "num_ranks": self._ranks.num_ranks,
+            "restarts": self._past.restarts,
+            "last_failure": self._past.last_failure,
+        }
         if loaded is None:
             return TrainerState(job_id=None, step=0, dtype="", device="", num_parameters=0, **past)
         engine = loaded.engine
@@ -226,7 +219,8 @@ class Trainer:
         )
 
     def list_checkpoints(self) -> CheckpointList:
-        """Returns the loaded job's checkpoints; none without a job. Safe to call from another thread."""
+        """Returns the loaded job's checkpoints; none without a job. Safe to call from another
+        thread."""
         loaded = self._loaded
         if loaded is None:
             return CheckpointList(checkpoints=())
@@ -234,13 +228,15 @@ class Trainer:
         return CheckpointList(checkpoints=checkpoints.listed(folder))
 
     def unload(self) -> None:
-        """Forgets the job: the ranks' next life will not load it. Frees its memory, its shared memory included."""
+        """Forgets the job: the ranks' next life will not load it. Frees its memory, its shared
+        memory included."""
         if self._ranks.rank == 0:
             self._seams.remember_job(None)
         self._free()
 
     def free_shared_memory(self) -> None:
-        """Frees the job's shared memory, and only that. Safe to call from another thread, while the process ends."""
+        """Frees the job's shared memory, and only that. Safe to call from another thread, while the
+        process ends."""
         if self._loaded is not None and self._loaded.publisher is not None:
             self._loaded.publisher.close()
 
@@ -256,7 +252,9 @@ class Trainer:
         if self._loaded is None:
             raise Conflict(f"got job {job_id!r}, but no job is loaded; PUT /job first")
         if self._loaded.request.job_id != job_id:
-            raise Conflict(f"got job {job_id!r}, expected {self._loaded.request.job_id!r}, the one loaded")
+            raise Conflict(
+                f"got job {job_id!r}, expected {self._loaded.request.job_id!r}, the one loaded"
+            )
         return self._loaded
 
     def _resumed(self, request: TrainerJob, model: str, engine: Engine, found: Found) -> Loaded:
@@ -302,8 +300,9 @@ class Trainer:
             except HoneError:
                 raise
             except BaseException:
-                # An update that died on the way leaves half-filled gradient buckets: nothing can be trained on top of them.
-                # If it died of another rank's death, the next life loads the job again: it is not forgotten.
+                # An update that died on the way leaves half-filled gradient buckets: nothing can be
+                # trained on top of them. If it died of another rank's death, the next life loads
+                # the job again: it is not forgotten.
                 self._free()
                 raise
         return StepResult(
@@ -321,8 +320,8 @@ class Trainer:
 
 
 def checkpoint_bytes(engine: Engine) -> int:
-    """Returns about how much a checkpoint takes: the export, DeepSpeed's copy of the weights, and for each trained parameter the
-    float32 master and Adam's two moments."""
+    """Returns about how much a checkpoint takes: the export, DeepSpeed's copy of the weights, and
+    for each trained parameter the float32 master and Adam's two moments."""
     return 2 * engine.weights_bytes + 12 * engine.num_trainable
 
 

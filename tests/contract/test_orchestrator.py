@@ -7,27 +7,42 @@ import json
 from pathlib import Path
 from typing import Any
 
-import orchestrator_stack
 import pytest
-from fake_services import FakeServices
-from orchestrator_stack import Stack, finish, orchestrator
 
-from services.orchestrator.folder import RunFolder
-from services.orchestrator.run import Run
-from services.orchestrator.store import Lease
+from services.orchestrator.loop.run import Run
+from services.orchestrator.queue.store import Lease
+from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, NotFound
 from shared.job import CheckpointSpec, Job
-from shared.wire import TERMINAL, CheckpointList, EventList, JobList, JobRecord, MetricsList, Part, RolloutList, SubmitRequest
+from shared.wire import (
+    TERMINAL,
+    CheckpointList,
+    EventList,
+    JobList,
+    JobRecord,
+    MetricsList,
+    Part,
+    RolloutList,
+    SubmitRequest,
+)
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import Stack, finish, orchestrator
 
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 
-async def test_a_job_runs_to_its_end_and_leaves_everything_in_its_folder(stack: Stack, tmp_path: Path) -> None:
+async def test_a_job_runs_to_its_end_and_leaves_everything_in_its_folder(
+    stack: Stack, tmp_path: Path
+) -> None:
     record = await stack.until((await stack.submit()).id)
     assert (record.status, record.step, record.error) == ("succeeded", 8, None)
-    assert record.summary is not None and record.summary["eval_after"] > record.summary["eval_before"] == 0.0
+    assert (
+        record.summary is not None
+        and record.summary["eval_after"] > record.summary["eval_before"] == 0.0
+    )
     folder = RunFolder(Path(record.run_dir))
     assert folder.path == (tmp_path / "runs" / record.id).resolve()
     assert [row.step for row in folder.metrics()] == list(range(9))
@@ -46,43 +61,70 @@ async def test_every_batch_is_sampled_by_the_weights_just_trained(stack: Stack) 
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
-async def test_sampling_runs_ahead_by_exactly_the_staleness_allowed(stack: Stack, max_staleness: int) -> None:
+async def test_sampling_runs_ahead_by_exactly_the_staleness_allowed(
+    stack: Stack, max_staleness: int
+) -> None:
     async def slow(_: Any) -> None:
         await asyncio.sleep(0.05)
 
     stack.fakes.fault["train_step"] = slow
-    record = await stack.until((await stack.submit(stack.job.model_copy(update={"max_staleness": max_staleness}))).id)
-    staleness = [row.metrics["staleness"] for row in RunFolder(Path(record.run_dir)).metrics() if row.step]
+    record = await stack.until(
+        (await stack.submit(stack.job.model_copy(update={"max_staleness": max_staleness}))).id
+    )
+    staleness = [
+        row.metrics["staleness"] for row in RunFolder(Path(record.run_dir)).metrics() if row.step
+    ]
     assert max(staleness) == max_staleness and staleness[0] == 0
     assert stack.fakes.calls["generate"] == 8 * 6 + 3 * 12, "nothing sampled is thrown away"
 
 
-async def test_groups_without_signal_are_replaced_by_fresh_prompts_the_same_ones_each_time(stack: Stack) -> None:
+async def test_groups_without_signal_are_replaced_by_fresh_prompts_the_same_ones_each_time(
+    stack: Stack,
+) -> None:
     """Of 20 problems, the odd ones always have signal and the even ones never."""
     count = iter(range(1_000_000))
-    stack.fakes.grade = lambda item: Part(value=float(next(count) % 2) if item.row["answer"] % 2 else 0.0)
+    stack.fakes.grade = lambda item: Part(
+        value=float(next(count) % 2) if item.row["answer"] % 2 else 0.0
+    )
     document = stack.job.model_dump(mode="json") | {"data": {"train": stack.job.data.train}}
     document["sampling"]["refills"] = 2
-    runs = [await stack.until((await stack.submit(Job.model_validate(document))).id) for _ in range(2)]
+    runs = [
+        await stack.until((await stack.submit(Job.model_validate(document))).id) for _ in range(2)
+    ]
     first, second = (
-        [[prompt.index for prompt in stack.folder(run.id).batch(step).prompts] for step in range(1, 9)] for run in runs
+        [
+            [prompt.index for prompt in stack.folder(run.id).batch(step).prompts]
+            for step in range(1, 9)
+        ]
+        for run in runs
     )
     assert first == second and all(len(set(indices)) == 6 for indices in first)
     batches = [stack.folder(runs[0].id).batch(step) for step in range(1, 9)]
     dropped = [len(batch.dropped) for batch in batches]
-    assert [row.metrics["dropped_groups"] for row in stack.folder(runs[0].id).metrics() if row.step] == dropped
+    assert [
+        row.metrics["dropped_groups"] for row in stack.folder(runs[0].id).metrics() if row.step
+    ] == dropped
     assert sum(dropped) > 0 and max(dropped) <= 6 * 2, "at most as many a round as prompts a step"
-    assert stack.fakes.calls["generate"] == 2 * (8 * 6 + sum(dropped)), "what was sampled is what was kept or dropped"
+    assert stack.fakes.calls["generate"] == 2 * (8 * 6 + sum(dropped)), (
+        "what was sampled is what was kept or dropped"
+    )
     odd = [sum(index % 2 for index in indices) for indices in first]
-    assert [len(request.examples) for request in stack.fakes.trained[:8]] == [4 * number for number in odd]
+    assert [len(request.examples) for request in stack.fakes.trained[:8]] == [
+        4 * number for number in odd
+    ]
     plain = await stack.until((await stack.submit(stack.job)).id)
-    without = [sum(prompt.index % 2 for prompt in stack.folder(plain.id).batch(step).prompts) for step in range(1, 9)]
+    without = [
+        sum(prompt.index % 2 for prompt in stack.folder(plain.id).batch(step).prompts)
+        for step in range(1, 9)
+    ]
     assert sum(odd) > sum(without), "more is learned from"
 
 
 async def test_checkpoints_that_were_removed_since_are_not_listed(stack: Stack) -> None:
     spec = CheckpointSpec(every=1, keep_last=2, keep_every=3)
-    record = await stack.until((await stack.submit(stack.job.model_copy(update={"checkpoints": spec}))).id)
+    record = await stack.until(
+        (await stack.submit(stack.job.model_copy(update={"checkpoints": spec}))).id
+    )
     listed = await stack.client.get(f"/v1/jobs/{record.id}/checkpoints", CheckpointList)
     assert [checkpoint.step for checkpoint in listed.checkpoints] == [3, 6, 7, 8]
 
@@ -96,14 +138,22 @@ async def test_submitting_twice_with_a_key_is_submitting_once(stack: Stack) -> N
     assert (await stack.submit(key="k2")).id != first.id
 
 
-async def test_a_key_is_remembered_across_a_restart(settings: Settings, redis_url: str, job: Job) -> None:
+async def test_a_key_is_remembered_across_a_restart(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
     fakes, ids = FakeServices(settings), []
     async with fakes.running(settings) as settings:
         for _ in range(2):
             async with orchestrator(settings, redis_url) as (_store, transport):
                 client = Client("orchestrator", "http://localhost", transport=transport)
                 body = SubmitRequest(job=job)
-                ids.append((await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=10, key="same")).id)
+                ids.append(
+                    (
+                        await client.call(
+                            "POST", "/v1/jobs", body, JobRecord, deadline_s=10, key="same"
+                        )
+                    ).id
+                )
     assert ids[0] == ids[1]
 
 
@@ -121,7 +171,9 @@ async def test_an_unknown_job_is_not_found(stack: Stack) -> None:
             await stack.client.get(f"/v1/jobs/nope{path}", JobRecord)
 
 
-async def test_a_queued_job_is_cancelled_at_once_and_a_running_one_within_seconds(stack: Stack) -> None:
+async def test_a_queued_job_is_cancelled_at_once_and_a_running_one_within_seconds(
+    stack: Stack,
+) -> None:
     blocked = asyncio.Event()
     stack.fakes.fault["train_step"] = lambda _: blocked.wait()
     running, queued = (await stack.submit()).id, (await stack.submit()).id
@@ -133,7 +185,9 @@ async def test_a_queued_job_is_cancelled_at_once_and_a_running_one_within_second
     assert again.status_code == 200
     blocked.set()
     stack.fakes.fault.clear()
-    assert (await stack.until((await stack.submit()).id)).status == "succeeded", "the worker is free again"
+    assert (await stack.until((await stack.submit()).id)).status == "succeeded", (
+        "the worker is free again"
+    )
 
 
 async def test_an_ended_job_cannot_be_cancelled(stack: Stack) -> None:
@@ -149,11 +203,16 @@ async def test_an_ended_job_cannot_be_cancelled(stack: Stack) -> None:
         ({"data": {"train": "TRAIN", "prompt_column": "question"}}, "has no column 'question'"),
         ({"model": "/nope/model"}, "no model at '/nope/model'"),
         ({"model": "/"}, "is not a model: expected a folder with config.json"),
-        ({"sampling": {"group_size": 1}}, "sampling.group_size is 1: a lone completion has nothing to be compared with"),
+        (
+            {"sampling": {"group_size": 1}},
+            "sampling.group_size is 1: a lone completion has nothing to be compared with",
+        ),
         ({"rewards": [{"grader": "lenght"}]}, "unknown grader 'lenght'; did you mean 'length'?"),
     ],
 )
-async def test_a_job_that_cannot_run_is_refused_when_it_is_submitted(stack: Stack, changes: dict[str, Any], sentence: str) -> None:
+async def test_a_job_that_cannot_run_is_refused_when_it_is_submitted(
+    stack: Stack, changes: dict[str, Any], sentence: str
+) -> None:
     document = stack.job.model_dump(mode="json") | changes
     if document["data"]["train"] == "TRAIN":
         document["data"]["train"] = stack.job.data.train
@@ -168,7 +227,10 @@ async def test_an_unknown_key_in_a_posted_job_names_the_nearest(stack: Stack) ->
     document["training"]["lerning_rate"] = 1
     response = await stack.http.post("/v1/jobs", json={"job": document})
     assert response.status_code == 422
-    assert "unknown key 'job.training.lerning_rate'; did you mean 'learning_rate'?" in response.json()["detail"]
+    assert (
+        "unknown key 'job.training.lerning_rate'; did you mean 'learning_rate'?"
+        in response.json()["detail"]
+    )
 
 
 async def test_a_sync_that_fails_ends_the_job_with_its_reason(stack: Stack) -> None:
@@ -178,7 +240,10 @@ async def test_a_sync_that_fails_ends_the_job_with_its_reason(stack: Stack) -> N
 
     stack.fakes.fault["reload"] = refuse
     record = await stack.until((await stack.submit()).id)
-    assert record.status == "failed" and record.error == "digest of /w is abc, expected digest-3; version 2 keeps serving"
+    assert (
+        record.status == "failed"
+        and record.error == "digest of /w is abc, expected digest-3; version 2 keeps serving"
+    )
     assert record.step == 2, "step 3 was trained, but its weights do not serve"
 
 
@@ -190,7 +255,11 @@ async def test_a_sampler_that_answers_another_version_fails_the_job(stack: Stack
     stack.fakes.fault["reload"] = lie
     record = await stack.until((await stack.submit()).id)
     assert record.status == "failed"
-    assert record.error is not None and "published version 2" in record.error and "serves version 1" in record.error
+    assert (
+        record.error is not None
+        and "published version 2" in record.error
+        and "serves version 1" in record.error
+    )
 
 
 async def test_a_reward_service_that_refuses_the_job_fails_it_with_the_reason(stack: Stack) -> None:
@@ -199,14 +268,22 @@ async def test_a_reward_service_that_refuses_the_job_fails_it_with_the_reason(st
 
     stack.fakes.fault["score"] = broken
     record = await stack.until((await stack.submit()).id)
-    assert record.status == "failed" and record.error == "grader 'exact_match' needs the column 'answer'"
+    assert (
+        record.status == "failed"
+        and record.error == "grader 'exact_match' needs the column 'answer'"
+    )
 
 
-async def test_a_service_that_hangs_fails_the_job_by_its_deadline(settings: Settings, redis_url: str, job: Job) -> None:
+async def test_a_service_that_hangs_fails_the_job_by_its_deadline(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
     fakes, released = FakeServices(settings), asyncio.Event()
     fakes.fault["train_step"] = lambda _: released.wait()
     settings = settings.model_copy(update={"train_deadline_s": 0.3})
-    async with fakes.running(settings) as settings, orchestrator(settings, redis_url) as (_, transport):
+    async with (
+        fakes.running(settings) as settings,
+        orchestrator(settings, redis_url) as (_, transport),
+    ):
         found = await finish(Client("orchestrator", "http://localhost", transport=transport), job)
         released.set()
     assert found.status == "failed" and found.error is not None
@@ -218,19 +295,26 @@ async def test_events_are_a_page_or_a_stream_that_resumes_without_a_gap(stack: S
     record = await stack.until((await stack.submit()).id)
     page = (await stack.client.get(f"/v1/jobs/{record.id}/events", EventList)).events
     kinds = [event.type for event in page]
-    assert kinds[:2] == ["status", "status"] and kinds.count("step") == 8 and kinds.count("eval") == 3
+    assert (
+        kinds[:2] == ["status", "status"] and kinds.count("step") == 8 and kinds.count("eval") == 3
+    )
     assert kinds.count("checkpoint") == 1 and page[-1].message == "succeeded"
     streamed = [part async for part in stack.client.events(f"/v1/jobs/{record.id}/events")]
-    assert [part[0] for part in streamed[:-1]] == [event.id for event in page] and streamed[-1][1] == "end"
+    assert [part[0] for part in streamed[:-1]] == [event.id for event in page] and streamed[-1][
+        1
+    ] == "end"
     middle = page[5].id
-    rest = [part async for part in stack.client.events(f"/v1/jobs/{record.id}/events", last_id=middle)]
+    rest = [
+        part async for part in stack.client.events(f"/v1/jobs/{record.id}/events", last_id=middle)
+    ]
     assert [part[0] for part in rest[:-1]] == [event.id for event in page[6:]]
 
 
 async def test_a_bad_event_id_is_refused(stack: Stack) -> None:
     record = await stack.until((await stack.submit()).id)
     response = await stack.http.get(
-        f"/v1/jobs/{record.id}/events", headers={"accept": "text/event-stream", "last-event-id": "yesterday"}
+        f"/v1/jobs/{record.id}/events",
+        headers={"accept": "text/event-stream", "last-event-id": "yesterday"},
     )
     assert response.status_code == 422 and "'yesterday'" in response.json()["detail"]
 
@@ -242,13 +326,17 @@ async def test_metrics_and_rollouts_are_served_from_the_run_folder(stack: Stack)
     listed = await stack.client.get(f"/v1/jobs/{record.id}/rollouts?step=4", RolloutList)
     assert listed.step == 4 and len(listed.rollouts) == 6 * 4
     assert {rollout.completion for rollout in listed.rollouts} <= {"right", "wrong"}
-    assert all(rollout.reward == float(rollout.completion == "right") for rollout in listed.rollouts)
+    assert all(
+        rollout.reward == float(rollout.completion == "right") for rollout in listed.rollouts
+    )
     assert (await stack.client.get(f"/v1/jobs/{record.id}/rollouts", RolloutList)).step == 8
 
 
-async def test_an_orchestrator_that_dies_loses_nothing(settings: Settings, redis_url: str, job: Job) -> None:
-    """The first one is cut off at step 5; the second takes the job up where the trainer is, before the next one in the queue,
-    and trains no step twice."""
+async def test_an_orchestrator_that_dies_loses_nothing(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    """The first one is cut off at step 5; the second takes the job up where the trainer is, before
+    the next one in the queue, and trains no step twice."""
     fakes = FakeServices(settings)
     reached = asyncio.Event()
 
@@ -262,14 +350,20 @@ async def test_an_orchestrator_that_dies_loses_nothing(settings: Settings, redis
     async with fakes.running(settings) as settings:
         async with orchestrator(settings, redis_url) as (_, transport):
             client = Client("orchestrator", "http://localhost", transport=transport)
-            record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10)
-            waiting = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10)
+            record = await client.call(
+                "POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10
+            )
+            waiting = await client.call(
+                "POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10
+            )
             await asyncio.wait_for(reached.wait(), 20)
         await asyncio.sleep(0.3)
         async with orchestrator(settings, redis_url) as (_, transport):
             client = Client("orchestrator", "http://localhost", transport=transport)
             async with asyncio.timeout(90):
-                while (await client.get(f"/v1/jobs/{waiting.id}", JobRecord)).status not in TERMINAL:
+                while (
+                    await client.get(f"/v1/jobs/{waiting.id}", JobRecord)
+                ).status not in TERMINAL:
                     await asyncio.sleep(0.05)
             found = await client.get(f"/v1/jobs/{record.id}", JobRecord)
     assert (found.status, found.attempt, found.step) == ("succeeded", 2, 8)
@@ -279,9 +373,14 @@ async def test_an_orchestrator_that_dies_loses_nothing(settings: Settings, redis
     assert [row.step for row in RunFolder(Path(found.run_dir)).metrics()] == list(range(9))
 
 
-async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(settings: Settings, redis_url: str, job: Job) -> None:
+async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
     fakes = FakeServices(settings)
-    async with fakes.running(settings) as settings, orchestrator(settings, redis_url) as (_, transport):
+    async with (
+        fakes.running(settings) as settings,
+        orchestrator(settings, redis_url) as (_, transport),
+    ):
         client = Client("orchestrator", "http://localhost", transport=transport)
         record = await finish(client, job)
         first, fakes.trained = fakes.trained, []
@@ -289,7 +388,9 @@ async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(settings: Setti
         sampled = fakes.calls["generate"]
         await Run(record, Lease(record.id, 1, "test"), SilentStore(), settings).run()  # type: ignore[arg-type]
         assert fakes.trained == first
-        assert fakes.calls["generate"] == sampled, "nothing was sampled again, nor evaluated: the keys are the same"
+        assert fakes.calls["generate"] == sampled, (
+            "nothing was sampled again, nor evaluated: the keys are the same"
+        )
 
 
 class SilentStore:

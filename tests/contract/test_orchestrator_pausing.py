@@ -1,20 +1,21 @@
-"""Jobs that are paused: on request, or because too many rewards are missing. Nothing is lost, nothing is done twice."""
+"""Jobs that are paused: on request, or because too many rewards are missing. Nothing is lost,
+nothing is done twice."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-import orchestrator_stack
 import pytest
-from fake_services import FakeServices
-from orchestrator_stack import Stack, orchestrator
 
-from services.orchestrator.store import Store
+from services.orchestrator.queue.store import Store
 from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
 from shared.wire import TERMINAL, JobRecord, Part, ScoreItem, SubmitRequest
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import Stack, orchestrator
 
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
@@ -43,7 +44,12 @@ async def test_a_paused_job_frees_the_worker_and_goes_on_where_it_was(stack: Sta
     await gate.reached.wait()
     assert (await stack.post(f"{first}/pause")).pause_requested
     paused = await stack.until(first, "paused")
-    assert (paused.step, paused.error, paused.pause_requested, paused.finished_at) == (3, "paused on request", False, None)
+    assert (paused.step, paused.error, paused.pause_requested, paused.finished_at) == (
+        3,
+        "paused on request",
+        False,
+        None,
+    )
     gate.open()
     second = await stack.until((await stack.submit()).id)
     assert second.status == "succeeded", "another job runs meanwhile"
@@ -56,11 +62,14 @@ async def test_a_paused_job_frees_the_worker_and_goes_on_where_it_was(stack: Sta
     assert [row.step for row in stack.folder(first).metrics()] == list(range(9))
     messages = [event.message for event in await stack.events(first) if event.type == "status"]
     assert messages == ["queued", "running", "paused on request", "queued", "running", "succeeded"]
-    # the other job took the fake trainer from it: steps 1 to 4 are trained again from disk, and only 5 to 8 sampled
+    # the other job took the fake trainer from it: steps 1 to 4 are trained again from disk, and
+    # only 5 to 8 sampled
     assert stack.fakes.calls["generate"] - sampled == 4 * 6 + 2 * 12
 
 
-async def test_pausing_and_resuming_twice_are_once_and_a_queued_job_is_paused_at_once(stack: Stack) -> None:
+async def test_pausing_and_resuming_twice_are_once_and_a_queued_job_is_paused_at_once(
+    stack: Stack,
+) -> None:
     gate = Gate(stack.fakes, "train_step", 1)
     running, queued = (await stack.submit()).id, (await stack.submit()).id
     await gate.reached.wait()
@@ -81,7 +90,10 @@ async def test_an_ended_job_can_be_neither_paused_nor_resumed(stack: Stack) -> N
     record = await stack.until((await stack.submit()).id)
     for action in ("pause", "resume"):
         response = await stack.http.post(f"/v1/jobs/{record.id}/{action}")
-        assert response.status_code == 409 and f"job {record.id!r} has succeeded" in response.json()["detail"]
+        assert (
+            response.status_code == 409
+            and f"job {record.id!r} has succeeded" in response.json()["detail"]
+        )
         assert (await stack.http.post(f"/v1/jobs/nope/{action}")).status_code == 404
 
 
@@ -93,7 +105,10 @@ async def test_a_paused_job_can_be_cancelled_and_then_not_resumed(stack: Stack) 
     await stack.until(job_id, "paused")
     gate.open()
     cancelled = await stack.post(f"{job_id}/cancel")
-    assert (cancelled.status, cancelled.error) == ("cancelled", None) and cancelled.finished_at is not None
+    assert (cancelled.status, cancelled.error) == (
+        "cancelled",
+        None,
+    ) and cancelled.finished_at is not None
     response = await stack.http.post(f"/v1/jobs/{job_id}/resume")
     assert response.status_code == 409 and "was cancelled" in response.json()["detail"]
 
@@ -104,7 +119,15 @@ async def test_a_pause_that_is_called_off_before_it_comes_about_interrupts_nothi
     """At the seam of the store: what a worker finds that has let go of a job, and then says so."""
     store = Store(redis_url)
     await store.open()
-    job = Job.model_validate({"name": "t", "model": "m/m", "steps": 1, "data": {"train": "x"}, "rewards": [{"grader": "length"}]})
+    job = Job.model_validate(
+        {
+            "name": "t",
+            "model": "m/m",
+            "steps": 1,
+            "data": {"train": "x"},
+            "rewards": [{"grader": "length"}],
+        }
+    )
 
     async def running(job_id: str) -> Any:
         await store.submit(job_id, job, settings.runs_dir, None)
@@ -129,13 +152,17 @@ async def test_a_pause_that_is_called_off_before_it_comes_about_interrupts_nothi
     await store.close()
 
 
-async def test_a_paused_job_stays_paused_over_a_restart(settings: Settings, redis_url: str, job: Job) -> None:
+async def test_a_paused_job_stays_paused_over_a_restart(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
     fakes = FakeServices(settings)
     gate = Gate(fakes, "train_step", 3)
     async with fakes.running(settings) as settings:
         async with orchestrator(settings, redis_url) as (store, transport):
             client = Client("orchestrator", "http://localhost", transport=transport)
-            record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10)
+            record = await client.call(
+                "POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10
+            )
             await gate.reached.wait()
             await store.pause(record.id)
             async with asyncio.timeout(90):
@@ -150,23 +177,34 @@ async def test_a_paused_job_stays_paused_over_a_restart(settings: Settings, redi
                 while (found := await store.get(record.id)).status not in TERMINAL:
                     await asyncio.sleep(0.02)
     assert (found.status, found.step) == ("succeeded", 8)
-    assert [request.step for request in fakes.trained] == list(range(1, 9)), "the trainer still had it: nothing trained twice"
+    assert [request.step for request in fakes.trained] == list(range(1, 9)), (
+        "the trainer still had it: nothing trained twice"
+    )
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_missing_rewards_beyond_the_limit_pause_the_job_and_are_graded_again(stack: Stack, max_staleness: int) -> None:
+async def test_missing_rewards_beyond_the_limit_pause_the_job_and_are_graded_again(
+    stack: Stack, max_staleness: int
+) -> None:
     def away(item: ScoreItem) -> Part:
         return JUDGE_AWAY if stack.fakes.step >= 3 else right(item)
 
     right, stack.fakes.grade = stack.fakes.grade, away
-    job_id = (await stack.submit(stack.job.model_copy(update={"max_staleness": max_staleness, "evaluation": NO_EVAL}))).id
+    job_id = (
+        await stack.submit(
+            stack.job.model_copy(update={"max_staleness": max_staleness, "evaluation": NO_EVAL})
+        )
+    ).id
     paused = await stack.until(job_id, "paused")
     assert paused.step in (3, 4) and paused.error is not None
     assert paused.error == (
-        f"step {paused.step + 1}: 100% of the rewards are missing, more than the 50% of HONE_MAX_MISSING_REWARDS; "
+        f"step {paused.step + 1}: 100% of the rewards are missing, more than the 50% of "
+        "HONE_MAX_MISSING_REWARDS; "
         f"right: the judge answered 401; see to it, then `hone resume {job_id}` goes on from there"
     )
-    assert [request.step for request in stack.fakes.trained] == list(range(1, paused.step + 1)), "not trained on"
+    assert [request.step for request in stack.fakes.trained] == list(range(1, paused.step + 1)), (
+        "not trained on"
+    )
     waiting = stack.folder(job_id).batch(paused.step + 1)
     assert not waiting.graded
     (event,) = [event for event in await stack.events(job_id) if event.level == "warning"]
@@ -181,7 +219,9 @@ async def test_missing_rewards_beyond_the_limit_pause_the_job_and_are_graded_aga
     assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
 
 
-NO_EVAL = Job.model_fields["evaluation"].default.model_copy(update={"every": 1000, "num_prompts": 1})
+NO_EVAL = Job.model_fields["evaluation"].default.model_copy(
+    update={"every": 1000, "num_prompts": 1}
+)
 
 
 async def test_a_job_whose_rewards_are_still_missing_pauses_again(stack: Stack) -> None:
@@ -206,4 +246,7 @@ async def test_a_share_of_missing_rewards_within_the_limit_is_a_metric(stack: St
     stack.fakes.grade = lambda item: JUDGE_AWAY if next(count) % 4 == 0 else right(item)
     record = await stack.until((await stack.submit()).id)
     rows = [row for row in stack.folder(record.id).metrics() if row.step]
-    assert record.status == "succeeded" and [row.metrics["missing_rewards"] for row in rows] == [0.25] * 8
+    assert (
+        record.status == "succeeded"
+        and [row.metrics["missing_rewards"] for row in rows] == [0.25] * 8
+    )

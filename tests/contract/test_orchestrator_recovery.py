@@ -1,17 +1,18 @@
-"""Services that lose their state in the middle of a job, and come back: the job goes on from what they have, by replaying."""
+"""Services that lose their state in the middle of a job, and come back: the job goes on from what
+they have, by replaying."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import orchestrator_stack
 import pytest
-from orchestrator_stack import Stack
 
 from shared.errors import Conflict, Failed, Unavailable
 from shared.job import CheckpointSpec, Job
 from shared.wire import Event, ServingWeights
+from tests.support import orchestrator_stack
+from tests.support.orchestrator_stack import Stack
 
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
@@ -37,19 +38,31 @@ async def warnings(stack: Stack, job_id: str) -> list[Event]:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_a_trainer_that_comes_back_from_a_checkpoint_is_brought_up_to_date(stack: Stack, max_staleness: int) -> None:
+async def test_a_trainer_that_comes_back_from_a_checkpoint_is_brought_up_to_date(
+    stack: Stack, max_staleness: int
+) -> None:
     stack.fakes.fault["train_step"] = once(6, stack.fakes.restart_trainer)
     submitted = checkpointing(stack.job, 3).model_copy(update={"max_staleness": max_staleness})
     record = await stack.until((await stack.submit(submitted)).id)
-    assert (record.status, record.step, record.recoveries, record.error) == ("succeeded", 8, 1, None)
+    assert (record.status, record.step, record.recoveries, record.error) == (
+        "succeeded",
+        8,
+        1,
+        None,
+    )
     assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
     folder = stack.folder(record.id)
-    assert [row.step for row in folder.metrics()] == list(range(9)), "rows of replayed steps are there once"
+    assert [row.step for row in folder.metrics()] == list(range(9)), (
+        "rows of replayed steps are there once"
+    )
     rewinds = [ref.version for ref in stack.fakes.reloads if ref.rewind]
     assert rewinds == [0, 3], "at the start, and back from version 5"
     assert [ref.version for ref in stack.fakes.reloads] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]
     (warning,) = await warnings(stack, record.id)
-    assert warning.message == "got step 6, expected 4; going on from what the trainer has (recovery 1 of 3)"
+    assert (
+        warning.message
+        == "got step 6, expected 4; going on from what the trainer has (recovery 1 of 3)"
+    )
     steps = [event.data["step"] for event in await stack.events(record.id) if event.type == "step"]
     assert steps == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
 
@@ -78,11 +91,15 @@ async def test_recoveries_are_bounded_and_the_job_then_fails_with_the_reason(sta
     stack.fakes.fault["train_step"] = restart
     record = await stack.until((await stack.submit(checkpointing(stack.job, 2))).id)
     assert record.status == "failed" and record.recoveries == 3 and record.step == 3
-    assert record.error is not None and record.error.startswith("got step 4, expected 3; if a service was restarted, submit")
+    assert record.error is not None and record.error.startswith(
+        "got step 4, expected 3; if a service was restarted, submit"
+    )
     assert len(await warnings(stack, record.id)) == 3
 
 
-async def test_a_call_that_fails_as_the_trainer_goes_down_is_a_restart_and_not_the_jobs_failure(stack: Stack) -> None:
+async def test_a_call_that_fails_as_the_trainer_goes_down_is_a_restart_and_not_the_jobs_failure(
+    stack: Stack,
+) -> None:
     def die() -> None:
         stack.fakes.restart_trainer()
         raise Failed("train_step on rank 0: RuntimeError: connection closed by peer")
@@ -120,7 +137,9 @@ async def test_a_sampler_that_lost_its_weights_is_given_them_again(stack: Stack)
     stack.fakes.fault["generate"] = forget
     record = await stack.until((await stack.submit()).id)
     assert (record.status, record.recoveries) == ("succeeded", 1)
-    assert stack.fakes.calls["model"] == 2 and [request.step for request in stack.fakes.trained] == list(range(1, 9))
+    assert stack.fakes.calls["model"] == 2 and [
+        request.step for request in stack.fakes.trained
+    ] == list(range(1, 9))
 
 
 async def test_services_that_never_came_are_not_recovered_from(stack: Stack) -> None:
@@ -131,7 +150,9 @@ async def test_services_that_never_came_are_not_recovered_from(stack: Stack) -> 
     stack.fakes.fault["job"] = away
     record = await stack.until((await stack.submit()).id)
     assert (record.status, record.recoveries) == ("failed", 0)
-    assert record.error is not None and record.error.startswith("the trainer has no GPU; if a service was restarted")
+    assert record.error is not None and record.error.startswith(
+        "the trainer has no GPU; if a service was restarted"
+    )
 
 
 async def test_a_trainer_that_refuses_the_job_ends_it_with_its_own_words(stack: Stack) -> None:
@@ -147,7 +168,9 @@ async def test_a_trainer_that_refuses_the_job_ends_it_with_its_own_words(stack: 
 async def test_checkpoints_that_the_trainer_found_damaged_are_told(stack: Stack) -> None:
     stack.fakes.damaged = ("the checkpoint step-000004 is damaged: model.safetensors is cut short",)
     record = await stack.until((await stack.submit()).id)
-    assert [event.message for event in await warnings(stack, record.id)] == list(stack.fakes.damaged)
+    assert [event.message for event in await warnings(stack, record.id)] == list(
+        stack.fakes.damaged
+    )
 
 
 async def test_an_update_that_was_refused_is_counted_and_said(stack: Stack) -> None:
@@ -156,5 +179,7 @@ async def test_an_update_that_was_refused_is_counted_and_said(stack: Stack) -> N
     rows = [row for row in stack.folder(record.id).metrics() if row.step]
     assert [row.metrics["skipped_steps"] for row in rows] == [0, 0, 1, 0, 0, 0, 0, 0]
     (warning,) = await warnings(stack, record.id)
-    assert warning.message == "step 3: loss or gradient were not finite, so the step changed no weight"
+    assert (
+        warning.message == "step 3: loss or gradient were not finite, so the step changed no weight"
+    )
     assert record.summary is not None and record.summary["skipped_steps"] == 1

@@ -1,30 +1,48 @@
-"""Stored rollouts graded again by other rewards: what would flip, over the API and from the shell."""
+"""Stored rollouts graded again by other rewards: what would flip, over the API and from the
+shell."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import orchestrator_stack
 import pytest
-from orchestrator_stack import Stack
 
 from shared.errors import BadRequest, NotFound
 from shared.job import RewardSpec
-from shared.wire import JobRecord, Part, RegradeReport, RegradeRequest, RolloutList, Score, ScoreItem, ScoreRequest
+from shared.wire import (
+    JobRecord,
+    Part,
+    RegradeReport,
+    RegradeRequest,
+    RolloutList,
+    Score,
+    ScoreItem,
+    ScoreRequest,
+)
+from tests.support import orchestrator_stack
+from tests.support.orchestrator_stack import Stack
 
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 NEW = (RewardSpec(grader="regex", name="other"),)
 
 
-async def regrade(stack: Stack, job_id: str, first: int, last: int, **changes: Any) -> RegradeReport:
+async def regrade(
+    stack: Stack, job_id: str, first: int, last: int, **changes: Any
+) -> RegradeReport:
     body = RegradeRequest(first_step=first, last_step=last, rewards=NEW, **changes)
-    return await stack.client.call("POST", f"/v1/jobs/{job_id}/regrade", body, RegradeReport, deadline_s=20)
+    return await stack.client.call(
+        "POST", f"/v1/jobs/{job_id}/regrade", body, RegradeReport, deadline_s=20
+    )
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -32,43 +50,72 @@ async def done(stack: Stack) -> JobRecord:
     return await stack.until((await stack.submit()).id)
 
 
-async def test_a_reward_turned_round_flips_every_advantage_and_writes_nothing(stack: Stack, done: JobRecord) -> None:
+async def test_a_reward_turned_round_flips_every_advantage_and_writes_nothing(
+    stack: Stack, done: JobRecord
+) -> None:
     before = files(Path(done.run_dir))
-    stack.fakes.grade = lambda item: Part(value=float(item.completion == "wrong"), detail="turned round")
+    stack.fakes.grade = lambda item: Part(
+        value=float(item.completion == "wrong"), detail="turned round"
+    )
     report = await regrade(stack, done.id, 3, 5, num_examples=4)
     assert [step.step for step in report.steps] == [3, 4, 5]
     for step in report.steps:
-        listed = (await stack.client.get(f"/v1/jobs/{done.id}/rollouts?step={step.step}", RolloutList)).rollouts
-        assert (step.num_rollouts, step.num_changed, step.old_missing, step.new_missing) == (24, 24, 0, 0)
+        listed = (
+            await stack.client.get(f"/v1/jobs/{done.id}/rollouts?step={step.step}", RolloutList)
+        ).rollouts
+        assert (step.num_rollouts, step.num_changed, step.old_missing, step.new_missing) == (
+            24,
+            24,
+            0,
+            0,
+        )
         assert step.old_reward is not None and step.new_reward == pytest.approx(1 - step.old_reward)
-        assert step.flipped == tuple(position for position, rollout in enumerate(listed) if rollout.advantage)
+        assert step.flipped == tuple(
+            position for position, rollout in enumerate(listed) if rollout.advantage
+        )
         assert step.flipped, "a step in which nothing was learned would show nothing"
     assert len(report.examples) == 4
     first = report.examples[0]
-    assert (first.old.reward, first.new.reward) in ((1.0, 0.0), (0.0, 1.0)) and first.new.parts["right"].detail == "turned round"
+    assert (first.old.reward, first.new.reward) in ((1.0, 0.0), (0.0, 1.0)) and first.new.parts[
+        "right"
+    ].detail == "turned round"
     assert files(Path(done.run_dir)) == before
 
 
 async def test_the_same_reward_changes_nothing(stack: Stack, done: JobRecord) -> None:
     report = await regrade(stack, done.id, 1, 8)
-    assert [(step.num_changed, step.flipped) for step in report.steps] == [(0, ())] * 8 and report.examples == ()
+    assert [(step.num_changed, step.flipped) for step in report.steps] == [
+        (0, ())
+    ] * 8 and report.examples == ()
 
 
-async def test_rewards_that_would_be_missing_are_counted_and_shown_first(stack: Stack, done: JobRecord) -> None:
+async def test_rewards_that_would_be_missing_are_counted_and_shown_first(
+    stack: Stack, done: JobRecord
+) -> None:
     count = iter(range(1000))
     right = stack.fakes.grade
 
     def sometimes(item: ScoreItem) -> Part:
-        return Part(value=None, verdict="time_limit", detail="slow") if next(count) == 5 else right(item)
+        return (
+            Part(value=None, verdict="time_limit", detail="slow")
+            if next(count) == 5
+            else right(item)
+        )
 
     stack.fakes.grade = sometimes
     report = await regrade(stack, done.id, 2, 2)
     assert (report.steps[0].new_missing, report.steps[0].num_changed) == (1, 1)
     (example,) = report.examples
-    assert example.old.reward is not None and example.new.reward is None and example.new.parts["right"].detail == "slow"
+    assert (
+        example.old.reward is not None
+        and example.new.reward is None
+        and example.new.parts["right"].detail == "slow"
+    )
 
 
-async def test_the_new_rewards_are_checked_and_nothing_is_remembered_in_the_run(stack: Stack, done: JobRecord) -> None:
+async def test_the_new_rewards_are_checked_and_nothing_is_remembered_in_the_run(
+    stack: Stack, done: JobRecord
+) -> None:
     asked: list[ScoreRequest] = []
 
     async def remember(body: ScoreRequest) -> None:
@@ -79,7 +126,9 @@ async def test_the_new_rewards_are_checked_and_nothing_is_remembered_in_the_run(
     assert asked and all((request.rewards, request.job_id) == (NEW, None) for request in asked)
     body = RegradeRequest(first_step=1, last_step=1, rewards=(RewardSpec(grader="lenght"),))
     with pytest.raises(BadRequest, match="did you mean 'length'"):
-        await stack.client.call("POST", f"/v1/jobs/{done.id}/regrade", body, RegradeReport, deadline_s=20)
+        await stack.client.call(
+            "POST", f"/v1/jobs/{done.id}/regrade", body, RegradeReport, deadline_s=20
+        )
 
 
 async def test_a_run_grades_with_its_id_and_the_length_in_tokens(stack: Stack) -> None:
@@ -125,11 +174,23 @@ async def test_a_long_regrade_is_an_operation_to_poll(stack: Stack, done: JobRec
 
 
 async def test_the_verdict_of_each_grader_is_kept_beside_the_rollout(stack: Stack) -> None:
-    verdict = Part(value=0.0, verdict="wrong", detail="2 of 3 tests", stdout="hello", seconds=0.25, errors=("e",))
+    verdict = Part(
+        value=0.0,
+        verdict="wrong",
+        detail="2 of 3 tests",
+        stdout="hello",
+        seconds=0.25,
+        errors=("e",),
+    )
     right = Part(value=1.0, verdict="ok", seconds=0.5, cached=True)
     stack.fakes.grade = lambda item: right if item.completion == "right" else verdict
     record = await stack.until((await stack.submit()).id)
     stored = [score for scores in stack.folder(record.id).batch(4).scores for score in scores]
-    assert Score(value=0.0, parts={"right": verdict}) in stored and Score(value=1.0, parts={"right": right}) in stored
+    assert (
+        Score(value=0.0, parts={"right": verdict}) in stored
+        and Score(value=1.0, parts={"right": right}) in stored
+    )
     listed = (await stack.client.get(f"/v1/jobs/{record.id}/rollouts?step=4", RolloutList)).rollouts
-    assert [rollout.parts["right"] for rollout in listed] == [score.parts["right"] for score in stored]
+    assert [rollout.parts["right"] for rollout in listed] == [
+        score.parts["right"] for score in stored
+    ]

@@ -1,4 +1,5 @@
-"""The reward service through the real client, in process, with its real sandbox: success, each kind of error, and twice is once."""
+"""The reward service through the real client, in process, with its real sandbox: success, each kind
+of error, and twice is once."""
 
 from __future__ import annotations
 
@@ -41,9 +42,13 @@ async def app() -> AsyncGenerator[Any]:
         yield service.app
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["json", "msgpack"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[False, True], ids=["json", "msgpack"]
+)
 async def client(app: Any, request: pytest.FixtureRequest) -> AsyncGenerator[Client]:
-    async with Client("reward", "http://localhost", binary=request.param, transport=httpx2.ASGITransport(app)) as client:
+    async with Client(
+        "reward", "http://localhost", binary=request.param, transport=httpx2.ASGITransport(app)
+    ) as client:
         yield client
 
 
@@ -51,7 +56,9 @@ def items(*completions: str, prompt: Any = "?", **row: Any) -> tuple[ScoreItem, 
     return tuple(ScoreItem(prompt=prompt, completion=text, row=row) for text in completions)
 
 
-async def score(client: Client, items: tuple[ScoreItem, ...], *specs: RewardSpec) -> tuple[Score, ...]:
+async def score(
+    client: Client, items: tuple[ScoreItem, ...], *specs: RewardSpec
+) -> tuple[Score, ...]:
     request = ScoreRequest(items=items, rewards=specs)
     return (await client.call("POST", "/score", request, ScoreResult, deadline_s=60)).scores
 
@@ -63,7 +70,9 @@ def own(source: str, **spec: Any) -> RewardSpec:
 async def test_score_weighs_and_explains_the_parts(client: Client) -> None:
     countdown = RewardSpec(grader="python_value", params={"numbers": "nums"})
     brief = RewardSpec(grader="length", weight=0.25, params={"max": 3})
-    right, wrong, cheat = await score(client, items("3*5", "3+5", "15", target=15, nums=[5, 3]), countdown, brief)
+    right, wrong, cheat = await score(
+        client, items("3*5", "3+5", "15", target=15, nums=[5, 3]), countdown, brief
+    )
     assert [right.value, wrong.value, cheat.value] == [1.25, 0.25, 0.25]
     assert right.parts["python_value"].detail == "evaluated to 15"
     assert wrong.parts["python_value"].detail == "evaluated to 8, wanted 15"
@@ -73,10 +82,15 @@ async def test_score_weighs_and_explains_the_parts(client: Client) -> None:
 async def test_score_runs_whole_programs(client: Client) -> None:
     program = "```python\ndef f(n):\n    return n * f(n - 1) if n else 1\nf(5)\n```"
     scores = await score(
-        client, items(program, "import sys; sys.exit(0)", "x = 120", target=120), RewardSpec(grader="python_value")
+        client,
+        items(program, "import sys; sys.exit(0)", "x = 120", target=120),
+        RewardSpec(grader="python_value"),
     )
     assert [score.value for score in scores] == [1.0, 0.0, 0.0]
-    assert scores[2].parts["python_value"].detail == "ValueError: the program does not end in an expression"
+    assert (
+        scores[2].parts["python_value"].detail
+        == "ValueError: the program does not end in an expression"
+    )
 
 
 async def test_a_spinning_program_scores_zero_at_its_time_limit(client: Client) -> None:
@@ -91,7 +105,9 @@ def reward(completions, prompts, answer, **kwargs):
     assert sorted(kwargs) == ["extra"]
     return [len(c) + len(p) + a for c, p, a in zip(completions, prompts, answer)]
 """
-    scores = await score(client, items("ab", "abc", prompt="xyz", answer=10, extra=None), own(source))
+    scores = await score(
+        client, items("ab", "abc", prompt="xyz", answer=10, extra=None), own(source)
+    )
     assert [score.value for score in scores] == [15.0, 16.0]
 
 
@@ -109,17 +125,15 @@ async def graded(completions, **kwargs):
 
 
 async def test_an_own_function_sees_messages_where_the_prompt_has_them(client: Client) -> None:
-    source = (
-        "def reward(completions, prompts):\n    return [len(c[0]['content']) * (c[0]['role'] == 'assistant') for c in completions]"
+    source = "def reward(completions, prompts):\n    return [len(c[0]['content']) * (c[0]['role'] == 'assistant') for c in completions]"
+    (scored,) = await score(
+        client, items("abcd", prompt=({"role": "user", "content": "?"},)), own(source)
     )
-    (scored,) = await score(client, items("abcd", prompt=({"role": "user", "content": "?"},)), own(source))
     assert scored.value == 4.0
 
 
 async def test_an_own_function_stays_loaded_between_requests(client: Client) -> None:
-    source = (
-        "import time\ntime.sleep(0.5)\nLOADED = time.time()\ndef reward(completions):\n    return [LOADED for _ in completions]"
-    )
+    source = "import time\ntime.sleep(0.5)\nLOADED = time.time()\ndef reward(completions):\n    return [LOADED for _ in completions]"
     (first,) = await score(client, items("a"), own(source))
     start = time.monotonic()
     assert [again.value for again in await score(client, items("a"), own(source))] == [first.value]
@@ -136,7 +150,13 @@ def reward(completions, paths):
     except PermissionError: pass
     return [float(len(seen))]
 """
-    paths = ["/proc/1", "/home", "/etc/shadow", "/run", str(Path(__file__).parents[2] / "pyproject.toml")]
+    paths = [
+        "/proc/1",
+        "/home",
+        "/etc/shadow",
+        "/run",
+        str(Path(__file__).parents[2] / "pyproject.toml"),
+    ]
     (scored,) = await score(client, items("a", paths=paths), own(source))
     assert scored.value == 0.0
 
@@ -144,14 +164,23 @@ def reward(completions, paths):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (own("def rewrd(completions): ..."), "reward.py defines no function or class 'reward'; it defines rewrd"),
-        (own("def reward(completions:"), "reward function 'reward' cannot be loaded: reward.py line 1: SyntaxError: "),
+        (
+            own("def rewrd(completions): ..."),
+            "reward.py defines no function or class 'reward'; it defines rewrd",
+        ),
+        (
+            own("def reward(completions:"),
+            "reward function 'reward' cannot be loaded: reward.py line 1: SyntaxError: ",
+        ),
         (own("import torhc"), "reward.py line 1: ModuleNotFoundError: No module named 'torhc'"),
         (
             own("def reward(completions, answr): ..."),
             "reward function 'reward' takes 'answr': no column 'answr'; columns are answer",
         ),
-        (own("def reward(completions): ...", params={"timeout": 1}), "unknown key 'timeout'; did you mean 'timeout_s'?"),
+        (
+            own("def reward(completions): ...", params={"timeout": 1}),
+            "unknown key 'timeout'; did you mean 'timeout_s'?",
+        ),
         (RewardSpec(grader="exactmatch"), "no grader 'exactmatch'; did you mean 'exact_match'?"),
         (
             RewardSpec(grader="exact_match", params={"column": "answr"}),
@@ -159,7 +188,9 @@ def reward(completions, paths):
         ),
     ],
 )
-async def test_a_mistake_in_a_reward_is_a_bad_request_that_says_where(client: Client, spec: RewardSpec, message: str) -> None:
+async def test_a_mistake_in_a_reward_is_a_bad_request_that_says_where(
+    client: Client, spec: RewardSpec, message: str
+) -> None:
     with pytest.raises(BadRequest) as caught:
         await score(client, items("a", "b", answer="a"), spec)
     assert message in caught.value.detail
@@ -168,7 +199,10 @@ async def test_a_mistake_in_a_reward_is_a_bad_request_that_says_where(client: Cl
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (own("def reward(completions):\n    return [1, 2, 3]"), "reward function 'reward' returned 3 values for 2 completions"),
+        (
+            own("def reward(completions):\n    return [1, 2, 3]"),
+            "reward function 'reward' returned 3 values for 2 completions",
+        ),
         (
             own("\n\ndef reward(completions):\n    return completions[9]", file="a/mine.py"),
             "reward function 'reward' failed: mine.py line 4: IndexError: list index out of range",
@@ -181,15 +215,24 @@ async def test_a_mistake_in_a_reward_is_a_bad_request_that_says_where(client: Cl
             own("def reward(completions):\n    while True: pass", params={"timeout_s": 0.3}),
             "reward function 'reward' did not return within 0.3 s for 2 completions",
         ),
-        (own("import os\ndef reward(completions):\n    os._exit(7)"), "reward function 'reward' ended its process twice: "),
+        (
+            own("import os\ndef reward(completions):\n    os._exit(7)"),
+            "reward function 'reward' ended its process twice: ",
+        ),
     ],
 )
-async def test_an_own_function_that_fails_gives_no_reward_and_says_where(client: Client, spec: RewardSpec, message: str) -> None:
+async def test_an_own_function_that_fails_gives_no_reward_and_says_where(
+    client: Client, spec: RewardSpec, message: str
+) -> None:
     for scored in await score(client, items("a", "b", answer="a"), spec):
         part = scored.parts["reward"]
         assert (scored.value, part.value, part.verdict) == (None, None, "error")
         assert message in part.detail
-        assert part.errors == (("unresponsive_reward_error",) if "within" in message else ("python_grader_runtime_error",))
+        assert part.errors == (
+            ("unresponsive_reward_error",)
+            if "within" in message
+            else ("python_grader_runtime_error",)
+        )
 
 
 async def test_a_bad_value_concerns_its_completion_alone(client: Client) -> None:
@@ -201,18 +244,29 @@ async def test_a_bad_value_concerns_its_completion_alone(client: Client) -> None
     assert "it returned '1' (str) for completion 0, expected a number or None" in parts[0].detail
     assert "it returned nan for completion 2, expected a finite number" in parts[2].detail
     assert (parts[3].detail, parts[4].detail) == ("half", "why")
-    assert "it returned '(1, 2)' (tuple) for completion 5, expected a number, None, or (number, text)" in parts[5].detail
+    assert (
+        "it returned '(1, 2)' (tuple) for completion 5, expected a number, None, or (number, text)"
+        in parts[5].detail
+    )
 
 
 async def test_validate_says_before_training_what_score_would_say(client: Client) -> None:
     good = ValidateRequest(
-        rewards=(RewardSpec(grader="exact_match"), own("def reward(completions, answer): ...")), columns=("answer",)
+        rewards=(RewardSpec(grader="exact_match"), own("def reward(completions, answer): ...")),
+        columns=("answer",),
     )
     validated = await client.call("POST", "/graders/validate", good, Validated, deadline_s=60)
     assert validated.rewards == ("exact_match", "reward")
-    with pytest.raises(BadRequest, match="reward function 'reward' takes 'answer': no column 'answer'; columns are question"):
+    with pytest.raises(
+        BadRequest,
+        match="reward function 'reward' takes 'answer': no column 'answer'; columns are question",
+    ):
         await client.call(
-            "POST", "/graders/validate", ValidateRequest(rewards=good.rewards[1:], columns=("question",)), Validated, deadline_s=60
+            "POST",
+            "/graders/validate",
+            ValidateRequest(rewards=good.rewards[1:], columns=("question",)),
+            Validated,
+            deadline_s=60,
         )
 
 
@@ -228,12 +282,18 @@ async def run(client: Client, grader: dict[str, Any], sample: str, **item: Any) 
 
 
 async def test_a_grader_run_has_openais_shape(client: Client) -> None:
-    ran = await run(client, {"type": "exact_match", "name": "same", "column": "wanted"}, "42", wanted="42")
+    ran = await run(
+        client, {"type": "exact_match", "name": "same", "column": "wanted"}, "42", wanted="42"
+    )
     assert (ran.reward, ran.metadata.name, ran.metadata.type) == (1.0, "same", "exact_match")
     assert ran.metadata.errors == GraderErrors()
     document = ran.model_dump()
-    assert {"reward", "sub_rewards", "model_grader_token_usage_per_model", "metadata"} == set(document)
-    assert {"name", "type", "execution_time", "scores", "token_usage", "errors"} <= set(document["metadata"])
+    assert {"reward", "sub_rewards", "model_grader_token_usage_per_model", "metadata"} == set(
+        document
+    )
+    assert {"name", "type", "execution_time", "scores", "token_usage", "errors"} <= set(
+        document["metadata"]
+    )
 
 
 async def test_a_grader_run_that_fails_raises_openais_flag(client: Client) -> None:
@@ -248,17 +308,24 @@ async def test_a_grader_run_that_fails_raises_openais_flag(client: Client) -> No
         ({"type": "exactmatch"}, "no grader 'exactmatch'; did you mean 'exact_match'?"),
         ({"type": "exact_match", "colum": "x"}, "unknown key 'colum'; did you mean 'column'?"),
         ({}, "'grader.type' is None; expected the name of a grader"),
-        ({"type": "function", "source": "x"}, "'grader.type' is 'function'; expected the name of a grader"),
+        (
+            {"type": "function", "source": "x"},
+            "'grader.type' is 'function'; expected the name of a grader",
+        ),
     ],
 )
-async def test_a_grader_run_asked_wrongly_is_a_sentence(client: Client, grader: dict[str, Any], message: str) -> None:
+async def test_a_grader_run_asked_wrongly_is_a_sentence(
+    client: Client, grader: dict[str, Any], message: str
+) -> None:
     with pytest.raises(BadRequest) as caught:
         await run(client, grader, "x", answer="x")
     assert message in caught.value.detail
 
 
 async def test_execute_runs_a_program_and_returns_its_value(client: Client) -> None:
-    request = ExecuteRequest(code="print(input())", expression="x ** 2", inputs={"x": 12}, stdin="hi")
+    request = ExecuteRequest(
+        code="print(input())", expression="x ** 2", inputs={"x": 12}, stdin="hi"
+    )
     ended = await client.call("POST", "/execute", request, Execution, deadline_s=60)
     assert (ended.verdict, ended.value, ended.stdout) == ("ok", 144, "hi\n")
 
@@ -266,24 +333,44 @@ async def test_execute_runs_a_program_and_returns_its_value(client: Client) -> N
 async def test_execute_twice_with_one_key_happens_once(client: Client) -> None:
     request = ExecuteRequest(code="import os", expression="os.urandom(8).hex()")
     key = f"once-{id(client)}"
-    first, second = [await client.call("POST", "/execute", request, Execution, deadline_s=60, key=key) for _ in range(2)]
+    first, second = [
+        await client.call("POST", "/execute", request, Execution, deadline_s=60, key=key)
+        for _ in range(2)
+    ]
     assert first == second
-    assert (await client.call("POST", "/execute", request, Execution, deadline_s=60)).value != first.value
+    assert (
+        await client.call("POST", "/execute", request, Execution, deadline_s=60)
+    ).value != first.value
     with pytest.raises(Conflict, match="already asked for with another body"):
-        await client.call("POST", "/execute", ExecuteRequest(code="1"), Execution, deadline_s=60, key=key)
+        await client.call(
+            "POST", "/execute", ExecuteRequest(code="1"), Execution, deadline_s=60, key=key
+        )
 
 
 async def test_a_bad_body_is_a_sentence(client: Client) -> None:
-    with pytest.raises(BadRequest, match=r"'timeout_s': got 601\.0; input should be less than or equal to 600"):
-        await client.call("POST", "/execute", ExecuteRequest.model_construct(timeout_s=601.0), Execution, deadline_s=60)
+    with pytest.raises(
+        BadRequest, match=r"'timeout_s': got 601\.0; input should be less than or equal to 600"
+    ):
+        await client.call(
+            "POST",
+            "/execute",
+            ExecuteRequest.model_construct(timeout_s=601.0),
+            Execution,
+            deadline_s=60,
+        )
 
 
 async def test_ready_and_version_report_the_tier_reached(app: Any) -> None:
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as http:
+    async with httpx2.AsyncClient(
+        transport=httpx2.ASGITransport(app), base_url="http://localhost"
+    ) as http:
         ready = await http.get("/readyz")
         sandbox = (await http.get("/version")).json()["sandbox"]
         metrics = (await http.get("/metrics")).text
-    assert (ready.status_code, ready.json()["dependencies"]) == (200, {"sandbox": {"ok": True, "detail": "ready"}})
+    assert (ready.status_code, ready.json()["dependencies"]) == (
+        200,
+        {"sandbox": {"ok": True, "detail": "ready"}},
+    )
     assert (sandbox["tier"], sandbox["slots"]) == ("local", 2)
     assert len(sandbox["probes"]) >= 6
     assert set(sandbox["probes"].values()) == {"passed"}
@@ -306,21 +393,41 @@ async def test_unsafe_runs_programs_when_asked_for_by_name_and_says_so() -> None
         service.app.router.lifespan_context(service.app),
         Client("reward", "http://localhost", transport=httpx2.ASGITransport(service.app)) as client,
     ):
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(service.app), base_url="http://localhost") as http:
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(service.app), base_url="http://localhost"
+        ) as http:
             assert (await http.get("/version")).json()["sandbox"]["tier"] == "unsafe"
-        codes = ["x = 2", "while True: pass", "x = bytearray(8 << 30)", "import subprocess; subprocess.Popen(['/bin/sleep', '60'])"]
+        codes = [
+            "x = 2",
+            "while True: pass",
+            "x = bytearray(8 << 30)",
+            "import subprocess; subprocess.Popen(['/bin/sleep', '60'])",
+        ]
         ended = [
             await client.call(
-                "POST", "/execute", ExecuteRequest(code=code, expression="2", timeout_s=0.5), Execution, deadline_s=60
+                "POST",
+                "/execute",
+                ExecuteRequest(code=code, expression="2", timeout_s=0.5),
+                Execution,
+                deadline_s=60,
             )
             for code in codes
         ]
         assert [run.verdict for run in ended] == ["ok", "time_limit", "memory_limit", "ok"]
-        assert [s.value for s in await score(client, items("ab"), own("def reward(completions):\n    return [2]"))] == [2.0]
+        assert [
+            s.value
+            for s in await score(
+                client, items("ab"), own("def reward(completions):\n    return [2]")
+            )
+        ] == [2.0]
 
 
-async def test_a_host_that_cannot_isolate_refuses_code_and_grades_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.sandbox.visible.links", lambda: {"/usr": "never"})  # one step of the setup must fail
+async def test_a_host_that_cannot_isolate_refuses_code_and_grades_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "services.reward.sandbox.visible.links", lambda: {"/usr": "never"}
+    )  # one step of the setup must fail
     service = build(Settings(sandbox_slots=1))
     async with (
         service.app.router.lifespan_context(service.app),
@@ -331,10 +438,20 @@ async def test_a_host_that_cannot_isolate_refuses_code_and_grades_the_rest(monke
             score(client, items("1", target=1), RewardSpec(grader="python_value")),
             score(client, items("1"), own("def reward(completions): ...")),
         ):
-            with pytest.raises(Failed, match=r"cannot isolate model-written code: .*File exists.*HONE_SANDBOX=unsafe"):
+            with pytest.raises(
+                Failed,
+                match=r"cannot isolate model-written code: .*File exists.*HONE_SANDBOX=unsafe",
+            ):
                 await work
-        assert [s.value for s in await score(client, items("abc"), RewardSpec(grader="length", params={"max": 3}))] == [1.0]
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(service.app), base_url="http://localhost") as http:
+        assert [
+            s.value
+            for s in await score(
+                client, items("abc"), RewardSpec(grader="length", params={"max": 3})
+            )
+        ] == [1.0]
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(service.app), base_url="http://localhost"
+        ) as http:
             ready = await http.get("/readyz")
         assert ready.status_code == 503
         assert "HONE_SANDBOX=unsafe" in ready.json()["dependencies"]["sandbox"]["detail"]

@@ -1,4 +1,5 @@
-"""The rollout service over HTTP: the real app and client, an engine that fails on demand at the `Engine` seam."""
+"""The rollout service over HTTP: the real app and client, an engine that fails on demand at the
+`Engine` seam."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ OTHER = EngineSpec(model="other")
 
 @dataclass
 class FakeEngine:
-    """Answers each prompt with its own last token. `calls` records what the service asked for, in order."""
+    """Answers each prompt with its own last token. `calls` records what the service asked for, in
+    order."""
 
     folder: Path
     max_model_len: int = 16
@@ -60,11 +62,19 @@ class FakeEngine:
     def encode(self, prompt: str | tuple[Message, ...]) -> list[int]:
         return [len(prompt)] if prompt else []
 
-    async def sample(self, prompt_token_ids: list[int], sampling: Sampling, salt: str) -> tuple[Rollout, ...]:
+    async def sample(
+        self, prompt_token_ids: list[int], sampling: Sampling, salt: str
+    ) -> tuple[Rollout, ...]:
         self.samples += 1
         await self.frozen.wait()
         versions = () if self.version is None else (self.version,)
-        one = Rollout(text=salt, token_ids=(prompt_token_ids[-1],), logprobs=(-0.5,), finish_reason="stop", versions=versions)
+        one = Rollout(
+            text=salt,
+            token_ids=(prompt_token_ids[-1],),
+            logprobs=(-0.5,),
+            finish_reason="stop",
+            versions=versions,
+        )
         return (one,) * sampling.n
 
     async def pause(self, *, abort: bool = False) -> None:
@@ -104,7 +114,10 @@ class Bench:
         self.runs = folder / "runs"
         self.model.mkdir()
         (self.model / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
-        save_file({"w": np.zeros((2, 2), np.float32), "b": np.zeros(2, np.float32)}, self.model / "model.safetensors")
+        save_file(
+            {"w": np.zeros((2, 2), np.float32), "b": np.zeros(2, np.float32)},
+            self.model / "model.safetensors",
+        )
         self.engines: list[FakeEngine] = []
         self.start_error: BaseException | None = None
         self.sampler = Sampler(self.find_model, self.start_engine, (self.runs,))
@@ -131,9 +144,19 @@ class Bench:
     def publish(self, version: int, job: str = "job", **tensors: np.ndarray) -> WeightsRef:
         folder = self.runs / job / f"v{version}"
         folder.mkdir(parents=True, exist_ok=True)
-        values = tensors or {"w": np.full((2, 2), version, np.float32), "b": np.zeros(2, np.float32)}
+        values = tensors or {
+            "w": np.full((2, 2), version, np.float32),
+            "b": np.zeros(2, np.float32),
+        }
         save_file(values, folder / "model.safetensors")
-        return WeightsRef(job_id=job, version=version, method="disk", path=str(folder), digest=digest_of(folder), size_bytes=0)
+        return WeightsRef(
+            job_id=job,
+            version=version,
+            method="disk",
+            path=str(folder),
+            digest=digest_of(folder),
+            size_bytes=0,
+        )
 
     async def put(self, spec: EngineSpec = SPEC) -> ServingWeights:
         return await self.client.call("PUT", "/model", spec, ServingWeights, deadline_s=5)
@@ -141,9 +164,15 @@ class Bench:
     async def reload(self, ref: WeightsRef) -> ServingWeights:
         return await self.client.call("POST", "/reload_weights", ref, ServingWeights, deadline_s=2)
 
-    async def generate(self, deadline_s: float = 0.3, key: str | None = None, **request: Any) -> RolloutGroup:
-        body = GenerateRequest(**{"prompt_token_ids": (1, 2), "sampling": Sampling(max_tokens=4), **request})
-        return await self.client.call("POST", "/generate", body, RolloutGroup, deadline_s=deadline_s, key=key)
+    async def generate(
+        self, deadline_s: float = 0.3, key: str | None = None, **request: Any
+    ) -> RolloutGroup:
+        body = GenerateRequest(
+            **{"prompt_token_ids": (1, 2), "sampling": Sampling(max_tokens=4), **request}
+        )
+        return await self.client.call(
+            "POST", "/generate", body, RolloutGroup, deadline_s=deadline_s, key=key
+        )
 
     async def raw(self, method: str, path: str, **options: Any) -> httpx.Response:
         async with httpx.AsyncClient(transport=self.transport, base_url="http://localhost") as http:
@@ -163,16 +192,22 @@ async def serving(bench: Bench) -> Bench:
     return bench
 
 
-# --- the model ---------------------------------------------------------------------------------------------------------
+# --- the model
+# ---------------------------------------------------------------------------------------------------------
 
 
-async def test_without_a_model_the_service_is_ready_and_generate_says_what_to_do(bench: Bench) -> None:
+async def test_without_a_model_the_service_is_ready_and_generate_says_what_to_do(
+    bench: Bench,
+) -> None:
     ready = await bench.raw("GET", "/readyz")
     assert (ready.status_code, ready.json()["dependencies"]["engine"]["ok"]) == (200, True)
     with pytest.raises(Unavailable, match="no model is loaded; PUT /model loads one"):
         await bench.generate()
     refused = await bench.raw("POST", "/reload_weights", json=bench.publish(1).model_dump())
-    assert (refused.status_code, refused.json()["detail"]) == (503, "no model is loaded; PUT /model loads one")
+    assert (refused.status_code, refused.json()["detail"]) == (
+        503,
+        "no model is loaded; PUT /model loads one",
+    )
 
 
 async def test_a_model_put_twice_starts_once(bench: Bench) -> None:
@@ -218,17 +253,23 @@ async def test_after_a_failed_start_nothing_is_said_to_serve(serving: Bench) -> 
     assert (served.model, served.version) == (None, None)
 
 
-async def test_a_dead_engine_makes_the_service_unready_and_the_same_model_starts_anew(serving: Bench) -> None:
+async def test_a_dead_engine_makes_the_service_unready_and_the_same_model_starts_anew(
+    serving: Bench,
+) -> None:
     serving.engine.dead = True
     ready = await serving.raw("GET", "/readyz")
-    assert (ready.status_code, ready.json()["dependencies"]["engine"]["detail"]) == (503, "the engine process died")
+    assert (ready.status_code, ready.json()["dependencies"]["engine"]["detail"]) == (
+        503,
+        "the engine process died",
+    )
     with pytest.raises(Unavailable, match="the engine process died"):
         await serving.generate()
     await serving.put()
     assert (await serving.generate()).prompt_token_ids == (1, 2)
 
 
-# --- generate ----------------------------------------------------------------------------------------------------------
+# --- generate
+# ----------------------------------------------------------------------------------------------------------
 
 
 async def test_generate_returns_a_group(serving: Bench) -> None:
@@ -250,10 +291,15 @@ async def test_text_and_messages_are_encoded_by_the_model(serving: Bench) -> Non
         ({"prompt_token_ids": None}, "not both or neither"),
         ({"prompt_token_ids": (3, 10)}, "got 10, expected 0 to 9"),
         ({"prompt_token_ids": ()}, "the prompt has no tokens"),
-        ({"prompt_token_ids": (1,) * 13}, "a prompt of 13 tokens with 'max_tokens' 4 makes 17; the model holds 16"),
+        (
+            {"prompt_token_ids": (1,) * 13},
+            "a prompt of 13 tokens with 'max_tokens' 4 makes 17; the model holds 16",
+        ),
     ],
 )
-async def test_a_bad_prompt_is_refused_with_the_numbers(serving: Bench, request_: dict[str, Any], message: str) -> None:
+async def test_a_bad_prompt_is_refused_with_the_numbers(
+    serving: Bench, request_: dict[str, Any], message: str
+) -> None:
     with pytest.raises(BadRequest, match=message):
         await serving.generate(**request_)
     assert serving.engine.samples == 0
@@ -264,7 +310,9 @@ async def test_the_longest_prompt_that_fits_is_sampled(serving: Bench) -> None:
 
 
 async def test_the_same_key_samples_once(serving: Bench) -> None:
-    await asyncio.gather(serving.generate(key="step-1-prompt-0"), serving.generate(key="step-1-prompt-0"))
+    await asyncio.gather(
+        serving.generate(key="step-1-prompt-0"), serving.generate(key="step-1-prompt-0")
+    )
     await serving.generate(key="step-1-prompt-0")
     assert serving.engine.samples == 1
 
@@ -290,13 +338,19 @@ async def test_cached_prefixes_are_salted_with_job_and_version(serving: Bench) -
     assert (await serving.generate()).rollouts[0].text == "job:7"
 
 
-# --- weights -----------------------------------------------------------------------------------------------------------
+# --- weights
+# -----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_reload_pauses_loads_labels_and_resumes(serving: Bench) -> None:
     ref = serving.publish(5)
     served = await serving.reload(ref)
-    assert (served.job_id, served.version, served.digest, served.model) == ("job", 5, ref.digest, "tiny")
+    assert (served.job_id, served.version, served.digest, served.model) == (
+        "job",
+        5,
+        ref.digest,
+        "tiny",
+    )
     assert served.load_s > 0
     assert serving.engine.calls == ["pause", "v5", 5, "resume"]
     assert await serving.client.get("/weights", ServingWeights) == served
@@ -331,13 +385,17 @@ async def test_other_bytes_of_the_same_version_are_a_conflict(serving: Bench) ->
         await serving.reload(other)
 
 
-async def test_a_reload_that_goes_back_replaces_a_newer_version_and_other_bytes_once(serving: Bench) -> None:
+async def test_a_reload_that_goes_back_replaces_a_newer_version_and_other_bytes_once(
+    serving: Bench,
+) -> None:
     await serving.reload(serving.publish(5))
     back = serving.publish(3).model_copy(update={"rewind": True})
     assert (await serving.reload(back)).version == 3
     await serving.reload(back)
     assert (await serving.generate()).rollouts[0].versions == (3,)
-    other = serving.publish(3, w=np.ones((2, 2), np.float32), b=np.ones(2, np.float32)).model_copy(update={"rewind": True})
+    other = serving.publish(3, w=np.ones((2, 2), np.float32), b=np.ones(2, np.float32)).model_copy(
+        update={"rewind": True}
+    )
     assert (await serving.reload(other)).digest == other.digest != back.digest
     assert serving.engine.calls == ["pause", "v5", 5, "resume"] + ["pause", "v3", 3, "resume"] * 2
 
@@ -369,14 +427,19 @@ async def test_weights_from_elsewhere_are_refused(serving: Bench, tmp_path: Path
         await serving.reload(ref)
 
 
-async def test_after_a_load_that_failed_halfway_nothing_is_sampled_until_one_succeeds(serving: Bench) -> None:
+async def test_after_a_load_that_failed_halfway_nothing_is_sampled_until_one_succeeds(
+    serving: Bench,
+) -> None:
     await serving.reload(serving.publish(1))
     serving.engine.fail_load = RuntimeError("bus error")
     with pytest.raises(Failed, match="bus error"):
         await serving.reload(serving.publish(2))
     assert serving.engine.calls[-1] == "abort"
     assert (await serving.raw("GET", "/readyz")).status_code == 503
-    with pytest.raises(Unavailable, match=r"loading version 2 of job 'job' failed halfway \(RuntimeError: bus error\)"):
+    with pytest.raises(
+        Unavailable,
+        match=r"loading version 2 of job 'job' failed halfway \(RuntimeError: bus error\)",
+    ):
         await serving.generate()
     assert (await serving.client.get("/weights", ServingWeights)).version is None
     serving.engine.fail_load = None
@@ -404,7 +467,8 @@ async def test_the_same_model_put_after_a_failed_load_starts_anew(serving: Bench
     assert (await serving.generate()).rollouts[0].versions == ()
 
 
-# --- pause -------------------------------------------------------------------------------------------------------------
+# --- pause
+# -------------------------------------------------------------------------------------------------------------
 
 
 async def test_while_paused_generate_waits(serving: Bench) -> None:
@@ -422,7 +486,8 @@ async def test_a_reload_does_not_end_a_pause(serving: Bench) -> None:
     assert "resume" not in serving.engine.calls
 
 
-# --- openai, metrics, versions -----------------------------------------------------------------------------------------
+# --- openai, metrics, versions
+# -----------------------------------------------------------------------------------------
 
 
 async def test_openai_routes_go_to_the_engine_or_answer_503_in_openais_shape(bench: Bench) -> None:
@@ -459,7 +524,9 @@ async def test_a_configured_model_is_started_behind_the_first_requests(tmp_path:
     assert bench.engine.calls == ["stop"]
 
 
-async def test_a_configured_model_that_cannot_start_keeps_the_service_unready_and_says_why(tmp_path: Path) -> None:
+async def test_a_configured_model_that_cannot_start_keeps_the_service_unready_and_says_why(
+    tmp_path: Path,
+) -> None:
     bench = Bench(tmp_path)
     service = build(Settings(runs_dir=bench.runs, rollout_model="missing"), bench.sampler)
     async with service.app.router.lifespan_context(service.app):

@@ -24,7 +24,12 @@ class Counter:
         self.seconds = 0.0
         self.error: Exception | None = None
         self.waits_for: str | None = None
-        self.service = Service("trainer", settings, readiness={"engine": self._ready}, version_info=lambda: {"engine": "1.0"})
+        self.service = Service(
+            "trainer",
+            settings,
+            readiness={"engine": self._ready},
+            version_info=lambda: {"engine": "1.0"},
+        )
         key = (lambda request: f"{request.job_id}:{request.step}") if natural else None
         self.service.operation("POST", "/checkpoints", self.work, key=key)
 
@@ -47,8 +52,12 @@ def request(step: int = 1) -> CheckpointRequest:
     return CheckpointRequest(job_id="job", step=step)
 
 
-async def call(client: Client, step: int = 1, *, key: str | None = None, deadline_s: float = 5.0) -> Checkpoint:
-    return await client.call("POST", "/checkpoints", request(step), Checkpoint, deadline_s=deadline_s, key=key)
+async def call(
+    client: Client, step: int = 1, *, key: str | None = None, deadline_s: float = 5.0
+) -> Checkpoint:
+    return await client.call(
+        "POST", "/checkpoints", request(step), Checkpoint, deadline_s=deadline_s, key=key
+    )
 
 
 @pytest.mark.parametrize("binary", [False, True])
@@ -78,7 +87,9 @@ async def test_the_same_key_with_another_body_is_a_conflict(settings: Settings) 
         await call(client, 2, key="a")
 
 
-async def test_work_longer_than_the_wait_is_polled_for(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_work_longer_than_the_wait_is_polled_for(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shared.client.WAIT_S", 0)
     counter = Counter(settings)
     counter.seconds = 0.3
@@ -108,7 +119,9 @@ async def test_failed_work_is_tried_again_when_asked_again(settings: Settings) -
 
 
 @pytest.mark.parametrize("kind", [BadRequest, Conflict, Failed, NotFound])
-async def test_an_error_crosses_the_wire_as_itself_and_is_not_retried(settings: Settings, kind: type[Exception]) -> None:
+async def test_an_error_crosses_the_wire_as_itself_and_is_not_retried(
+    settings: Settings, kind: type[Exception]
+) -> None:
     counter = Counter(settings)
     counter.error = kind("got 7, expected 6")
     with pytest.raises(kind, match="got 7, expected 6"):
@@ -134,12 +147,16 @@ async def test_a_bug_is_a_failure_that_names_the_exception(settings: Settings) -
 
 async def test_an_unreachable_service_is_named_with_its_address() -> None:
     client = Client("trainer", "http://127.0.0.1:9")
-    with pytest.raises(Unavailable, match=r"cannot reach the trainer service at http://127\.0\.0\.1:9"):
+    with pytest.raises(
+        Unavailable, match=r"cannot reach the trainer service at http://127\.0\.0\.1:9"
+    ):
         await call(client, deadline_s=0.3)
     await client.close()
 
 
-async def test_a_service_that_stays_away_is_given_up_long_before_the_deadline(settings: Settings) -> None:
+async def test_a_service_that_stays_away_is_given_up_long_before_the_deadline(
+    settings: Settings,
+) -> None:
     counter = Counter(settings)
     counter.error = Unavailable("the engine process died; PUT /model starts a new one")
     with pytest.raises(Unavailable, match="the engine process died"):
@@ -149,20 +166,31 @@ async def test_a_service_that_stays_away_is_given_up_long_before_the_deadline(se
 
 async def test_a_bad_body_is_a_problem_document_with_pointers(settings: Settings) -> None:
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://localhost"
+        transport=httpx.ASGITransport(app=Counter(settings).service.app),
+        base_url="http://localhost",
     ) as http:
         response = await http.post("/checkpoints", json={"job_id": "job", "stp": 1})
-    assert response.status_code == 422 and response.headers["content-type"] == "application/problem+json"
+    assert (
+        response.status_code == 422
+        and response.headers["content-type"] == "application/problem+json"
+    )
     document = response.json()
-    assert document["title"] == "Bad request" and {fault["pointer"] for fault in document["errors"]} == {"/stp", "/step"}
+    assert document["title"] == "Bad request" and {
+        fault["pointer"] for fault in document["errors"]
+    } == {"/stp", "/step"}
     assert document["error"]["message"] == document["detail"]
 
 
 async def test_a_form_post_from_a_web_page_is_refused(settings: Settings) -> None:
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://localhost"
+        transport=httpx.ASGITransport(app=Counter(settings).service.app),
+        base_url="http://localhost",
     ) as http:
-        sneaky = await http.post("/checkpoints", content=b'{"job_id":"job","step":1}', headers={"content-type": "text/plain"})
+        sneaky = await http.post(
+            "/checkpoints",
+            content=b'{"job_id":"job","step":1}',
+            headers={"content-type": "text/plain"},
+        )
         rebound = await http.get("/metrics", headers={"host": "evil.example:8002"})
     assert sneaky.status_code == 422 and "Content-Type" in sneaky.json()["detail"]
     assert rebound.status_code == 401 and "evil.example" in rebound.json()["detail"]
@@ -172,7 +200,9 @@ async def test_a_token_guards_everything_but_health(settings: Settings) -> None:
     counter = Counter(settings.model_copy(update={"token": SecretStr("open-sesame")}))
     transport = httpx.ASGITransport(app=counter.service.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-        assert [(await http.get(path)).status_code for path in ("/healthz", "/readyz", "/version")] == [200, 200, 200]
+        assert [
+            (await http.get(path)).status_code for path in ("/healthz", "/readyz", "/version")
+        ] == [200, 200, 200]
         assert (await http.get("/metrics")).status_code == 401
     with pytest.raises(Unauthorized):
         await call(counter.client(token="guess"))
@@ -181,7 +211,9 @@ async def test_a_token_guards_everything_but_health(settings: Settings) -> None:
 
 async def test_health_says_what_is_waited_for(settings: Settings) -> None:
     counter = Counter(settings)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=counter.service.app), base_url="http://localhost") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=counter.service.app), base_url="http://localhost"
+    ) as http:
         counter.waits_for = "loading the model"
         starting = await http.get("/readyz")
         counter.waits_for = None
@@ -189,7 +221,9 @@ async def test_health_says_what_is_waited_for(settings: Settings) -> None:
         version = (await http.get("/version")).json()
         metrics = (await http.get("/metrics")).text
     assert starting.status_code == 503
-    assert starting.json()["dependencies"] == {"engine": {"ok": False, "detail": "loading the model"}}
+    assert starting.json()["dependencies"] == {
+        "engine": {"ok": False, "detail": "loading the model"}
+    }
     assert ready.status_code == 200
     assert version["service"] == "trainer" and version["engine"] == "1.0"
     assert "hone_http_requests_total" in metrics
@@ -197,14 +231,21 @@ async def test_health_says_what_is_waited_for(settings: Settings) -> None:
 
 async def test_a_body_over_the_limit_is_refused_unread(settings: Settings) -> None:
     small = Counter(settings.model_copy(update={"max_body_mib": 1}))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=small.service.app), base_url="http://localhost") as http:
-        response = await http.post("/checkpoints", content=b" " * (1 << 20 | 1), headers={"content-type": codec.JSON})
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=small.service.app), base_url="http://localhost"
+    ) as http:
+        response = await http.post(
+            "/checkpoints", content=b" " * (1 << 20 | 1), headers={"content-type": codec.JSON}
+        )
     assert response.status_code == 422 and "at most 1048576" in response.json()["detail"]
 
 
 async def test_a_request_id_comes_back(settings: Settings) -> None:
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=Counter(settings).service.app), base_url="http://localhost"
+        transport=httpx.ASGITransport(app=Counter(settings).service.app),
+        base_url="http://localhost",
     ) as http:
-        assert (await http.get("/healthz", headers={"x-request-id": "abc-1"})).headers["x-request-id"] == "abc-1"
+        assert (await http.get("/healthz", headers={"x-request-id": "abc-1"})).headers[
+            "x-request-id"
+        ] == "abc-1"
         assert len((await http.get("/healthz")).headers["x-request-id"]) == 16

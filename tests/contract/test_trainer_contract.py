@@ -1,4 +1,5 @@
-"""The trainer's routes over HTTP in process: success, each kind of error, called twice happened once."""
+"""The trainer's routes over HTTP in process: success, each kind of error, called twice happened
+once."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import threading
 
 import httpx2
 import pytest
-from trainer_fakes import Engines, job_request, make_trainer, step_request
 
 from services.trainer.app import make_service
 from services.trainer.trainer import Trainer
@@ -24,10 +24,12 @@ from shared.wire import (
     WeightsRef,
     Wire,
 )
+from tests.support.trainer_fakes import Engines, job_request, make_trainer, step_request
 
 
 class OneRank:
-    """Runs commands in a thread, one at a time, as a single rank does; `hold` keeps them waiting."""
+    """Runs commands in a thread, one at a time, as a single rank does; `hold` keeps them
+    waiting."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -55,7 +57,9 @@ def rank(parts) -> OneRank:
 async def client(rank, request):
     service = make_service(Settings(), rank.trainer, rank.run, {"ranks": 1, "torch": "2"})
     transport = httpx2.ASGITransport(app=service.app)
-    async with Client("trainer", "http://localhost", binary=request.param, transport=transport) as client:
+    async with Client(
+        "trainer", "http://localhost", binary=request.param, transport=transport
+    ) as client:
         yield client
 
 
@@ -68,9 +72,17 @@ async def test_a_job_goes_from_loading_to_a_checkpoint(client):
     assert (state.job_id, state.step, state.num_parameters) == ("a", 0, 10)
     result = await call(client, "POST", "/train_step", step_request(1), StepResult)
     assert (result.step, result.num_tokens) == (1, 3)
-    ref = await call(client, "POST", "/publish_weights", PublishRequest(job_id="a", version=1, method="shm"), WeightsRef)
+    ref = await call(
+        client,
+        "POST",
+        "/publish_weights",
+        PublishRequest(job_id="a", version=1, method="shm"),
+        WeightsRef,
+    )
     assert ref.path.endswith("shm/a/v1")
-    checkpoint = await call(client, "POST", "/checkpoints", CheckpointRequest(job_id="a", step=1), Checkpoint)
+    checkpoint = await call(
+        client, "POST", "/checkpoints", CheckpointRequest(job_id="a", step=1), Checkpoint
+    )
     assert (await client.get("/checkpoints", CheckpointList)).checkpoints == (checkpoint,)
     assert (await client.get("/state", TrainerState)).step == 1
 
@@ -80,18 +92,31 @@ async def test_every_call_twice_happens_once(client, parts):
     calls = [
         ("PUT", "/job", job_request(), TrainerState),
         ("POST", "/train_step", step_request(1), StepResult),
-        ("POST", "/publish_weights", PublishRequest(job_id="a", version=1, method="shm"), WeightsRef),
+        (
+            "POST",
+            "/publish_weights",
+            PublishRequest(job_id="a", version=1, method="shm"),
+            WeightsRef,
+        ),
         ("POST", "/checkpoints", CheckpointRequest(job_id="a", step=1), Checkpoint),
     ]
     for method, path, body, result in calls:
-        first, second = await asyncio.gather(*(call(client, method, path, body, result) for _ in range(2)))
+        first, second = await asyncio.gather(
+            *(call(client, method, path, body, result) for _ in range(2))
+        )
         assert first == second
     assert (len(engines), engines[0].num_updates) == (1, 1)
 
 
 async def test_a_body_that_is_wrong_is_a_bad_request(client):
     with pytest.raises(BadRequest, match="'step': got 0"):
-        await call(client, "POST", "/train_step", step_request(1).model_copy(update={"step": 0}), StepResult)
+        await call(
+            client,
+            "POST",
+            "/train_step",
+            step_request(1).model_copy(update={"step": 0}),
+            StepResult,
+        )
     with pytest.raises(BadRequest, match="there is no folder 'missing'"):
         await call(client, "PUT", "/job", job_request(model="missing"), TrainerState)
 
@@ -135,7 +160,9 @@ async def test_a_job_that_comes_back_goes_on_from_its_checkpoint(client, parts):
 async def test_a_job_that_comes_back_without_a_checkpoint_starts_anew(client, parts):
     for job_id in ("a", "b", "a"):
         await call(client, "PUT", "/job", job_request(job_id), TrainerState)
-        result = await call(client, "POST", "/train_step", step_request(1, job_id=job_id), StepResult)
+        result = await call(
+            client, "POST", "/train_step", step_request(1, job_id=job_id), StepResult
+        )
         assert result.step == 1
     assert [engine.num_updates for engine in parts[1]] == [1, 1, 1]
 
@@ -160,16 +187,27 @@ async def test_versions_and_metrics_are_shown(client, parts):
     parts[1][0].skip = True
     await call(client, "POST", "/train_step", step_request(2), StepResult)
     metrics = (await client._http.get("/metrics")).text
-    for line in ("hone_trainer_step 2.0", "hone_trainer_skipped_steps 1.0", "hone_trainer_restarts 0.0"):
+    for line in (
+        "hone_trainer_step 2.0",
+        "hone_trainer_skipped_steps 1.0",
+        "hone_trainer_restarts 0.0",
+    ):
         assert line in metrics
 
 
 async def test_the_trainer_is_not_ready_while_it_loads_a_job_again(rank):
     reason = ["job 'a' is being loaded again"]
-    service = make_service(Settings(), rank.trainer, rank.run, {}, lambda job: None if job else reason[0])
-    async with Client("trainer", "http://localhost", transport=httpx2.ASGITransport(app=service.app)) as client:
+    service = make_service(
+        Settings(), rank.trainer, rank.run, {}, lambda job: None if job else reason[0]
+    )
+    async with Client(
+        "trainer", "http://localhost", transport=httpx2.ASGITransport(app=service.app)
+    ) as client:
         answer = await client._http.get("/readyz")
-        assert (answer.status_code, answer.json()["dependencies"]["job"]["detail"]) == (503, reason[0])
+        assert (answer.status_code, answer.json()["dependencies"]["job"]["detail"]) == (
+            503,
+            reason[0],
+        )
         assert (await client._http.get("/healthz")).status_code == 200
         await call(client, "PUT", "/job", job_request(), TrainerState)
         assert (await client._http.get("/readyz")).status_code == 200

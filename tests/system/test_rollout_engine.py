@@ -1,7 +1,9 @@
-"""The rollout service as a process, with the real vLLM and a tiny model, against Hugging Face's forward pass.
+"""The rollout service as a process, with the real vLLM and a tiny model, against Hugging Face's
+forward pass.
 
-Four engine starts (about 25 s each on two idle cores). torch, transformers and openai are imported where they are used, so that
-collecting the fast tests stays fast. Tests run in the order of the file; the last ones end their service.
+Four engine starts (about 25 s each on two idle cores). torch, transformers and openai are imported
+where they are used, so that collecting the fast tests stays fast. Tests run in the order of the
+file; the last ones end their service.
 """
 
 from __future__ import annotations
@@ -28,15 +30,26 @@ from safetensors.numpy import load_file, save_file
 from services.rollout.weights import digest_of
 from shared.client import Client
 from shared.errors import BadRequest, Conflict, Failed
-from shared.wire import EngineSpec, GenerateRequest, Rollout, RolloutGroup, Sampling, ServingWeights, WeightsRef
+from shared.wire import (
+    EngineSpec,
+    GenerateRequest,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    ServingWeights,
+    WeightsRef,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 EOS = 1
-TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}z{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}z{% endif %}"
+)
 CHARACTERS = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}" + string.ascii_letters + "012345678"
-"""Byte-level as Qwen2's own tokenizer has it, which transformers puts in the place of any other: the dotted G is a space."""
+"""Byte-level as Qwen2's own tokenizer has it, which transformers puts in the place of any other:
+the dotted G is a space."""
 
 
 @dataclass
@@ -56,20 +69,38 @@ class Running:
         shutil.rmtree(self.tmp)
 
     def children(self) -> list[int]:
-        listed = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout
+        listed = subprocess.run(
+            ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True
+        ).stdout
         return [int(pid) for pid in listed.split()]
 
     def engine_pid(self) -> int:
-        (pid,) = [pid for pid in self.children() if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        (pid,) = [
+            pid
+            for pid in self.children()
+            if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
         return pid
 
-    def publish(self, version: int, model: Path, job: str = "job", drop: str | None = None) -> WeightsRef:
+    def publish(
+        self, version: int, model: Path, job: str = "job", drop: str | None = None
+    ) -> WeightsRef:
         """Publishes `model`'s weights as `version`, without the tensor `drop`."""
         folder = self.runs / job / "weights" / f"v{version}"
         folder.mkdir(parents=True)
         tensors = load_file(model / "model.safetensors")
-        save_file({name: tensor for name, tensor in tensors.items() if name != drop}, folder / "model.safetensors")
-        return WeightsRef(job_id=job, version=version, method="disk", path=str(folder), digest=digest_of(folder), size_bytes=0)
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if name != drop},
+            folder / "model.safetensors",
+        )
+        return WeightsRef(
+            job_id=job,
+            version=version,
+            method="disk",
+            path=str(folder),
+            digest=digest_of(folder),
+            size_bytes=0,
+        )
 
 
 def free_port() -> int:
@@ -81,7 +112,9 @@ def free_port() -> int:
 def start(folder: Path, **settings: str) -> Running:
     port = free_port()
     models = folder.parent / "models"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HONE_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("HONE_")
+    }
     environment |= {
         "HONE_ROLLOUT_PORT": str(port),
         "HONE_RUNS_DIR": str(folder / "runs"),
@@ -92,9 +125,20 @@ def start(folder: Path, **settings: str) -> Running:
     log = folder / "log.txt"
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.rollout"], cwd=ROOT, env=environment | settings, stdout=sink, stderr=sink
+            [sys.executable, "-m", "services.rollout"],
+            cwd=ROOT,
+            env=environment | settings,
+            stdout=sink,
+            stderr=sink,
         )
-    running = Running(process, f"http://127.0.0.1:{port}", models, folder / "runs", Path(environment["TMPDIR"]), log)
+    running = Running(
+        process,
+        f"http://127.0.0.1:{port}",
+        models,
+        folder / "runs",
+        Path(environment["TMPDIR"]),
+        log,
+    )
     wait_for(lambda: _answers(running.url), 20, "the service to listen")
     return running
 
@@ -120,7 +164,8 @@ def lives(pid: int) -> bool:
 
 
 def make_model(folder: Path, seed: int, tied: bool) -> None:
-    """Writes a Qwen2 model of 0.1 M parameters. Its heads have 32 dimensions: vLLM's CPU attention has no kernel for 16."""
+    """Writes a Qwen2 model of 0.1 M parameters. Its heads have 32 dimensions: vLLM's CPU attention
+    has no kernel for 16."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -151,7 +196,9 @@ def make_model(folder: Path, seed: int, tied: bool) -> None:
     tokenizer = Tokenizer(BPE(vocabulary, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
@@ -169,7 +216,9 @@ def service(folder: Path) -> Iterator[Running]:
     running = start(folder / "first")
     try:
         with httpx.Client(base_url=running.url, timeout=240) as http:
-            answer = http.put("/model", json={"model": str(running.models / "tied"), "dtype": "float32"})
+            answer = http.put(
+                "/model", json={"model": str(running.models / "tied"), "dtype": "float32"}
+            )
             assert answer.status_code == 200, answer.text + running.log.read_text()[-3000:]
         yield running
     finally:
@@ -191,7 +240,9 @@ async def reload(client: Client, ref: WeightsRef) -> ServingWeights:
     return await client.call("POST", "/reload_weights", ref, ServingWeights, deadline_s=60)
 
 
-def reference_logprobs(model: Path, prompt: tuple[int, ...], rollout: Rollout, temperature: float = 1.0) -> list[float]:
+def reference_logprobs(
+    model: Path, prompt: tuple[int, ...], rollout: Rollout, temperature: float = 1.0
+) -> list[float]:
     """Returns Hugging Face's log-probs `[T]` of the rollout's tokens, in nats."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -209,17 +260,27 @@ def assert_sampled_by(model: Path, group: RolloutGroup, temperature: float = 1.0
         assert rollout.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-async def test_logprobs_are_hugging_faces_and_the_end_token_is_among_them(service: Running, client: Client) -> None:
+async def test_logprobs_are_hugging_faces_and_the_end_token_is_among_them(
+    service: Running, client: Client
+) -> None:
     group = await generate(client, sampling=Sampling(n=32, max_tokens=60))
     assert_sampled_by(service.models / "tied", group)
     ended = [rollout for rollout in group.rollouts if rollout.finish_reason == "stop"]
     assert ended, "none of 32 rollouts ended by itself"
-    assert all(rollout.token_ids[-1] == EOS and EOS not in rollout.token_ids[:-1] for rollout in ended)
-    assert all(len(rollout.token_ids) == 60 for rollout in group.rollouts if rollout.finish_reason == "length")
+    assert all(
+        rollout.token_ids[-1] == EOS and EOS not in rollout.token_ids[:-1] for rollout in ended
+    )
+    assert all(
+        len(rollout.token_ids) == 60
+        for rollout in group.rollouts
+        if rollout.finish_reason == "length"
+    )
     assert all(rollout.versions == () for rollout in group.rollouts)
 
 
-async def test_logprobs_are_of_the_distribution_after_temperature(service: Running, client: Client) -> None:
+async def test_logprobs_are_of_the_distribution_after_temperature(
+    service: Running, client: Client
+) -> None:
     group = await generate(client, sampling=Sampling(n=4, max_tokens=8, temperature=0.5))
     assert_sampled_by(service.models / "tied", group, temperature=0.5)
 
@@ -227,21 +288,32 @@ async def test_logprobs_are_of_the_distribution_after_temperature(service: Runni
 async def test_text_is_what_the_tokenizer_decodes(service: Running, client: Client) -> None:
     from transformers import AutoTokenizer
 
-    group = await generate(client, prompt_token_ids=None, prompt="a b", sampling=Sampling(max_tokens=8))
+    group = await generate(
+        client, prompt_token_ids=None, prompt="a b", sampling=Sampling(max_tokens=8)
+    )
     tokenizer = AutoTokenizer.from_pretrained(service.models / "tied")
     assert group.prompt_token_ids == (3, 2, 4)
-    assert group.rollouts[0].text == tokenizer.decode(group.rollouts[0].token_ids, skip_special_tokens=True)
+    assert group.rollouts[0].text == tokenizer.decode(
+        group.rollouts[0].token_ids, skip_special_tokens=True
+    )
 
 
-async def test_messages_are_rendered_by_the_chat_template_ready_for_the_answer(client: Client) -> None:
+async def test_messages_are_rendered_by_the_chat_template_ready_for_the_answer(
+    client: Client,
+) -> None:
     group = await generate(
-        client, prompt_token_ids=None, prompt=({"role": "user", "content": "a"},), sampling=Sampling(max_tokens=1)
+        client,
+        prompt_token_ids=None,
+        prompt=({"role": "user", "content": "a"},),
+        sampling=Sampling(max_tokens=1),
     )
     assert group.prompt_token_ids == (3, 2, 28)
 
 
 async def test_a_seed_repeats_a_group_and_its_members_differ(client: Client) -> None:
-    first, second = [await generate(client, sampling=Sampling(n=4, max_tokens=8, seed=3)) for _ in range(2)]
+    first, second = [
+        await generate(client, sampling=Sampling(n=4, max_tokens=8, seed=3)) for _ in range(2)
+    ]
     assert [r.token_ids for r in first.rollouts] == [r.token_ids for r in second.rollouts]
     assert len({r.token_ids for r in first.rollouts}) == 4
 
@@ -249,13 +321,18 @@ async def test_a_seed_repeats_a_group_and_its_members_differ(client: Client) -> 
 async def test_a_stop_string_ends_the_text_before_it_and_keeps_its_tokens(client: Client) -> None:
     (plain,) = (await generate(client, sampling=Sampling(max_tokens=6, seed=1))).rollouts
     end = plain.text[2]
-    (stopped,) = (await generate(client, sampling=Sampling(max_tokens=6, seed=1, stop=(end,)))).rollouts
+    (stopped,) = (
+        await generate(client, sampling=Sampling(max_tokens=6, seed=1, stop=(end,)))
+    ).rollouts
     assert (stopped.text, stopped.finish_reason) == (plain.text.split(end)[0], "stop")
     assert stopped.token_ids == plain.token_ids[: len(stopped.text) + 1]
 
 
 async def test_a_prompt_too_long_is_refused_with_the_numbers(client: Client) -> None:
-    with pytest.raises(BadRequest, match="a prompt of 250 tokens with 'max_tokens' 7 makes 257; the model holds 256"):
+    with pytest.raises(
+        BadRequest,
+        match="a prompt of 250 tokens with 'max_tokens' 7 makes 257; the model holds 256",
+    ):
         await generate(client, prompt_token_ids=(5,) * 250, sampling=Sampling(max_tokens=7))
 
 
@@ -268,7 +345,9 @@ async def test_a_reload_changes_what_samples_and_says_so(service: Running, clien
     assert {rollout.versions for rollout in group.rollouts} == {(1,)}
 
 
-async def test_cached_prefixes_of_the_old_weights_are_forgotten(service: Running, client: Client) -> None:
+async def test_cached_prefixes_of_the_old_weights_are_forgotten(
+    service: Running, client: Client
+) -> None:
     prompt = tuple(3 + i % 60 for i in range(200))
     await generate(client, prompt_token_ids=prompt, sampling=Sampling(max_tokens=2))
     await reload(client, service.publish(2, service.models / "tied"))
@@ -276,10 +355,20 @@ async def test_cached_prefixes_of_the_old_weights_are_forgotten(service: Running
     assert_sampled_by(service.models / "tied", group)
 
 
-@pytest.mark.parametrize("drop", ["model.layers.1.mlp.down_proj.weight", "model.norm.weight", "model.embed_tokens.weight"])
-async def test_a_version_without_a_tensor_is_refused_and_the_old_one_serves(service: Running, client: Client, drop: str) -> None:
+@pytest.mark.parametrize(
+    "drop",
+    ["model.layers.1.mlp.down_proj.weight", "model.norm.weight", "model.embed_tokens.weight"],
+)
+async def test_a_version_without_a_tensor_is_refused_and_the_old_one_serves(
+    service: Running, client: Client, drop: str
+) -> None:
     with pytest.raises(Failed, match=f"tensors are missing, the first is '{drop}'"):
-        await reload(client, service.publish(3, service.models / "tied2", job="job-" + drop.replace(".", "-"), drop=drop))
+        await reload(
+            client,
+            service.publish(
+                3, service.models / "tied2", job="job-" + drop.replace(".", "-"), drop=drop
+            ),
+        )
     group = await generate(client, sampling=Sampling(max_tokens=4))
     assert group.rollouts[0].versions == (2,)
     assert_sampled_by(service.models / "tied", group)
@@ -290,7 +379,9 @@ async def test_an_older_version_is_a_conflict(service: Running, client: Client) 
         await reload(client, service.publish(0, service.models / "tied"))
 
 
-async def test_a_reload_under_way_splits_a_rollout_between_versions(service: Running, client: Client) -> None:
+async def test_a_reload_under_way_splits_a_rollout_between_versions(
+    service: Running, client: Client
+) -> None:
     long = asyncio.create_task(generate(client, sampling=Sampling(n=64, max_tokens=250)))
     metrics = httpx.AsyncClient(base_url=service.url)
     while "running_requests 0.0" in (await metrics.get("/metrics")).text:
@@ -304,46 +395,75 @@ async def test_a_reload_under_way_splits_a_rollout_between_versions(service: Run
 async def test_the_openai_client_completes_streams_and_counts(service: Running) -> None:
     import openai
 
-    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as api:
+    async with openai.AsyncOpenAI(
+        base_url=f"{service.url}/v1", api_key="none", max_retries=0
+    ) as api:
         models = await api.models.list()
         assert [model.id for model in models.data] == [str(service.models / "tied"), "policy"]
         done = await api.completions.create(
-            model="policy", prompt="a b", max_tokens=4, n=2, logprobs=0, temperature=1.0, top_p=0.9, seed=1
+            model="policy",
+            prompt="a b",
+            max_tokens=4,
+            n=2,
+            logprobs=0,
+            temperature=1.0,
+            top_p=0.9,
+            seed=1,
         )
         assert len(done.choices) == 2
         assert done.usage is not None and done.usage.prompt_tokens == 3
-        assert done.choices[0].logprobs is not None and len(done.choices[0].logprobs.token_logprobs or []) <= 4
+        assert (
+            done.choices[0].logprobs is not None
+            and len(done.choices[0].logprobs.token_logprobs or []) <= 4
+        )
         said = [{"role": "user", "content": "a"}]
-        chat = await api.chat.completions.create(model="policy", messages=said, max_tokens=6, seed=1, logprobs=True)  # pyright: ignore
-        stream = await api.chat.completions.create(model="policy", messages=said, max_tokens=6, seed=1, stream=True)  # pyright: ignore
+        chat = await api.chat.completions.create(
+            model="policy", messages=said, max_tokens=6, seed=1, logprobs=True
+        )  # pyright: ignore
+        stream = await api.chat.completions.create(
+            model="policy", messages=said, max_tokens=6, seed=1, stream=True
+        )  # pyright: ignore
         streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         assert streamed == chat.choices[0].message.content
         end = streamed[-1]
-        stopped = await api.chat.completions.create(model="policy", messages=said, max_tokens=6, seed=1, stop=[end])  # pyright: ignore
+        stopped = await api.chat.completions.create(
+            model="policy", messages=said, max_tokens=6, seed=1, stop=[end]
+        )  # pyright: ignore
         assert stopped.choices[0].message.content == streamed.split(end)[0]
 
 
 async def test_the_openai_client_gets_typed_errors(service: Running) -> None:
     import openai
 
-    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as api:
+    async with openai.AsyncOpenAI(
+        base_url=f"{service.url}/v1", api_key="none", max_retries=0
+    ) as api:
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             await api.completions.create(model="gpt-9", prompt="a")
         with pytest.raises(openai.BadRequestError, match="256"):
             await api.completions.create(model="policy", prompt=[5] * 300, max_tokens=10)
 
 
-async def test_a_dead_engine_is_noticed_and_another_model_takes_its_place(service: Running, client: Client) -> None:
+async def test_a_dead_engine_is_noticed_and_another_model_takes_its_place(
+    service: Running, client: Client
+) -> None:
     old = service.engine_pid()
     os.kill(old, signal.SIGKILL)
     wait_for(lambda: httpx.get(f"{service.url}/readyz").status_code == 503, 10, "readyz to be 503")
     spec = EngineSpec(model=str(service.models / "untied"), dtype="float32")
     await client.call("PUT", "/model", spec, ServingWeights, deadline_s=240)
-    assert_sampled_by(service.models / "untied", await generate(client, sampling=Sampling(n=2, max_tokens=8)))
+    assert_sampled_by(
+        service.models / "untied", await generate(client, sampling=Sampling(n=2, max_tokens=8))
+    )
     await reload(client, service.publish(1, service.models / "untied2", job="untied"))
-    assert_sampled_by(service.models / "untied2", await generate(client, sampling=Sampling(n=2, max_tokens=8)))
+    assert_sampled_by(
+        service.models / "untied2", await generate(client, sampling=Sampling(n=2, max_tokens=8))
+    )
     with pytest.raises(Failed, match=r"the first is 'lm_head\.weight'"):
-        await reload(client, service.publish(2, service.models / "untied2", job="untied", drop="lm_head.weight"))
+        await reload(
+            client,
+            service.publish(2, service.models / "untied2", job="untied", drop="lm_head.weight"),
+        )
 
 
 def test_a_terminated_service_leaves_nothing_within_ten_seconds(service: Running) -> None:

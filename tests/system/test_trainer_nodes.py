@@ -1,4 +1,5 @@
-"""One trainer on two nodes, each a network namespace: the same update as on one, and both come back when one of them dies."""
+"""One trainer on two nodes, each a network namespace: the same update as on one, and both come back
+when one of them dies."""
 
 from __future__ import annotations
 
@@ -12,25 +13,32 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
-from trainer_reference import some_examples
-from trainer_service import DEADLINE_S, ROOT, Service, a_job, gone, running
-from two_nodes import ADDRESSES, INTERFACES, Forbidden, Nodes, two_nodes
 
 from shared.client import Client
+from tests.support.trainer_reference import some_examples
+from tests.support.trainer_service import DEADLINE_S, ROOT, Service, a_job, gone, running
+from tests.support.two_nodes import ADDRESSES, INTERFACES, Forbidden, Nodes, two_nodes
 
 pytestmark = [pytest.mark.engine, pytest.mark.system]
 
 
 @dataclass
 class Cluster(Service):
-    """Two launchers; `process` is node 0's. HTTP goes through a Unix socket into node 0's loopback."""
+    """Two launchers; `process` is node 0's. HTTP goes through a Unix socket into node 0's
+    loopback."""
 
     other: Service
     socket: Path
 
     def client(self) -> Client:
         transport = httpx2.AsyncHTTPTransport(uds=str(self.socket))
-        return Client("trainer", f"http://127.0.0.1:{self.port}", binary=True, patience_s=DEADLINE_S, transport=transport)
+        return Client(
+            "trainer",
+            f"http://127.0.0.1:{self.port}",
+            binary=True,
+            patience_s=DEADLINE_S,
+            transport=transport,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +70,15 @@ def cluster(nodes, tmp_path) -> Iterator[Cluster]:
 
     with node(0) as first, node(1) as second:
         socket = tmp_path / "http"
-        relay = subprocess.Popen([*nodes.inside(0), sys.executable, str(ROOT / "tests/two_nodes.py"), str(socket), str(first.port)])
+        relay = subprocess.Popen(
+            [
+                *nodes.inside(0),
+                sys.executable,
+                str(ROOT / "tests/two_nodes.py"),
+                str(socket),
+                str(first.port),
+            ]
+        )
         try:
             yield Cluster(**vars(first), other=second, socket=socket)
         finally:
@@ -74,8 +90,14 @@ def rank_of(service: Service) -> psutil.Process:
     return service.processes()[2]
 
 
-def test_two_nodes_give_the_update_of_one_and_come_back_when_one_dies(cluster, trainers, tiny_model):
-    examples, job, expected = some_examples(tiny_model), a_job(tiny_model, micro_batch_tokens=64), []
+def test_two_nodes_give_the_update_of_one_and_come_back_when_one_dies(
+    cluster, trainers, tiny_model
+):
+    examples, job, expected = (
+        some_examples(tiny_model),
+        a_job(tiny_model, micro_batch_tokens=64),
+        [],
+    )
     one_node = trainers[2]
     one_node.load("a", job)
     for step in (1, 2):
@@ -87,7 +109,9 @@ def test_two_nodes_give_the_update_of_one_and_come_back_when_one_dies(cluster, t
     assert cluster.publish("a", 1).digest == expected[0]
     cluster.checkpoint("a", 1)
     ranks = [rank_of(cluster), rank_of(cluster.other)]
-    used = {connection.laddr.ip for rank in ranks for connection in rank.net_connections(kind="inet")}
+    used = {
+        connection.laddr.ip for rank in ranks for connection in rank.net_connections(kind="inet")
+    }
     assert used <= {*ADDRESSES, "127.0.0.1"}, "nothing listens on every interface"
 
     ranks[1].kill()

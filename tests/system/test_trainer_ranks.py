@@ -1,4 +1,5 @@
-"""The real trainer: `python -m trainers.trainer`, torchrun, DeepSpeed ZeRO-2, one and two ranks, against plain torch autograd."""
+"""The real trainer: `python -m trainers.trainer`, torchrun, DeepSpeed ZeRO-2, one and two ranks,
+against plain torch autograd."""
 
 from __future__ import annotations
 
@@ -6,17 +7,18 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny_models import make_tiny_model
-from trainer_reference import load, relative, some_examples, weights
-from trainer_service import a_job, gone, running
 
 from shared.errors import BadRequest, Conflict, Failed
 from shared.wire import Example
+from tests.support.tiny_models import make_tiny_model
+from tests.support.trainer_reference import load, relative, some_examples, weights
+from tests.support.trainer_service import a_job, gone, running
 
 LEARNING_RATE, MAX_GRAD_NORM = 1e3, 1e-9
 LINEAR = {"learning_rate": LEARNING_RATE, "max_grad_norm": MAX_GRAD_NORM}
-"""With gradients clipped far below Adam's epsilon (1e-8) its first step is linear in the gradient: -lr * g / (|g| + eps). Then a
-relative error of the update is one of the gradient, and not the sign of elements whose gradient is rounding noise."""
+"""With gradients clipped far below Adam's epsilon (1e-8) its first step is linear in the gradient:
+-lr * g / (|g| + eps). Then a relative error of the update is one of the gradient, and not the sign
+of elements whose gradient is rounding noise."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.system]
 
@@ -47,7 +49,9 @@ def test_a_retried_step_moves_weights_once(trainers, tiny_model):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_whose_gradient_is_not_finite_is_refused_as_if_it_had_never_come(trainers, tmp_path, ranks):
+def test_a_step_whose_gradient_is_not_finite_is_refused_as_if_it_had_never_come(
+    trainers, tmp_path, ranks
+):
     import torch
 
     model = make_tiny_model(tmp_path / "broken", tie_word_embeddings=False)
@@ -56,13 +60,23 @@ def test_a_step_whose_gradient_is_not_finite_is_refused_as_if_it_had_never_come(
         policy.get_input_embeddings().weight[63] = math.nan
     policy.save_pretrained(model)
     good = tuple(
-        Example(prompt_token_ids=(1, 2, index), token_ids=(3, 4), old_logprobs=(-4.0, -4.0), advantage=index - 5.0)
+        Example(
+            prompt_token_ids=(1, 2, index),
+            token_ids=(3, 4),
+            old_logprobs=(-4.0, -4.0),
+            advantage=index - 5.0,
+        )
         for index in range(10)
     )
-    bad = (*good, Example(prompt_token_ids=(63,), token_ids=(3,), old_logprobs=(-4.0,), advantage=1.0))
+    bad = (
+        *good,
+        Example(prompt_token_ids=(63,), token_ids=(3,), old_logprobs=(-4.0,), advantage=1.0),
+    )
     service, digests = trainers[ranks], []
     for job_id in ("clean", "refused"):
-        service.load(job_id, a_job(model, learning_rate=1e-3, max_grad_norm=1.0, micro_batch_tokens=20))
+        service.load(
+            job_id, a_job(model, learning_rate=1e-3, max_grad_norm=1.0, micro_batch_tokens=20)
+        )
         service.step(job_id, 1, good)
         if job_id == "refused":
             with pytest.raises(Failed, match="its gradient is not finite"):
@@ -74,13 +88,17 @@ def test_a_step_whose_gradient_is_not_finite_is_refused_as_if_it_had_never_come(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_checkpoint_in_bfloat16_is_what_transformers_loads_and_what_is_published(trainers, tmp_path, tied):
+def test_a_checkpoint_in_bfloat16_is_what_transformers_loads_and_what_is_published(
+    trainers, tmp_path, tied
+):
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     model = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
     service, job_id = trainers[2], f"bf16-{tied}".lower()
-    state = service.load(job_id, a_job(model, dtype="bfloat16", learning_rate=1e-2, max_grad_norm=1.0))
+    state = service.load(
+        job_id, a_job(model, dtype="bfloat16", learning_rate=1e-2, max_grad_norm=1.0)
+    )
     assert (state.dtype, state.num_ranks) == ("bfloat16", 2)
     service.step(job_id, 1, some_examples(model))
     published = weights(service.publish(job_id, 1).path)
@@ -90,20 +108,33 @@ def test_a_checkpoint_in_bfloat16_is_what_transformers_loads_and_what_is_publish
     original = weights(model)
     for name, value in published.items():
         assert value.dtype == torch.bfloat16
-        torch.testing.assert_close(loaded.state_dict()[name].to(torch.bfloat16), value, rtol=0, atol=0)
-    assert any(not torch.equal(published[name].float(), original[name].bfloat16().float()) for name in published)
+        torch.testing.assert_close(
+            loaded.state_dict()[name].to(torch.bfloat16), value, rtol=0, atol=0
+        )
+    assert any(
+        not torch.equal(published[name].float(), original[name].bfloat16().float())
+        for name in published
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (Path(checkpoint.path) / name).read_bytes() == (model / name).read_bytes()
     assert PreTrainedTokenizerFast.from_pretrained(checkpoint.path)("w5 w9")["input_ids"] == [5, 9]
 
 
-def test_a_model_that_is_none_is_a_sentence_and_the_loaded_job_stays(trainers, tiny_model, tmp_path):
+def test_a_model_that_is_none_is_a_sentence_and_the_loaded_job_stays(
+    trainers, tiny_model, tmp_path
+):
     service = trainers[2]
     service.load("stays", a_job(tiny_model))
     (tmp_path / "empty").mkdir()
     for path, sentence in (
-        (tmp_path / "nowhere", "there is no folder '.*nowhere'; expected a folder with config.json and weights"),
-        (tmp_path / "empty", "the folder '.*empty' holds no model; expected a folder with config.json"),
+        (
+            tmp_path / "nowhere",
+            "there is no folder '.*nowhere'; expected a folder with config.json and weights",
+        ),
+        (
+            tmp_path / "empty",
+            "the folder '.*empty' holds no model; expected a folder with config.json",
+        ),
     ):
         with pytest.raises(BadRequest, match=sentence):
             service.load("other", a_job(path))
@@ -119,7 +150,9 @@ def test_sigterm_ends_every_process_and_leaves_nothing(tmp_path, tiny_model):
         assert len(processes) == 4, "launcher, torchrun and two ranks"
         for process in processes:
             for connection in process.net_connections(kind="inet"):
-                assert connection.laddr.ip in ("127.0.0.1", "::1"), f"{process.name()} uses {connection}"
+                assert connection.laddr.ip in ("127.0.0.1", "::1"), (
+                    f"{process.name()} uses {connection}"
+                )
         service.process.terminate()
         assert service.process.wait(15) == 0
         assert gone(processes)

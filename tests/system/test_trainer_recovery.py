@@ -1,19 +1,21 @@
-"""Processes of the trainer that die: all end and none is left, or all come back with their job. Two ranks, without DeepSpeed."""
+"""Processes of the trainer that die: all end and none is left, or all come back with their job. Two
+ranks, without DeepSpeed."""
 
 from __future__ import annotations
 
 import pytest
-from trainer_service import ROOT, a_job, gone, running
 
 from shared.errors import HoneError
 from shared.wire import Example
+from tests.support.trainer_service import ROOT, a_job, gone, running
 
 pytestmark = [pytest.mark.engine, pytest.mark.system]
 
 LIGHT_RANKS = '''"""Ranks without DeepSpeed start sooner. Rank 1's first update fails while rank 0 waits for it in a collective."""
 import sys, torch, torch.distributed as dist
-from services.trainer import commands, ranks
-from services.trainer.trainer import Seams, Trainer, Update
+from services.trainer.processes import commands, ranks
+from services.trainer.engine import Update
+from services.trainer.trainer import Seams, Trainer
 
 class Engine:
     dtype, device, num_parameters, num_trainable, weights_bytes = "float32", "cpu", 1, 1, 1
@@ -36,7 +38,7 @@ if __name__ == "__main__":
 LIGHT_LAUNCHER = """
 from services.trainer import __main__ as launcher
 command = launcher.torchrun_command
-launcher.torchrun_command = lambda *a: [w.replace("services.trainer.ranks", "light_ranks") for w in command(*a)]
+launcher.torchrun_command = lambda *a: [w.replace("services.trainer.processes.ranks", "light_ranks") for w in command(*a)]
 launcher.main()
 """
 
@@ -55,22 +57,36 @@ def test_a_killed_process_ends_all(tmp_path, light, victim):
     with running(tmp_path / "two", 2, light) as service:
         service.state()
         processes = service.processes()
-        chosen = dict(zip(("launcher", "torchrun", "rank 0", "rank 1"), processes, strict=True))[victim]
+        chosen = dict(zip(("launcher", "torchrun", "rank 0", "rank 1"), processes, strict=True))[
+            victim
+        ]
         chosen.kill()
         assert service.process.wait(20) != 0
         assert gone(processes)
         assert list((tmp_path / "two").glob("hone-*")) == []
 
 
-def test_ranks_of_which_one_failed_come_back_by_themselves_until_they_died_too_often(tmp_path, light):
+def test_ranks_of_which_one_failed_come_back_by_themselves_until_they_died_too_often(
+    tmp_path, light
+):
     with running(tmp_path / "two", 2, light, restarts=1) as service:
         service.load("a", a_job(tmp_path))
-        example = Example(prompt_token_ids=(1,), token_ids=(2,), old_logprobs=(-1.0,), advantage=1.0)
+        example = Example(
+            prompt_token_ids=(1,), token_ids=(2,), old_logprobs=(-1.0,), advantage=1.0
+        )
         sentence = "train_step failed on rank 1: MemoryError: 17 bytes short"
-        with pytest.raises(HoneError, match=f"{sentence}; the trainer starts its ranks again, from the newest checkpoint"):
+        with pytest.raises(
+            HoneError,
+            match=f"{sentence}; the trainer starts its ranks again, from the newest checkpoint",
+        ):
             service.step("a", 1, [example])
         state = service.wait_until_back(1)
-        assert (state.job_id, state.step, state.restarts, state.last_failure) == ("a", 0, 1, sentence)
+        assert (state.job_id, state.step, state.restarts, state.last_failure) == (
+            "a",
+            0,
+            1,
+            sentence,
+        )
         assert service.step("a", 1, [example]).step == 1
         processes = service.processes()
         processes[2].kill()

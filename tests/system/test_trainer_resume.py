@@ -1,4 +1,5 @@
-"""Training that was cut off ends with the same bytes as training that was not: the real trainer, one and two ranks, on CPU."""
+"""Training that was cut off ends with the same bytes as training that was not: the real trainer,
+one and two ranks, on CPU."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ import urllib.request
 from typing import Any
 
 import pytest
-from trainer_reference import some_examples
-from trainer_service import Service, a_job
 
-from services.trainer import checkpoints
+from services.trainer.disk import checkpoints
 from shared.errors import Conflict, HoneError
 from shared.wire import Example, StepResult, TrainerState
+from tests.support.trainer_reference import some_examples
+from tests.support.trainer_service import Service, a_job
 
 pytestmark = [pytest.mark.engine, pytest.mark.system]
 
@@ -25,7 +26,9 @@ def batches(tiny_model) -> list[tuple[Example, ...]]:
     return [some_examples(tiny_model, num=6, seed=seed) for seed in range(3)]
 
 
-def train(service: Service, job_id: str, batches, steps: range, *, checkpoint_every: int = 0) -> list[StepResult]:
+def train(
+    service: Service, job_id: str, batches, steps: range, *, checkpoint_every: int = 0
+) -> list[StepResult]:
     results = []
     for step in steps:
         results.append(service.step(job_id, step, batches[step % len(batches)]))
@@ -40,14 +43,17 @@ def same(result: StepResult) -> dict[str, Any]:
 
 
 def kill_last_rank(service: Service, ranks: int) -> TrainerState:
-    """Kills the last rank as the kernel would, and returns the state once the trainer is of use again."""
+    """Kills the last rank as the kernel would, and returns the state once the trainer is of use
+    again."""
     restarts = service.state().restarts
     service.processes()[2 + ranks - 1].kill()
     return service.wait_until_back(restarts + 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_killed_at_step_7_of_12_changes_no_bit_of_the_final_weights(trainers, tiny_model, batches, ranks):
+def test_a_rank_killed_at_step_7_of_12_changes_no_bit_of_the_final_weights(
+    trainers, tiny_model, batches, ranks
+):
     service = trainers[ranks]
     job = a_job(tiny_model, micro_batch_tokens=64, schedule="cosine")
     assert service.load("whole", job).step == 0
@@ -58,9 +64,19 @@ def test_a_rank_killed_at_step_7_of_12_changes_no_bit_of_the_final_weights(train
     before = train(service, "killed", batches, range(1, 8), checkpoint_every=3)
     restarts = service.state().restarts
     state = kill_last_rank(service, ranks)
-    assert (state.job_id, state.step, state.resumed_step, state.restarts) == ("killed", 6, 6, restarts + 1)
-    assert state.last_failure == f"rank {ranks - 1} was killed by SIGKILL, as the kernel does when memory runs out"
-    assert service.step("killed", 6, batches[0]) == before[5], "the checkpoint's step is answered, not applied"
+    assert (state.job_id, state.step, state.resumed_step, state.restarts) == (
+        "killed",
+        6,
+        6,
+        restarts + 1,
+    )
+    assert (
+        state.last_failure
+        == f"rank {ranks - 1} was killed by SIGKILL, as the kernel does when memory runs out"
+    )
+    assert service.step("killed", 6, batches[0]) == before[5], (
+        "the checkpoint's step is answered, not applied"
+    )
     with pytest.raises(Conflict, match="got step 8, expected 7"):
         service.step("killed", 8, batches[2])
     after = train(service, "killed", batches, range(7, 13))
@@ -76,7 +92,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bfloat16": ({}, {"dtype": "bfloat16"}),
     "bfloat16 zero 3": ({"memory": {"zero_stage": 3}}, {"dtype": "bfloat16"}),
     "lora with dropout": ({"lora": {"rank": 4, "dropout": 0.3}}, {}),
-    "lora with dropout zero 3": ({"lora": {"rank": 4, "dropout": 0.3}, "memory": {"zero_stage": 3}}, {}),
+    "lora with dropout zero 3": (
+        {"lora": {"rank": 4, "dropout": 0.3}, "memory": {"zero_stage": 3}},
+        {},
+    ),
     "kl, epochs, minibatches": ({}, {"beta": 0.1, "epochs": 2, "minibatches": 2}),
 }
 
@@ -92,11 +111,15 @@ def test_a_job_that_comes_back_goes_on_to_the_bit(trainers, tiny_model, batches,
     expected = service.publish(job_id, 4).digest
     service.load("another", a_job(tiny_model))
     assert service.load(job_id, job).resumed_step == 2
-    assert [same(result) for result in train(service, job_id, batches, range(3, 5))] == [same(result) for result in whole]
+    assert [same(result) for result in train(service, job_id, batches, range(3, 5))] == [
+        same(result) for result in whole
+    ]
     assert service.publish(job_id, 4).digest == expected
 
 
-def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(trainers, tiny_model, batches):
+def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(
+    trainers, tiny_model, batches
+):
     service = trainers[2]
     folder = checkpoints.checkpoints_dir(service.folder / "runs", "cut-off")
     service.load("cut-off", a_job(tiny_model))
@@ -122,7 +145,9 @@ def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_befo
     assert not list(folder.glob(".tmp-*"))
 
 
-def test_health_answers_during_a_step_after_a_resume_and_a_client_that_goes_away_changes_nothing(trainers, tiny_model, batches):
+def test_health_answers_during_a_step_after_a_resume_and_a_client_that_goes_away_changes_nothing(
+    trainers, tiny_model, batches
+):
     service = trainers[1]
     service.load("away", a_job(tiny_model))
     train(service, "away", batches, range(1, 2), checkpoint_every=1)
@@ -134,7 +159,9 @@ def test_health_answers_during_a_step_after_a_resume_and_a_client_that_goes_away
     step.start()
     answered = 0
     while step.is_alive():
-        with urllib.request.urlopen(f"http://127.0.0.1:{service.port}/healthz", timeout=5) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{service.port}/healthz", timeout=5
+        ) as answer:
             answered += answer.status == 200
         time.sleep(0.02)
     assert answered >= 2

@@ -1,4 +1,5 @@
-"""One batch, split over ranks and micro-batches in every way, at every ZeRO stage: the same update, and that of plain torch."""
+"""One batch, split over ranks and micro-batches in every way, at every ZeRO stage: the same update,
+and that of plain torch."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_ranks import Ranks, a_job
-from tiny_models import make_tiny_model
-from trainer_reference import (
+
+from tests.support.engine_ranks import Ranks, a_job
+from tests.support.tiny_models import make_tiny_model
+from tests.support.trainer_reference import (
     difference,
     load,
     named,
@@ -21,17 +23,25 @@ from trainer_reference import (
 )
 
 LEARNING_RATE, MAX_GRAD_NORM = 1e3, 1e-9
-"""With gradients clipped far below Adam's epsilon (1e-8) its first step is linear in the gradient: -lr * g / (|g| + eps). Then a
-relative error of the update is one of the gradient, and not the sign of elements whose gradient is rounding noise."""
+"""With gradients clipped far below Adam's epsilon (1e-8) its first step is linear in the gradient:
+-lr * g / (|g| + eps). Then a relative error of the update is one of the gradient, and not the sign
+of elements whose gradient is rounding noise."""
 
 LOSSES = ("dapo", "grpo", "gspo")  # three ways to average, two kinds of ratio
 STAGES = {"dapo": (0, 1, 2, 3), "grpo": (2,), "gspo": (0, 3)}
 SHARED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-"""ZeRO-3 leaves small parameters whole on every rank unless told otherwise, and all of a tiny model's are small."""
+"""ZeRO-3 leaves small parameters whole on every rank unless told otherwise, and all of a tiny
+model's are small."""
 
 RECIPES = {
-    "epochs": {"training": {"epochs": 2, "minibatches": 2, "beta": 0.05}, "correction": {"method": "token_tis"}},
-    "adapters": {"training": {"epochs": 2, "beta": 0.05, "kl": "k2"}, "lora": {"rank": 4, "alpha": 32.0}},
+    "epochs": {
+        "training": {"epochs": 2, "minibatches": 2, "beta": 0.05},
+        "correction": {"method": "token_tis"},
+    },
+    "adapters": {
+        "training": {"epochs": 2, "beta": 0.05, "kl": "k2"},
+        "lora": {"rank": 4, "alpha": 32.0},
+    },
 }
 """Jobs of several optimizer steps, with a reference."""
 
@@ -45,16 +55,23 @@ def cases(num_ranks: int) -> list[tuple[str, int, int]]:
 
 
 def train(folder: Path, model: Path, examples, todo) -> dict:
-    """Each case's metrics, loss and gradient norm; its weights are published into a folder of its own."""
+    """Each case's metrics, loss and gradient norm; its weights are published into a folder of its
+    own."""
     import torch
 
-    from services.trainer.engine import DeepSpeedEngine
+    from services.trainer.zero.deepspeed_engine import DeepSpeedEngine
 
     results = {}
     for loss, stage, budget in todo:
         training = {"loss": loss, "max_grad_norm": MAX_GRAD_NORM}
-        memory = {"zero_stage": stage, "micro_batch_tokens": budget, "deepspeed": SHARED if stage == 3 else {}}
-        engine = DeepSpeedEngine(a_job(model, memory=memory, training=training), torch.device("cpu"))
+        memory = {
+            "zero_stage": stage,
+            "micro_batch_tokens": budget,
+            "deepspeed": SHARED if stage == 3 else {},
+        }
+        engine = DeepSpeedEngine(
+            a_job(model, memory=memory, training=training), torch.device("cpu")
+        )
         update = engine.update(examples, LEARNING_RATE)
         target = folder / f"{loss}-{stage}-{budget}"
         engine.save_weights(target)
@@ -86,11 +103,17 @@ def results(one, two, model, tmp_path_factory) -> dict:
     folder, examples = tmp_path_factory.mktemp("splits"), some_examples(model)
     one.submit(train, folder / "one", model, examples, cases(1))
     two.submit(train, folder / "two", model, examples, cases(2))
-    return {(ranks, *case): result for ranks, group in ((1, one), (2, two)) for case, result in group.result().items()}
+    return {
+        (ranks, *case): result
+        for ranks, group in ((1, one), (2, two))
+        for case, result in group.result().items()
+    }
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_token_loss_scaling_any_split_at_any_zero_stage_gives_the_update_of_one_big_batch(results, model, loss):
+def test_token_loss_scaling_any_split_at_any_zero_stage_gives_the_update_of_one_big_batch(
+    results, model, loss
+):
     before = weights(model)
     folder, whole = results[1, loss, 2, 10_000]
     assert whole.metrics["num_micro_batches"] == 1
@@ -100,7 +123,10 @@ def test_token_loss_scaling_any_split_at_any_zero_stage_gives_the_update_of_one_
             folder, other = results[num_ranks, loss, stage, 64]
             assert other.metrics["num_micro_batches"] == num_micro_batches
             distance = relative(difference(weights(folder), before), expected)
-            print(f"{loss}, ZeRO-{stage}, {num_ranks} ranks: relative difference of the update {distance:.2g}")
+            print(
+                f"{loss}, ZeRO-{stage}, {num_ranks} ranks: relative difference of the update "
+                f"{distance:.2g}"
+            )
             assert distance < 1e-6
             assert other.grad_norm == pytest.approx(whole.grad_norm, rel=1e-6)
             assert other.loss == pytest.approx(whole.loss, rel=1e-5)
@@ -116,7 +142,9 @@ def test_one_big_batch_gives_the_update_of_plain_torch(results, model, loss):
     expected_norm = step(policy, optimizer(policy, LEARNING_RATE), expected_loss, MAX_GRAD_NORM)
     folder, update = results[1, loss, 2, 10_000]
     assert update.loss == pytest.approx(expected_loss.item(), rel=1e-5)
-    assert update.grad_norm == pytest.approx(expected_norm, rel=1e-5)  # before clipping, which would hide a wrong factor
+    assert update.grad_norm == pytest.approx(
+        expected_norm, rel=1e-5
+    )  # before clipping, which would hide a wrong factor
     assert relative(difference(weights(folder), before), difference(named(policy), before)) < 2e-6
 
 
@@ -124,12 +152,16 @@ def follow(folder: Path, model: Path, examples, stages) -> dict:
     """Trains by each recipe at each stage; the weights are published into folders of their own."""
     import torch
 
-    from services.trainer.engine import DeepSpeedEngine
+    from services.trainer.zero.deepspeed_engine import DeepSpeedEngine
 
     results = {}
     for name, recipe in RECIPES.items():
         for stage in stages:
-            memory = {"zero_stage": stage, "micro_batch_tokens": 64, "deepspeed": SHARED if stage == 3 else {}}
+            memory = {
+                "zero_stage": stage,
+                "micro_batch_tokens": 64,
+                "deepspeed": SHARED if stage == 3 else {},
+            }
             training = recipe["training"] | {"max_grad_norm": 1e-7}
             job = a_job(model, **{**recipe, "training": training}, memory=memory)
             engine = DeepSpeedEngine(job, torch.device("cpu"))
@@ -141,8 +173,11 @@ def follow(folder: Path, model: Path, examples, stages) -> dict:
     return results
 
 
-def test_several_steps_with_a_reference_and_adapters_are_the_same_on_one_rank_and_on_two(one, two, model, tmp_path):
-    """Each step begins where the one before ended, so differences add up, and the update is only so long beside float32's grid."""
+def test_several_steps_with_a_reference_and_adapters_are_the_same_on_one_rank_and_on_two(
+    one, two, model, tmp_path
+):
+    """Each step begins where the one before ended, so differences add up, and the update is only so
+    long beside float32's grid."""
     examples, before = some_examples(model), weights(model)
     one.submit(follow, tmp_path / "one", model, examples, (2,))
     two.submit(follow, tmp_path / "two", model, examples, (2, 3))
@@ -151,22 +186,29 @@ def test_several_steps_with_a_reference_and_adapters_are_the_same_on_one_rank_an
         folder, expected = alone[name, 2]
         for stage in (2, 3):
             other, update = together[name, stage]
-            distance = relative(difference(weights(other), before), difference(weights(folder), before))
-            print(f"{name}, ZeRO-{stage}, 2 ranks: relative difference of the update {distance:.2g}")
+            distance = relative(
+                difference(weights(other), before), difference(weights(folder), before)
+            )
+            print(
+                f"{name}, ZeRO-{stage}, 2 ranks: relative difference of the update {distance:.2g}"
+            )
             assert distance < 1e-5
             assert update.num_updates == expected.num_updates == {"epochs": 4, "adapters": 2}[name]
             assert update.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
             for metric in ("loss", "kl/reference", "mismatch/k3_kl", "entropy"):
-                mine, theirs = ({"loss": result.loss, **result.metrics}[metric] for result in (update, expected))
+                mine, theirs = (
+                    {"loss": result.loss, **result.metrics}[metric] for result in (update, expected)
+                )
                 assert mine == pytest.approx(theirs, rel=1e-4), metric
     assert (Path(together["adapters", 3][0]) / "adapter" / "adapter_model.safetensors").is_file()
 
 
 def refuse(job, good, bad) -> list:
-    """What a batch with a NaN gives on this rank, and whether the next one trains as if it had not been."""
+    """What a batch with a NaN gives on this rank, and whether the next one trains as if it had not
+    been."""
     import torch
 
-    from services.trainer.engine import DeepSpeedEngine
+    from services.trainer.zero.deepspeed_engine import DeepSpeedEngine
 
     answers = []
     for batches in ((good, good), (good, bad, good)):
@@ -187,13 +229,25 @@ def test_a_nan_that_one_rank_meets_is_skipped_by_all(two, tmp_path):
         policy.get_input_embeddings().weight[63] = float("nan")
     policy.save_pretrained(model)
     good = tuple(
-        Example(prompt_token_ids=(1, 2, index), token_ids=(3, 4), old_logprobs=(-4.0, -4.0), advantage=index - 5.0)
+        Example(
+            prompt_token_ids=(1, 2, index),
+            token_ids=(3, 4),
+            old_logprobs=(-4.0, -4.0),
+            advantage=index - 5.0,
+        )
         for index in range(11)
     )
-    bad = (Example(prompt_token_ids=(63,), token_ids=(3,), old_logprobs=(-4.0,), advantage=1.0), *good)
+    bad = (
+        Example(prompt_token_ids=(63,), token_ids=(3,), old_logprobs=(-4.0,), advantage=1.0),
+        *good,
+    )
     for stage in (0, 2, 3):
         training = {"on_nonfinite": "skip", "minibatches": 2}
-        job = a_job(model, training=training, memory={"zero_stage": stage, "micro_batch_tokens": 20, "deepspeed": SHARED})
+        job = a_job(
+            model,
+            training=training,
+            memory={"zero_stage": stage, "micro_batch_tokens": 20, "deepspeed": SHARED},
+        )
         plain, disturbed = two.call(refuse, job, good, bad)
         assert [update.skipped for update in disturbed] == [False, True, False]
         assert disturbed[2] == plain[1], f"ZeRO-{stage}"

@@ -15,7 +15,13 @@ from shared.job_file import parse_job
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 TRAINING = (ROOT / "docs/training.md").read_text()
-LEAST = {"name": "a", "model": "m", "steps": 1, "data": {"train": "t.jsonl"}, "rewards": [{"grader": "length"}]}
+LEAST = {
+    "name": "a",
+    "model": "m",
+    "steps": 1,
+    "data": {"train": "t.jsonl"},
+    "rewards": [{"grader": "length"}],
+}
 
 
 def test_the_job_in_the_readme_is_the_demos() -> None:

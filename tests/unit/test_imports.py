@@ -1,4 +1,5 @@
-"""The rules of ARCHITECTURE section 1, as code: services meet only in `shared`, and each part imports only its own libraries."""
+"""The rules of ARCHITECTURE section 1, as code: services meet only in `shared`, and each part
+imports only its own libraries."""
 
 from __future__ import annotations
 
@@ -17,10 +18,21 @@ ALLOWED: dict[str, set[str]] = {
     "shared": WIRE | {"msgpack", "pydantic_settings", "prometheus_client", "structlog", "uvicorn"},
     "hone": WIRE | {"typer", "rich"},
     "services/orchestrator": WIRE | {"redis", "wandb", "datasets"},
-    "services/rollout": WIRE | {"numpy", "vllm", "torch", "transformers", "safetensors", "prometheus_client", "uvicorn"},
+    "services/rollout": WIRE
+    | {"numpy", "vllm", "torch", "transformers", "safetensors", "prometheus_client", "uvicorn"},
     "services/trainer": WIRE
-    | {"numpy", "deepspeed", "peft", "torch", "transformers", "safetensors", "uvicorn", "prometheus_client"},
-    "services/reward": WIRE | {"math_verify", "modal", "nltk", "openai", "prometheus_client", "rapidfuzz", "regex"},
+    | {
+        "numpy",
+        "deepspeed",
+        "peft",
+        "torch",
+        "transformers",
+        "safetensors",
+        "uvicorn",
+        "prometheus_client",
+    },
+    "services/reward": WIRE
+    | {"math_verify", "modal", "nltk", "openai", "prometheus_client", "rapidfuzz", "regex"},
 }
 
 
@@ -43,7 +55,9 @@ def test_a_part_imports_only_what_it_may(part: str) -> None:
             if top in OURS:
                 meets = module == "shared" or module.startswith("shared.")
                 own = module == mine or module.startswith(f"{mine}.")
-                assert own or (meets and part != "shared"), f"{file.relative_to(ROOT)} imports {module}"
+                assert own or (meets and part != "shared"), (
+                    f"{file.relative_to(ROOT)} imports {module}"
+                )
             elif top not in sys.stdlib_module_names:
                 assert top in ALLOWED[part], f"{file.relative_to(ROOT)} imports {module}"
 
@@ -51,21 +65,30 @@ def test_a_part_imports_only_what_it_may(part: str) -> None:
 def test_no_relative_imports() -> None:
     for part in OURS:
         for file in (ROOT / part).rglob("*.py"):
-            levels = [node.level for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+            levels = [
+                node.level
+                for node in ast.walk(ast.parse(file.read_text()))
+                if isinstance(node, ast.ImportFrom)
+            ]
             assert not any(levels), file
 
 
 def test_shared_imports_without_the_engines() -> None:
-    code = (
-        "import sys, shared.service, shared.client, shared.wire; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+    code = "import sys, shared.service, shared.client, shared.wire; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+        ).stdout.strip()
+        == "[]"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.strip() == "[]"
 
 
 def test_help_takes_less_than_a_second() -> None:
     def once() -> float:
         start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "hone.cli", "--help"], check=True, capture_output=True, cwd=ROOT)
+        subprocess.run(
+            [sys.executable, "-m", "hone.cli", "--help"], check=True, capture_output=True, cwd=ROOT
+        )
         return time.perf_counter() - start
 
     assert min(once() for _ in range(3)) < 1.0

@@ -1,4 +1,5 @@
-"""The graders that come with Hone, one file each. Every module of this folder is imported, and so registered, by `load`."""
+"""The graders that come with Hone, one file each. Every module of this folder is imported, and so
+registered, by `load`."""
 
 from __future__ import annotations
 

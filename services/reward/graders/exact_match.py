@@ -9,7 +9,8 @@ from shared.wire import Part, ScoreItem
 
 
 class ExactMatchParams(Params):
-    """`column` holds the expected text (or whole number). `strip` and `ignore_case` apply to both sides."""
+    """`column` holds the expected text (or whole number). `strip` and `ignore_case` apply to both
+    sides."""
 
     column: Column = "answer"
     strip: bool = True
@@ -28,7 +29,9 @@ class ExactMatch(Grader[ExactMatchParams]):
     def _part(self, item: ScoreItem) -> Part:
         value = item.row[self.params.column]
         if type(value) not in (str, int):
-            fault = f"column {self.params.column!r} is {value!r:.80}; expected text or a whole number"
+            fault = (
+                f"column {self.params.column!r} is {value!r:.80}; expected text or a whole number"
+            )
             raise GradingFailed(fault, "invalid_variable_error")
         if self._normal(item.completion) == self._normal(str(value)):
             return Part(value=1.0)

@@ -1,4 +1,5 @@
-"""Evaluates formulas such as `0.8 * right + 0.2 * min(style, 1)`: numbers, names, arithmetic, a few functions. Nothing else.
+"""Evaluates formulas such as `0.8 * right + 0.2 * min(style, 1)`: numbers, names, arithmetic, a few
+functions. Nothing else.
 
 Read from Python's syntax tree and never run as Python, so a formula can do nothing but arithmetic.
 """
@@ -30,7 +31,10 @@ _BINARY: dict[type[ast.operator], Callable[[float, float], Any]] = {
     ast.Div: operator.truediv,
     ast.Pow: operator.pow,
 }
-_UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+_UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
 
 
 class FormulaError(ValueError):
@@ -38,11 +42,14 @@ class FormulaError(ValueError):
 
 
 class Formula:
-    """A parsed formula. `names` are those of the values it needs. Raises FormulaError for anything that is not arithmetic."""
+    """A parsed formula. `names` are those of the values it needs. Raises FormulaError for anything
+    that is not arithmetic."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_CHARS:
-            raise FormulaError(f"a formula of {len(source)} characters; at most {MAX_CHARS} are taken")
+            raise FormulaError(
+                f"a formula of {len(source)} characters; at most {MAX_CHARS} are taken"
+            )
         try:
             self._tree = ast.parse(source.strip(), mode="eval").body
             self.names = frozenset(_names(self._tree))
@@ -52,7 +59,8 @@ class Formula:
             raise FormulaError(f"formula {source!r:.80} cannot be read: {error}") from error
 
     def value(self, values: dict[str, float]) -> float:
-        """Returns the value for these `values` by name. Raises FormulaError where it is no finite number."""
+        """Returns the value for these `values` by name. Raises FormulaError where it is no finite
+        number."""
         try:
             result = _value(self._tree, {name: float(value) for name, value in values.items()})
         except (ArithmeticError, ValueError, TypeError) as error:
@@ -71,7 +79,12 @@ def _names(node: ast.expr) -> set[str]:
         return _names(node.left) | _names(node.right)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _names(node.operand)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in FUNCTIONS
+        and not node.keywords
+    ):
         return {name for part in node.args for name in _names(part)}
     known = f"numbers, names of graders, + - * / ** and {', '.join(FUNCTIONS)}"
     raise FormulaError(f"{ast.unparse(node)!r:.80} is not allowed in a formula; it has {known}")

@@ -1,8 +1,9 @@
-"""The job's own reward: a function as TRL has it, or a class (`shared/rewards.py`). See docs/rewards.md.
+"""The job's own reward: a function as TRL has it, or a class (`shared/rewards.py`). See
+docs/rewards.md.
 
-A function gets `prompts`, `completions`, and each column of the dataset as a list with one entry a completion (None where a row
-lacks it). A text prompt gives text; a prompt of chat messages gives messages, and its completion is
-`[{"role": "assistant", ...}]`.
+A function gets `prompts`, `completions`, and each column of the dataset as a list with one entry a
+completion (None where a row lacks it). A text prompt gives text; a prompt of chat messages gives
+messages, and its completion is `[{"role": "assistant", ...}]`.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ MAX_LATE_CALLS = 10
 
 
 class FunctionParams(Params):
-    """`timeout_s`: how long one call may take, in seconds: for all completions of a request, or for one where the class has
-    `score`."""
+    """`timeout_s`: how long one call may take, in seconds: for all completions of a request, or for
+    one where the class has `score`."""
 
     timeout_s: float = Field(default=30.0, gt=0, le=600)
 
 
 @grader("function")
 class Function(Grader[FunctionParams]):
-    """Your own Python function or class (`file` and `function`), called with prompts, completions and dataset columns.
+    """Your own Python function or class (`file` and `function`), called with prompts, completions
+    and dataset columns.
 
     It returns one number a completion, None where it does not apply, or (number, why).
     """
@@ -49,26 +51,43 @@ class Function(Grader[FunctionParams]):
     async def check(self, columns: Sequence[str]) -> None:
         if not self.tools.settings.allow_job_code:
             raise BadRequest(
-                f"reward {self.spec.label!r} is the job's own code, which this service does not run (HONE_ALLOW_JOB_CODE=false)"
+                f"reward {self.spec.label!r} is the job's own code, which this service does not "
+                "run (HONE_ALLOW_JOB_CODE=false)"
             )
         if self.spec.source is None:
-            raise BadRequest(f"reward {self.spec.label!r}: the text of {self.spec.file!r} must be sent along as 'source'")
+            raise BadRequest(
+                f"reward {self.spec.label!r}: the text of {self.spec.file!r} must be sent along as "
+                "'source'"
+            )
         signature = await self.tools.functions.signature(self.spec)
         given = GIVEN if signature.calls == "batch" else GIVEN_ITEM
         for name, needed in signature.parameters.items():
             if needed and name not in (*given, *columns):
-                reason = f"TRL gives {name!r}, Hone does not" if name in NOT_GIVEN else no_column(name, columns)
+                reason = (
+                    f"TRL gives {name!r}, Hone does not"
+                    if name in NOT_GIVEN
+                    else no_column(name, columns)
+                )
                 raise BadRequest(f"reward function {self.spec.function!r} takes {name!r}: {reason}")
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return await self.tools.functions.call(self.spec, _arguments(items), len(items), self.params.timeout_s)
+        return await self.tools.functions.call(
+            self.spec, _arguments(items), len(items), self.params.timeout_s
+        )
 
 
 def _arguments(items: Sequence[ScoreItem]) -> dict[str, Any]:
     columns = {column for item in items for column in item.row}
-    arguments: dict[str, Any] = {column: [item.row.get(column) for item in items] for column in sorted(columns)}
-    arguments["prompts"] = [item.prompt if isinstance(item.prompt, str) else list(item.prompt) for item in items]
+    arguments: dict[str, Any] = {
+        column: [item.row.get(column) for item in items] for column in sorted(columns)
+    }
+    arguments["prompts"] = [
+        item.prompt if isinstance(item.prompt, str) else list(item.prompt) for item in items
+    ]
     arguments["completions"] = [
-        item.completion if isinstance(item.prompt, str) else [{"role": "assistant", "content": item.completion}] for item in items
+        item.completion
+        if isinstance(item.prompt, str)
+        else [{"role": "assistant", "content": item.completion}]
+        for item in items
     ]
     return arguments

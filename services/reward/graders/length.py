@@ -1,4 +1,5 @@
-"""Rewards completions by their length in characters (Unicode code points, of the completion as it is)."""
+"""Rewards completions by their length in characters (Unicode code points, of the completion as it
+is)."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from shared.wire import Part, ScoreItem
 class LengthParams(Params):
     """Either `target`, or `min` and `max` (inclusive; either may be left out). Characters.
 
-    `shape` "step": 1 inside (or exactly at the target), else 0. "linear": 1 inside, falling in a straight line with the distance
-    outside: to 0 at no characters below `min` or the target, and to 0 at twice `max` or the target.
+    `shape` "step": 1 inside (or exactly at the target), else 0. "linear": 1 inside, falling in a
+    straight line with the distance outside: to 0 at no characters below `min` or the target, and to
+    0 at twice `max` or the target.
     """
 
     min: int | None = Field(default=None, ge=1)

@@ -1,7 +1,8 @@
-"""A language model grades completions by a rubric. Endpoint and key are the service's settings (`judge/client.py`).
+"""A language model grades completions by a rubric. Endpoint and key are the service's settings
+(`judge/client.py`).
 
-The completion is quoted to the judge as data, and a completion may try to talk to it: prefer rewards that can be checked, and
-look at what it pays for.
+The completion is quoted to the judge as data, and a completion may try to talk to it: prefer
+rewards that can be checked, and look at what it pays for.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ JSON object and nothing after it: {{"score": <number from {low:g} to {high:g}>, 
 
 
 class LlmJudgeParams(JudgeParams):
-    """`rubric` is a template: `{{ item.question }}` is a column, `{{ sample.output_text }}` the completion. The judge gives a
-    number from `low` to `high`, of which 0 to 1 is made. `system` replaces the usual instruction, which asks for a JSON object
-    with "score" and "reason"; one of your own must too."""
+    """`rubric` is a template: `{{ item.question }}` is a column, `{{ sample.output_text }}` the
+    completion. The judge gives a number from `low` to `high`, of which 0 to 1 is made. `system`
+    replaces the usual instruction, which asks for a JSON object with "score" and "reason"; one of
+    your own must too."""
 
     model: str
     rubric: str = Field(min_length=1)
@@ -46,11 +48,16 @@ class LlmJudge(JudgeGrader[LlmJudgeParams]):
 
     def question(self, item: ScoreItem) -> Question:
         system = self.params.system or SYSTEM.format(low=self.params.low, high=self.params.high)
-        messages = ({"role": "system", "content": system}, {"role": "user", "content": templates.render(self.params.rubric, item)})
+        messages = (
+            {"role": "system", "content": system},
+            {"role": "user", "content": templates.render(self.params.rubric, item)},
+        )
         return Question(self.params.model, messages, self.params.sampling.sent())
 
     def part(self, reply: str) -> Part:
         low, high = self.params.low, self.params.high
         score = replies.number(reply, "score", low, high)
         reason = (replies.last_object(reply) or {}).get("reason", "")
-        return Part(value=(score - low) / (high - low), detail=f"{score:g} of {high:g}: {reason!s:.300}")
+        return Part(
+            value=(score - low) / (high - low), detail=f"{score:g} of {high:g}: {reason!s:.300}"
+        )

@@ -1,9 +1,8 @@
 """OpenAI's `multi`: several of OpenAI's graders, and a formula over their values.
 
-[rewards.params]
-calculate_output = "0.8 * right + 0.2 * kind"
-graders.right = { type = "string_check", name = "right", input = "{{ sample.output_text }}", reference = "{{ item.answer }}", ... }
-graders.kind = { type = "score_model", ... }
+[rewards.params] calculate_output = "0.8 * right + 0.2 * kind" graders.right = { type =
+"string_check", name = "right", input = "{{ sample.output_text }}", reference = "{{ item.answer }}",
+... } graders.kind = { type = "score_model", ... }
 """
 
 from __future__ import annotations
@@ -50,11 +49,16 @@ class Multi(Grader[MultiParams]):
     def __init__(self, spec: RewardSpec, params: MultiParams, tools: Tools) -> None:
         super().__init__(spec, params, tools)
         self._formula = Formula(params.calculate_output)
-        self._graders = {name: _bound(spec, name, given, tools) for name, given in params.graders.items()}
+        self._graders = {
+            name: _bound(spec, name, given, tools) for name, given in params.graders.items()
+        }
         unknown = sorted(self._formula.names - self._graders.keys())
         if unknown:
             known = ", ".join(self._graders)
-            raise BadRequest(f"reward {spec.label!r}: calculate_output names {unknown[0]!r}; its graders are {known}")
+            raise BadRequest(
+                f"reward {spec.label!r}: calculate_output names {unknown[0]!r}; its graders are "
+                f"{known}"
+            )
 
     async def check(self, columns: Sequence[str]) -> None:
         for part in self._graders.values():
@@ -69,7 +73,9 @@ class Multi(Grader[MultiParams]):
 
     async def _grade(self, item: ScoreItem) -> Part:
         grading = (part.grade([item]) for part in self._graders.values())
-        answers = await asyncio.gather(*grading, return_exceptions=True)  # so that none goes on after an error of another
+        answers = await asyncio.gather(
+            *grading, return_exceptions=True
+        )  # so that none goes on after an error of another
         values: dict[str, float | None] = {}
         tokens: Counter[str] = Counter()
         for name, answer in zip(self._graders, answers, strict=True):
@@ -92,5 +98,8 @@ class Multi(Grader[MultiParams]):
 def _bound(spec: RewardSpec, name: str, given: dict[str, Any], tools: Tools) -> Grader[Any]:
     kind = given.get("type")
     if kind not in KINDS:
-        raise BadRequest(f"reward {spec.label!r}: grader {name!r} has type {kind!r}; expected one of {', '.join(KINDS)}")
+        raise BadRequest(
+            f"reward {spec.label!r}: grader {name!r} has type {kind!r}; expected one of "
+            f"{', '.join(KINDS)}"
+        )
     return registry.bind(RewardSpec(grader=kind, name=f"{spec.label}.{name}", params=given), tools)

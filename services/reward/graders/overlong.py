@@ -4,7 +4,8 @@ r"""DAPO's soft punishment of long completions (arXiv 2503.14476, equation 13).
            ((max - buffer) - |y|) / buffer          max - buffer < |y| <= max
            -1                                       |y| > max
 
-with |y| in tokens, times `penalty`. Use it with `shaping = true`: it counts, but makes no group informative.
+with |y| in tokens, times `penalty`. Use it with `shaping = true`: it counts, but makes no group
+informative.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from shared.wire import Part, ScoreItem
 
 
 class OverlongParams(Params):
-    """Tokens: `max_tokens`, from which on the whole `penalty` applies, and `buffer_tokens`, over which it grows from 0."""
+    """Tokens: `max_tokens`, from which on the whole `penalty` applies, and `buffer_tokens`, over
+    which it grows from 0."""
 
     max_tokens: int = Field(ge=1)
     buffer_tokens: int = Field(ge=0)
@@ -27,13 +29,17 @@ class OverlongParams(Params):
     @model_validator(mode="after")
     def _fits(self) -> OverlongParams:
         if self.buffer_tokens > self.max_tokens:
-            raise ValueError(f"buffer_tokens is {self.buffer_tokens} and max_tokens {self.max_tokens}; expected no more than that")
+            raise ValueError(
+                f"buffer_tokens is {self.buffer_tokens} and max_tokens {self.max_tokens}; expected "
+                "no more than that"
+            )
         return self
 
 
 @grader("overlong")
 class Overlong(Grader[OverlongParams]):
-    """0 for a completion of up to `max_tokens - buffer_tokens` tokens, falling to `-penalty` at `max_tokens`, and that beyond."""
+    """0 for a completion of up to `max_tokens - buffer_tokens` tokens, falling to `-penalty` at
+    `max_tokens`, and that beyond."""
 
     items_per_call = 1
 
@@ -42,9 +48,16 @@ class Overlong(Grader[OverlongParams]):
 
     def _grade(self, item: ScoreItem) -> Part:
         if item.num_tokens is None:
-            raise GradingFailed("the item does not say how many tokens its completion has (num_tokens)", "sample_parse_error")
-        value = self.params.penalty * punishment(item.num_tokens, self.params.max_tokens, self.params.buffer_tokens)
-        return Part(value=value, verdict="ok" if not value else "wrong", detail=f"{item.num_tokens} tokens")
+            raise GradingFailed(
+                "the item does not say how many tokens its completion has (num_tokens)",
+                "sample_parse_error",
+            )
+        value = self.params.penalty * punishment(
+            item.num_tokens, self.params.max_tokens, self.params.buffer_tokens
+        )
+        return Part(
+            value=value, verdict="ok" if not value else "wrong", detail=f"{item.num_tokens} tokens"
+        )
 
 
 def punishment(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:

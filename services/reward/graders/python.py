@@ -1,8 +1,9 @@
-"""OpenAI's `python` grader: the job's source, with a function `grade(sample, item)`, run in the sandbox for each completion.
+"""OpenAI's `python` grader: the job's source, with a function `grade(sample, item)`, run in the
+sandbox for each completion.
 
-`sample` is `{"output_text": completion}` and `item` the row. It is the job's code, and may read the answer: unlike the model's, it
-runs beside it. Isolated all the same, in a fresh process each time. For many completions a reward function of your own
-(`function`) is faster: it stays loaded.
+`sample` is `{"output_text": completion}` and `item` the row. It is the job's code, and may read the
+answer: unlike the model's, it runs beside it. Isolated all the same, in a fresh process each time.
+For many completions a reward function of your own (`function`) is faster: it stays loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from shared.wire import ExecuteRequest, Part, ScoreItem
 
 
 class PythonParams(Params):
-    """`source` defines `grade(sample, item)`, which returns a number. `image_tag` is taken for OpenAI's sake and has no effect."""
+    """`source` defines `grade(sample, item)`, which returns a number. `image_tag` is taken for
+    OpenAI's sake and has no effect."""
 
     type: Literal["python"] = "python"
     name: str = "python"
@@ -33,7 +35,8 @@ class PythonParams(Params):
 
 @grader("python")
 class Python(Grader[PythonParams]):
-    """What the job's own `grade(sample, item)` returns for the completion. As OpenAI's grader of that name."""
+    """What the job's own `grade(sample, item)` returns for the completion. As OpenAI's grader of
+    that name."""
 
     items_per_call = 1
     max_concurrency = 64
@@ -42,12 +45,15 @@ class Python(Grader[PythonParams]):
     async def check(self, columns: Sequence[str]) -> None:
         if not self.tools.settings.allow_job_code:
             raise BadRequest(
-                f"reward {self.spec.label!r} is the job's own code, which this service does not run (HONE_ALLOW_JOB_CODE=false)"
+                f"reward {self.spec.label!r} is the job's own code, which this service does not "
+                "run (HONE_ALLOW_JOB_CODE=false)"
             )
         try:
             compile(self.params.source, "grader.py", "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
-            raise BadRequest(f"reward {self.spec.label!r}: its source is not Python: {error}") from error
+            raise BadRequest(
+                f"reward {self.spec.label!r}: its source is not Python: {error}"
+            ) from error
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         return [await self._grade(item) for item in items]
@@ -59,7 +65,10 @@ class Python(Grader[PythonParams]):
             raise GradingFailed(f"{verdict}: {detail}", "python_grader_runtime_error")
         value: Any = execution.value
         if type(value) not in (int, float, bool) or not -1e300 < value < 1e300:
-            raise GradingFailed(f"grade() returned {value!r:.80}; expected a finite number", "python_grader_runtime_error")
+            raise GradingFailed(
+                f"grade() returned {value!r:.80}; expected a finite number",
+                "python_grader_runtime_error",
+            )
         return Part(value=float(value), stdout=execution.stdout[-KEEP_CHARS:])
 
     def _request(self, item: ScoreItem) -> ExecuteRequest:

@@ -1,8 +1,10 @@
-"""Runs the model's Python in the sandbox and compares what it evaluates to. The expected value never enters the sandbox.
+"""Runs the model's Python in the sandbox and compares what it evaluates to. The expected value
+never enters the sandbox.
 
-Without `numbers` the completion is a program whose last statement is an expression; its value counts. With `numbers` it is one
-arithmetic expression (the Countdown game): its whole-number literals must be exactly the row's numbers, each used once, and
-nothing but numbers, + - * / // % and parentheses may appear. That is checked here, by reading its tokens, before anything runs.
+Without `numbers` the completion is a program whose last statement is an expression; its value
+counts. With `numbers` it is one arithmetic expression (the Countdown game): its whole-number
+literals must be exactly the row's numbers, each used once, and nothing but numbers, + - * / // %
+and parentheses may appear. That is checked here, by reading its tokens, before anything runs.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ exec(compile(_tree, "program.py", "exec"))
 
 
 class PythonValueParams(Params):
-    """`target` and `numbers` are columns: the wanted value, and the numbers that must be used (a list of whole numbers).
+    """`target` and `numbers` are columns: the wanted value, and the numbers that must be used (a
+    list of whole numbers).
 
-    `cpu_s` (seconds of CPU), `timeout_s` (of wall clock) and `memory_mib` bound one program. `tolerance` is the largest accepted
-    difference of two numbers.
+    `cpu_s` (seconds of CPU), `timeout_s` (of wall clock) and `memory_mib` bound one program.
+    `tolerance` is the largest accepted difference of two numbers.
     """
 
     target: Column = "target"
@@ -49,7 +52,8 @@ class PythonValueParams(Params):
 
 @grader("python_value")
 class PythonValue(Grader[PythonValueParams]):
-    """1 if the completion, run as Python, evaluates to the row's `target`, else 0. 15 and 15.0 are equal; True is not 1.
+    """1 if the completion, run as Python, evaluates to the row's `target`, else 0. 15 and 15.0 are
+    equal; True is not 1.
 
     With `numbers`, it must be one arithmetic expression that uses exactly those numbers.
     """
@@ -72,29 +76,47 @@ class PythonValue(Grader[PythonValueParams]):
         execution = await self.tools.sandbox.execute(self._request(program))
         verdict, detail = fault(execution)
         if verdict != "ok":
-            return Part(value=0.0, verdict=verdict, detail=detail, stdout=execution.stdout[-KEEP_CHARS:])
+            return Part(
+                value=0.0, verdict=verdict, detail=detail, stdout=execution.stdout[-KEEP_CHARS:]
+            )
         right = same(execution.value, target, self.params.tolerance)
-        detail = f"evaluated to {execution.value!r:.80}" + ("" if right else f", wanted {target!r:.80}")
+        detail = f"evaluated to {execution.value!r:.80}" + (
+            "" if right else f", wanted {target!r:.80}"
+        )
         stdout = execution.stdout[-KEEP_CHARS:]
-        return Part(value=float(right), verdict="ok" if right else "wrong", detail=detail, stdout=stdout)
+        return Part(
+            value=float(right), verdict="ok" if right else "wrong", detail=detail, stdout=stdout
+        )
 
     def _numbers(self, item: ScoreItem) -> list[int]:
-        """Returns the row's numbers. Raises GradingFailed for a row whose columns hold anything else."""
+        """Returns the row's numbers. Raises GradingFailed for a row whose columns hold anything
+        else."""
         assert self.params.numbers is not None
         target, numbers = item.row[self.params.target], item.row[self.params.numbers]
-        if not isinstance(numbers, list | tuple) or any(type(number) is not int for number in numbers):
+        if not isinstance(numbers, list | tuple) or any(
+            type(number) is not int for number in numbers
+        ):
             fault = f"column {self.params.numbers!r} is {numbers!r:.80}; expected a list of whole numbers"
             raise GradingFailed(fault, "invalid_variable_error")
         if type(target) not in (int, float):
-            raise GradingFailed(f"column {self.params.target!r} is {target!r:.80}; expected a number", "invalid_variable_error")
+            raise GradingFailed(
+                f"column {self.params.target!r} is {target!r:.80}; expected a number",
+                "invalid_variable_error",
+            )
         return list(numbers)
 
     def _request(self, program: str) -> ExecuteRequest:
-        limits = {"cpu_s": self.params.cpu_s, "timeout_s": self.params.timeout_s, "memory_mib": self.params.memory_mib}
+        limits = {
+            "cpu_s": self.params.cpu_s,
+            "timeout_s": self.params.timeout_s,
+            "memory_mib": self.params.memory_mib,
+        }
         if self.params.numbers is not None:
             return ExecuteRequest(expression=program, **limits)
         last = 'eval(compile(_last, "program.py", "eval"))'
-        return ExecuteRequest(code=LAST_VALUE, expression=last, inputs={"_source": program}, **limits)
+        return ExecuteRequest(
+            code=LAST_VALUE, expression=last, inputs={"_source": program}, **limits
+        )
 
 
 def breach(expression: str, numbers: Sequence[int]) -> str:
@@ -112,4 +134,8 @@ def breach(expression: str, numbers: Sequence[int]) -> str:
         if token["number"]:
             used.append(int(token["number"]))
         position = token.end()
-    return "" if sorted(used) == sorted(numbers) else f"used {sorted(used)!s:.80}, wanted {sorted(numbers)}"
+    return (
+        ""
+        if sorted(used) == sorted(numbers)
+        else f"used {sorted(used)!s:.80}, wanted {sorted(numbers)}"
+    )

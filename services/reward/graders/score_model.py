@@ -1,4 +1,5 @@
-"""OpenAI's `score_model` and `label_model`: a language model gives a number, or one of some labels."""
+"""OpenAI's `score_model` and `label_model`: a language model gives a number, or one of some
+labels."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ class ModelParams(JudgeParams):
 
 
 class ScoreModelParams(ModelParams):
-    """`input`: messages, templates. `range`: the least and the most that the judge may give. `pass_threshold`: a score from there
-    on is 1 and below 0, instead of the score itself."""
+    """`input`: messages, templates. `range`: the least and the most that the judge may give.
+    `pass_threshold`: a score from there on is 1 and below 0, instead of the score itself."""
 
     type: Literal["score_model"] = "score_model"
     range: tuple[float, float] = (0.0, 1.0)
@@ -49,7 +50,8 @@ class ScoreModelParams(ModelParams):
 
 
 class LabelModelParams(ModelParams):
-    """`input`: messages, templates. `labels` that the judge chooses among; `passing_labels` earn 1."""
+    """`input`: messages, templates. `labels` that the judge chooses among; `passing_labels` earn
+    1."""
 
     type: Literal["label_model"] = "label_model"
     labels: tuple[str, ...] = Field(min_length=1)
@@ -70,8 +72,16 @@ class _Model(JudgeGrader[J]):
         return [message.text for message in self._own.input]
 
     def question(self, item: ScoreItem) -> Question:
-        messages = [{"role": message.role, "content": templates.render(message.text, item)} for message in self._own.input]
-        messages.append({"role": "system", "content": f"End with one JSON object and nothing after it: {self.form()}"})
+        messages = [
+            {"role": message.role, "content": templates.render(message.text, item)}
+            for message in self._own.input
+        ]
+        messages.append(
+            {
+                "role": "system",
+                "content": f"End with one JSON object and nothing after it: {self.form()}",
+            }
+        )
         return Question(self._own.model, tuple(messages), self._own.sampling_params.sent())
 
     @abstractmethod
@@ -86,7 +96,8 @@ class _Model(JudgeGrader[J]):
 
 @grader("score_model")
 class ScoreModel(_Model[ScoreModelParams]):
-    """The number that a language model gives the completion, in `range`. As OpenAI's grader of that name."""
+    """The number that a language model gives the completion, in `range`. As OpenAI's grader of that
+    name."""
 
     def form(self) -> str:
         low, high = self.params.range
@@ -95,12 +106,16 @@ class ScoreModel(_Model[ScoreModelParams]):
     def part(self, reply: str) -> Part:
         score = replies.number(reply, "result", *self.params.range)
         threshold = self.params.pass_threshold
-        return Part(value=score if threshold is None else float(score >= threshold), detail=f"scored {score:g}")
+        return Part(
+            value=score if threshold is None else float(score >= threshold),
+            detail=f"scored {score:g}",
+        )
 
 
 @grader("label_model")
 class LabelModel(_Model[LabelModelParams]):
-    """1 if the label that a language model gives the completion is a passing one, else 0. As OpenAI's grader of that name."""
+    """1 if the label that a language model gives the completion is a passing one, else 0. As
+    OpenAI's grader of that name."""
 
     def form(self) -> str:
         labels = ", ".join(self.params.labels)
@@ -109,4 +124,6 @@ class LabelModel(_Model[LabelModelParams]):
     def part(self, reply: str) -> Part:
         label = replies.label(reply, "result", self.params.labels)
         passes = label in self.params.passing_labels
-        return Part(value=float(passes), verdict="ok" if passes else "wrong", detail=f"labelled {label!r}")
+        return Part(
+            value=float(passes), verdict="ok" if passes else "wrong", detail=f"labelled {label!r}"
+        )

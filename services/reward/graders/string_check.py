@@ -11,7 +11,8 @@ from shared.wire import Part, ScoreItem
 
 
 class StringCheckParams(Params):
-    """`operation`: "eq" the same, "ne" not the same, "like" `input` contains `reference`, "ilike" the same whatever the case."""
+    """`operation`: "eq" the same, "ne" not the same, "like" `input` contains `reference`, "ilike"
+    the same whatever the case."""
 
     type: Literal["string_check"] = "string_check"
     name: str = "string_check"
@@ -22,7 +23,8 @@ class StringCheckParams(Params):
 
 @grader("string_check")
 class StringCheck(Grader[StringCheckParams]):
-    """1 if `input` and `reference`, two templates, compare as `operation` says, else 0. As OpenAI's grader of that name."""
+    """1 if `input` and `reference`, two templates, compare as `operation` says, else 0. As OpenAI's
+    grader of that name."""
 
     items_per_call = 1
 
@@ -34,7 +36,10 @@ class StringCheck(Grader[StringCheckParams]):
         return [self._grade(item) for item in items]
 
     def _grade(self, item: ScoreItem) -> Part:
-        given, wanted = (templates.render(template, item) for template in (self.params.input, self.params.reference))
+        given, wanted = (
+            templates.render(template, item)
+            for template in (self.params.input, self.params.reference)
+        )
         holds = {
             "eq": given == wanted,
             "ne": given != wanted,
@@ -43,4 +48,8 @@ class StringCheck(Grader[StringCheckParams]):
         }[self.params.operation]
         if holds:
             return Part(value=1.0)
-        return Part(value=0.0, verdict="wrong", detail=f"not {given!r:.80} {self.params.operation} {wanted!r:.80}")
+        return Part(
+            value=0.0,
+            verdict="wrong",
+            detail=f"not {given!r:.80} {self.params.operation} {wanted!r:.80}",
+        )

@@ -1,8 +1,9 @@
 """OpenAI's `text_similarity`: how alike two texts are, 0 to 1.
 
-`fuzzy_match` by rapidfuzz; `bleu`, `gleu` and `meteor` by NLTK; ROUGE (Lin 2004, aclanthology.org/W04-1013) here. All but
-`fuzzy_match` compare words in lower case. BLEU is of one sentence, up to 4 words at a time, smoothed by method 1 of Chen and
-Cherry (2014). METEOR knows stems but no synonyms: those would need WordNet, which is not installed. Left out: `cosine`, which
+`fuzzy_match` by rapidfuzz; `bleu`, `gleu` and `meteor` by NLTK; ROUGE (Lin 2004,
+aclanthology.org/W04-1013) here. All but `fuzzy_match` compare words in lower case. BLEU is of one
+sentence, up to 4 words at a time, smoothed by method 1 of Chen and Cherry (2014). METEOR knows
+stems but no synonyms: those would need WordNet, which is not installed. Left out: `cosine`, which
 needs an embedding model.
 """
 
@@ -26,28 +27,43 @@ Words = list[str]
 
 
 class TextSimilarityParams(Params):
-    """`input` and `reference` are templates. `pass_threshold`: 1 from there on and 0 below, instead of the similarity itself."""
+    """`input` and `reference` are templates. `pass_threshold`: 1 from there on and 0 below, instead
+    of the similarity itself."""
 
     type: Literal["text_similarity"] = "text_similarity"
     name: str = "text_similarity"
     input: str
     reference: str
     evaluation_metric: Literal[
-        "cosine", "fuzzy_match", "bleu", "gleu", "meteor", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"
+        "cosine",
+        "fuzzy_match",
+        "bleu",
+        "gleu",
+        "meteor",
+        "rouge_1",
+        "rouge_2",
+        "rouge_3",
+        "rouge_4",
+        "rouge_5",
+        "rouge_l",
     ]
     pass_threshold: float | None = None
 
 
 @grader("text_similarity")
 class TextSimilarity(Grader[TextSimilarityParams]):
-    """How alike `input` and `reference`, two templates, are by `evaluation_metric`, 0 to 1. As OpenAI's grader of that name."""
+    """How alike `input` and `reference`, two templates, are by `evaluation_metric`, 0 to 1. As
+    OpenAI's grader of that name."""
 
     pure = True
     items_per_call = 1
 
     async def check(self, columns: Sequence[str]) -> None:
         if self.params.evaluation_metric == "cosine":
-            raise BadRequest(f"reward {self.spec.label!r}: 'cosine' needs an embedding model, which this service has not")
+            raise BadRequest(
+                f"reward {self.spec.label!r}: 'cosine' needs an embedding model, which this "
+                "service has not"
+            )
         for template in (self.params.input, self.params.reference):
             templates.check(template, columns, self.spec.label)
 
@@ -58,18 +74,27 @@ class TextSimilarity(Grader[TextSimilarityParams]):
         return [await self._grade(item) for item in items]
 
     def _texts(self, item: ScoreItem) -> list[str]:
-        return [templates.render(template, item) for template in (self.params.input, self.params.reference)]
+        return [
+            templates.render(template, item)
+            for template in (self.params.input, self.params.reference)
+        ]
 
     async def _grade(self, item: ScoreItem) -> Part:
         given, wanted = self._texts(item)
         if max(len(given), len(wanted)) > MAX_CHARS:
             return Part(
-                value=0.0, verdict="wrong", detail=f"texts of {len(given)} and {len(wanted)} characters, at most {MAX_CHARS}"
+                value=0.0,
+                verdict="wrong",
+                detail=f"texts of {len(given)} and {len(wanted)} characters, at most {MAX_CHARS}",
             )
         likeness = await asyncio.to_thread(similarity, self.params.evaluation_metric, given, wanted)
         threshold = self.params.pass_threshold
         value = likeness if threshold is None else float(likeness >= threshold)
-        return Part(value=value, verdict="ok" if value else "wrong", detail=f"{self.params.evaluation_metric} {likeness:.4f}")
+        return Part(
+            value=value,
+            verdict="ok" if value else "wrong",
+            detail=f"{self.params.evaluation_metric} {likeness:.4f}",
+        )
 
 
 def similarity(metric: str, given: str, wanted: str) -> float:
@@ -90,7 +115,10 @@ def similarity(metric: str, given: str, wanted: str) -> float:
 
 def rouge_n(given: Words, wanted: Words, size: int) -> float:
     """Returns the F1 of the runs of `size` words that two texts share."""
-    ours, theirs = (Counter(zip(*(words[start:] for start in range(size)), strict=False)) for words in (given, wanted))
+    ours, theirs = (
+        Counter(zip(*(words[start:] for start in range(size)), strict=False))
+        for words in (given, wanted)
+    )
     return _f1((ours & theirs).total(), ours.total(), theirs.total())
 
 
@@ -116,7 +144,9 @@ def _by_nltk(metric: str) -> Callable[[Words, Words], float]:
 
     no_synonyms: Any = NoSynonyms()
     metrics: dict[str, Callable[[Words, Words], Any]] = {
-        "bleu": lambda given, wanted: sentence_bleu([wanted], given, smoothing_function=SmoothingFunction().method1),
+        "bleu": lambda given, wanted: sentence_bleu(
+            [wanted], given, smoothing_function=SmoothingFunction().method1
+        ),
         "gleu": lambda given, wanted: sentence_gleu([wanted], given),
         "meteor": lambda given, wanted: meteor_score([wanted], given, wordnet=no_synonyms),
     }

@@ -1,7 +1,8 @@
-"""Rewards the form "<think>reasoning</think>answer", as TRL's `think_format_reward` does, and stricter in two points:
+"""Rewards the form "<think>reasoning</think>answer", as TRL's `think_format_reward` does, and
+stricter in two points:
 
-a second "</think>" and an empty answer earn 0 here and 1 there. As there, the completion must start with "<think>" and have
-only one.
+a second "</think>" and an empty answer earn 0 here and 1 there. As there, the completion must start
+with "<think>" and have only one.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @grader("think_format")
 def think_format(items: Sequence[ScoreItem]) -> list[Part]:
-    """1 for a completion of exactly one <think>...</think> at its start and then a non-empty answer, else 0."""
+    """1 for a completion of exactly one <think>...</think> at its start and then a non-empty
+    answer, else 0."""
     faults = [_fault(item.completion) for item in items]
-    return [Part(value=0.0, verdict="wrong", detail=fault) if fault else Part(value=1.0) for fault in faults]
+    return [
+        Part(value=0.0, verdict="wrong", detail=fault) if fault else Part(value=1.0)
+        for fault in faults
+    ]
 
 
 def _fault(text: str) -> str:

@@ -9,12 +9,19 @@ from shared.config import Settings
 
 
 def build(settings: Settings) -> Sandbox:
-    """Returns the sandbox, not yet started. "auto" is "local", which refuses on a host that cannot isolate: nothing less safe is
-    ever chosen for anyone. Raises BadRequest for packages that are not there."""
+    """Returns the sandbox, not yet started. "auto" is "local", which refuses on a host that cannot
+    isolate: nothing less safe is ever chosen for anyone. Raises BadRequest for packages that are
+    not there."""
     if settings.sandbox == "modal":
-        from services.reward.sandbox.on_modal import ModalSandbox  # its client is installed where it is used only
+        from services.reward.sandbox.on_modal import (
+            ModalSandbox,  # its client is installed where it is used only
+        )
 
-        return ModalSandbox(num_slots=settings.sandbox_slots, packages=settings.sandbox_packages, image=settings.sandbox_image)
+        return ModalSandbox(
+            num_slots=settings.sandbox_slots,
+            packages=settings.sandbox_packages,
+            image=settings.sandbox_image,
+        )
     return LocalSandbox(
         isolated=settings.sandbox != "unsafe",
         num_slots=settings.sandbox_slots,

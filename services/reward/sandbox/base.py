@@ -1,4 +1,5 @@
-"""The sandbox as the rest of the service sees it. A backend implements `start`, `close`, `execute` and `open_worker`."""
+"""The sandbox as the rest of the service sees it. A backend implements `start`, `close`, `execute`
+and `open_worker`."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ class Worker(ABC):
 
     @abstractmethod
     async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
-        """Returns the answer, which is untrusted. Raises TimeoutError after `deadline_s` and SlotDied if the worker ended;
-        in both cases it is of no more use."""
+        """Returns the answer, which is untrusted. Raises TimeoutError after `deadline_s` and
+        SlotDied if the worker ended; in both cases it is of no more use."""
 
     @abstractmethod
     async def close(self) -> None: ...
@@ -29,7 +30,8 @@ class Worker(ABC):
 class Sandbox(ABC):
     @abstractmethod
     async def start(self) -> None:
-        """Starts and tests itself. A host that cannot isolate is no exception here: it is `problem()`."""
+        """Starts and tests itself. A host that cannot isolate is no exception here: it is
+        `problem()`."""
 
     @abstractmethod
     async def close(self) -> None: ...
@@ -44,8 +46,8 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def execute(self, request: ExecuteRequest) -> Execution:
-        """Returns how the program ended. Its own failures are verdicts, "sandbox_error" is ours. Raises Failed with
-        `problem()` where nothing can be run at all."""
+        """Returns how the program ended. Its own failures are verdicts, "sandbox_error" is ours.
+        Raises Failed with `problem()` where nothing can be run at all."""
 
     @abstractmethod
     async def open_worker(self) -> Worker:

@@ -1,11 +1,13 @@
-"""A control group for each slot: memory and processes of everything in it are bounded together, and its CPU time is metered,
-where the host lets the service make one. Without, each process has its own limits and the slot's user a number of processes.
+"""A control group for each slot: memory and processes of everything in it are bounded together, and
+its CPU time is metered, where the host lets the service make one. Without, each process has its own
+limits and the slot's user a number of processes.
 
     version 2   the service's own group must be writable and hold nobody else (systemd: Delegate=yes; or a container whose
                 /sys/fs/cgroup is writable): the service moves itself to `<own>/hone-service`, slots are `<own>/hone-slot-*`
     version 1   root only: `<own>/hone-slot-*` under each of the controllers memory, pids and cpuacct
 
-A slot's process enters its group before it forks anything. Nothing is ever moved again: that costs more than a job.
+A slot's process enters its group before it forks anything. Nothing is ever moved again: that costs
+more than a job.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ class Group:
 
     def meters(self) -> list[str]:
         """Returns the files that tell the CPU time used, and how often memory ran out."""
-        names = ("cpu.stat", "memory.events") if self.version == 2 else ("cpuacct.usage", "memory.oom_control")
+        names = (
+            ("cpu.stat", "memory.events")
+            if self.version == 2
+            else ("cpuacct.usage", "memory.oom_control")
+        )
         return [str(self.folders["cpuacct"] / names[0]), str(self.folders["memory"] / names[1])]
 
     def limit_memory(self, size_bytes: int) -> None:
@@ -49,7 +55,9 @@ class Group:
             return
         names = ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]
         now = int((memory / names[0]).read_text())
-        for name in names if size_bytes < now else names[::-1]:  # the first must never be above the second
+        for name in (
+            names if size_bytes < now else names[::-1]
+        ):  # the first must never be above the second
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 (memory / name).write_text(str(size_bytes))
 
@@ -81,13 +89,17 @@ class Groups:
             self._sweep()
         except OSError as error:
             self._parents = {}
-            self.problem = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+            self.problem = (
+                f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+            )
 
     @property
     def bounded(self) -> str:
         """Says how memory and CPU time are bounded."""
         return (
-            f"each process by itself ({self.problem})" if self.problem else f"whole programs, by cgroups of version {self._version}"
+            f"each process by itself ({self.problem})"
+            if self.problem
+            else f"whole programs, by cgroups of version {self._version}"
         )
 
     def make(self) -> Group | None:
@@ -114,7 +126,10 @@ class Groups:
                         folder.rmdir()
 
     def _find(self, root: Path, membership: str) -> None:
-        own = {kinds: path for _, kinds, path in (line.split(":", 2) for line in membership.splitlines())}
+        own = {
+            kinds: path
+            for _, kinds, path in (line.split(":", 2) for line in membership.splitlines())
+        }
         if (root / "cgroup.controllers").exists():
             self._version = 2
             folder = _delegated(root / own[""].lstrip("/"))
@@ -131,17 +146,22 @@ class Groups:
 
 
 def _delegated(own: Path) -> Path:
-    """Returns the group below which slots can have theirs, after moving this process out of it: a group of version 2 has either
-    processes or groups with controllers."""
+    """Returns the group below which slots can have theirs, after moving this process out of it: a
+    group of version 2 has either processes or groups with controllers."""
     if own.name == "hone-service":
         own = own.parent  # an earlier service of this process moved here
     has = set((own / "cgroup.controllers").read_text().split())
     if not has >= _NEEDED_2:
-        raise OSError(f"{own} has the controllers {sorted(has)}, and slots need {sorted(_NEEDED_2)}")
+        raise OSError(
+            f"{own} has the controllers {sorted(has)}, and slots need {sorted(_NEEDED_2)}"
+        )
     others = set((own / "cgroup.procs").read_text().split()) - {str(os.getpid())}
     is_root = not (own / "cgroup.type").exists()
     if others and not is_root:
-        raise OSError(f"{own} holds {len(others)} processes beside the service, so it cannot have slots' groups below it")
+        raise OSError(
+            f"{own} holds {len(others)} processes beside the service, so it cannot have slots' "
+            "groups below it"
+        )
     _try(own)
     if not is_root:
         (own / "hone-service").mkdir(exist_ok=True)

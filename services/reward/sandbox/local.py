@@ -1,7 +1,8 @@
 """The sandbox on this host: a row of warm slots, idle ones in a queue, one job each at a time.
 
-A slot that dies is started again and its job run once more; a second death is the verdict "sandbox_error". Backend "unsafe" is
-the same without namespaces and seccomp: resource limits only, for hosts that have nothing better, and only by name.
+A slot that dies is started again and its job run once more; a second death is the verdict
+"sandbox_error". Backend "unsafe" is the same without namespaces and seccomp: resource limits only,
+for hosts that have nothing better, and only by name.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ MAX_DEFAULT_SLOTS = 8
 
 
 class LocalSandbox(Sandbox):
-    def __init__(self, *, isolated: bool, num_slots: int | None = None, packages: Packages = NO_PACKAGES) -> None:
+    def __init__(
+        self, *, isolated: bool, num_slots: int | None = None, packages: Packages = NO_PACKAGES
+    ) -> None:
         self._num_slots = num_slots or min(2 * len(os.sched_getaffinity(0)), MAX_DEFAULT_SLOTS)
         self._isolated = isolated
         self._packages = packages
         self._bounded = ""
         self._slots: list[Slot] = []
         self._num_workers = 0
-        self._idle: asyncio.Queue[Slot] = asyncio.Queue()  # in turn, so that a slot has time to fork its next child
+        self._idle: asyncio.Queue[Slot] = (
+            asyncio.Queue()
+        )  # in turn, so that a slot has time to fork its next child
         self._problem: str | None = "the sandbox was not started yet"
         self._probes: dict[str, str] = {}
 
@@ -46,10 +51,18 @@ class LocalSandbox(Sandbox):
         groups = Groups()
         self._bounded = groups.bounded
         self._slots = [
-            Slot(number, mode="jobs", isolated=self._isolated, packages=self._packages, group=groups.make())
+            Slot(
+                number,
+                mode="jobs",
+                isolated=self._isolated,
+                packages=self._packages,
+                group=groups.make(),
+            )
             for number in range(self._num_slots)
         ]
-        started = await asyncio.gather(*(slot.start() for slot in self._slots), return_exceptions=True)
+        started = await asyncio.gather(
+            *(slot.start() for slot in self._slots), return_exceptions=True
+        )
         failures = [failure for failure in started if failure is not None]
         if failures and not isinstance(failures[0], CannotIsolate):
             raise failures[0]
@@ -91,7 +104,9 @@ class LocalSandbox(Sandbox):
         if self._problem:
             raise Failed(self._problem)
         self._num_workers += 1
-        worker = Slot(self._num_slots + self._num_workers % 1000, mode="function", isolated=self._isolated)
+        worker = Slot(
+            self._num_slots + self._num_workers % 1000, mode="function", isolated=self._isolated
+        )
         await worker.start()
         return worker
 
@@ -105,7 +120,10 @@ class LocalSandbox(Sandbox):
                     await slot.start()
                 facts = await slot.run(request, request.timeout_s + GRACE_S)
                 if not facts["began"]:
-                    raise SlotDied(f"a program could not be started: {facts['stderr'].strip()[-200:] or facts['exit']}")
+                    raise SlotDied(
+                        "a program could not be started: "
+                        f"{facts['stderr'].strip()[-200:] or facts['exit']}"
+                    )
                 if verdicts.killed_from_outside(facts, request):
                     raise SlotDied("a program was killed from outside")
                 return verdicts.execution(facts, request)
@@ -133,8 +151,11 @@ def _sweep_unsafe_folders() -> None:
 
 def _refusal(reason: str) -> str:
     return (
-        f"this host cannot isolate model-written code: {reason}. Allow user namespaces to the reward service (the container's "
-        "seccomp profile, which docker/seccomp-reward.json is for; sysctl user.max_user_namespaces, "
-        "kernel.apparmor_restrict_unprivileged_userns), or ask by name for HONE_SANDBOX=unsafe to run such code with resource "
+        f"this host cannot isolate model-written code: {reason}. Allow user namespaces to the "
+        "reward service (the container's "
+        "seccomp profile, which docker/seccomp-reward.json is for; sysctl "
+        "user.max_user_namespaces, "
+        "kernel.apparmor_restrict_unprivileged_userns), or ask by name for HONE_SANDBOX=unsafe to "
+        "run such code with resource "
         "limits only"
     )

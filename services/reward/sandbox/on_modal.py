@@ -1,8 +1,10 @@
-"""Modal Sandboxes instead of slots: a container (gVisor) for each program, its network blocked, gone when the program has ended.
+"""Modal Sandboxes instead of slots: a container (gVisor) for each program, its network blocked,
+gone when the program has ended.
 
-Made for reward services that run on Modal, where a program is worth the second that a container takes to start. Written against
-the client's signatures (modal 1.6) and tested against a stand-in of it that runs the same command in a local process: it was
-never run on Modal itself. Jobs' own reward functions need the local backend.
+Made for reward services that run on Modal, where a program is worth the second that a container
+takes to start. Written against the client's signatures (modal 1.6) and tested against a stand-in of
+it that runs the same command in a local process: it was never run on Modal itself. Jobs' own reward
+functions need the local backend.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ PROBES = (
     Probe("runs programs", "x = sum(range(10))\nopen('/tmp/x', 'w').write('1')", "x", 45),
     Probe(
         "no network",
-        "import socket\ntry:\n    socket.create_connection(('1.1.1.1', 53), timeout=3)\n    x = 'reached'\n"
+        "import socket\ntry:\n    socket.create_connection(('1.1.1.1', 53), timeout=3)\n    x = "
+        "'reached'\n"
         "except OSError:\n    x = 'refused'",
         "x",
         "refused",
@@ -54,9 +57,16 @@ class _NoAnswer(Exception):
 
 
 class ModalSandbox(Sandbox):
-    """`packages` are installed with pip into the image, which is Debian's Python unless `image` names another one."""
+    """`packages` are installed with pip into the image, which is Debian's Python unless `image`
+    names another one."""
 
-    def __init__(self, *, num_slots: int | None = None, packages: Sequence[str] = (), image: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_slots: int | None = None,
+        packages: Sequence[str] = (),
+        image: str | None = None,
+    ) -> None:
         self._packages = packages
         self._image_name = image
         self._places = asyncio.Semaphore(num_slots or MAX_AT_ONCE)
@@ -70,21 +80,23 @@ class ModalSandbox(Sandbox):
         try:
             import modal  # pyright: ignore[reportMissingImports]
         except ImportError:
-            self._problem = "HONE_SANDBOX=modal needs the Modal client: pip install 'hone-rl[modal]'"
+            self._problem = (
+                "HONE_SANDBOX=modal needs the Modal client: pip install 'hone-rl[modal]'"
+            )
             return
         self._modal = modal
         try:
             self._app = await modal.App.lookup.aio(APP, create_if_missing=True)
         except modal.exception.Error as error:
-            self._problem = (
-                f"HONE_SANDBOX=modal: Modal does not let us in: {error}; run `modal token new`, or set MODAL_TOKEN_ID and _SECRET"
-            )
+            self._problem = f"HONE_SANDBOX=modal: Modal does not let us in: {error}; run `modal token new`, or set MODAL_TOKEN_ID and _SECRET"
             return
         self._image = self._build_image()
         self._problem = None
         self._probes = await failures(self.execute, PROBES)
         faults = [f"{name}: {fault}" for name, fault in self._probes.items() if fault]
-        self._problem = f"HONE_SANDBOX=modal: the self-test failed: {'; '.join(faults)}" if faults else None
+        self._problem = (
+            f"HONE_SANDBOX=modal: the self-test failed: {'; '.join(faults)}" if faults else None
+        )
         get_logger().info("sandbox on Modal", problem=self._problem, **self.report())
 
     async def close(self) -> None:
@@ -95,7 +107,11 @@ class ModalSandbox(Sandbox):
 
     def report(self) -> dict[str, Any]:
         shown = {name: fault or "passed" for name, fault in self._probes.items()}
-        return {"tier": "none" if self._problem else "modal", "packages": list(self._packages), "probes": shown}
+        return {
+            "tier": "none" if self._problem else "modal",
+            "packages": list(self._packages),
+            "probes": shown,
+        }
 
     async def execute(self, request: ExecuteRequest) -> Execution:
         if self._problem:
@@ -111,11 +127,18 @@ class ModalSandbox(Sandbox):
         return Execution(verdict="sandbox_error", stderr=f"Modal failed twice: {reason}")
 
     async def open_worker(self) -> Worker:
-        raise Failed("a job's own reward functions need HONE_SANDBOX=local; the Modal backend runs model-written programs only")
+        raise Failed(
+            "a job's own reward functions need HONE_SANDBOX=local; the Modal backend runs "
+            "model-written programs only"
+        )
 
     def _build_image(self) -> Any:
         images = self._modal.Image
-        image = images.from_registry(self._image_name) if self._image_name else images.debian_slim(python_version=PYTHON)
+        image = (
+            images.from_registry(self._image_name)
+            if self._image_name
+            else images.debian_slim(python_version=PYTHON)
+        )
         image = image.pip_install(*self._packages) if self._packages else image
         return image.add_local_dir(_INSIDE, _SHOWN)
 
@@ -146,7 +169,8 @@ class ModalSandbox(Sandbox):
             await container.terminate.aio()
 
     async def _converse(self, container: Any, request: ExecuteRequest) -> list[str]:
-        """Returns the lines of the answer: fewer than two if the container fell silent after the program began."""
+        """Returns the lines of the answer: fewer than two if the container fell silent after the
+        program began."""
         task = {"program": request.model_dump(exclude={"stdin"}), "stdin": request.stdin}
         data = json.dumps(task).encode()
         for offset in range(0, len(data), _PIECE_BYTES):
@@ -159,7 +183,9 @@ class ModalSandbox(Sandbox):
             async with asyncio.timeout(None) as deadline:
                 async for part in container.stdout:
                     if not told:
-                        deadline.reschedule(asyncio.get_running_loop().time() + request.timeout_s + END_GRACE_S)
+                        deadline.reschedule(
+                            asyncio.get_running_loop().time() + request.timeout_s + END_GRACE_S
+                        )
                     told += part
                     if len(told) > MAX_ANSWER_BYTES:
                         break
@@ -169,20 +195,34 @@ class ModalSandbox(Sandbox):
 
 
 def execution(lines: list[str], request: ExecuteRequest, wall_s: float) -> Execution:
-    """Returns the verdict on an answer. From "began" on the program may have written, or withheld, all of it: then it failed."""
+    """Returns the verdict on an answer. From "began" on the program may have written, or withheld,
+    all of it: then it failed."""
     if len(lines) < 2:
-        return Execution(verdict="time_limit", stderr="TimeLimit: nothing came back\n", wall_s=wall_s)
+        return Execution(
+            verdict="time_limit", stderr="TimeLimit: nothing came back\n", wall_s=wall_s
+        )
     try:
         facts = _checked(json.loads(lines[1])) | {"wall_s": wall_s, "ooms": None}
     except (ValueError, KeyError, TypeError, RecursionError):
-        return Execution(verdict="runtime_error", stderr="BadResult: the program overwrote how it ended\n", wall_s=wall_s)
+        return Execution(
+            verdict="runtime_error",
+            stderr="BadResult: the program overwrote how it ended\n",
+            wall_s=wall_s,
+        )
     return verdicts.execution(facts, request)
 
 
 def _checked(told: dict[str, Any]) -> dict[str, Any]:
-    """Returns the facts of `inside/alone.py`. Raises ValueError, KeyError or TypeError for what it does not write."""
+    """Returns the facts of `inside/alone.py`. Raises ValueError, KeyError or TypeError for what it
+    does not write."""
     facts = {name: str(told[name]) for name in ("stdout", "stderr", "result")}
     cpu_s = float(told["cpu_s"])
     if told["limit"] not in (None, "wall") or not math.isfinite(cpu_s):
         raise ValueError(told["limit"])
-    return {**facts, "exit": int(told["exit"]), "limit": told["limit"], "cpu_s": cpu_s, "overflow": bool(told["overflow"])}
+    return {
+        **facts,
+        "exit": int(told["exit"]),
+        "limit": told["limit"],
+        "cpu_s": cpu_s,
+        "overflow": bool(told["overflow"]),
+    }

@@ -1,5 +1,6 @@
-"""The self-test at start: small programs, each with the one outcome that an isolated slot gives. Positive and negative ones, so
-that neither a wall with a hole nor a wall around everything passes."""
+"""The self-test at start: small programs, each with the one outcome that an isolated slot gives.
+Positive and negative ones, so that neither a wall with a hole nor a wall around everything
+passes."""
 
 from __future__ import annotations
 
@@ -35,21 +36,32 @@ def attempt(call, *arguments):
 """
 
 PROBES = (
-    Probe("runs programs", "import colorsys, socket, ctypes\nx = sum(range(10))\nopen('/tmp/x', 'w').write('1')", "x", 45),
+    Probe(
+        "runs programs",
+        "import colorsys, socket, ctypes\nx = sum(range(10))\nopen('/tmp/x', 'w').write('1')",
+        "x",
+        45,
+    ),
     Probe("no network", _TRY + "import socket", "attempt(socket.socket)", "refused"),
     Probe("runs asyncio", "import asyncio", "asyncio.run(asyncio.sleep(0, 'woken'))", "woken"),
     Probe(
-        "no other processes", _TRY + "import os", "[os.getpid(), os.getppid(), attempt(os.listdir, '/proc/1')]", [1, 0, "refused"]
+        "no other processes",
+        _TRY + "import os",
+        "[os.getpid(), os.getppid(), attempt(os.listdir, '/proc/1')]",
+        [1, 0, "refused"],
     ),
     Probe(
         "no writing outside /tmp",
-        _TRY + "import os\nread_only = [os.statvfs(path).f_flag & 1 for path in ('/', '/usr', os.__file__)]",
-        "read_only + [attempt(os.mkdir, path + '/probe') for path in ('', '/usr', '/etc', '/proc', '/tmp')]",
+        _TRY
+        + "import os\nread_only = [os.statvfs(path).f_flag & 1 for path in ('/', '/usr', os.__file__)]",
+        "read_only + [attempt(os.mkdir, path + '/probe') for path in ('', '/usr', '/etc', '/proc', "
+        "'/tmp')]",
         [1, 1, 1, "refused", "refused", "refused", "refused", "allowed"],
     ),
     Probe(
         "no capabilities",
-        "import ctypes\nheld = (ctypes.c_uint32 * 6)()\nctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), held)",
+        "import ctypes\nheld = (ctypes.c_uint32 * 6)()\nctypes.CDLL(None).capget((ctypes.c_uint32 "
+        "* 2)(0x20080522, 0), held)",
         "list(held)",
         [0, 0, 0, 0, 0, 0],
     ),
@@ -61,7 +73,8 @@ PROBES = (
     ),
     Probe(
         "processes limited",
-        "import os, time\ncount = 0\ntry:\n    while count < 100:\n        if os.fork() == 0:\n            time.sleep(60)\n"
+        "import os, time\ncount = 0\ntry:\n    while count < 100:\n        if os.fork() == 0:\n    "
+        "        time.sleep(60)\n"
         "        count += 1\nexcept OSError:\n    pass",
         "count < 30",
         True,
@@ -72,7 +85,9 @@ PROBES = (
 )
 
 
-async def failures(execute: Callable[[ExecuteRequest], Awaitable[Execution]], probes: Sequence[Probe] = PROBES) -> dict[str, str]:
+async def failures(
+    execute: Callable[[ExecuteRequest], Awaitable[Execution]], probes: Sequence[Probe] = PROBES
+) -> dict[str, str]:
     """Returns, for each probe, "" or what it gave instead of what it should."""
     faults = await asyncio.gather(*(_fault(probe, execute) for probe in probes))
     return {probe.name: fault for probe, fault in zip(probes, faults, strict=True)}

@@ -1,7 +1,8 @@
 """One slot process, from the outside: start it, ask it, kill it.
 
-It is started with an empty environment (a fixed hash seed apart), so the service's secrets are nowhere in its memory, and never
-by a fork of this process alone. It dies with the service: the kernel's parent-death signal, and end of file on its socket.
+It is started with an empty environment (a fixed hash seed apart), so the service's secrets are
+nowhere in its memory, and never by a fork of this process alone. It dies with the service: the
+kernel's parent-death signal, and end of file on its socket.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ MAX_MESSAGE_BYTES = 64 << 20
 BESIDE_MIB = 128
 """What a slot may use beside a program's own memory: its /tmp, its output, the kernel's tables."""
 OUTSIDE_UID = 60_000
-"""Root's slots are users 60000, 60001, ... outside, who own nothing and are not root to the kernel."""
+"""Root's slots are users 60000, 60001, ... outside, who own nothing and are not root to the
+kernel."""
 
 _HOME = str(Path(__file__).resolve().parents[3])
 _BOOT = "import sys; sys.path.insert(0, {home!r}); from {module} import main; main()"
@@ -44,13 +46,20 @@ class CannotImport(CannotIsolate):
 
 
 class Slot(Worker):
-    """A slot in `mode` "jobs" runs programs; in mode "function" it is the worker for a job's own function."""
+    """A slot in `mode` "jobs" runs programs; in mode "function" it is the worker for a job's own
+    function."""
 
     module = "services.reward.sandbox.inside.zygote"
     """Whose `main` the process runs."""
 
     def __init__(
-        self, number: int, *, mode: str, isolated: bool, packages: Packages = NO_PACKAGES, group: Group | None = None
+        self,
+        number: int,
+        *,
+        mode: str,
+        isolated: bool,
+        packages: Packages = NO_PACKAGES,
+        group: Group | None = None,
     ) -> None:
         self._number = number
         self._mode = mode
@@ -69,7 +78,8 @@ class Slot(Worker):
         return connected and self._process is not None and self._process.poll() is None
 
     async def start(self) -> None:
-        """Starts the process and waits until it is inside. Raises CannotIsolate naming the step that failed."""
+        """Starts the process and waits until it is inside. Raises CannotIsolate naming the step
+        that failed."""
         await self.close()
         ours, theirs = socket.socketpair()
         log = os.memfd_create("slot-stderr")
@@ -81,31 +91,41 @@ class Slot(Worker):
                 self._idle_bytes, self._memory_mib = self._group.used_bytes(), 0
         except OSError as error:
             ours.close()
-            raise CannotIsolate(f"starting {visible.interpreter()}: {error.strerror or error}") from error
+            raise CannotIsolate(
+                f"starting {visible.interpreter()}: {error.strerror or error}"
+            ) from error
         finally:
             theirs.close()
             os.close(log)
 
     async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
-        """Returns the answer. Anything but an answer (death, silence, cancellation) ends the slot: its state is unknown."""
+        """Returns the answer. Anything but an answer (death, silence, cancellation) ends the slot:
+        its state is unknown."""
         return await self._exchange(frames.pack(message), self._message, deadline_s)
 
     async def run(self, request: ExecuteRequest, deadline_s: float) -> dict[str, Any]:
-        """Returns the facts of a job (see `inside/job.py`) with its `stdout`, `stderr` and `result`. Ends the slot where `ask`
-        does."""
+        """Returns the facts of a job (see `inside/job.py`) with its `stdout`, `stderr` and
+        `result`. Ends the slot where `ask` does."""
         self._limit_memory(request.memory_mib)
         stdin = request.stdin.encode()
         program = json.dumps(request.model_dump(exclude={"stdin", "timeout_s"})).encode()
-        message = job.REQUEST.pack(request.timeout_s, request.cpu_s, len(stdin), len(program)) + stdin + program
+        message = (
+            job.REQUEST.pack(request.timeout_s, request.cpu_s, len(stdin), len(program))
+            + stdin
+            + program
+        )
         return await self._exchange(message, self._facts, deadline_s)
 
     def _limit_memory(self, memory_mib: int) -> None:
-        """Bounds all that runs in the slot together, where it has a group; each process has its own limit anyway."""
+        """Bounds all that runs in the slot together, where it has a group; each process has its own
+        limit anyway."""
         if self._group and memory_mib != self._memory_mib:
             self._group.limit_memory(self._idle_bytes + ((memory_mib + BESIDE_MIB) << 20))
             self._memory_mib = memory_mib
 
-    async def _exchange(self, message: bytes, answer: Callable[[], Awaitable[Any]], deadline_s: float) -> Any:
+    async def _exchange(
+        self, message: bytes, answer: Callable[[], Awaitable[Any]], deadline_s: float
+    ) -> Any:
         """Sends, and returns what `answer` then receives."""
         answered = False
         try:
@@ -148,11 +168,14 @@ class Slot(Worker):
         await self.close()
         if self._group:
             async with asyncio.timeout(STOP_DEADLINE_S):
-                while not self._group.remove():  # pid 1 is dead, and the kernel is still ending the others
+                while (
+                    not self._group.remove()
+                ):  # pid 1 is dead, and the kernel is still ending the others
                     await asyncio.sleep(0.01)
 
     def _disconnect(self) -> None:
-        """Closes the socket, at which pid 1 of the slot ends and the kernel kills everything in there."""
+        """Closes the socket, at which pid 1 of the slot ends and the kernel kills everything in
+        there."""
         if self._writer is not None:
             self._writer.transport.abort()
 
@@ -172,7 +195,13 @@ class Slot(Worker):
             "modules": self._packages.modules,
         }
         flags = ["-P", "-s", "-S", "-X", "utf8"]
-        command = [visible.interpreter(), *flags, "-c", _BOOT.format(home=_HOME, module=self.module), json.dumps(config)]
+        command = [
+            visible.interpreter(),
+            *flags,
+            "-c",
+            _BOOT.format(home=_HOME, module=self.module),
+            json.dumps(config),
+        ]
         null = subprocess.DEVNULL
         return subprocess.Popen(
             command,
@@ -199,12 +228,17 @@ class Slot(Worker):
             raise CannotIsolate(f"a slot was not ready after {START_DEADLINE_S:g} s") from error
         except SlotDied as error:
             await self.close()
-            raise CannotIsolate(os.pread(log, 4096, 0).decode("utf-8", "replace").strip()[-500:] or str(error)) from error
+            raise CannotIsolate(
+                os.pread(log, 4096, 0).decode("utf-8", "replace").strip()[-500:] or str(error)
+            ) from error
         if "ready" not in answer:
             await self.close()
             if "fatal" in answer:
                 raise CannotIsolate(str(answer["fatal"]))
-            raise CannotImport(f"a package of HONE_SANDBOX_PACKAGES does not work in the sandbox: {answer['not_importable']}")
+            raise CannotImport(
+                "a package of HONE_SANDBOX_PACKAGES does not work in the sandbox: "
+                f"{answer['not_importable']}"
+            )
 
     async def _send(self, message: bytes) -> None:
         if self._writer is None:
@@ -233,13 +267,19 @@ def _from_json(message: bytes) -> Any:
     try:
         return json.loads(message)
     except (ValueError, RecursionError) as error:
-        raise SlotDied(f"it answered with something that is not JSON: {type(error).__name__}") from error
+        raise SlotDied(
+            f"it answered with something that is not JSON: {type(error).__name__}"
+        ) from error
 
 
 def _outside_uid(number: int) -> int | None:
-    """Returns the user to be outside: root's slots are nobody's uid; None (oneself) where there is no choice."""
+    """Returns the user to be outside: root's slots are nobody's uid; None (oneself) where there is
+    no choice."""
     if os.geteuid() != 0:
         return None
     uid = OUTSIDE_UID + number
-    maps = [[int(part) for part in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    maps = [
+        [int(part) for part in line.split()]
+        for line in Path("/proc/self/uid_map").read_text().splitlines()
+    ]
     return uid if any(first <= uid < first + count for first, _, count in maps) else None

@@ -1,4 +1,5 @@
-"""Facts about an ended job -> `Execution`. Pure. Everything the program could have written is checked here again."""
+"""Facts about an ended job -> `Execution`. Pure. Everything the program could have written is
+checked here again."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from shared.wire import ExecuteRequest, Execution
 
 MAX_DEPTH = 64
 LEAST_RLIMIT_CPU_S = 0.5
-"""A program can set itself a limit of CPU time, of a second at least, at which the kernel kills it. The kernel counts that second
-in ticks, which on a busy machine come to more than was used."""
+"""A program can set itself a limit of CPU time, of a second at least, at which the kernel kills it.
+The kernel counts that second in ticks, which on a busy machine come to more than was used."""
 
 
 def execution(facts: dict[str, Any], request: ExecuteRequest) -> Execution:
@@ -29,10 +30,12 @@ def execution(facts: dict[str, Any], request: ExecuteRequest) -> Execution:
 
 
 def killed_from_outside(facts: dict[str, Any], request: ExecuteRequest) -> bool:
-    """Returns whether a job was ended by neither itself nor one of its limits: then nothing can be said about its program.
+    """Returns whether a job was ended by neither itself nor one of its limits: then nothing can be
+    said about its program.
 
-    A program cannot bring that about (`missing` would serve it better than 0): pid 1 of a namespace is out of reach of what runs
-    in it, and what its limits do is known. Where no cgroup tells, a job that used much memory was killed for that.
+    A program cannot bring that about (`missing` would serve it better than 0): pid 1 of a namespace
+    is out of reach of what runs in it, and what its limits do is known. Where no cgroup tells, a
+    job that used much memory was killed for that.
     """
     if facts["exit"] != -signal.SIGKILL or facts["limit"] or facts["cpu_s"] >= LEAST_RLIMIT_CPU_S:
         return False
@@ -44,10 +47,21 @@ def killed_from_outside(facts: dict[str, Any], request: ExecuteRequest) -> bool:
 def _verdict(facts: dict[str, Any], request: ExecuteRequest) -> tuple[Any, Any, str]:
     code = facts["exit"]
     if facts["limit"] == "wall":
-        return "time_limit", None, f"TimeLimit: stopped after {request.timeout_s:g} s, of which {facts['cpu_s']:.1f} s of CPU\n"
-    by_rlimit = code == -signal.SIGKILL and facts["cpu_s"] >= LEAST_RLIMIT_CPU_S and not facts["ooms"]
+        return (
+            "time_limit",
+            None,
+            f"TimeLimit: stopped after {request.timeout_s:g} s, of which {facts['cpu_s']:.1f} s of "
+            "CPU\n",
+        )
+    by_rlimit = (
+        code == -signal.SIGKILL and facts["cpu_s"] >= LEAST_RLIMIT_CPU_S and not facts["ooms"]
+    )
     if facts["limit"] == "cpu" or code == -signal.SIGXCPU or by_rlimit:
-        return "time_limit", None, f"TimeLimit: used {facts['cpu_s']:.1f} s of CPU, {request.cpu_s:g} s are allowed\n"
+        return (
+            "time_limit",
+            None,
+            f"TimeLimit: used {facts['cpu_s']:.1f} s of CPU, {request.cpu_s:g} s are allowed\n",
+        )
     if facts["overflow"]:
         return "output_limit", None, "OutputLimit: more than 64 KiB were written\n"
     if code == -signal.SIGKILL:
@@ -65,13 +79,21 @@ def _outcome(result: str, code: int, request: ExecuteRequest) -> tuple[Any, Any,
     if not result:
         if code == 0 and request.expression is None:
             return "ok", None, ""
-        return "runtime_error", None, f"Exited: the program ended its process with code {code}, without a result\n"
+        return (
+            "runtime_error",
+            None,
+            f"Exited: the program ended its process with code {code}, without a result\n",
+        )
     try:
         outcome = json.loads(result, parse_constant=_refuse)
         end, value, trace = outcome["end"], outcome.get("value"), str(outcome.get("trace", ""))
         _check(value, 0)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return "runtime_error", None, f"BadResult: the value is not plain data of at most 256 KiB ({type(error).__name__})\n"
+        return (
+            "runtime_error",
+            None,
+            f"BadResult: the value is not plain data of at most 256 KiB ({type(error).__name__})\n",
+        )
     if end == "memory":
         return "memory_limit", None, trace
     return ("ok", value, "") if end == "ok" else ("runtime_error", None, trace)
@@ -82,7 +104,8 @@ def _refuse(constant: str) -> None:
 
 
 def _check(value: Any, depth: int) -> None:
-    """Raises ValueError for what could not be sent on: too deep, or text that is not Unicode (a lone surrogate)."""
+    """Raises ValueError for what could not be sent on: too deep, or text that is not Unicode (a
+    lone surrogate)."""
     if depth > MAX_DEPTH:
         raise ValueError("too deep")
     if isinstance(value, str):

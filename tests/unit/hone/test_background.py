@@ -1,4 +1,5 @@
-"""The client's event loop in a thread: Ctrl-C reaches the caller whatever the loop is doing, and a running loop is no obstacle."""
+"""The client's event loop in a thread: Ctrl-C reaches the caller whatever the loop is doing, and a
+running loop is no obstacle."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ async def doubles(last: int) -> AsyncGenerator[int]:
 
 
 async def deaf() -> AsyncGenerator[int]:
-    """Yields one number, and then swallows a cancellation, as anything that awaits may do by mistake."""
+    """Yields one number, and then swallows a cancellation, as anything that awaits may do by
+    mistake."""
     yield 1
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.sleep(60)

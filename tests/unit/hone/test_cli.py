@@ -18,15 +18,25 @@ def test_steps_are_one_or_a_range(text: str, steps: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "0:4", "-1", "3:", ":4", "a:b", "1:2:3", "1.5"])
 def test_what_is_no_range_is_a_sentence(text: str) -> None:
-    with pytest.raises(BadRequest, match="expected a step such as 7, or a range of them such as 3:9"):
+    with pytest.raises(
+        BadRequest, match="expected a step such as 7, or a range of them such as 3:9"
+    ):
         _steps(text)
 
 
-def test_a_file_of_rewards_alone_is_read_as_in_a_job_with_its_functions_inlined(tmp_path: Path) -> None:
+def test_a_file_of_rewards_alone_is_read_as_in_a_job_with_its_functions_inlined(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine.py").write_text("def reward(completions):\n    return [1.0]\n")
-    (tmp_path / "new.toml").write_text('[[rewards]]\nfile = "mine.py"\n\n[[rewards]]\ngrader = "length"\nweight = 0.1\n')
+    (tmp_path / "new.toml").write_text(
+        '[[rewards]]\nfile = "mine.py"\n\n[[rewards]]\ngrader = "length"\nweight = 0.1\n'
+    )
     mine, length = load_job(tmp_path / "new.toml", REWARDS_ONLY).rewards
-    assert mine.source is not None and "return [1.0]" in mine.source and (length.grader, length.weight) == ("length", 0.1)
+    assert (
+        mine.source is not None
+        and "return [1.0]" in mine.source
+        and (length.grader, length.weight) == ("length", 0.1)
+    )
     (tmp_path / "bad.toml").write_text('[[rewards]]\ngradr = "length"\n')
     with pytest.raises(BadRequest, match="did you mean 'grader'"):
         load_job(tmp_path / "bad.toml", REWARDS_ONLY)

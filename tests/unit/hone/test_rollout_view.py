@@ -7,10 +7,21 @@ import io
 from rich.console import Console
 
 from hone.rollout_view import reasons, regrade_table, rollout_table
-from shared.wire import GradedRollout, Part, RegradedRollout, RegradedStep, RegradeReport, RolloutList
+from shared.wire import (
+    GradedRollout,
+    Part,
+    RegradedRollout,
+    RegradedStep,
+    RegradeReport,
+    RolloutList,
+)
 
-LATE = Part(value=0.0, verdict="time_limit", detail="test 3 of 5", stdout="still\x1b[2J here\n", seconds=4.0)
-FAILED = Part(value=None, verdict="error", detail="429", errors=("model_grader_server_error",), cached=True)
+LATE = Part(
+    value=0.0, verdict="time_limit", detail="test 3 of 5", stdout="still\x1b[2J here\n", seconds=4.0
+)
+FAILED = Part(
+    value=None, verdict="error", detail="429", errors=("model_grader_server_error",), cached=True
+)
 PLAIN = Part(value=1.0, seconds=0.1)
 
 
@@ -43,37 +54,87 @@ def test_a_grader_that_had_something_to_say_has_a_line_of_verdict_reason_output_
 def test_a_reward_from_one_grader_is_shown_once_and_short() -> None:
     right = Part(value=1.0, detail="evaluated to 7", cached=True)
     listed = RolloutList(
-        step=1, rollouts=(rollout(1.0, python_value=right), rollout(0.0, python_value=PLAIN.model_copy(update={"value": 0.0})))
+        step=1,
+        rollouts=(
+            rollout(1.0, python_value=right),
+            rollout(0.0, python_value=PLAIN.model_copy(update={"value": 0.0})),
+        ),
     )
     text = printed(rollout_table(listed, 1))
-    assert [cell.strip() for cell in text.splitlines()[4].split("│")[1:-1]] == ["3+4", "7", "1", "1", "evaluated to 7; remembered"]
+    assert [cell.strip() for cell in text.splitlines()[4].split("│")[1:-1]] == [
+        "3+4",
+        "7",
+        "1",
+        "1",
+        "evaluated to 7; remembered",
+    ]
     half = RolloutList(step=1, rollouts=(rollout(0.5, python_value=right),))
-    assert "python_value" in printed(rollout_table(half, 1)), "weighed by a half, it is not the reward"
+    assert "python_value" in printed(rollout_table(half, 1)), (
+        "weighed by a half, it is not the reward"
+    )
 
 
 def test_a_reward_without_a_value_shows_its_verdict() -> None:
-    text = printed(rollout_table(RolloutList(step=4, rollouts=(rollout(None, tests=LATE, judge=FAILED), rollout(1.0))), 2))
+    text = printed(
+        rollout_table(
+            RolloutList(step=4, rollouts=(rollout(None, tests=LATE, judge=FAILED), rollout(1.0))), 2
+        )
+    )
     assert "step 4" in text and "time_limit; test 3 of 5" in text
-    assert [cell.strip() for cell in text.splitlines()[4].split("│")[1:7]] == ["3+4", "7", "error", "0", "", ""]
+    assert [cell.strip() for cell in text.splitlines()[4].split("│")[1:7]] == [
+        "3+4",
+        "7",
+        "error",
+        "0",
+        "",
+        "",
+    ]
 
 
 def test_what_a_model_wrote_can_neither_move_the_cursor_nor_style_the_table() -> None:
-    text = printed(rollout_table(RolloutList(step=1, rollouts=(rollout(1.0, "\x1b[2J[red]x[/red]\r"),)), 1))
+    text = printed(
+        rollout_table(RolloutList(step=1, rollouts=(rollout(1.0, "\x1b[2J[red]x[/red]\r"),)), 1)
+    )
     assert "\x1b" not in text and "\r" not in text and "\\x1b[2J[red]x[/red]\\r" in text
 
 
 def test_a_regrade_shows_each_step_the_totals_and_the_examples() -> None:
     steps = (
         RegradedStep(
-            step=3, num_rollouts=8, old_reward=0.25, new_reward=0.5, old_missing=0, new_missing=1, num_changed=3, flipped=(1, 4)
+            step=3,
+            num_rollouts=8,
+            old_reward=0.25,
+            new_reward=0.5,
+            old_missing=0,
+            new_missing=1,
+            num_changed=3,
+            flipped=(1, 4),
         ),
         RegradedStep(
-            step=4, num_rollouts=8, old_reward=None, new_reward=0.5, old_missing=8, new_missing=0, num_changed=8, flipped=(0,)
+            step=4,
+            num_rollouts=8,
+            old_reward=None,
+            new_reward=0.5,
+            old_missing=8,
+            new_missing=0,
+            num_changed=8,
+            flipped=(0,),
         ),
     )
     example = RegradedRollout(step=3, position=1, old=rollout(0.0), new=rollout(0.75, tests=LATE))
     lines = printed(regrade_table(RegradeReport(steps=steps, examples=(example,)))).splitlines()
-    assert [cell.strip() for cell in lines[3].split("│")[1:-1]] == ["3", "8", "0.25", "0.5", "0", "1", "3", "2"]
-    assert "11 of 16 rewards would change, and 3 advantages their sign." in [line.strip() for line in lines]
+    assert [cell.strip() for cell in lines[3].split("│")[1:-1]] == [
+        "3",
+        "8",
+        "0.25",
+        "0.5",
+        "0",
+        "1",
+        "3",
+        "2",
+    ]
+    assert "11 of 16 rewards would change, and 3 advantages their sign." in [
+        line.strip() for line in lines
+    ]
     assert any("0.75" in line and "time_limit" in line for line in lines)
     assert "most different" not in printed(regrade_table(RegradeReport(steps=steps, examples=())))

@@ -3,66 +3,28 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
-from services.orchestrator.advantages import EPSILON, Rewards, batch_advantages, has_signal, normalize
+from services.orchestrator.loop.advantages import (
+    EPSILON,
+    Rewards,
+    batch_advantages,
+    has_signal,
+    normalize,
+)
 from shared.job import AdvantageSpec, Job
-from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score
+from tests.support.scored_batches import make_batch, make_job, score
 
 MEAN_ONLY = AdvantageSpec(std="none")
 
 
-def make_job(*rewards: dict[str, Any], **advantages: Any) -> Job:
-    return Job.model_validate(
-        {
-            "name": "t",
-            "model": "m/m",
-            "steps": 1,
-            "data": {"train": "x"},
-            "rewards": rewards or ({"grader": "right"},),
-            "advantages": advantages,
-        }
-    )
-
-
-def score(job: Job, *values: float | str | None) -> Score:
-    """The score of a rollout whose rewards gave `values` in the job's order; "skipped" does not apply, None is missing."""
-    parts = {
-        reward.label: Part(value=None, verdict="skipped" if value == "skipped" else "error")
-        if not isinstance(value, float)
-        else Part(value=value)
-        for reward, value in zip(job.rewards, values, strict=True)
-    }
-    applicable = [(reward.weight, parts[reward.label].value) for reward in job.rewards if parts[reward.label].verdict != "skipped"]
-    missing = not applicable or any(value is None for _, value in applicable)
-    return Score(value=None if missing else sum(weight * (value or 0.0) for weight, value in applicable), parts=parts)
-
-
-def make_batch(*scores_PG: tuple[Score, ...], cut_off: tuple[int, ...] = ()) -> Batch:
-    """A batch with these scores; the rollouts at positions `cut_off` of each group ended at max_tokens."""
-
-    def group(scores_G: tuple[Score, ...]) -> RolloutGroup:
-        rollouts = tuple(
-            Rollout(
-                text="x",
-                token_ids=(1,),
-                logprobs=(-0.5,),
-                finish_reason="length" if index in cut_off else "stop",
-                versions=(0,),
-            )
-            for index in range(len(scores_G))
-        )
-        return RolloutGroup(prompt_token_ids=(1,), rollouts=rollouts)
-
-    prompts = tuple(Prompt(index=index, content="p", row={}) for index in range(len(scores_PG)))
-    return Batch(step=1, version=0, prompts=prompts, groups=tuple(map(group, scores_PG)), scores=scores_PG)
-
-
 def advantages(job: Job, *rewards_PG: list[float | None]) -> list[list[float | None]]:
     """The advantages of a job with one reward."""
-    return batch_advantages(make_batch(*(tuple(score(job, value) for value in rewards_G) for rewards_G in rewards_PG)), job)
+    return batch_advantages(
+        make_batch(*(tuple(score(job, value) for value in rewards_G) for rewards_G in rewards_PG)),
+        job,
+    )
 
 
 def test_a_group_is_centred_and_divided_by_its_unbiased_deviation() -> None:
@@ -77,7 +39,10 @@ def test_without_the_division_an_advantage_is_the_distance_to_the_mean() -> None
 
 
 def test_each_group_has_its_own_mean() -> None:
-    assert advantages(make_job(std="none"), [1.0, 3.0], [10.0, 30.0]) == [[-1.0, 1.0], [-10.0, 10.0]]
+    assert advantages(make_job(std="none"), [1.0, 3.0], [10.0, 30.0]) == [
+        [-1.0, 1.0],
+        [-10.0, 10.0],
+    ]
 
 
 def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
@@ -87,11 +52,14 @@ def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
 
 
 def test_leave_one_out_leaves_out_what_is_missing_too() -> None:
-    assert advantages(make_job(std="none", baseline="leave_one_out"), [4.0, None, 1.0]) == [[3.0, None, -3.0]]
+    assert advantages(make_job(std="none", baseline="leave_one_out"), [4.0, None, 1.0]) == [
+        [3.0, None, -3.0]
+    ]
 
 
 def test_the_batch_deviation_is_one_for_all_groups() -> None:
-    # 0 2 4 6 over both groups: mean 3, squares 9 + 1 + 1 + 9 = 20, unbiased variance 20 / 3; group means 1 and 5
+    # 0 2 4 6 over both groups: mean 3, squares 9 + 1 + 1 + 9 = 20, unbiased variance 20 / 3; group
+    # means 1 and 5
     scale = math.sqrt(20 / 3) + EPSILON
     assert advantages(make_job(std="batch"), [0.0, 2.0], [4.0, 6.0]) == [
         pytest.approx([-1 / scale, 1 / scale]),
@@ -108,8 +76,12 @@ def test_groups_without_signal_count_in_the_batch_deviation_but_are_dropped() ->
     ]
 
 
-@pytest.mark.parametrize("rewards_G", [[1.0, 1.0, 1.0], [0.1 + 0.2, 0.3, 0.3], [0.3, 0.30000001192092896], [5.0], []])
-def test_float_noise_is_not_variance_and_a_group_of_one_has_nothing_to_compare_with(rewards_G: list[float | None]) -> None:
+@pytest.mark.parametrize(
+    "rewards_G", [[1.0, 1.0, 1.0], [0.1 + 0.2, 0.3, 0.3], [0.3, 0.30000001192092896], [5.0], []]
+)
+def test_float_noise_is_not_variance_and_a_group_of_one_has_nothing_to_compare_with(
+    rewards_G: list[float | None],
+) -> None:
     assert advantages(make_job(), rewards_G) == [[None] * len(rewards_G)]
 
 
@@ -123,21 +95,35 @@ def test_one_reward_beside_missing_ones_has_no_signal() -> None:
 
 
 def test_several_rewards_are_weighted_and_summed() -> None:
-    job = make_job({"grader": "right", "weight": 2.0}, {"grader": "form", "weight": 0.5}, std="none")
+    job = make_job(
+        {"grader": "right", "weight": 2.0}, {"grader": "form", "weight": 0.5}, std="none"
+    )
     # sums 2, 2.5, 0: mean 1.5
     batch = make_batch((score(job, 1.0, 0.0), score(job, 1.0, 1.0), score(job, 0.0, 0.0)))
     assert batch_advantages(batch, job) == [[0.5, 1.0, -1.5]]
 
 
-def test_a_reward_that_does_not_apply_adds_nothing_and_one_that_failed_makes_the_sum_missing() -> None:
+def test_a_reward_that_does_not_apply_adds_nothing_and_one_that_failed_makes_the_sum_missing() -> (
+    None
+):
     job = make_job({"grader": "right"}, {"grader": "form"}, std="none")
-    batch = make_batch((score(job, 1.0, "skipped"), score(job, 0.0, 2.0), score(job, 1.0, None), score(job, "skipped", "skipped")))
+    batch = make_batch(
+        (
+            score(job, 1.0, "skipped"),
+            score(job, 0.0, 2.0),
+            score(job, 1.0, None),
+            score(job, "skipped", "skipped"),
+        )
+    )
     assert batch_advantages(batch, job) == [[-0.5, 0.5, None, None]]
 
 
 def test_normalizing_before_summing_keeps_rewards_apart_that_a_sum_confuses() -> None:
-    """GDPO's case: sums 1 1 and 0 2 weigh rewards of different scales; (1, 0) and (0, 1) have equal sums but do differ."""
-    job = make_job({"grader": "a"}, {"grader": "b", "weight": 3.0}, combine="normalize_then_sum", std="none")
+    """GDPO's case: sums 1 1 and 0 2 weigh rewards of different scales; (1, 0) and (0, 1) have equal
+    sums but do differ."""
+    job = make_job(
+        {"grader": "a"}, {"grader": "b", "weight": 3.0}, combine="normalize_then_sum", std="none"
+    )
     # a: +-1/2, b: -+1/2 weighted by 3: 1/2 - 3/2 and -1/2 + 3/2
     batch = make_batch((score(job, 1.0, 0.0), score(job, 0.0, 1.0)))
     assert batch_advantages(batch, job) == [[-1.0, 1.0]]
@@ -147,11 +133,16 @@ def test_normalizing_before_summing_keeps_rewards_apart_that_a_sum_confuses() ->
 
 def test_gdpo_divides_each_reward_in_its_group_and_the_sum_over_the_batch() -> None:
     job = make_job({"grader": "a"}, {"grader": "b"}, combine="normalize_then_sum")
-    batch = make_batch((score(job, 0.0, 5.0), score(job, 2.0, 5.0)), (score(job, 0.0, 0.0), score(job, 4.0, 8.0)))
-    # group 1: a is -+1 / sqrt 2, b is equal: S -+1/sqrt 2.  group 2: a and b are -+1/sqrt 2 each: S -+2/sqrt 2 (but for eps)
-    # over the batch: mean 0, variance (1/2 + 1/2 + 2 + 2) / 3 = 5 / 3
+    batch = make_batch(
+        (score(job, 0.0, 5.0), score(job, 2.0, 5.0)), (score(job, 0.0, 0.0), score(job, 4.0, 8.0))
+    )
+    # group 1: a is -+1 / sqrt 2, b is equal: S -+1/sqrt 2.  group 2: a and b are -+1/sqrt 2 each: S
+    # -+2/sqrt 2 (but for eps) over the batch: mean 0, variance (1/2 + 1/2 + 2 + 2) / 3 = 5 / 3
     small, large = 1 / math.sqrt(2) / math.sqrt(5 / 3), 2 / math.sqrt(2) / math.sqrt(5 / 3)
-    assert batch_advantages(batch, job) == [pytest.approx([-small, small], rel=1e-5), pytest.approx([-large, large], rel=1e-5)]
+    assert batch_advantages(batch, job) == [
+        pytest.approx([-small, small], rel=1e-5),
+        pytest.approx([-large, large], rel=1e-5),
+    ]
 
 
 def test_gdpo_leaves_a_rollout_with_a_missing_part_out_of_every_reward() -> None:
@@ -162,12 +153,16 @@ def test_gdpo_leaves_a_rollout_with_a_missing_part_out_of_every_reward() -> None
 
 
 def test_groups_that_differ_in_shaping_alone_are_judged_on_the_raw_reward_and_dropped() -> None:
-    job = make_job({"grader": "right"}, {"grader": "length", "shaping": True, "weight": 0.1}, std="none")
+    job = make_job(
+        {"grader": "right"}, {"grader": "length", "shaping": True, "weight": 0.1}, std="none"
+    )
     wrong = (score(job, 0.0, 0.3), score(job, 0.0, 0.9))
     mixed = (score(job, 1.0, 0.0), score(job, 0.0, 1.0))
     batch = make_batch(wrong, mixed)
     assert batch_advantages(batch, job) == [[None, None], pytest.approx([0.45, -0.45])]
-    both = job.model_copy(update={"advantages": AdvantageSpec(combine="normalize_then_sum", std="none")})
+    both = job.model_copy(
+        update={"advantages": AdvantageSpec(combine="normalize_then_sum", std="none")}
+    )
     assert [has_signal(scores_G, both) for scores_G in batch.scores] == [False, True]
 
 

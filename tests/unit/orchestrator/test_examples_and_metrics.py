@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.examples import to_examples
-from services.orchestrator.pipeline import Step
-from services.orchestrator.telemetry import reward_metrics, step_metrics
+from services.orchestrator.loop.examples import to_examples
+from services.orchestrator.loop.pipeline import Step
+from services.orchestrator.record.telemetry import reward_metrics, step_metrics
 from shared.job import Job
 from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score, StepResult
 
@@ -27,21 +27,38 @@ def rollout(length: int, reason: str = "stop") -> Rollout:
 
 def score(value: float | None, **parts: float | None) -> Score:
     return Score(
-        value=value, parts={name: Part(value=part, verdict="ok" if part is not None else "error") for name, part in parts.items()}
+        value=value,
+        parts={
+            name: Part(value=part, verdict="ok" if part is not None else "error")
+            for name, part in parts.items()
+        },
     )
 
 
-JOB = Job.model_validate({"name": "t", "model": "m/m", "steps": 9, "data": {"train": "x"}, "rewards": [{"grader": "right"}]})
+JOB = Job.model_validate(
+    {
+        "name": "t",
+        "model": "m/m",
+        "steps": 9,
+        "data": {"train": "x"},
+        "rewards": [{"grader": "right"}],
+    }
+)
 GROUPS = (
     RolloutGroup(prompt_token_ids=(1, 2), rollouts=(rollout(2), rollout(4, "length"))),
     RolloutGroup(prompt_token_ids=(3,), rollouts=(rollout(3), rollout(3))),
 )
-SCORES = ((score(1.0, right=1.0), score(0.0, right=0.0)), (score(1.0, right=1.0), score(None, right=None)))
+SCORES = (
+    (score(1.0, right=1.0), score(0.0, right=0.0)),
+    (score(1.0, right=1.0), score(None, right=None)),
+)
 
 
 def test_only_rollouts_with_signal_become_examples_and_tokens_stay_as_sampled() -> None:
     examples = to_examples(GROUPS, [[0.5, -0.5], [None, None]])
-    assert [(example.prompt_token_ids, example.token_ids, example.advantage) for example in examples] == [
+    assert [
+        (example.prompt_token_ids, example.token_ids, example.advantage) for example in examples
+    ] == [
         ((1, 2), (0, 1), 0.5),
         ((1, 2), (0, 1, 2, 3), -0.5),
     ]
@@ -70,21 +87,44 @@ def make_step(dropped: tuple[tuple[Score, ...], ...] = (), **changes: Any) -> St
     prompts = tuple(Prompt(index=index, content="p", row={}) for index in range(2))
     batch = Batch(step=5, version=3, prompts=prompts, groups=GROUPS, scores=SCORES, dropped=dropped)
     result = StepResult(
-        step=5, loss=0.1, grad_norm=2.0, learning_rate=1e-6, num_examples=2, num_tokens=6, train_s=0.2, metrics={"entropy": 0.7}
+        step=5,
+        loss=0.1,
+        grad_norm=2.0,
+        learning_rate=1e-6,
+        num_examples=2,
+        num_tokens=6,
+        train_s=0.2,
+        metrics={"entropy": 0.7},
     )
-    return Step(batch, [[0.5, -0.5], [None, None]], result.model_copy(update=changes), 1, {"train": 0.2}, replayed=False)
+    return Step(
+        batch,
+        [[0.5, -0.5], [None, None]],
+        result.model_copy(update=changes),
+        1,
+        {"train": 0.2},
+        replayed=False,
+    )
 
 
 def test_step_metrics_carry_lengths_staleness_and_time() -> None:
     metrics = step_metrics(make_step(), JOB, 1.5)
     assert metrics["completions/mean_length"] == pytest.approx(12 / 4)
     assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 4)
-    assert (metrics["staleness"], metrics["entropy"], metrics["time/train"], metrics["time/step"]) == (1, 0.7, 0.2, 1.5)
+    assert (
+        metrics["staleness"],
+        metrics["entropy"],
+        metrics["time/train"],
+        metrics["time/step"],
+    ) == (1, 0.7, 0.2, 1.5)
     assert (metrics["skipped_steps"], metrics["dropped_groups"]) == (0, 0)
 
 
-def test_dropped_groups_count_in_the_rewards_of_a_step_which_would_else_look_better_than_they_are() -> None:
-    metrics = step_metrics(make_step(dropped=((score(0.0), score(0.0)), (score(0.0), score(None)))), JOB, 1.5)
+def test_dropped_groups_count_in_the_rewards_of_a_step_which_would_else_look_better_than_they_are() -> (
+    None
+):
+    metrics = step_metrics(
+        make_step(dropped=((score(0.0), score(0.0)), (score(0.0), score(None)))), JOB, 1.5
+    )
     assert metrics["dropped_groups"] == 2
     assert metrics["reward"] == pytest.approx(2 / 6)
     assert metrics["missing_rewards"] == pytest.approx(2 / 8)

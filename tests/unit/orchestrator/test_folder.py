@@ -9,19 +9,35 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.folder import RunFolder
+from services.orchestrator.record.folder import RunFolder
 from shared.errors import Failed, NotFound
 from shared.job import Job
 from shared.wire import Batch, MetricsRow, Prompt, Rollout, RolloutGroup, Score
 
-JOB = Job.model_validate({"name": "demo", "model": "m/m", "steps": 1, "data": {"train": "x"}, "rewards": [{"grader": "length"}]})
+JOB = Job.model_validate(
+    {
+        "name": "demo",
+        "model": "m/m",
+        "steps": 1,
+        "data": {"train": "x"},
+        "rewards": [{"grader": "length"}],
+    }
+)
 
 
 def make_batch(step: int = 1, text: str = "3*5") -> Batch:
-    rollout = Rollout(text=text, token_ids=(1, 2), logprobs=(-0.5, -0.25), finish_reason="stop", versions=(0,))
+    rollout = Rollout(
+        text=text, token_ids=(1, 2), logprobs=(-0.5, -0.25), finish_reason="stop", versions=(0,)
+    )
     group = RolloutGroup(prompt_token_ids=(7,), rollouts=(rollout,))
     prompt = Prompt(index=0, content="3 5 15", row={"target": 15})
-    return Batch(step=step, version=0, prompts=(prompt,), groups=(group,), scores=((Score(value=1.0, parts={}),),))
+    return Batch(
+        step=step,
+        version=0,
+        prompts=(prompt,),
+        groups=(group,),
+        scores=((Score(value=1.0, parts={}),),),
+    )
 
 
 def test_a_batch_comes_back_as_it_went(tmp_path: Path) -> None:
@@ -53,7 +69,11 @@ def test_metrics_come_back_in_order_without_a_torn_last_line(tmp_path: Path) -> 
         folder.append_metrics(MetricsRow(step=step, metrics={"reward": step / 2}))
     with (folder.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')
-    assert [(row.step, row.metrics["reward"]) for row in folder.metrics()] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert [(row.step, row.metrics["reward"]) for row in folder.metrics()] == [
+        (0, 0.0),
+        (1, 0.5),
+        (2, 1.0),
+    ]
     assert [row.step for row in folder.metrics(after_step=1)] == [2]
 
 
@@ -72,7 +92,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 256 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True
+    ).returncode:
         pytest.skip("mounting a small disk needs root")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from test_advantages import make_job, score
 
-from services.orchestrator.groups import GradedGroup, refill, to_batch, too_many_missing
+from services.orchestrator.loop.groups import GradedGroup, refill, to_batch, too_many_missing
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score
+from tests.support.scored_batches import make_job, score
 
 
 def refilling(rounds: int) -> Job:
@@ -17,9 +17,15 @@ def refilling(rounds: int) -> Job:
 
 
 def graded(name: int, *rewards: float | None, versions: tuple[int, ...] = (3,)) -> GradedGroup:
-    rollout = Rollout(text="x", token_ids=(1,), logprobs=(-0.5,), finish_reason="stop", versions=versions)
+    rollout = Rollout(
+        text="x", token_ids=(1,), logprobs=(-0.5,), finish_reason="stop", versions=versions
+    )
     group = RolloutGroup(prompt_token_ids=(1,), rollouts=(rollout,) * len(rewards))
-    return GradedGroup(Prompt(index=name, content="p", row={}), group, tuple(score(make_job(), reward) for reward in rewards))
+    return GradedGroup(
+        Prompt(index=name, content="p", row={}),
+        group,
+        tuple(score(make_job(), reward) for reward in rewards),
+    )
 
 
 class Fresh:
@@ -57,7 +63,9 @@ async def test_rounds_are_bounded_and_what_has_no_signal_then_stays() -> None:
 
 async def test_a_data_set_that_runs_out_of_prompts_replaces_what_it_can() -> None:
     fresh = Fresh([graded(10, 0.0, 1.0)], [])
-    kept, dropped = await refill([graded(0, 1.0, 1.0), graded(1, 0.0, 0.0)], refilling(5), 0.5, fresh)
+    kept, dropped = await refill(
+        [graded(0, 1.0, 1.0), graded(1, 0.0, 0.0)], refilling(5), 0.5, fresh
+    )
     assert names(kept) == [10, 1] and names(dropped) == [0]
     assert fresh.asked == [(1, 2), (2, 1)]
 
@@ -69,7 +77,9 @@ async def test_nothing_is_replaced_for_rewards_that_are_missing() -> None:
 
 
 def test_a_batch_carries_its_oldest_version_and_what_was_dropped() -> None:
-    batch = to_batch(7, [graded(0, 1.0, versions=(4, 5)), graded(1, 0.0, versions=(5,))], [graded(2, 0.0)])
+    batch = to_batch(
+        7, [graded(0, 1.0, versions=(4, 5)), graded(1, 0.0, versions=(5,))], [graded(2, 0.0)]
+    )
     assert (batch.step, batch.version, [prompt.index for prompt in batch.prompts]) == (7, 4, [0, 1])
     assert batch.dropped == (graded(2, 0.0).scores,) and batch.graded
     with pytest.raises(Failed, match="step 7: no rollout says which weights sampled it"):
@@ -85,5 +95,6 @@ def test_missing_rewards_are_told_with_their_share_and_the_first_reasons() -> No
     batch = to_batch(2, [GradedGroup(group.prompt, group.group, scores)])
     assert too_many_missing(batch, 0.75) is None
     assert too_many_missing(batch, 0.5) == (
-        "step 2: 75% of the rewards are missing, more than the 50% of HONE_MAX_MISSING_REWARDS; judge: no key; judge: refused"
+        "step 2: 75% of the rewards are missing, more than the 50% of HONE_MAX_MISSING_REWARDS; "
+        "judge: no key; judge: refused"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.prompts import Prompts, load_prompts
+from services.orchestrator.loop.prompts import Prompts, load_prompts
 from shared.errors import BadRequest
 from shared.job import Job
 
@@ -42,7 +42,9 @@ def rows(count: int) -> Rows:
 def test_a_step_takes_the_same_prompts_whoever_asks_and_whenever() -> None:
     first, second = (Prompts(make_job(), rows(50), None) for _ in range(2))
     second.for_step(3)
-    assert [indices(first, step) for step in (1, 2, 9)] == [indices(second, step) for step in (1, 2, 9)]
+    assert [indices(first, step) for step in (1, 2, 9)] == [
+        indices(second, step) for step in (1, 2, 9)
+    ]
     assert indices(first, 1) != indices(Prompts(make_job(seed=1), rows(50), None), 1)
 
 
@@ -102,11 +104,18 @@ def test_a_prompt_that_is_no_text_names_row_and_value() -> None:
 
 def test_files_are_read_and_columns_checked(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i}?", "numbers": [i, 2]}) + "\n" for i in range(6)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{i}?", "numbers": [i, 2]}) + "\n" for i in range(6))
+    )
     prompts = load_prompts(make_job(str(path)))
     assert prompts.columns == ("prompt", "numbers")
-    assert {tuple(prompt.row["numbers"]) for prompt in prompts.for_step(1)} <= {(i, 2) for i in range(6)}
-    with pytest.raises(BadRequest, match=r"has no column 'question' \(data.prompt_column\); its columns are prompt, numbers"):
+    assert {tuple(prompt.row["numbers"]) for prompt in prompts.for_step(1)} <= {
+        (i, 2) for i in range(6)
+    }
+    with pytest.raises(
+        BadRequest,
+        match=r"has no column 'question' \(data.prompt_column\); its columns are prompt, numbers",
+    ):
         load_prompts(make_job(str(path), data={"prompt_column": "question"}))
 
 
@@ -119,7 +128,9 @@ def test_files_are_read_and_columns_checked(tmp_path: Path) -> None:
         ("data.txt", "hello", "is not a file ending in"),
     ],
 )
-def test_unusable_data_is_a_sentence(tmp_path: Path, name: str, content: str | None, sentence: str) -> None:
+def test_unusable_data_is_a_sentence(
+    tmp_path: Path, name: str, content: str | None, sentence: str
+) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_text(content)

@@ -6,16 +6,24 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator import recovery
-from services.orchestrator.groups import MustPause
-from services.orchestrator.recovery import can_recover
-from services.orchestrator.store import StoreUnavailable
+from services.orchestrator.loop import recovery
+from services.orchestrator.loop.groups import MustPause
+from services.orchestrator.loop.recovery import can_recover
+from services.orchestrator.queue.store import StoreUnavailable
 from shared.errors import BadRequest, Conflict, Failed, HoneError, Unavailable
 from shared.wire import TrainerState
 
 
 def state(job_id: str | None = "job", restarts: int = 0) -> TrainerState:
-    return TrainerState(job_id=job_id, step=3, num_ranks=1, dtype="float32", device="cpu", num_parameters=1, restarts=restarts)
+    return TrainerState(
+        job_id=job_id,
+        step=3,
+        num_ranks=1,
+        dtype="float32",
+        device="cpu",
+        num_parameters=1,
+        restarts=restarts,
+    )
 
 
 class Trainer:
@@ -44,7 +52,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def late() -> Unavailable:
     """What the client raises for a call that took longer than its deadline."""
     try:
-        raise Unavailable("trainer did not finish POST /train_step within 3600 s") from TimeoutError()
+        raise Unavailable(
+            "trainer did not finish POST /train_step within 3600 s"
+        ) from TimeoutError()
     except Unavailable as error:
         return error
 
@@ -55,7 +65,12 @@ async def test_a_service_at_another_step_or_one_that_was_away_can_be_recovered_f
 
 
 async def test_neither_a_deadline_nor_redis_nor_a_pause_nor_a_mistake_of_the_job_is() -> None:
-    for error in (late(), StoreUnavailable("Redis"), MustPause("step 3: 80%"), BadRequest("unknown grader")):
+    for error in (
+        late(),
+        StoreUnavailable("Redis"),
+        MustPause("step 3: 80%"),
+        BadRequest("unknown grader"),
+    ):
         assert not await recovers(error), error
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from reward_helpers import ScriptedSandbox, tools_of
 
 from services.reward.registry import Tools
 from shared.wire import Execution
+from tests.support.reward_helpers import ScriptedSandbox, tools_of
 
 
 @pytest.fixture

@@ -20,14 +20,21 @@ logprobs = st.lists(st.floats(-100, 0, width=32), max_size=40).map(tuple)
 def test_an_example_survives_both_encodings(
     prompt: tuple[int, ...], tokens: tuple[int, ...], old: tuple[float, ...], advantage: float
 ) -> None:
-    example = Example(prompt_token_ids=prompt, token_ids=tokens, old_logprobs=old, advantage=advantage)
+    example = Example(
+        prompt_token_ids=prompt, token_ids=tokens, old_logprobs=old, advantage=advantage
+    )
     for media_type in (codec.JSON, codec.MSGPACK):
         assert codec.decode(Example, codec.encode(example, media_type), media_type) == example
 
 
 def test_a_token_costs_eight_bytes_in_msgpack() -> None:
     def size(count: int) -> int:
-        example = Example(prompt_token_ids=(), token_ids=(151_000,) * count, old_logprobs=(-0.123456789,) * count, advantage=1.0)
+        example = Example(
+            prompt_token_ids=(),
+            token_ids=(151_000,) * count,
+            old_logprobs=(-0.123456789,) * count,
+            advantage=1.0,
+        )
         return len(codec.encode(example, codec.MSGPACK))
 
     assert size(2000) - size(1000) == 8 * 1000

@@ -10,13 +10,18 @@ from shared.errors import BadRequest
 
 def test_a_misspelt_setting_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HONE_ROLOUT_PORT", "1")
-    with pytest.raises(BadRequest, match="unknown setting 'HONE_ROLOUT_PORT' in the environment; did you mean 'HONE_ROLLOUT_PORT'"):
+    with pytest.raises(
+        BadRequest,
+        match="unknown setting 'HONE_ROLOUT_PORT' in the environment; did you mean 'HONE_ROLLOUT_PORT'",
+    ):
         load_settings()
 
 
 def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HONE_TRAINER_RANKS", "none")
-    with pytest.raises(BadRequest, match=r"'trainer_ranks': got 'none'; input should be a valid integer"):
+    with pytest.raises(
+        BadRequest, match=r"'trainer_ranks': got 'none'; input should be a valid integer"
+    ):
         load_settings()
 
 

@@ -29,8 +29,16 @@ def write(folder: Path, text: str = MINIMAL) -> Path:
 
 def test_defaults_are_the_usual_recipe(tmp_path: Path) -> None:
     job = load_job(write(tmp_path))
-    assert (job.training.loss, job.training.learning_rate, job.training.max_grad_norm) == ("dapo", 1e-6, 1.0)
-    assert (job.training.clip_low, job.training.clip_high, job.sampling.group_size) == (0.2, 0.28, 8)
+    assert (job.training.loss, job.training.learning_rate, job.training.max_grad_norm) == (
+        "dapo",
+        1e-6,
+        1.0,
+    )
+    assert (job.training.clip_low, job.training.clip_high, job.sampling.group_size) == (
+        0.2,
+        0.28,
+        8,
+    )
     assert (job.max_staleness, job.sampling.temperature, job.sampling.top_p) == (0, 1.0, 1.0)
 
 
@@ -55,12 +63,16 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
     ("override", "sentence"),
     [
         ("stepz=7", "unknown key 'stepz'; did you mean 'steps'?"),
-        ("training.lerning_rate=1", "unknown key 'training.lerning_rate'; did you mean 'learning_rate'?"),
+        (
+            "training.lerning_rate=1",
+            "unknown key 'training.lerning_rate'; did you mean 'learning_rate'?",
+        ),
         ("rewards.0.wieght=1", "unknown key 'rewards.0.wieght'; did you mean 'weight'?"),
         ("steps=0", "'steps': got 0; input should be greater than or equal to 1"),
         (
             "training.loss=ppo",
-            "'training.loss': got 'ppo'; input should be 'dapo', 'grpo', 'dr_grpo', 'bnpo', 'cispo', 'sapo' or 'gspo'",
+            "'training.loss': got 'ppo'; input should be 'dapo', 'grpo', 'dr_grpo', 'bnpo', "
+            "'cispo', 'sapo' or 'gspo'",
         ),
         ("rewards.4.weight=1", "'4' is not a position in a list of 1"),
         ("steps", "expected KEY=VALUE"),
@@ -68,7 +80,9 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
         ("name=../etc", "got '../etc'"),
     ],
 )
-def test_a_mistake_is_named_with_its_value_and_remedy(tmp_path: Path, override: str, sentence: str) -> None:
+def test_a_mistake_is_named_with_its_value_and_remedy(
+    tmp_path: Path, override: str, sentence: str
+) -> None:
     with pytest.raises(BadRequest) as raised:
         load_job(write(tmp_path), [override])
     assert sentence in raised.value.detail
@@ -87,7 +101,9 @@ def test_a_missing_file_and_broken_toml_are_sentences(tmp_path: Path) -> None:
 
 
 def test_a_reward_file_travels_as_source(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def reward(completions, **kwargs):\n    return [0.0] * len(completions)\n")
+    (tmp_path / "mine.py").write_text(
+        "def reward(completions, **kwargs):\n    return [0.0] * len(completions)\n"
+    )
     job = load_job(write(tmp_path, MINIMAL.replace('grader = "exact_match"', 'file = "mine.py"')))
     assert job.rewards[0].source is not None and job.rewards[0].source.startswith("def reward")
     assert job.rewards[0].label == "reward"
@@ -98,7 +114,9 @@ def test_a_missing_reward_file_says_where_it_was_looked_for(tmp_path: Path) -> N
         load_job(write(tmp_path, MINIMAL.replace('grader = "exact_match"', 'file = "mine.py"')))
 
 
-def test_existing_paths_become_absolute_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_paths_become_absolute_and_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text("{}")
     job = load_job(write(tmp_path))

@@ -15,10 +15,16 @@ def test_a_secret_in_any_field_is_masked(capfd: pytest.CaptureFixture[str]) -> N
     logs.configure("trainer", Settings(token=SecretStr("s3cr3t-token")))
     logs.get_logger().info("request", header="Bearer s3cr3t-token")
     line = json.loads(capfd.readouterr().err.strip().splitlines()[-1])
-    assert line["header"] == "Bearer ***" and line["service"] == "trainer" and line["event"] == "request"
+    assert (
+        line["header"] == "Bearer ***"
+        and line["service"] == "trainer"
+        and line["event"] == "request"
+    )
 
 
-def test_a_commands_warnings_leave_stdout_to_what_it_was_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_commands_warnings_leave_stdout_to_what_it_was_asked_for(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     logs.to_stderr()
     logs.get_logger().warning("waiting for a service", service="reward")
     logs.get_logger().info("not told")

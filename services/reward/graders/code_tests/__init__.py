@@ -1,4 +1,5 @@
-"""Runs the model's program against a row's tests. The expected answers never enter the sandbox where it runs.
+"""Runs the model's program against a row's tests. The expected answers never enter the sandbox
+where it runs.
 
     asserts.py   assert-style tests -> calls to make, and what must hold of the results
     candidate.py makes the calls in a sandbox (`inside_candidate.py`); results are plain data (`codec.py`)
@@ -6,8 +7,9 @@
     proxy.py     tests that cannot be converted: in a second sandbox (`inside_tests.py`), with proxies for the candidate's functions
     stdio.py     inputs and outputs of whole programs
 
-A missing result is a failed test, whatever the exit code and whatever was printed. Not supported: candidates that the tests take
-apart as objects (only plain data crosses), and changes that a function makes to its arguments (calls get copies).
+A missing result is a failed test, whatever the exit code and whatever was printed. Not supported:
+candidates that the tests take apart as objects (only plain data crosses), and changes that a
+function makes to its arguments (calls get copies).
 """
 
 from __future__ import annotations
@@ -37,17 +39,19 @@ _NAN = re.compile(r"\bnan\b", re.IGNORECASE)
 class CodeTestsParams(Params):
     """`tests` is the column of the tests, in the `style` they have:
 
-    "asserts": Python source of assert statements, or a list of it (MBPP's `test_list`).
-    "check": Python source that defines `check(candidate)` (HumanEval's `test`), called with the function `entry_point`.
-    "stdio": a list of `{"input", "output"}`, or `{"inputs": [...], "outputs": [...]}`, as data or as JSON text.
+    "asserts": Python source of assert statements, or a list of it (MBPP's `test_list`). "check":
+    Python source that defines `check(candidate)` (HumanEval's `test`), called with the function
+    `entry_point`. "stdio": a list of `{"input", "output"}`, or `{"inputs": [...], "outputs":
+    [...]}`, as data or as JSON text.
 
-    The other columns are optional. `entry_point`: the name of the function that is tested. `setup`: Python source that is run
-    before the program, such as imports. `prefix`: what the program begins with where the completion does not define the
-    function itself (HumanEval's `prompt`).
+    The other columns are optional. `entry_point`: the name of the function that is tested. `setup`:
+    Python source that is run before the program, such as imports. `prefix`: what the program begins
+    with where the completion does not define the function itself (HumanEval's `prompt`).
 
-    `credit` "binary": 1 if all tests pass, else 0, and the first failing test is the last; "partial": the share that passes.
-    `cpu_s` bounds one test, in seconds of CPU; `timeout_s` all tests of a program, in seconds of wall clock. `tolerance`: how far
-    numbers in the output of "stdio" may be off, absolutely or relatively.
+    `credit` "binary": 1 if all tests pass, else 0, and the first failing test is the last;
+    "partial": the share that passes. `cpu_s` bounds one test, in seconds of CPU; `timeout_s` all
+    tests of a program, in seconds of wall clock. `tolerance`: how far numbers in the output of
+    "stdio" may be off, absolutely or relatively.
     """
 
     tests: Column = "tests"
@@ -64,7 +68,8 @@ class CodeTestsParams(Params):
 
 @grader("code_tests")
 class CodeTests(Grader[CodeTestsParams]):
-    """1 if the completion's program passes the row's tests, else 0; with partial credit, the share of them that it passes.
+    """1 if the completion's program passes the row's tests, else 0; with partial credit, the share
+    of them that it passes.
 
     The program is the last fenced block of the completion, or all of it.
     """
@@ -77,10 +82,15 @@ class CodeTests(Grader[CodeTestsParams]):
     async def check(self, columns: Sequence[str]) -> None:
         await super().check(columns)
         if self.params.style == "check" and self.params.entry_point is None:
-            raise BadRequest(f'reward {self.spec.label!r}: style "check" needs entry_point, the column of the function\'s name')
+            raise BadRequest(
+                f'reward {self.spec.label!r}: style "check" needs entry_point, the column of the function\'s name'
+            )
 
     def content(self, item: ScoreItem) -> Any:
-        return [program_of(item.completion), *(item.row.get(column) for column in self._columns if column)]
+        return [
+            program_of(item.completion),
+            *(item.row.get(column) for column in self._columns if column),
+        ]
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         return [await self._grade(item) for item in items]
@@ -97,18 +107,23 @@ class CodeTests(Grader[CodeTestsParams]):
         limits = Limits(params.cpu_s, params.timeout_s, params.memory_mib)
         program = _completed(program_of(item.completion), prefix, entry)
         setup = f"{setup}\n{tests.imports}".strip()
-        candidate = Candidate(self.tools.sandbox, setup, program, limits, allow_nan=bool(_NAN.search(repr(value))))
+        candidate = Candidate(
+            self.tools.sandbox, setup, program, limits, allow_nan=bool(_NAN.search(repr(value)))
+        )
         verdicts = await self._verdicts(candidate, tests)
         return self._part(verdicts, tests.count, candidate)
 
     def _text(self, item: ScoreItem, column: str | None) -> str:
         text = item.row[column] if column else ""
         if not isinstance(text, str | None):
-            raise GradingFailed(f"column {column!r} is {text!r:.80}; expected text", "invalid_variable_error")
+            raise GradingFailed(
+                f"column {column!r} is {text!r:.80}; expected text", "invalid_variable_error"
+            )
         return text or ""
 
     async def _verdicts(self, candidate: Candidate, tests: Tests) -> list[tuple[Verdict, str]]:
-        """Returns verdict and reason of each test that was run, in order; with binary credit up to the first failing one."""
+        """Returns verdict and reason of each test that was run, in order; with binary credit up to
+        the first failing one."""
         verdicts = await self._cases(candidate, tests.cases)
         for code in tests.codes:
             if self._is_over(candidate, verdicts):
@@ -120,12 +135,17 @@ class CodeTests(Grader[CodeTestsParams]):
             verdicts.append(await stdio.run(candidate, pair, self.params.tolerance))
         return verdicts
 
-    async def _cases(self, candidate: Candidate, cases: tuple[Case, ...]) -> list[tuple[Verdict, str]]:
-        """Runs many cases in one process; again one by one where that process came to an end of its own."""
+    async def _cases(
+        self, candidate: Candidate, cases: tuple[Case, ...]
+    ) -> list[tuple[Verdict, str]]:
+        """Runs many cases in one process; again one by one where that process came to an end of its
+        own."""
         verdicts: list[tuple[Verdict, str]] = []
         for start in range(0, len(cases), CALLS_PER_JOB):
             several = cases[start : start + CALLS_PER_JOB]
-            answers = await _judged(candidate, several, last=NO_VALUE if self.params.credit == "binary" else (), share=2)
+            answers = await _judged(
+                candidate, several, last=NO_VALUE if self.params.credit == "binary" else (), share=2
+            )
             for case, answer in itertools.zip_longest(several, answers or ()):
                 if self._is_over(candidate, verdicts):
                     return verdicts
@@ -145,16 +165,26 @@ class CodeTests(Grader[CodeTestsParams]):
         if passed == count:
             return Part(value=value, detail=f"passed {count} tests", stdout=candidate.stdout)
         if passed == len(verdicts):
-            verdicts = [*verdicts, ("time_limit", f"all tests together took longer than {self.params.timeout_s:g} s")]
-        number, verdict, detail = next((number, *end) for number, end in enumerate(verdicts, 1) if end[0] != "ok")
-        return Part(value=value, verdict=verdict, detail=f"test {number} of {count}: {detail}", stdout=candidate.stdout)
+            verdicts = [
+                *verdicts,
+                ("time_limit", f"all tests together took longer than {self.params.timeout_s:g} s"),
+            ]
+        number, verdict, detail = next(
+            (number, *end) for number, end in enumerate(verdicts, 1) if end[0] != "ok"
+        )
+        return Part(
+            value=value,
+            verdict=verdict,
+            detail=f"test {number} of {count}: {detail}",
+            stdout=candidate.stdout,
+        )
 
 
 async def _judged(
     candidate: Candidate, cases: Sequence[Case], *, last: Sequence[str] = (), share: int = 1
 ) -> list[tuple[Verdict, str]] | None:
-    """Returns the verdicts of cases run in one process; None where that process ended and another try, one by one, may tell
-    more."""
+    """Returns the verdicts of cases run in one process; None where that process ended and another
+    try, one by one, may tell more."""
     calls = [["expression", call] for case in cases for call in case.calls]
     outcomes = await candidate.call(calls, last=last, share=min(share, len(cases)))
     if isinstance(outcomes, Outcome):
@@ -178,7 +208,15 @@ def _verdict(case: Case, outcomes: list[Outcome]) -> tuple[Verdict, str]:
     shown = ", ".join(f"{value!r:.80}" for value in values.values())
     try:
         holds = evaluate(case.test, values)
-    except (Failed, ArithmeticError, LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
+    except (
+        Failed,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+        AttributeError,
+    ) as error:
         return "wrong", f"{case.source:.100} cannot hold for {shown} ({error!s:.80})"
     return ("ok", "") if holds else ("wrong", f"{case.source:.100} does not hold: it got {shown}")
 
@@ -188,5 +226,9 @@ def _completed(program: str, prefix: str, entry_point: str) -> str:
     whole = textwrap.dedent(program).strip()
     if not prefix:
         return whole
-    defined = re.search(rf"^(?:async def|def|class) +{re.escape(entry_point)}\b|^{re.escape(entry_point)} *=", whole, re.MULTILINE)
+    defined = re.search(
+        rf"^(?:async def|def|class) +{re.escape(entry_point)}\b|^{re.escape(entry_point)} *=",
+        whole,
+        re.MULTILINE,
+    )
     return whole if entry_point and defined else f"{prefix.rstrip()}\n{program}"

@@ -1,10 +1,12 @@
-"""Reads assert-style tests, on the trusted side: which calls to make in the sandbox, and what must hold of their results.
+"""Reads assert-style tests, on the trusted side: which calls to make in the sandbox, and what must
+hold of their results.
 
     assert add(1, 2) == 3     ->   call "add(1, 2)", and afterwards, outside: _0 == 3
 
-A call of the candidate is sent whole, with its arguments (`f(g(1))`, `Solution().f([1])`, `f(1)[0]`); everything around it is
-evaluated outside by `evaluate.py`. Tests with anything else in them (loops, helper functions, `try`) are not converted; they
-run as they are in a second sandbox (`proxy.py`).
+A call of the candidate is sent whole, with its arguments (`f(g(1))`, `Solution().f([1])`,
+`f(1)[0]`); everything around it is evaluated outside by `evaluate.py`. Tests with anything else in
+them (loops, helper functions, `try`) are not converted; they run as they are in a second sandbox
+(`proxy.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ BUILTINS = frozenset(dir(builtins))
 
 @dataclass(frozen=True)
 class Case:
-    """One assertion: `calls` are sources of expressions, whose values `test` has under the names `_0`, `_1`, ..."""
+    """One assertion: `calls` are sources of expressions, whose values `test` has under the names
+    `_0`, `_1`, ..."""
 
     source: str
     calls: tuple[str, ...]
@@ -38,20 +41,31 @@ class Suite:
 
 
 def from_asserts(tests: str, entry_point: str | None = None, setup: str = "") -> Suite | None:
-    """Returns `tests` converted if each statement is an assert or an import, else None. Raises SyntaxError.
+    """Returns `tests` converted if each statement is an assert or an import, else None. Raises
+    SyntaxError.
 
-    The candidate's names are `entry_point`, or else all called names that Python, `setup` and `tests` do not know.
+    The candidate's names are `entry_point`, or else all called names that Python, `setup` and
+    `tests` do not know.
     """
     body = ast.parse(tests).body
     known = BUILTINS | bound_names(ast.parse(setup)) | bound_names(ast.Module(body, []))
-    called = {node.func.id for node in _walk(body) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    return _suite(body, frozenset([entry_point]) if entry_point else frozenset(called - known), known)
+    called = {
+        node.func.id
+        for node in _walk(body)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    return _suite(
+        body, frozenset([entry_point]) if entry_point else frozenset(called - known), known
+    )
 
 
 def from_check(tests: str, entry_point: str) -> Suite | None:
-    """Returns HumanEval's `def check(candidate): assert ...` converted to calls of `entry_point`, or None. Raises SyntaxError."""
+    """Returns HumanEval's `def check(candidate): assert ...` converted to calls of `entry_point`,
+    or None. Raises SyntaxError."""
     tree = ast.parse(tests)
-    checks = [part for part in tree.body if isinstance(part, ast.FunctionDef) and part.name == "check"]
+    checks = [
+        part for part in tree.body if isinstance(part, ast.FunctionDef) and part.name == "check"
+    ]
     if len(checks) != 1 or len(checks[0].args.args) != 1:
         return None
     argument = checks[0].args.args[0].arg
@@ -59,7 +73,11 @@ def from_check(tests: str, entry_point: str) -> Suite | None:
         if isinstance(node, ast.Name) and node.id == argument:
             node.id = entry_point
     body = [*(part for part in tree.body if part not in checks), *checks[0].body]
-    return _suite(body, frozenset([entry_point]), BUILTINS | bound_names(ast.Module([part for part in body if _imports(part)], [])))
+    return _suite(
+        body,
+        frozenset([entry_point]),
+        BUILTINS | bound_names(ast.Module([part for part in body if _imports(part)], [])),
+    )
 
 
 def _suite(body: list[ast.stmt], candidates: frozenset[str], known: frozenset[str]) -> Suite | None:
@@ -84,13 +102,18 @@ def _case(test: ast.expr, candidates: frozenset[str], known: frozenset[str]) -> 
     rest: Any = extraction.visit(test)
     inputs_known = all(_free(call) <= known | extraction.candidates for call in extraction.calls)
     results = frozenset(f"_{number}" for number in range(len(extraction.calls)))
-    if not inputs_known or not supported(rest, results) or (not results and not isinstance(test, ast.Constant)):
+    if (
+        not inputs_known
+        or not supported(rest, results)
+        or (not results and not isinstance(test, ast.Constant))
+    ):
         return None
     return Case(source, tuple(ast.unparse(call) for call in extraction.calls), rest)
 
 
 class _Extraction(ast.NodeTransformer):
-    """Takes the candidate's calls out of an expression and leaves `_0`, `_1`, ... in their places."""
+    """Takes the candidate's calls out of an expression and leaves `_0`, `_1`, ... in their
+    places."""
 
     def __init__(self, candidates: frozenset[str]) -> None:
         self.candidates = candidates
@@ -100,21 +123,30 @@ class _Extraction(ast.NodeTransformer):
         if isinstance(node, ast.expr) and self._is_result(node):
             self.calls.append(node)
             return ast.Name(f"_{len(self.calls) - 1}", ast.Load())
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # a method of a result is called outside
+        if isinstance(node, ast.Call) and isinstance(
+            node.func, ast.Attribute
+        ):  # a method of a result is called outside
             method: Any = self.visit(node.func.value)
             parts: list[Any] = [self.visit(part) for part in (*node.args, *node.keywords)]
             count = len(node.args)
-            return ast.Call(ast.Attribute(method, node.func.attr, ast.Load()), parts[:count], parts[count:])
+            return ast.Call(
+                ast.Attribute(method, node.func.attr, ast.Load()), parts[:count], parts[count:]
+            )
         return self.generic_visit(node)
 
     def _is_result(self, node: ast.expr) -> bool:
-        """Returns whether `node` is a call of the candidate or a part of what one returns. Methods are called inside for a
-        class of the candidate only: a result is compared outside, not by a method of its own."""
+        """Returns whether `node` is a call of the candidate or a part of what one returns. Methods
+        are called inside for a class of the candidate only: a result is compared outside, not by a
+        method of its own."""
         if isinstance(node, ast.Attribute | ast.Subscript):
             return self._is_result(node.value)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             return self._is_result(node.func.value) and _root(node)[:1].isupper()
-        return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self.candidates
+        return (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in self.candidates
+        )
 
 
 def _root(node: ast.expr) -> str:
@@ -124,10 +156,13 @@ def _root(node: ast.expr) -> str:
 
 
 def _head(test: ast.expr) -> frozenset[str]:
-    """Returns the function called first and outermost: the candidate's, where all names are Python's (`sum(10, 15) == 6`)."""
+    """Returns the function called first and outermost: the candidate's, where all names are
+    Python's (`sum(10, 15) == 6`)."""
     while isinstance(test, ast.UnaryOp | ast.Compare):
         test = test.operand if isinstance(test, ast.UnaryOp) else test.left
-    is_call = isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in FUNCTIONS
+    is_call = (
+        isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id in FUNCTIONS
+    )
     return frozenset([_root(test)]) if is_call else frozenset()
 
 
@@ -136,12 +171,16 @@ def _imports(part: ast.stmt) -> bool:
 
 
 def _idle(part: ast.stmt) -> bool:
-    """Returns whether a statement does nothing that a test could depend on: a docstring, `pass`, data under a name."""
+    """Returns whether a statement does nothing that a test could depend on: a docstring, `pass`,
+    data under a name."""
     if isinstance(part, ast.Assign):
         return all(
-            isinstance(node, ast.Constant | ast.Dict | ast.List | ast.Tuple | ast.expr_context) for node in ast.walk(part.value)
+            isinstance(node, ast.Constant | ast.Dict | ast.List | ast.Tuple | ast.expr_context)
+            for node in ast.walk(part.value)
         )
-    return isinstance(part, ast.Pass) or (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant | ast.Name))
+    return isinstance(part, ast.Pass) or (
+        isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant | ast.Name)
+    )
 
 
 def _walk(body: Iterable[ast.AST]) -> Iterable[ast.AST]:

@@ -1,4 +1,5 @@
-"""Makes the calls of a program in a sandbox, from the outside. What comes back is untrusted and read here with care."""
+"""Makes the calls of a program in a sandbox, from the outside. What comes back is untrusted and
+read here with care."""
 
 from __future__ import annotations
 
@@ -13,12 +14,18 @@ from services.reward.sandbox.base import Sandbox
 from shared.wire import Execution, Verdict
 
 NO_VALUE = ("raised", "opaque", "large", "late")
-_VERDICTS: dict[str, Verdict] = {"raised": "runtime_error", "opaque": "wrong", "large": "output_limit", "late": "time_limit"}
+_VERDICTS: dict[str, Verdict] = {
+    "raised": "runtime_error",
+    "opaque": "wrong",
+    "large": "output_limit",
+    "late": "time_limit",
+}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one test: seconds of CPU, MiB of memory. Of all tests of a program together: `timeout_s` seconds of wall clock."""
+    """Of one test: seconds of CPU, MiB of memory. Of all tests of a program together: `timeout_s`
+    seconds of wall clock."""
 
     cpu_s: float
     timeout_s: float
@@ -52,9 +59,12 @@ class Candidate:
     def out_of_time(self) -> bool:
         return self.wall_s >= self.limits.timeout_s
 
-    async def call(self, calls: Sequence[list[str]], *, last: Sequence[str] = (), share: int = 1) -> list[Outcome] | Outcome:
-        """Returns the outcome of each call, up to the first that ends as one of `last`; or the one outcome that ended the whole
-        process. All calls are made in one process, which may use the CPU time of `share` tests. Raises GradingFailed."""
+    async def call(
+        self, calls: Sequence[list[str]], *, last: Sequence[str] = (), share: int = 1
+    ) -> list[Outcome] | Outcome:
+        """Returns the outcome of each call, up to the first that ends as one of `last`; or the one
+        outcome that ended the whole process. All calls are made in one process, which may use the
+        CPU time of `share` tests. Raises GradingFailed."""
         arguments = {
             "setup": self.setup,
             "program": self.program,
@@ -77,11 +87,18 @@ class Candidate:
 
     def job_limits(self, share: int = 1) -> dict[str, Any]:
         cpu_s = min(self.limits.cpu_s * share, self.limits.timeout_s)
-        return {"cpu_s": cpu_s, "timeout_s": self.limits.timeout_s, "memory_mib": self.limits.memory_mib}
+        return {
+            "cpu_s": cpu_s,
+            "timeout_s": self.limits.timeout_s,
+            "memory_mib": self.limits.memory_mib,
+        }
 
     def _outcomes(self, answer: Any, num_calls: int) -> list[Outcome] | Outcome:
         pairs = answer if isinstance(answer, list) else []
-        if not all(isinstance(pair, list) and len(pair) == 2 and all(type(part) is str for part in pair) for pair in pairs):
+        if not all(
+            isinstance(pair, list) and len(pair) == 2 and all(type(part) is str for part in pair)
+            for pair in pairs
+        ):
             pairs = []
         if not pairs:
             return Outcome("runtime_error", "the program gave no usable result")
@@ -90,8 +107,14 @@ class Candidate:
     def _outcome(self, how: str, text: str) -> Outcome:
         if how == "value":
             try:
-                return Outcome("ok", value=decode(text, allow_nan=self.allow_nan), how=how, text=text)
+                return Outcome(
+                    "ok", value=decode(text, allow_nan=self.allow_nan), how=how, text=text
+                )
             except NotPlain as error:
                 return Outcome("wrong", f"returned {error}", how="opaque", text=f"returned {error}")
-        verdict: Verdict = "memory_limit" if text.startswith("MemoryError") else _VERDICTS.get(how, "runtime_error")
+        verdict: Verdict = (
+            "memory_limit"
+            if text.startswith("MemoryError")
+            else _VERDICTS.get(how, "runtime_error")
+        )
         return Outcome(verdict, f"returned {text}" if how == "opaque" else text, how=how, text=text)

@@ -1,7 +1,9 @@
-"""Plain Python data as text and back: all that crosses between a sandbox and the trusted side. Standard library only.
+"""Plain Python data as text and back: all that crosses between a sandbox and the trusted side.
+Standard library only.
 
-Its source is sent into sandboxes too (`inside_candidate.py`, `inside_tests.py`). Inside, `encode` is only a convenience: a
-program may write any text it likes. What counts is that `decode`, on the other side, makes nothing but exact built-in types.
+Its source is sent into sandboxes too (`inside_candidate.py`, `inside_tests.py`). Inside, `encode`
+is only a convenience: a program may write any text it likes. What counts is that `decode`, on the
+other side, makes nothing but exact built-in types.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ class TooLarge(Exception):
 
 
 def encode(value: Any) -> str:
-    """Returns `value` as text. Subclasses of the built-in types count as their content, iterators as what they give.
+    """Returns `value` as text. Subclasses of the built-in types count as their content, iterators
+    as what they give.
 
-    Raises NotPlain for all else, and for what nests too deeply or contains itself; TooLarge for more than `MAX_CHARS`.
+    Raises NotPlain for all else, and for what nests too deeply or contains itself; TooLarge for
+    more than `MAX_CHARS`.
     """
     try:
         text = json.dumps(_tree(value, 0))
@@ -45,7 +49,11 @@ def _tree(value: Any, depth: int) -> Any:
     if isinstance(value, list):
         return [_tree(part, depth + 1) for part in list.__iter__(value)]
     if isinstance(value, dict):
-        return {"dict": [[_tree(key, depth + 1), _tree(part, depth + 1)] for key, part in dict.items(value)]}
+        return {
+            "dict": [
+                [_tree(key, depth + 1), _tree(part, depth + 1)] for key, part in dict.items(value)
+            ]
+        }
     kind: Any
     for kind in (tuple, set, frozenset):
         if isinstance(value, kind):
@@ -56,13 +64,16 @@ def _tree(value: Any, depth: int) -> Any:
         return {"complex": [value.real, value.imag]}
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return _tree(value.item(), depth + 1)
-    if hasattr(value, "__next__") or isinstance(value, range | type({}.keys()) | type({}.values()) | type({}.items())):
+    if hasattr(value, "__next__") or isinstance(
+        value, range | type({}.keys()) | type({}.values()) | type({}.items())
+    ):
         return {"iterator": [_tree(part, depth + 1) for part in itertools.islice(value, MAX_ITEMS)]}
     raise NotPlain(f"a value of type {type(value).__name__!r}")
 
 
 def decode(text: str, *, allow_nan: bool = True) -> Any:
-    """Returns the value that `text` stands for, made of exact built-in types. Raises NotPlain for any text that stands for none."""
+    """Returns the value that `text` stands for, made of exact built-in types. Raises NotPlain for
+    any text that stands for none."""
     try:
         return _value(json.loads(text), 0, allow_nan)
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
@@ -86,7 +97,13 @@ def _value(tree: Any, depth: int, allow_nan: bool) -> Any:
         raise NotPlain(f"a {kind!r:.20} of no list")
     if kind == "complex":
         return complex(*parts)
-    makers: dict[str, Any] = {"dict": dict, "tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
+    makers: dict[str, Any] = {
+        "dict": dict,
+        "tuple": tuple,
+        "set": set,
+        "frozenset": frozenset,
+        "iterator": iter,
+    }
     if kind not in makers:
         raise NotPlain(f"an unknown kind {kind!r:.20}")
     return makers[kind](parts)

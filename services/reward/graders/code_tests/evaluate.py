@@ -1,8 +1,10 @@
-"""Evaluates the assertion of a test, on the trusted side, over plain values: a small language, read from Python's syntax tree.
+"""Evaluates the assertion of a test, on the trusted side, over plain values: a small language, read
+from Python's syntax tree.
 
-Constants, collections, arithmetic, comparisons, `and`/`or`/`not`, subscripts, a few functions and methods. `supported` says
-before anything runs whether an expression stays within it. Equality is `same` of compare.py, not Python's. A value comes from
-untrusted code, so whatever could take long or much memory is bounded.
+Constants, collections, arithmetic, comparisons, `and`/`or`/`not`, subscripts, a few functions and
+methods. `supported` says before anything runs whether an expression stays within it. Equality is
+`same` of compare.py, not Python's. A value comes from untrusted code, so whatever could take long
+or much memory is bounded.
 """
 
 from __future__ import annotations
@@ -35,21 +37,62 @@ def _bounded(value: Any) -> Any:
 
 def _times(left: Any, right: Any) -> Any:
     for many, count in ((left, right), (right, left)):
-        if isinstance(many, str | bytes | list | tuple) and isinstance(count, int) and len(many) * count > MAX_SIZE:
+        if (
+            isinstance(many, str | bytes | list | tuple)
+            and isinstance(count, int)
+            and len(many) * count > MAX_SIZE
+        ):
             raise Failed(f"more than {MAX_SIZE} items")
     return left * right
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MAX_BITS:
+    if (
+        isinstance(base, int)
+        and isinstance(exponent, int)
+        and base.bit_length() * abs(exponent) > MAX_BITS
+    ):
         raise Failed(f"a number of more than {MAX_BITS} bits")
     return base**exponent
 
 
-_KINDS: list[Any] = [bool, complex, dict, enumerate, float, frozenset, int, list, reversed, set, str, tuple, type, zip]
+_KINDS: list[Any] = [
+    bool,
+    complex,
+    dict,
+    enumerate,
+    float,
+    frozenset,
+    int,
+    list,
+    reversed,
+    set,
+    str,
+    tuple,
+    type,
+    zip,
+]
 _KINDS += [abs, all, any, divmod, isinstance, len, max, min, round, sorted, sum]
-FUNCTIONS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in _KINDS} | {"range": _range}
-_MATH = ("ceil", "cos", "e", "exp", "fabs", "floor", "inf", "isclose", "isinf", "isnan", "log", "nan", "pi", "sin", "sqrt")
+FUNCTIONS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in _KINDS} | {
+    "range": _range
+}
+_MATH = (
+    "ceil",
+    "cos",
+    "e",
+    "exp",
+    "fabs",
+    "floor",
+    "inf",
+    "isclose",
+    "isinf",
+    "isnan",
+    "log",
+    "nan",
+    "pi",
+    "sin",
+    "sqrt",
+)
 MATH: dict[str, Any] = {name: getattr(math, name) for name in _MATH}
 METHODS = {"count", "get", "items", "join", "keys", "lower", "split", "strip", "upper", "values"}
 
@@ -78,7 +121,17 @@ _ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.GtE: operator.ge,
 }
 _MEMBERS = (ast.In, ast.NotIn)
-_LEAVES = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.BoolOp, ast.IfExp, ast.Subscript, ast.Slice)
+_LEAVES = (
+    ast.Constant,
+    ast.List,
+    ast.Tuple,
+    ast.Set,
+    ast.Dict,
+    ast.BoolOp,
+    ast.IfExp,
+    ast.Subscript,
+    ast.Slice,
+)
 
 
 def supported(node: ast.AST, names: frozenset[str]) -> bool:
@@ -89,23 +142,38 @@ def supported(node: ast.AST, names: frozenset[str]) -> bool:
         return isinstance(node.value, ast.Name) and node.value.id == "math" and node.attr in MATH
     if isinstance(node, ast.Call):
         keywords = [keyword.value for keyword in node.keywords if keyword.arg not in (None, "key")]
-        if len(keywords) < len(node.keywords) or any(isinstance(argument, ast.Starred) for argument in node.args):
+        if len(keywords) < len(node.keywords) or any(
+            isinstance(argument, ast.Starred) for argument in node.args
+        ):
             return False
-        return _supported_function(node.func, names) and all(supported(part, names) for part in (*node.args, *keywords))
+        return _supported_function(node.func, names) and all(
+            supported(part, names) for part in (*node.args, *keywords)
+        )
     if isinstance(node, ast.Compare):
         for kind, right in zip(node.ops, node.comparators, strict=True):
-            singleton = isinstance(right, ast.Constant) and (right.value is None or isinstance(right.value, bool))
+            singleton = isinstance(right, ast.Constant) and (
+                right.value is None or isinstance(right.value, bool)
+            )
             if isinstance(kind, ast.Is | ast.IsNot) and not singleton:
                 return False
     elif isinstance(node, ast.UnaryOp):
         return type(node.op) in _UNARY and supported(node.operand, names)
     elif isinstance(node, ast.BinOp):
-        is_text = isinstance(node.left, ast.Constant | ast.JoinedStr) and isinstance(getattr(node.left, "value", ""), str | bytes)
+        is_text = isinstance(node.left, ast.Constant | ast.JoinedStr) and isinstance(
+            getattr(node.left, "value", ""), str | bytes
+        )
         formats = isinstance(node.op, ast.Mod) and is_text
-        return type(node.op) in _BINARY and not formats and supported(node.left, names) and supported(node.right, names)
+        return (
+            type(node.op) in _BINARY
+            and not formats
+            and supported(node.left, names)
+            and supported(node.right, names)
+        )
     elif not isinstance(node, _LEAVES) or (isinstance(node, ast.Dict) and None in node.keys):
         return False
-    return all(supported(part, names) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
+    return all(
+        supported(part, names) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)
+    )
 
 
 def _supported_function(node: ast.expr, names: frozenset[str]) -> bool:
@@ -115,7 +183,8 @@ def _supported_function(node: ast.expr, names: frozenset[str]) -> bool:
 
 
 def evaluate(node: ast.expr, values: dict[str, Any]) -> Any:
-    """Returns the value of a supported expression; `values` are those of its free names. Raises Failed, or what Python would."""
+    """Returns the value of a supported expression; `values` are those of its free names. Raises
+    Failed, or what Python would."""
     return _Evaluation(values).of(node)
 
 
@@ -147,7 +216,9 @@ class _Evaluation:
         return {self.of(part) for part in node.elts}
 
     def _dict(self, node: ast.Dict) -> dict[Any, Any]:
-        return {self.of(key): self.of(value) for key, value in zip(node.keys, node.values, strict=True)}
+        return {
+            self.of(key): self.of(value) for key, value in zip(node.keys, node.values, strict=True)
+        }
 
     def _unaryop(self, node: ast.UnaryOp) -> Any:
         return _UNARY[type(node.op)](self.of(node.operand))
@@ -173,7 +244,12 @@ class _Evaluation:
         return self.of(node.value)[self.of(node.slice)]
 
     def _slice(self, node: ast.Slice) -> slice:
-        return slice(*(None if part is None else self.of(part) for part in (node.lower, node.upper, node.step)))
+        return slice(
+            *(
+                None if part is None else self.of(part)
+                for part in (node.lower, node.upper, node.step)
+            )
+        )
 
     def _call(self, node: ast.Call) -> Any:
         arguments = [_bounded(self.of(part)) for part in node.args]
@@ -198,7 +274,11 @@ def _holds(kind: ast.cmpop, left: Any, right: Any) -> bool:
     if isinstance(kind, ast.Is | ast.IsNot):
         return (left is right) is isinstance(kind, ast.Is)
     if isinstance(kind, _MEMBERS):
-        found = left in right if isinstance(right, str | bytes) else any(same(left, part) for part in right)
+        found = (
+            left in right
+            if isinstance(right, str | bytes)
+            else any(same(left, part) for part in right)
+        )
         return found is isinstance(kind, ast.In)
     if left != left or right != right:
         raise Failed("NaN has no order")  # so that "not x > 3" does not hold for it

@@ -1,4 +1,5 @@
-"""The code that goes into sandboxes: the sources of the `inside_*` files, and one expression that calls them."""
+"""The code that goes into sandboxes: the sources of the `inside_*` files, and one expression that
+calls them."""
 
 from __future__ import annotations
 
@@ -28,10 +29,15 @@ _TESTS = _code("codec", "inside_tests")
 
 
 def candidate_job(arguments: dict[str, Any], **limits: Any) -> ExecuteRequest:
-    """Returns the job that runs a program and makes calls; `arguments` are those of `inside_candidate.run`."""
-    return ExecuteRequest(code=_CANDIDATE, expression="_run(**_arguments)", inputs={"_arguments": arguments}, **limits)
+    """Returns the job that runs a program and makes calls; `arguments` are those of
+    `inside_candidate.run`."""
+    return ExecuteRequest(
+        code=_CANDIDATE, expression="_run(**_arguments)", inputs={"_arguments": arguments}, **limits
+    )
 
 
 def tests_job(arguments: dict[str, Any], **limits: Any) -> ExecuteRequest:
     """Returns the job that runs test code; `arguments` are those of `inside_tests.run`."""
-    return ExecuteRequest(code=_TESTS, expression="_run(**_arguments)", inputs={"_arguments": arguments}, **limits)
+    return ExecuteRequest(
+        code=_TESTS, expression="_run(**_arguments)", inputs={"_arguments": arguments}, **limits
+    )

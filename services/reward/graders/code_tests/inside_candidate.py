@@ -1,6 +1,8 @@
-"""In the candidate's sandbox: runs the program, makes the calls, returns what came out. Standard library only.
+"""In the candidate's sandbox: runs the program, makes the calls, returns what came out. Standard
+library only.
 
-Its source is sent with each job; from `exec` on everything here belongs to the program. No expected value is anywhere near.
+Its source is sent with each job; from `exec` on everything here belongs to the program. No expected
+value is anywhere near.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ class TimeLimit(BaseException):
     """One call used up its CPU time."""
 
 
-def run(setup: str, program: str, calls: list[list[str]], cpu_s: float, last: list[str]) -> list[list[str]]:
-    """Returns one `[how, text]` a call: "value" with the encoded value; else "raised", "opaque", "large" or "late" with why.
+def run(
+    setup: str, program: str, calls: list[list[str]], cpu_s: float, last: list[str]
+) -> list[list[str]]:
+    """Returns one `[how, text]` a call: "value" with the encoded value; else "raised", "opaque",
+    "large" or "late" with why.
 
-    A call is `["expression", source]`, or `["call", name, encoded (arguments, keywords)]`. The first call that ends as one of
-    `last` is the last one made. A program that fails before any call fails them all.
+    A call is `["expression", source]`, or `["call", name, encoded (arguments, keywords)]`. The
+    first call that ends as one of `last` is the last one made. A program that fails before any call
+    fails them all.
     """
     module = types.ModuleType("program")
     sys.modules[module.__name__] = module
@@ -32,7 +38,11 @@ def run(setup: str, program: str, calls: list[list[str]], cpu_s: float, last: li
     outcomes: list[list[str]] = []
     beginning = _outcome(lambda: _execute(setup, program, module.__dict__), cpu_s)
     for call in calls:
-        how = beginning if beginning[0] != "value" else _outcome(lambda call=call: _made(call, module.__dict__), cpu_s)
+        how = (
+            beginning
+            if beginning[0] != "value"
+            else _outcome(lambda call=call: _made(call, module.__dict__), cpu_s)
+        )
         outcomes.append(how)
         if how[0] in last:
             break

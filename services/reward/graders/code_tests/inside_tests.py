@@ -1,8 +1,10 @@
-"""In the tests' sandbox: runs test code, in which the candidate's functions are proxies. Standard library only.
+"""In the tests' sandbox: runs test code, in which the candidate's functions are proxies. Standard
+library only.
 
-No candidate code runs here. A proxy answers a call from `known`, the results of calls made so far, which are plain data. At the
-first call that is not known it takes note of it and guesses on: its answer is then a `Guess`, of which everything is true, so
-that the further calls of a loop are found in one go. What a run with guesses says of the tests does not count.
+No candidate code runs here. A proxy answers a call from `known`, the results of calls made so far,
+which are plain data. At the first call that is not known it takes note of it and guesses on: its
+answer is then a `Guess`, of which everything is true, so that the further calls of a loop are found
+in one go. What a run with guesses says of the tests does not count.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ MAX_MESSAGE_CHARS = 200
 
 
 class Stop(BaseException):
-    """The run ends here: `how` is "unknown" (no use in going on), "opaque" (of a result), or "unfit" (of arguments)."""
+    """The run ends here: `how` is "unknown" (no use in going on), "opaque" (of a result), or
+    "unfit" (of arguments)."""
 
     def __init__(self, how: str, text: str = "") -> None:
         super().__init__(text)
@@ -109,20 +112,27 @@ class Proxies:
 
 
 def _error(text: str) -> Exception:
-    """Returns the error that a call raised, of its own class if that is one of Python's. But those that end loops: a test that
-    loops with `map` would end early, and pass."""
+    """Returns the error that a call raised, of its own class if that is one of Python's. But those
+    that end loops: a test that loops with `map` would end early, and pass."""
     name, _, message = text.partition(": ")
     kind = getattr(builtins, name, None)
-    known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, StopIteration | StopAsyncIteration)
+    known = (
+        isinstance(kind, type)
+        and issubclass(kind, Exception)
+        and not issubclass(kind, StopIteration | StopAsyncIteration)
+    )
     try:
         return kind(message) if known else RuntimeError(text)  # pyright: ignore[reportOptionalCall]
     except TypeError:  # one that takes other arguments, such as UnicodeDecodeError
         return RuntimeError(text)
 
 
-def run(setup: str, tests: str, names: list[str], entry: str | None, known: list[list[str]], guess: bool) -> dict[str, Any]:
-    """Returns `calls` (all made, as `[name, encoded arguments]`), `how` the tests ended ("passed", "failed", or as `Stop`) and
-    `text`, why. `entry` is given to the tests' `check` if there is one. "unknown" in `how`: some calls were not known yet."""
+def run(
+    setup: str, tests: str, names: list[str], entry: str | None, known: list[list[str]], guess: bool
+) -> dict[str, Any]:
+    """Returns `calls` (all made, as `[name, encoded arguments]`), `how` the tests ended ("passed",
+    "failed", or as `Stop`) and `text`, why. `entry` is given to the tests' `check` if there is one.
+    "unknown" in `how`: some calls were not known yet."""
     _agree()
     proxies = Proxies(known, guess)
     module = types.ModuleType("tests")
@@ -132,7 +142,12 @@ def run(setup: str, tests: str, names: list[str], entry: str | None, known: list
         exec(compile(setup, "setup.py", "exec", dont_inherit=True), module.__dict__)
         module.__dict__.update({name: proxies.of(name) for name in names})
         tree = ast.parse(tests)
-        exec(compile(_Lenient().visit(tree) if guess else tree, "tests.py", "exec", dont_inherit=True), module.__dict__)
+        exec(
+            compile(
+                _Lenient().visit(tree) if guess else tree, "tests.py", "exec", dont_inherit=True
+            ),
+            module.__dict__,
+        )
         if entry is not None and "check" in module.__dict__:
             module.__dict__["check"](proxies.of(entry))
     except Stop as stop:

@@ -1,12 +1,14 @@
-"""Runs tests that could not be converted, as they are, in a second sandbox that never holds the candidate's code.
+"""Runs tests that could not be converted, as they are, in a second sandbox that never holds the
+candidate's code.
 
     tests' sandbox:  the tests, with a proxy for each function of the candidate     -> the calls they want to make
     trusted side:    hands calls and results to and fro, as plain data
     candidate's:     the program, and those calls                                   -> results
 
-A sandbox job is one shot, so tests and calls take turns: the tests run with what is known, and say which calls they need; the
-candidate makes all calls so far, in order; the tests run again. Guessing (`inside_tests.py`) makes that two turns for most tests.
-The values are exact built-in types, but it is Python's own equality that the tests use: `True` is 1 to them.
+A sandbox job is one shot, so tests and calls take turns: the tests run with what is known, and say
+which calls they need; the candidate makes all calls so far, in order; the tests run again. Guessing
+(`inside_tests.py`) makes that two turns for most tests. The values are exact built-in types, but it
+is Python's own equality that the tests use: `True` is 1 to them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _VERDICTS: dict[str, Verdict] = {"passed": "ok", "failed": "wrong", "opaque": "w
 
 @dataclass(frozen=True)
 class TestCode:
-    """Tests as source. `names` are the candidate's functions in it; `entry` is what its `check` is called with."""
+    """Tests as source. `names` are the candidate's functions in it; `entry` is what its `check` is
+    called with."""
 
     setup: str
     source: str
@@ -40,7 +43,8 @@ class TestCode:
 
 
 def unconverted(source: str, setup: str, entry: str | None = None) -> TestCode:
-    """Returns test code with proxies for all names that neither it, nor the setup, nor Python defines."""
+    """Returns test code with proxies for all names that neither it, nor the setup, nor Python
+    defines."""
     tree = ast.parse(source)
     known = BUILTINS | bound_names(ast.parse(setup)) | bound_names(tree)
     names = (loaded_names(tree) - known) | ({entry} if entry else set())
@@ -48,7 +52,8 @@ def unconverted(source: str, setup: str, entry: str | None = None) -> TestCode:
 
 
 async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
-    """Returns the verdict of the tests, and why. Raises GradingFailed where they cannot be run in this way."""
+    """Returns the verdict of the tests, and why. Raises GradingFailed where they cannot be run in
+    this way."""
     calls = await _guessed_calls(candidate, tests, [])
     known: list[list[str]] = []
     is_steady = True
@@ -56,7 +61,13 @@ async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
         outcomes = await _made(candidate, calls)
         if isinstance(outcomes, Outcome):
             return outcomes.verdict, outcomes.detail
-        before, known = known, [[*call, outcome.how, outcome.text] for call, outcome in zip(calls, outcomes, strict=True)]
+        before, known = (
+            known,
+            [
+                [*call, outcome.how, outcome.text]
+                for call, outcome in zip(calls, outcomes, strict=True)
+            ],
+        )
         is_steady = is_steady and _agree(before, known)
         if turn >= UNSTEADY_TURNS and not is_steady:
             return "wrong", "the program gives other results each time it runs"
@@ -64,16 +75,26 @@ async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
             return "time_limit", f"the tests took longer than {candidate.limits.timeout_s:g} s"
         answer = await _tests_turn(candidate, tests, known)
         if answer["how"] == "unfit":
-            raise GradingFailed(f"the tests pass on what is not plain data: {answer['text']}", "other_error")
+            raise GradingFailed(
+                f"the tests pass on what is not plain data: {answer['text']}", "other_error"
+            )
         if answer["how"] == "opaque" and answer["calls"][-1][0][:1].isupper():
-            raise GradingFailed(f"the tests use an object of the candidate's {answer['calls'][-1][0]}, and only plain data crosses")
-        in_order = answer["calls"] == calls[: len(answer["calls"])]  # else what a call gave may come of others before it
+            raise GradingFailed(
+                f"the tests use an object of the candidate's {answer['calls'][-1][0]}, and only "
+                "plain data crosses"
+            )
+        in_order = (
+            answer["calls"] == calls[: len(answer["calls"])]
+        )  # else what a call gave may come of others before it
         if answer["how"] != "unknown" and in_order:
             return _VERDICTS.get(answer["how"], "runtime_error"), answer["text"]
         is_short = answer["how"] == "unknown" and turn < GUESSING_TURNS
         guessed = await _guessed_calls(candidate, tests, known) if is_short else []
         calls = max(guessed, answer["calls"], key=len)
-    raise GradingFailed(f"the tests were not done after {MAX_TURNS} turns; do they make other calls each time they run?")
+    raise GradingFailed(
+        f"the tests were not done after {MAX_TURNS} turns; do they make other calls each time they "
+        "run?"
+    )
 
 
 def _agree(before: list[list[str]], after: list[list[str]]) -> bool:
@@ -90,21 +111,32 @@ async def _made(candidate: Candidate, calls: list[list[str]]) -> list[Outcome] |
     """Returns the outcome of each call, or the one that decides all."""
     if not calls:
         return []
-    outcomes = await candidate.call([["call", *call] for call in calls], last=("late", "large"), share=len(calls))
+    outcomes = await candidate.call(
+        [["call", *call] for call in calls], last=("late", "large"), share=len(calls)
+    )
     if isinstance(outcomes, Outcome):
         return outcomes
     if ended := next((outcome for outcome in outcomes if outcome.how in ("late", "large")), None):
         return ended
-    return outcomes if len(outcomes) == len(calls) else Outcome("runtime_error", "no result of some calls")
+    return (
+        outcomes
+        if len(outcomes) == len(calls)
+        else Outcome("runtime_error", "no result of some calls")
+    )
 
 
-async def _guessed_calls(candidate: Candidate, tests: TestCode, known: list[list[str]]) -> list[list[str]]:
-    """Returns the calls that the tests will make, as far as guesses tell; none where a guess led astray."""
+async def _guessed_calls(
+    candidate: Candidate, tests: TestCode, known: list[list[str]]
+) -> list[list[str]]:
+    """Returns the calls that the tests will make, as far as guesses tell; none where a guess led
+    astray."""
     execution = await candidate.sandbox.execute(_job(candidate, tests, known, guess=True))
     return execution.value["calls"] if fault(execution)[0] == "ok" else []
 
 
-async def _tests_turn(candidate: Candidate, tests: TestCode, known: list[list[str]]) -> dict[str, Any]:
+async def _tests_turn(
+    candidate: Candidate, tests: TestCode, known: list[list[str]]
+) -> dict[str, Any]:
     execution = await candidate.sandbox.execute(_job(candidate, tests, known, guess=False))
     verdict, detail = fault(execution)
     if verdict != "ok":
@@ -112,6 +144,13 @@ async def _tests_turn(candidate: Candidate, tests: TestCode, known: list[list[st
     return execution.value
 
 
-def _job(candidate: Candidate, tests: TestCode, known: list[list[str]], *, guess: bool) -> ExecuteRequest:
-    arguments = {"setup": tests.setup, "tests": tests.source, "names": list(tests.names), "entry": tests.entry}
+def _job(
+    candidate: Candidate, tests: TestCode, known: list[list[str]], *, guess: bool
+) -> ExecuteRequest:
+    arguments = {
+        "setup": tests.setup,
+        "tests": tests.source,
+        "names": list(tests.names),
+        "entry": tests.entry,
+    }
     return inside.tests_job(arguments | {"known": known, "guess": guess}, **candidate.job_limits())

@@ -24,7 +24,9 @@ class Pair:
 async def run(candidate: Candidate, pair: Pair, tolerance: float) -> tuple[Verdict, str]:
     """Returns the verdict on one run, and why."""
     program = f"{candidate.setup}\n{candidate.program}" if candidate.setup else candidate.program
-    execution = await candidate.execute(ExecuteRequest(code=program, stdin=pair.stdin, **candidate.job_limits()))
+    execution = await candidate.execute(
+        ExecuteRequest(code=program, stdin=pair.stdin, **candidate.job_limits())
+    )
     verdict, detail = fault(execution)
     if verdict != "ok":
         return verdict, detail
@@ -34,15 +36,18 @@ async def run(candidate: Candidate, pair: Pair, tolerance: float) -> tuple[Verdi
 
 
 def agree(given: str, wanted: str, tolerance: float = 0.0) -> bool:
-    """Returns whether two outputs are the same line by line, blanks at the ends of lines and of the text aside. With a
-    `tolerance`, numbers may differ by that much (absolute, or relative to what is wanted)."""
+    """Returns whether two outputs are the same line by line, blanks at the ends of lines and of the
+    text aside. With a `tolerance`, numbers may differ by that much (absolute, or relative to what
+    is wanted)."""
     ours, theirs = (
-        [line.split() if tolerance else line.rstrip() for line in text.rstrip().splitlines()] for text in (given, wanted)
+        [line.split() if tolerance else line.rstrip() for line in text.rstrip().splitlines()]
+        for text in (given, wanted)
     )
     if not tolerance or ours == theirs:
         return ours == theirs
     return len(ours) == len(theirs) and all(
-        len(left) == len(right) and all(_near(a, b, tolerance) for a, b in zip(left, right, strict=True))
+        len(left) == len(right)
+        and all(_near(a, b, tolerance) for a, b in zip(left, right, strict=True))
         for left, right in zip(ours, theirs, strict=True)
     )
 

@@ -1,4 +1,5 @@
-"""The tests of a row, as the dataset has them -> what to run. Raises GradingFailed, with a sentence, for what cannot be read."""
+"""The tests of a row, as the dataset has them -> what to run. Raises GradingFailed, with a
+sentence, for what cannot be read."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ Style = Literal["asserts", "check", "stdio"]
 
 @dataclass(frozen=True)
 class Tests:
-    """What to run: assertions on calls, test code in a second sandbox, inputs and outputs. `imports` are what calls may use."""
+    """What to run: assertions on calls, test code in a second sandbox, inputs and outputs.
+    `imports` are what calls may use."""
 
     imports: str = ""
     cases: tuple[Case, ...] = ()
@@ -30,7 +32,8 @@ class Tests:
 
 
 def read(value: Any, style: Style, entry_point: str | None, setup: str, prefix: str) -> Tests:
-    """Returns the tests in a column's `value`. `setup` and `prefix` are source that test code may use."""
+    """Returns the tests in a column's `value`. `setup` and `prefix` are source that test code may
+    use."""
     try:
         if style == "stdio":
             tests = Tests(pairs=_pairs(value))
@@ -39,7 +42,9 @@ def read(value: Any, style: Style, entry_point: str | None, setup: str, prefix: 
         else:
             tests = _asserts(_texts(value), entry_point, setup)
     except SyntaxError as error:
-        raise GradingFailed(f"the tests are not Python: {error.msg} (line {error.lineno})", "invalid_variable_error") from error
+        raise GradingFailed(
+            f"the tests are not Python: {error.msg} (line {error.lineno})", "invalid_variable_error"
+        ) from error
     if not tests.count:
         raise GradingFailed(f"the row has no tests: {value!r:.80}", "invalid_variable_error")
     return tests
@@ -48,7 +53,10 @@ def read(value: Any, style: Style, entry_point: str | None, setup: str, prefix: 
 def _texts(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise GradingFailed(f"the tests are {value!r:.80}; expected Python source, or a list of it", "invalid_variable_error")
+        raise GradingFailed(
+            f"the tests are {value!r:.80}; expected Python source, or a list of it",
+            "invalid_variable_error",
+        )
     return list(texts)
 
 
@@ -68,7 +76,10 @@ def _asserts(texts: list[str], entry_point: str | None, setup: str) -> Tests:
 
 def _check(texts: list[str], entry_point: str | None, setup: str) -> Tests:
     if entry_point is None or not entry_point.isidentifier():
-        raise GradingFailed(f"the entry point is {entry_point!r:.80}; expected a function's name", "invalid_variable_error")
+        raise GradingFailed(
+            f"the entry point is {entry_point!r:.80}; expected a function's name",
+            "invalid_variable_error",
+        )
     source = "\n".join(texts)
     suite = asserts.from_check(source, entry_point)
     if suite is None:
@@ -81,23 +92,41 @@ def _pairs(value: Any) -> tuple[Pair, ...]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise GradingFailed(f"the tests are {value!r:.80}; expected JSON: {error}", "invalid_variable_error") from error
-    if isinstance(value, dict) and {"inputs", "outputs"} <= value.keys() and len(value["inputs"]) == len(value["outputs"]):
-        value = [{"input": given, "output": wanted} for given, wanted in zip(value["inputs"], value["outputs"], strict=True)]
+            raise GradingFailed(
+                f"the tests are {value!r:.80}; expected JSON: {error}", "invalid_variable_error"
+            ) from error
+    if (
+        isinstance(value, dict)
+        and {"inputs", "outputs"} <= value.keys()
+        and len(value["inputs"]) == len(value["outputs"])
+    ):
+        value = [
+            {"input": given, "output": wanted}
+            for given, wanted in zip(value["inputs"], value["outputs"], strict=True)
+        ]
     if not isinstance(value, list | tuple):
         raise _no_pairs(value)
     return tuple(_pair(test) for test in value)
 
 
 def _pair(test: Any) -> Pair:
-    given, wanted = (test.get("input"), test.get("output")) if isinstance(test, dict) else (None, None)
+    given, wanted = (
+        (test.get("input"), test.get("output")) if isinstance(test, dict) else (None, None)
+    )
     if not isinstance(given, str) or not isinstance(wanted, str):
         raise _no_pairs(test)
     if len(wanted.encode()) > MAX_OUTPUT_BYTES:
-        raise GradingFailed(f"a test expects {len(wanted)} characters of output, at most {MAX_OUTPUT_BYTES} bytes can be compared")
+        raise GradingFailed(
+            f"a test expects {len(wanted)} characters of output, at most {MAX_OUTPUT_BYTES} bytes "
+            "can be compared"
+        )
     return Pair(given, wanted)
 
 
 def _no_pairs(value: Any) -> GradingFailed:
-    wanted = 'a list of {"input": "...", "output": "..."}, or {"inputs": ["..."], "outputs": ["..."]}'
-    return GradingFailed(f"the tests are {value!r:.80}; expected {wanted}", "invalid_variable_error")
+    wanted = (
+        'a list of {"input": "...", "output": "..."}, or {"inputs": ["..."], "outputs": ["..."]}'
+    )
+    return GradingFailed(
+        f"the tests are {value!r:.80}; expected {wanted}", "invalid_variable_error"
+    )

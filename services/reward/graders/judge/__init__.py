@@ -1,4 +1,5 @@
-"""What the graders that ask a language model share: `llm_judge`, and OpenAI's `score_model` and `label_model`."""
+"""What the graders that ask a language model share: `llm_judge`, and OpenAI's `score_model` and
+`label_model`."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from shared.wire import Part, ScoreItem
 
 
 class Sampling(Params):
-    """How the judge samples. What is None is left to the endpoint. `max_completions_tokens` is what OpenAI's graders call the
-    second of the three limits; which of them an endpoint knows differs."""
+    """How the judge samples. What is None is left to the endpoint. `max_completions_tokens` is what
+    OpenAI's graders call the second of the three limits; which of them an endpoint knows
+    differs."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -38,9 +40,11 @@ class Sampling(Params):
 
 
 class JudgeParams(Params):
-    """`concurrency`: questions at once. `retries` of one question, which with them may take `deadline_s` seconds.
+    """`concurrency`: questions at once. `retries` of one question, which with them may take
+    `deadline_s` seconds.
 
-    `budget_calls`, `budget_tokens`: what this reward may cost in one job; beyond that its verdicts are missing.
+    `budget_calls`, `budget_tokens`: what this reward may cost in one job; beyond that its verdicts
+    are missing.
     """
 
     concurrency: int = Field(default=8, ge=1, le=256)
@@ -54,7 +58,8 @@ J = TypeVar("J", bound=JudgeParams)
 
 
 class JudgeGrader(Grader[J]):
-    """A grader whose verdict is a language model's. It says what to ask (`question`) and reads the reply (`part`)."""
+    """A grader whose verdict is a language model's. It says what to ask (`question`) and reads the
+    reply (`part`)."""
 
     items_per_call = 1
 
@@ -62,7 +67,9 @@ class JudgeGrader(Grader[J]):
         super().__init__(spec, params, tools)
         self.max_concurrency = params.concurrency
         self.deadline_s = params.deadline_s + 60.0
-        limits = Limits(params.retries, params.deadline_s, params.budget_calls, params.budget_tokens)
+        limits = Limits(
+            params.retries, params.deadline_s, params.budget_calls, params.budget_tokens
+        )
         self._judge = Judge(tools, spec.label, limits)
 
     @abstractmethod
@@ -80,13 +87,17 @@ class JudgeGrader(Grader[J]):
         settings = self.tools.settings
         if settings.judge_url is None and settings.judge_api_key is None:
             raise BadRequest(
-                f"reward {self.spec.label!r} asks a judge, and this service knows none: set HONE_JUDGE_URL (an OpenAI-compatible "
+                f"reward {self.spec.label!r} asks a judge, and this service knows none: set "
+                "HONE_JUDGE_URL (an OpenAI-compatible "
                 "endpoint; without it OpenAI's) and HONE_JUDGE_API_KEY"
             )
         for text in self.texts():
             templates.check(text, columns, self.spec.label)
         if not any("sample.output_text" in text for text in self.texts()):
-            raise BadRequest(f"reward {self.spec.label!r}: the judge never sees the completion; use {{{{ sample.output_text }}}}")
+            raise BadRequest(
+                f"reward {self.spec.label!r}: the judge never sees the completion; use {{{{ "
+                "sample.output_text }}"
+            )
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         return [await self._grade(item) for item in items]
@@ -97,4 +108,6 @@ class JudgeGrader(Grader[J]):
     async def _grade(self, item: ScoreItem) -> Part:
         question = self.question(item)
         part, tokens = await self._judge.ask(question, self.part)
-        return part.model_copy(update={"cached": tokens is None, "tokens": {question.model: tokens or 0}})
+        return part.model_copy(
+            update={"cached": tokens is None, "tokens": {question.model: tokens or 0}}
+        )

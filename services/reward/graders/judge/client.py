@@ -1,8 +1,9 @@
-"""Asks a language model through any OpenAI-compatible endpoint: HONE_JUDGE_URL and HONE_JUDGE_API_KEY, never the job's.
+"""Asks a language model through any OpenAI-compatible endpoint: HONE_JUDGE_URL and
+HONE_JUDGE_API_KEY, never the job's.
 
-For Gemini the endpoint is https://generativelanguage.googleapis.com/v1beta/openai/. The `openai` package retries what may pass
-(429, 5xx, no connection) after `Retry-After`, or with growing pauses. What was said is remembered by content, if it could be
-read, and costs nothing when asked again.
+For Gemini the endpoint is https://generativelanguage.googleapis.com/v1beta/openai/. The `openai`
+package retries what may pass (429, 5xx, no connection) after `Retry-After`, or with growing pauses.
+What was said is remembered by content, if it could be read, and costs nothing when asked again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """`retries` of one question, `deadline_s` of it with its retries; `calls` and `tokens` of a job, None without a bound."""
+    """`retries` of one question, `deadline_s` of it with its retries; `calls` and `tokens` of a
+    job, None without a bound."""
 
     retries: int
     deadline_s: float
@@ -51,18 +53,25 @@ class Judge:
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def ask(self, question: Question, read: Callable[[str], T]) -> tuple[T, int | None]:
-        """Returns what `read` makes of the reply, and how many tokens it took, None if it was remembered. Raises GradingFailed, as
-        `read` may."""
+        """Returns what `read` makes of the reply, and how many tokens it took, None if it was
+        remembered. Raises GradingFailed, as `read` may."""
         if self._memory is None:
             self._memory = Memory(self._tools.run_folder)
         memory, key = self._memory, self._key(question)
-        async with self._asking.setdefault(key, asyncio.Lock()):  # the same question at the same time is asked once
+        async with self._asking.setdefault(
+            key, asyncio.Lock()
+        ):  # the same question at the same time is asked once
             known = await asyncio.to_thread(memory.reply, key)
             if known is not None:
                 return read(known), None
-            if not await asyncio.to_thread(memory.take_call, self._reward, self._limits.calls, self._limits.tokens):
+            if not await asyncio.to_thread(
+                memory.take_call, self._reward, self._limits.calls, self._limits.tokens
+            ):
                 calls, tokens = memory.spent(self._reward)
-                raise GradingFailed(f"the judge's budget is spent: {calls} calls and {tokens} tokens by this job", "other_error")
+                raise GradingFailed(
+                    f"the judge's budget is spent: {calls} calls and {tokens} tokens by this job",
+                    "other_error",
+                )
             text, tokens = await self._reply(question)
             await asyncio.to_thread(memory.add_tokens, self._reward, tokens)
             value = read(text)
@@ -85,9 +94,13 @@ class Judge:
 
     async def _reply(self, question: Question) -> tuple[str, int]:
         """Returns the text and how many tokens it cost, the question's included."""
-        openai: Any = await asyncio.to_thread(importlib.import_module, "openai")  # takes a second or two, the first time
+        openai: Any = await asyncio.to_thread(
+            importlib.import_module, "openai"
+        )  # takes a second or two, the first time
         if self._client is None:
-            self._client = openai.AsyncOpenAI(base_url=self._url, api_key=self._api_key, max_retries=self._limits.retries)
+            self._client = openai.AsyncOpenAI(
+                base_url=self._url, api_key=self._api_key, max_retries=self._limits.retries
+            )
         try:
             async with asyncio.timeout(self._limits.deadline_s):
                 reply = await self._client.chat.completions.create(
@@ -102,11 +115,14 @@ class Judge:
             reason = f"the judge answered {error.status_code}: {self._without_key(error.message)}"
             raise GradingFailed(reason, "model_grader_server_error") from error
         except (openai.OpenAIError, IndexError, TypeError, AttributeError, ValueError) as error:
-            reason = f"the judge gave no answer: {type(error).__name__}: {self._without_key(str(error))}"
+            reason = (
+                f"the judge gave no answer: {type(error).__name__}: {self._without_key(str(error))}"
+            )
             raise GradingFailed(reason, "model_grader_server_error") from error
         if choice.message.refusal or choice.finish_reason == "content_filter":
             raise GradingFailed(
-                f"the judge refused: {choice.message.refusal or 'content filter'!s:.200}", "model_grader_refusal_error"
+                f"the judge refused: {choice.message.refusal or 'content filter'!s:.200}",
+                "model_grader_refusal_error",
             )
         return choice.message.content or "", tokens
 

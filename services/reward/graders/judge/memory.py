@@ -1,4 +1,5 @@
-"""What a judge said, and what it has cost, in `judge.sqlite` of the job's run folder; in memory where no job is named."""
+"""What a judge said, and what it has cost, in `judge.sqlite` of the job's run folder; in memory
+where no job is named."""
 
 from __future__ import annotations
 
@@ -20,21 +21,28 @@ class Memory:
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         path = ":memory:" if folder is None else str(folder / "judge.sqlite")
-        self._database = sqlite3.connect(path, timeout=30, check_same_thread=False, isolation_level=None)
+        self._database = sqlite3.connect(
+            path, timeout=30, check_same_thread=False, isolation_level=None
+        )
         self._database.executescript(_TABLES)
 
     def reply(self, key: str) -> str | None:
         """Returns what was said to this question, None if it was not asked yet."""
         with self._lock:
-            row = self._database.execute("SELECT text FROM replies WHERE key = ?", (key,)).fetchone()
+            row = self._database.execute(
+                "SELECT text FROM replies WHERE key = ?", (key,)
+            ).fetchone()
         return row[0] if row else None
 
     def remember(self, key: str, text: str, tokens: int) -> None:
         with self._lock:
-            self._database.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", (key, text, tokens))
+            self._database.execute(
+                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", (key, text, tokens)
+            )
 
     def take_call(self, reward: str, max_calls: int | None, max_tokens: int | None) -> bool:
-        """Counts one call of `reward`; returns False, and counts nothing, if its budget is spent."""
+        """Counts one call of `reward`; returns False, and counts nothing, if its budget is
+        spent."""
         most = (-1 if max_calls is None else max_calls, -1 if max_tokens is None else max_tokens)
         with self._lock:
             self._database.execute("INSERT OR IGNORE INTO spent VALUES (?, 0, 0)", (reward,))
@@ -43,12 +51,16 @@ class Memory:
 
     def add_tokens(self, reward: str, tokens: int) -> None:
         with self._lock:
-            self._database.execute("UPDATE spent SET tokens = tokens + ? WHERE reward = ?", (tokens, reward))
+            self._database.execute(
+                "UPDATE spent SET tokens = tokens + ? WHERE reward = ?", (tokens, reward)
+            )
 
     def spent(self, reward: str) -> tuple[int, int]:
         """Returns the calls and tokens that `reward` has cost so far."""
         with self._lock:
-            row = self._database.execute("SELECT calls, tokens FROM spent WHERE reward = ?", (reward,)).fetchone()
+            row = self._database.execute(
+                "SELECT calls, tokens FROM spent WHERE reward = ?", (reward,)
+            ).fetchone()
         return (row[0], row[1]) if row else (0, 0)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Reads what a judge said: the last JSON object in its reply, in which one key counts.
 
-The last, because a judge may quote the completion, and the completion may hold an object of its own.
+The last, because a judge may quote the completion, and the completion may hold an object of its
+own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ MAX_CHARS = 4000
 
 
 def last_object(text: str) -> dict[str, Any] | None:
-    """Returns the last JSON object at the end of `text` that is inside no other one; None if there is none."""
+    """Returns the last JSON object at the end of `text` that is inside no other one; None if there
+    is none."""
     text = text[-MAX_CHARS:]
     decoder = json.JSONDecoder()
     found: dict[str, Any] | None = None
@@ -32,10 +34,14 @@ def last_object(text: str) -> dict[str, Any] | None:
 
 
 def number(text: str, key: str, low: float, high: float) -> float:
-    """Returns the number under `key`. Raises GradingFailed if there is none from `low` to `high`."""
+    """Returns the number under `key`. Raises GradingFailed if there is none from `low` to
+    `high`."""
     value = _under(text, key)
     if type(value) not in (int, float) or not (math.isfinite(value) and low <= value <= high):
-        raise GradingFailed(f"the judge gave {value!r:.80}; expected {key!r} from {low:g} to {high:g}", "model_grader_parse_error")
+        raise GradingFailed(
+            f"the judge gave {value!r:.80}; expected {key!r} from {low:g} to {high:g}",
+            "model_grader_parse_error",
+        )
     return float(value)
 
 
@@ -43,12 +49,18 @@ def label(text: str, key: str, labels: tuple[str, ...]) -> str:
     """Returns the label under `key`. Raises GradingFailed if it is none of `labels`."""
     value = _under(text, key)
     if value not in labels:
-        raise GradingFailed(f"the judge gave {value!r:.80}; expected one of {', '.join(labels)}", "model_grader_parse_error")
+        raise GradingFailed(
+            f"the judge gave {value!r:.80}; expected one of {', '.join(labels)}",
+            "model_grader_parse_error",
+        )
     return value
 
 
 def _under(text: str, key: str) -> Any:
     found = last_object(text)
     if found is None or key not in found:
-        raise GradingFailed(f"the judge's reply has no JSON object with {key!r}: {text[-200:]!r}", "model_grader_parse_error")
+        raise GradingFailed(
+            f"the judge's reply has no JSON object with {key!r}: {text[-200:]!r}",
+            "model_grader_parse_error",
+        )
     return found[key]

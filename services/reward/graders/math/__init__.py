@@ -1,7 +1,9 @@
-r"""Rewards a mathematically right answer: `\boxed{}`, GSM8K's `#### 18`, or whatever math-verify finds in the text.
+r"""Rewards a mathematically right answer: `\boxed{}`, GSM8K's `#### 18`, or whatever math-verify
+finds in the text.
 
-Plain numbers ("1,200", "$18", "3/4", "75%", "18.0 dollars") are compared here, exactly; all else (formulas, sets, intervals) by
-math-verify, in a process of its own with a hard limit on time and memory.
+Plain numbers ("1,200", "$18", "3/4", "75%", "18.0 dollars") are compared here, exactly; all else
+(formulas, sets, intervals) by math-verify, in a process of its own with a hard limit on time and
+memory.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ MAX_ANSWER_CHARS = 2000
 
 
 class MathParams(Params):
-    """`answer` is the column of the right answer: a number, LaTeX, or a whole solution that ends in `####` or a `\\boxed{}`.
+    """`answer` is the column of the right answer: a number, LaTeX, or a whole solution that ends in
+    `####` or a `\\boxed{}`.
 
-    `cpu_s`: how many seconds of CPU time one comparison may take; an answer that takes longer earns 0. `strict`: only an answer
-    that the completion marks with `\\boxed{}` or `####` counts.
+    `cpu_s`: how many seconds of CPU time one comparison may take; an answer that takes longer earns
+    0. `strict`: only an answer that the completion marks with `\\boxed{}` or `####` counts.
     """
 
     answer: Column = "answer"
@@ -87,4 +90,8 @@ class Math(Grader[MathParams]):
 
 def _part(right: bool, given: str | None, wanted: str) -> Part:
     shown = "an unmarked answer" if given is None else f"{given!r:.80}"
-    return Part(value=float(right), verdict="ok" if right else "wrong", detail=f"{shown}, wanted {wanted!r:.80}")
+    return Part(
+        value=float(right),
+        verdict="ok" if right else "wrong",
+        detail=f"{shown}, wanted {wanted!r:.80}",
+    )

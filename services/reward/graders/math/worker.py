@@ -1,8 +1,9 @@
-"""One process that compares mathematical answers by math-verify: requests and replies are lines of JSON on stdin and stdout.
+"""One process that compares mathematical answers by math-verify: requests and replies are lines of
+JSON on stdin and stdout.
 
-Parsing a formula may take for ever or all memory. So this is no part of the service's process: the kernel ends it once one
-comparison has used `cpu_s` of CPU time (SIGPROF), and it cannot have more than `MEMORY_BYTES`. Run as a file, with no
-environment; it imports nothing of ours.
+Parsing a formula may take for ever or all memory. So this is no part of the service's process: the
+kernel ends it once one comparison has used `cpu_s` of CPU time (SIGPROF), and it cannot have more
+than `MEMORY_BYTES`. Run as a file, with no environment; it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def main() -> None:
             reply = {"same": same(request["wanted"], request["given"])}
         except MemoryError:
             reply = {"error": "memory"}
-        except Exception as error:  # of whatever kind math-verify raises: the trusted side is told, and decides
+        except (
+            Exception
+        ) as error:  # of whatever kind math-verify raises: the trusted side is told, and decides
             reply = {"error": f"{type(error).__name__}: {error}"[:200]}
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(reply) + "\n")

@@ -1,4 +1,5 @@
-"""The processes of `worker.py`: started when first needed, one comparison at a time each, replaced when one dies."""
+"""The processes of `worker.py`: started when first needed, one comparison at a time each, replaced
+when one dies."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ class Workers:
         self._idle: list[Process] = []
 
     async def same(self, wanted: str, given: str, cpu_s: float) -> bool | tuple[End, str]:
-        """Returns whether two answers are equal, or how the comparison ended. Raises GradingFailed where that says nothing of
-        the answers: a process that was killed from outside is replaced once."""
+        """Returns whether two answers are equal, or how the comparison ended. Raises GradingFailed
+        where that says nothing of the answers: a process that was killed from outside is replaced
+        once."""
         request = {"wanted": wanted, "given": given, "cpu_s": cpu_s}
         async with self._free:
             for _ in range(2):
@@ -38,7 +40,9 @@ class Workers:
                     return bool(reply["same"]) if "same" in reply else _failure(reply["error"])
                 if process.returncode == -signal.SIGPROF:
                     return "time_limit", f"comparing took more than {cpu_s:g} s of CPU time"
-        raise GradingFailed(f"the process that compares answers ended twice, last with code {process.returncode}")
+        raise GradingFailed(
+            f"the process that compares answers ended twice, last with code {process.returncode}"
+        )
 
     async def close(self) -> None:
         while self._idle:
@@ -50,7 +54,8 @@ class Workers:
         )
 
     async def _ask(self, process: Process, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns the reply, after which the process is idle again; None if it ended. Raises GradingFailed if it is silent."""
+        """Returns the reply, after which the process is idle again; None if it ended. Raises
+        GradingFailed if it is silent."""
         assert process.stdin is not None and process.stdout is not None
         deadline_s = START_S + WALL_FACTOR * request["cpu_s"]
         line = b""
@@ -63,7 +68,9 @@ class Workers:
                 if not line:  # it ends by itself; a kill that came first would take its exit code from asyncio
                     await process.wait()
         except TimeoutError as error:
-            raise GradingFailed(f"the process that compares answers was silent for {deadline_s:g} s") from error
+            raise GradingFailed(
+                f"the process that compares answers was silent for {deadline_s:g} s"
+            ) from error
         finally:
             if line:
                 self._idle.append(process)

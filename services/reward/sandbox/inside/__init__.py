@@ -1,5 +1,6 @@
-"""What runs inside the sandbox, and the steps that build it. Standard library only: nothing of ours or the service's is imported
-here, so that a slot starts in milliseconds and holds nothing worth reading.
+"""What runs inside the sandbox, and the steps that build it. Standard library only: nothing of ours
+or the service's is imported here, so that a slot starts in milliseconds and holds nothing worth
+reading.
 
     zygote.py     one slot: enters the namespaces, then forks one job at a time         (trusted)
     isolation.py  the namespaces and the read-only root                                 (trusted)

@@ -3,8 +3,8 @@
     stdin    {program, stdin}, as JSON
     stdout   a line "began", then one line: how it ended, as JSON
 
-Nothing here stands between the program and this process: the machine is the wall. So the reader takes every word of it for the
-program's own.
+Nothing here stands between the program and this process: the machine is the wall. So the reader
+takes every word of it for the program's own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _LOOK_S = 0.005
 def main() -> None:
     task = json.load(sys.stdin)
     os.chdir(tempfile.mkdtemp())
-    files = [os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in ("stdin", "stdout", "stderr", "result")]
+    files = [
+        os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
+        for name in ("stdin", "stdout", "stderr", "result")
+    ]
     os.write(files[0], task["stdin"].encode())
     os.lseek(files[0], 0, os.SEEK_SET)
     own_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")

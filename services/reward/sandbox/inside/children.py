@@ -1,8 +1,9 @@
-"""Runs a job's own functions in children of its worker, each with a time limit. Standard library only.
+"""Runs a job's own functions in children of its worker, each with a time limit. Standard library
+only.
 
-A fresh child is a fork made for one call, which needs nothing sent: function and arguments are in its memory. A warm child is
-kept, is told a function's name and arguments, and so keeps what the function caches. Values come back as JSON, never pickled: a
-child may have read what a model wrote.
+A fresh child is a fork made for one call, which needs nothing sent: function and arguments are in
+its memory. A warm child is kept, is told a function's name and arguments, and so keeps what the
+function caches. Values come back as JSON, never pickled: a child may have read what a model wrote.
 """
 
 from __future__ import annotations
@@ -47,15 +48,23 @@ class _Call:
 
 
 class Children:
-    """`find` returns a function of the job's file by name; `on_fork` is called first in each child."""
+    """`find` returns a function of the job's file by name; `on_fork` is called first in each
+    child."""
 
-    def __init__(self, find: Callable[[str], Callable[..., Any]], on_fork: Callable[[], None]) -> None:
+    def __init__(
+        self, find: Callable[[str], Callable[..., Any]], on_fork: Callable[[], None]
+    ) -> None:
         self._find = find
         self._on_fork = on_fork
         self._warm: list[_Child] = []
 
     def run(
-        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, isolated: bool, timeout_s: float
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        isolated: bool,
+        timeout_s: float,
     ) -> list[Outcome]:
         """Returns one outcome for each tuple of arguments."""
         name = "" if isolated else self._name_of(function)
@@ -67,7 +76,11 @@ class Children:
             while waiting or running:
                 while waiting and len(running) < at_once:
                     index = waiting.pop()
-                    child = self._fresh(function, arguments[index]) if isolated else self._told(name, arguments[index])
+                    child = (
+                        self._fresh(function, arguments[index])
+                        if isolated
+                        else self._told(name, arguments[index])
+                    )
                     running[child.channel.fileno()] = _Call(index, child, time.monotonic())
                 for call, reply in _finished(running, timeout_s):
                     outcomes[call.index] = _outcome(call, reply, timeout_s)
@@ -88,7 +101,8 @@ class Children:
             found = None
         if found is not function:
             raise ValueError(
-                f"{function!r} is not defined at the top of your file; a warm process takes only what is (isolated=True)"
+                f"{function!r} is not defined at the top of your file; a warm process takes only "
+                "what is (isolated=True)"
             )
         return name
 
@@ -129,8 +143,8 @@ class Children:
 
 
 def _finished(running: dict[int, _Call], timeout_s: float) -> list[tuple[_Call, Any]]:
-    """Waits until calls are done or late; takes them out of `running` and returns them with their reply, TimeoutError for a late
-    one, None for one whose process ended."""
+    """Waits until calls are done or late; takes them out of `running` and returns them with their
+    reply, TimeoutError for a late one, None for one whose process ended."""
     poller = select.poll()
     for fd in running:
         poller.register(fd, select.POLLIN)
@@ -156,14 +170,21 @@ def _reply(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, 
     except MemoryError:
         reply = {"verdict": "memory_limit", "stderr": "MemoryError\n"}
     except BaseException as error:
-        reply = {"verdict": "runtime_error", "stderr": "".join(traceback.format_exception(error))[-MAX_TRACE_CHARS:]}
+        reply = {
+            "verdict": "runtime_error",
+            "stderr": "".join(traceback.format_exception(error))[-MAX_TRACE_CHARS:],
+        }
     return reply | {"stdout": printed.take(), "cpu_s": time.process_time() - start_cpu_s}
 
 
 def _outcome(call: _Call, reply: Any, timeout_s: float) -> Outcome:
     wall_s = time.monotonic() - call.since
     if isinstance(reply, TimeoutError):
-        return Outcome("time_limit", stderr=f"TimeLimit: stopped after {timeout_s:g} s\n", wall_s=wall_s)
+        return Outcome(
+            "time_limit", stderr=f"TimeLimit: stopped after {timeout_s:g} s\n", wall_s=wall_s
+        )
     if not isinstance(reply, dict):
-        return Outcome("runtime_error", stderr="Exited: its process ended without a result\n", wall_s=wall_s)
+        return Outcome(
+            "runtime_error", stderr="Exited: its process ended without a result\n", wall_s=wall_s
+        )
     return Outcome(**reply, wall_s=wall_s)

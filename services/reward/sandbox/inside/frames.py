@@ -1,4 +1,5 @@
-"""Messages on a stream socket, by its descriptor: four bytes of length (big endian), then the message: JSON, or bytes as they are.
+"""Messages on a stream socket, by its descriptor: four bytes of length (big endian), then the
+message: JSON, or bytes as they are.
 
 Not by Python's `socket`: that is 0.3 MB, which a slot would carry through every fork.
 """
@@ -44,8 +45,8 @@ def receive_bytes(channel: int) -> bytes | None:
 
 
 def pour_into_pipe(channel: int, pipe: int, size: int) -> None:
-    """Moves the next `size` bytes into a pipe, inside the kernel: this process never has them, so no child of it will find
-    them. Raises OSError if either end is closed."""
+    """Moves the next `size` bytes into a pipe, inside the kernel: this process never has them, so
+    no child of it will find them. Raises OSError if either end is closed."""
     _splice(channel, pipe, size)
 
 

@@ -1,12 +1,13 @@
-"""Keeps a job's own reward loaded and calls it. Runs with no rights, in its own sandbox. Standard library only.
+"""Keeps a job's own reward loaded and calls it. Runs with no rights, in its own sandbox. Standard
+library only.
 
     service: {source, file, function, paths}         worker: {parameters, any_keyword, calls}     or {error}
     service: {arguments, count, timeout_s}           worker: {results, stdout}                    or {error, stdout}
              {executions}                            before which it may ask, any number of times: {execute}
 
-`arguments` are lists with one entry a completion. A result is `{value, detail}`, value None for not applicable, or `{error}`.
-`execute` is a list of lists of programs, and `executions` has for each of these a list of outcomes, or why it is refused.
-Everything is checked again on the trusted side.
+`arguments` are lists with one entry a completion. A result is `{value, detail}`, value None for not
+applicable, or `{error}`. `execute` is a list of lists of programs, and `executions` has for each of
+these a list of outcomes, or why it is refused. Everything is checked again on the trusted side.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class Own:
         return {
             "parameters": {p.name: p.default is p.empty for p in named},
             "any_keyword": any(p.kind is p.VAR_KEYWORD for p in parameters),
-            "calls": "batch" if self.batch else "together" if inspect.iscoroutinefunction(self.call) else "one by one",
+            "calls": "batch"
+            if self.batch
+            else "together"
+            if inspect.iscoroutinefunction(self.call)
+            else "one by one",
         }
 
 
@@ -83,8 +88,14 @@ def _load(module: types.ModuleType, opening: dict[str, Any]) -> Own:
     exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
     target = getattr(module, name, None)
     if not callable(target):
-        mine = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
-        raise LookupError(f"{file} defines no function or class {name!r}; it defines {', '.join(mine) or 'none'}")
+        mine = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and value.__module__ == module.__name__
+        ]
+        raise LookupError(
+            f"{file} defines no function or class {name!r}; it defines {', '.join(mine) or 'none'}"
+        )
     if not inspect.isclass(target):
         return Own(target, True, file)
     instance = target()
@@ -92,13 +103,16 @@ def _load(module: types.ModuleType, opening: dict[str, Any]) -> Own:
         if callable(getattr(instance, method, None)):
             return Own(getattr(instance, method), batch, file)
     raise LookupError(
-        f"class {name!r} in {file} has neither score(prompt, completion, ...) nor score_batch(prompts, completions, ...)"
+        f"class {name!r} in {file} has neither score(prompt, completion, ...) nor "
+        "score_batch(prompts, completions, ...)"
     )
 
 
 def _hone() -> types.ModuleType:
     """Returns what `import hone` gives in here: the base class, and no client."""
-    module = types.ModuleType("hone", "What of Hone exists inside the sandbox: the base class of rewards.")
+    module = types.ModuleType(
+        "hone", "What of Hone exists inside the sandbox: the base class of rewards."
+    )
     module.__dict__.update(Reward=Reward, Outcome=Outcome)
     return module
 
@@ -109,25 +123,38 @@ def _results(own: Own, message: dict[str, Any]) -> list[dict[str, Any]]:
         values = _finished(own.call(**arguments))
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
             raise TypeError(f"it returned {_kind(values)}, expected a list of numbers")
-        return [_result(lambda value=value: value, position, own.file) for position, value in enumerate(values)]
+        return [
+            _result(lambda value=value: value, position, own.file)
+            for position, value in enumerate(values)
+        ]
     items = [_item(arguments, position) for position in range(count)]
     if inspect.iscoroutinefunction(own.call):
         return asyncio.run(_together(own, items, message["timeout_s"]))
-    return [_result(lambda item=item: own.call(**item), position, own.file) for position, item in enumerate(items)]
+    return [
+        _result(lambda item=item: own.call(**item), position, own.file)
+        for position, item in enumerate(items)
+    ]
 
 
 def _item(arguments: dict[str, list[Any]], position: int) -> dict[str, Any]:
     return {SINGULAR.get(name, name): values[position] for name, values in arguments.items()}
 
 
-async def _together(own: Own, items: list[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
+async def _together(
+    own: Own, items: list[dict[str, Any]], timeout_s: float
+) -> list[dict[str, Any]]:
     async def one(position: int, item: dict[str, Any]) -> dict[str, Any]:
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 value = await own.call(**item)
         except Exception as error:
             late = isinstance(error, TimeoutError) and deadline.expired()
-            return {"error": f"it did not return within {timeout_s:g} s" if late else explain(error, own.file), "late": late}
+            return {
+                "error": f"it did not return within {timeout_s:g} s"
+                if late
+                else explain(error, own.file),
+                "late": late,
+            }
         return _result(lambda: value, position, own.file)
 
     return await asyncio.gather(*(one(position, item) for position, item in enumerate(items)))
@@ -141,12 +168,16 @@ def _finished(result: Any) -> Any:
 
 
 def _result(value_of: Callable[[], Any], position: int, file: str) -> dict[str, Any]:
-    """Returns what one completion gets; an exception, or a value that is none, concerns this one alone."""
+    """Returns what one completion gets; an exception, or a value that is none, concerns this one
+    alone."""
     try:
         value, detail = value_of(), ""
         if isinstance(value, tuple):
             if len(value) != 2 or not isinstance(value[1], str):
-                raise TypeError(f"it returned {_kind(value)} for completion {position}, expected a number, None, or (number, text)")
+                raise TypeError(
+                    f"it returned {_kind(value)} for completion {position}, expected a number, "
+                    "None, or (number, text)"
+                )
             value, detail = value
         return {"value": _number(value, position), "detail": detail}
     except Exception as error:
@@ -157,10 +188,14 @@ def _number(value: Any, position: int) -> float | None:
     if value is None:
         return None
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"it returned {_kind(value)} for completion {position}, expected a number or None")
+        raise TypeError(
+            f"it returned {_kind(value)} for completion {position}, expected a number or None"
+        )
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"it returned {number} for completion {position}, expected a finite number or None")
+        raise ValueError(
+            f"it returned {number} for completion {position}, expected a finite number or None"
+        )
     return number
 
 
@@ -171,7 +206,11 @@ def _kind(value: Any) -> str:
 def explain(error: BaseException, file: str) -> str:
     """Returns "rewards.py line 12: KeyError: 'answr'"."""
     message = traceback.format_exception_only(error)[-1].strip()[:MAX_ERROR_CHARS]
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == file
+    ]
     if isinstance(error, SyntaxError) and error.filename == file:
         lines = [error.lineno]
     return f"{file} line {lines[-1]}: {message}" if lines else message

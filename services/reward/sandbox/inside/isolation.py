@@ -1,7 +1,8 @@
-"""Takes a process into its own user, pid, mount, network, IPC and UTS namespaces with a read-only root. Standard library only.
+"""Takes a process into its own user, pid, mount, network, IPC and UTS namespaces with a read-only
+root. Standard library only.
 
-The order matters and each step says why. Left out on purpose: no /proc (nothing to see, and a masked one cannot be mounted in
-a container), no overlay.
+The order matters and each step says why. Left out on purpose: no /proc (nothing to see, and a
+masked one cannot be mounted in a container), no overlay.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _NAMESPACES = (
 
 @dataclass(frozen=True)
 class Inside:
-    """What a slot keeps of the outside, as open files: how large it is, and its standing when the kernel runs short of memory."""
+    """What a slot keeps of the outside, as open files: how large it is, and its standing when the
+    kernel runs short of memory."""
 
     statm: int
     oom_score: int
@@ -36,14 +38,17 @@ class Inside:
 def enter(config: dict[str, Any]) -> Inside:
     """Returns in a forked child that is pid 1 of its own pid namespace.
 
-    The caller's process stays outside, waits for the child, and ends as it ends. `config` has `uid` (whom to be outside, None:
-    oneself), `binds` and `links` (paths to show, and where), `service_pid`, `control_fd`.
+    The caller's process stays outside, waits for the child, and ends as it ends. `config` has `uid`
+    (whom to be outside, None: oneself), `binds` and `links` (paths to show, and where),
+    `service_pid`, `control_fd`.
     """
     kernel.die_with_parent()
     if os.getppid() != config["service_pid"]:
         os._exit(0)  # the service died before the call above took effect
     with contextlib.suppress(OSError):
-        _write("/proc/self/oom_score_adj", "500")  # short of memory, the host ends programs before services
+        _write(
+            "/proc/self/oom_score_adj", "500"
+        )  # short of memory, the host ends programs before services
     _unshare_mapped(config["uid"])
     sources = [
         (os.open(source, os.O_PATH), target) for source, target in config["binds"].items()
@@ -66,7 +71,9 @@ def enter(config: dict[str, Any]) -> Inside:
 
 def _own_files() -> Inside:
     with kernel.own_proc_files():
-        return Inside(os.open("/proc/self/statm", os.O_RDONLY), os.open("/proc/self/oom_score_adj", os.O_RDWR))
+        return Inside(
+            os.open("/proc/self/statm", os.O_RDONLY), os.open("/proc/self/oom_score_adj", os.O_RDWR)
+        )
 
 
 def _end_as(child: int) -> NoReturn:
@@ -75,9 +82,11 @@ def _end_as(child: int) -> NoReturn:
 
 
 def _unshare_mapped(uid: int | None) -> None:
-    """Enters the namespaces as uid 0 there, which is `uid` outside, or oneself where that is None or not permitted.
+    """Enters the namespaces as uid 0 there, which is `uid` outside, or oneself where that is None
+    or not permitted.
 
-    Root maps to an unused uid: nothing of root's is then ours, and the kernel's limit on processes holds (it spares root).
+    Root maps to an unused uid: nothing of root's is then ours, and the kernel's limit on processes
+    holds (it spares root).
     """
     names = "user, mount, network, IPC, UTS and pid namespaces"
     own_uid, own_gid = os.geteuid(), os.getegid()
@@ -106,7 +115,10 @@ def _unshare_mapped(uid: int | None) -> None:
         os.close(unshared_r)
         _, status = os.waitpid(helper, 0)
     if status:
-        raise OSError(f"writing /proc/{me}/uid_map for uid {uid}: not permitted; give the service CAP_SETUID or start it as a user")
+        raise OSError(
+            f"writing /proc/{me}/uid_map for uid {uid}: not permitted; give the service CAP_SETUID "
+            "or start it as a user"
+        )
 
 
 def _write_map(process: str, uid: int, gid: int) -> None:
@@ -116,7 +128,8 @@ def _write_map(process: str, uid: int, gid: int) -> None:
 
 
 def _make_root(sources: list[tuple[int, str]], links: dict[str, str]) -> None:
-    """Pivots into a small tmpfs that shows `sources` read-only at their paths, an empty /tmp, and nothing else."""
+    """Pivots into a small tmpfs that shows `sources` read-only at their paths, an empty /tmp, and
+    nothing else."""
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
     os.chdir("/tmp")
@@ -152,8 +165,8 @@ class Tmp:
         self._untouched = self._looks()
 
     def renew(self) -> None:
-        """Replaces /tmp by an empty one, unless nothing that a program could see of it has changed. Nothing may run that still
-        uses the old one."""
+        """Replaces /tmp by an empty one, unless nothing that a program could see of it has changed.
+        Nothing may run that still uses the old one."""
         if self._looks() != self._untouched:
             os.chdir("/")
             kernel.unmount("/tmp")
@@ -165,8 +178,8 @@ class Tmp:
         """It goes with the slot's mounts."""
 
     def _looks(self) -> tuple[object, ...]:
-        """Returns the folder's own attributes, times included, and how much of it is free (attributes beyond these, seccomp
-        refuses to set)."""
+        """Returns the folder's own attributes, times included, and how much of it is free
+        (attributes beyond these, seccomp refuses to set)."""
         folder, room = os.stat("/tmp"), os.statvfs("/tmp")
         times = (folder.st_atime_ns, folder.st_mtime_ns, folder.st_ctime_ns)
         return folder.st_mode, folder.st_size, folder.st_nlink, times, room.f_bfree, room.f_ffree

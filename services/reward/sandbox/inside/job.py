@@ -1,4 +1,5 @@
-"""One job of a slot, seen from the slot's trusted parent: a forked child, what it reads and writes, and how it ends.
+"""One job of a slot, seen from the slot's trusted parent: a forked child, what it reads and writes,
+and how it ends.
 
     armed     forked, all rights given up, waiting for its program: done ahead, while the slot would be idle
     begun     given its program and what it may use
@@ -30,15 +31,16 @@ KEEP_BYTES = 64 * 1024
 RESULT_BYTES = 256 * 1024
 
 _RESULT, _PROGRAM = 3, 4
-"""The job's own descriptors beside 0, 1, 2: where its result goes, and where its program comes from."""
+"""The job's own descriptors beside 0, 1, 2: where its result goes, and where its program comes
+from."""
 
 REQUEST = struct.Struct("=ddQQ")
-"""What the service sends: the limits of wall-clock and of CPU time in seconds, and how many bytes of input and of program
-follow."""
+"""What the service sends: the limits of wall-clock and of CPU time in seconds, and how many bytes
+of input and of program follow."""
 
 FACTS = struct.Struct("=?iBddqq?QQQ")
-"""What the service receives: `Job.run` and `facts_of` say what they are; the last three are how many bytes of stdout, of stderr and
-of the result follow."""
+"""What the service receives: `Job.run` and `facts_of` say what they are; the last three are how
+many bytes of stdout, of stderr and of the result follow."""
 
 _LIMITS = (None, "wall", "cpu")
 _UNKNOWN = -1
@@ -53,11 +55,12 @@ class ServiceGone(Exception):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What of a slot its jobs need. `own_bytes` is the address space that a child has from its parent, `limits`
-    are those that are the same for each.
+    """What of a slot its jobs need. `own_bytes` is the address space that a child has from its
+    parent, `limits` are those that are the same for each.
 
-    `cpu_meter` and `oom_meter` are open files of the slot's cgroup: the CPU time of everything in the slot, and how often it was
-    out of memory; None where there is no cgroup. `began` is shared with each child until its program begins.
+    `cpu_meter` and `oom_meter` are open files of the slot's cgroup: the CPU time of everything in
+    the slot, and how often it was out of memory; None where there is no cgroup. `began` is shared
+    with each child until its program begins.
     """
 
     control: int
@@ -87,8 +90,9 @@ class Job:
             os.close(reading)
 
     def run(self) -> bool:
-        """Takes a program from the service, and sends how it ended: plain facts, which `verdicts.py` judges, and the beginnings of
-        its output and of its result. None of these is ever in this process's memory, where the next job could read it.
+        """Takes a program from the service, and sends how it ended: plain facts, which
+        `verdicts.py` judges, and the beginnings of its output and of its result. None of these is
+        ever in this process's memory, where the next job could read it.
 
         Returns False, and runs nothing, once the service is gone."""
         slot = self._slot
@@ -101,9 +105,17 @@ class Job:
         limit = self._watch(timeout_s, cpu_s, start)
         status, usage = self._end(by_force=limit is not None)
         wall_s, code = time.monotonic() - start, os.waitstatus_to_exitcode(status)
-        ooms = None if ooms_before is None or code != -signal.SIGKILL else (self._ooms() or 0) - ooms_before
+        ooms = (
+            None
+            if ooms_before is None or code != -signal.SIGKILL
+            else (self._ooms() or 0) - ooms_before
+        )
         _, stdout_size, stderr_size, result_size = [os.fstat(fd).st_size for fd in self._files]
-        kept = (min(stdout_size, KEEP_BYTES), min(stderr_size, KEEP_BYTES), min(result_size, RESULT_BYTES))
+        kept = (
+            min(stdout_size, KEEP_BYTES),
+            min(stderr_size, KEEP_BYTES),
+            min(result_size, RESULT_BYTES),
+        )
         facts = FACTS.pack(
             slot.began[0] == 1,
             code,
@@ -131,10 +143,13 @@ class Job:
             os.close(fd)
 
     def _end(self, *, by_force: bool) -> tuple[int, resource.struct_rusage]:
-        """Returns the status and the resource usage of the child, which has ended unless this is `by_force`."""
+        """Returns the status and the resource usage of the child, which has ended unless this is
+        `by_force`."""
         with contextlib.suppress(ProcessLookupError):
             if not self._slot.isolated:
-                os.killpg(self._pid, signal.SIGKILL)  # what it left running; in a pid namespace its death ends that
+                os.killpg(
+                    self._pid, signal.SIGKILL
+                )  # what it left running; in a pid namespace its death ends that
             elif by_force:
                 os.kill(self._pid, signal.SIGKILL)
         _, status, usage = os.wait4(self._pid, 0)
@@ -144,13 +159,17 @@ class Job:
     def _fork(self, files: list[int]) -> int:
         slot = self._slot
         if slot.oom_score is not None:
-            os.pwrite(slot.oom_score, b"1000", 0)  # inherited: the kernel, short of memory, ends the job and not its slot
+            os.pwrite(
+                slot.oom_score, b"1000", 0
+            )  # inherited: the kernel, short of memory, ends the job and not its slot
         pid = kernel.fork_into_pid_namespace() if slot.isolated else kernel.fork()
         if not pid:
             try:
                 self._become_program(files)
             finally:
-                os._exit(126)  # whatever the program did to the lines above, no child goes on as its parent
+                os._exit(
+                    126
+                )  # whatever the program did to the lines above, no child goes on as its parent
         if slot.oom_score is not None:
             os.pwrite(slot.oom_score, b"500", 0)
         return pid
@@ -165,7 +184,10 @@ class Job:
             os.close(_PROGRAM)
             own = {
                 resource.RLIMIT_AS: slot.own_bytes + (job["memory_mib"] << 20),
-                resource.RLIMIT_CPU: 2 * math.ceil(job["cpu_s"]),  # the kernel counts it in ticks; `_watch` is the precise one
+                resource.RLIMIT_CPU: 2
+                * math.ceil(
+                    job["cpu_s"]
+                ),  # the kernel counts it in ticks; `_watch` is the precise one
             }
             program.bind(program.within_own(own))
             slot.began[0] = 1
@@ -176,8 +198,8 @@ class Job:
         program.run(job, _RESULT)
 
     def _hand_over(self, stdin_size: int, program_size: int) -> None:
-        """Gives the child its input and then its program, at which it begins. Raises OSError, which ends the slot, where it was
-        killed while it waited for that."""
+        """Gives the child its input and then its program, at which it begins. Raises OSError, which
+        ends the slot, where it was killed while it waited for that."""
         if stdin_size:
             frames.pour_into_file(self._slot.control, self._files[0], stdin_size)
             os.lseek(self._files[0], 0, os.SEEK_SET)
@@ -185,8 +207,8 @@ class Job:
         os.close(self._program)
 
     def _watch(self, timeout_s: float, cpu_s: float, start: float) -> str | None:
-        """Returns the limit that the job has reached, "cpu" or "wall", or None once it has ended by itself. Raises ServiceGone
-        if the service goes away meanwhile."""
+        """Returns the limit that the job has reached, "cpu" or "wall", or None once it has ended by
+        itself. Raises ServiceGone if the service goes away meanwhile."""
         used_before_s, cpu_left_s = self._cpu_s(), cpu_s
         while True:
             wall_left_s = start + timeout_s - time.monotonic()
@@ -198,14 +220,18 @@ class Job:
             cpu_left_s = cpu_s - (self._cpu_s() - used_before_s)
 
     def _cpu_s(self) -> float:
-        """Returns the CPU time of everything in the slot where that is metered, else of the job's first process."""
+        """Returns the CPU time of everything in the slot where that is metered, else of the job's
+        first process."""
         if self._slot.cpu_meter is None:
-            return time.clock_gettime(~self._pid << 3 | 2)  # its clock's number, as clock_getcpuclockid(3) makes it
+            return time.clock_gettime(
+                ~self._pid << 3 | 2
+            )  # its clock's number, as clock_getcpuclockid(3) makes it
         told = os.pread(self._slot.cpu_meter, 64, 0).split()
         return int(told[1]) / 1e6 if told[0] == b"usage_usec" else int(told[0]) / 1e9
 
     def _ooms(self) -> int | None:
-        """Returns how often the slot's cgroup was out of memory: `oom` of version 2, `oom_kill` of version 1."""
+        """Returns how often the slot's cgroup was out of memory: `oom` of version 2, `oom_kill` of
+        version 1."""
         if self._slot.oom_meter is None:
             return None
         told = os.pread(self._slot.oom_meter, 512, 0).split()
@@ -214,10 +240,12 @@ class Job:
 
 
 def facts_of(message: bytes) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Returns the facts of an ended job, and the sizes of its stdout, its stderr and its result, from what `Job.run` sent.
+    """Returns the facts of an ended job, and the sizes of its stdout, its stderr and its result,
+    from what `Job.run` sent.
 
-    `exit` is the code, or the negative number of a signal; `limit` is the one that ended it, "wall", "cpu" or None; `ooms` is how
-    often memory ran out, None where nobody knows or a job was not killed; `overflow` says that more was written than is kept.
+    `exit` is the code, or the negative number of a signal; `limit` is the one that ended it,
+    "wall", "cpu" or None; `ooms` is how often memory ran out, None where nobody knows or a job was
+    not killed; `overflow` says that more was written than is kept.
     """
     began, code, limit, wall_s, cpu_s, ooms, peak_bytes, overflow, *sizes = FACTS.unpack(message)
     facts = {
@@ -234,7 +262,8 @@ def facts_of(message: bytes) -> tuple[dict[str, Any], tuple[int, int, int]]:
 
 
 def ended_within(pid: int, control: int, timeout_s: float | None) -> bool:
-    """Returns whether the child ended in time. Raises ServiceGone if the service closes `control` meanwhile."""
+    """Returns whether the child ended in time. Raises ServiceGone if the service closes `control`
+    meanwhile."""
     pidfd = os.pidfd_open(pid)
     try:
         poller = select.poll()

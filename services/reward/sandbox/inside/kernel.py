@@ -1,7 +1,8 @@
-"""The Linux calls a sandbox is made of, by ctypes: namespaces, mounts, capabilities. Standard library only.
+"""The Linux calls a sandbox is made of, by ctypes: namespaces, mounts, capabilities. Standard
+library only.
 
-Each raises OSError with the call's own name and arguments in its message ("unshare(user): Operation not permitted"), because
-that sentence is what a person reads when their host lacks a primitive.
+Each raises OSError with the call's own name and arguments in its message ("unshare(user): Operation
+not permitted"), because that sentence is what a person reads when their host lacks a primitive.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 3, 4
 _PR_CAPBSET_DROP, _PR_SET_SECUREBITS, _PR_SET_NO_NEW_PRIVS = 24, 28, 38
 _SECCOMP_MODE_FILTER = 2
 _SECUREBITS_ALL_LOCKED = 0xEF
-"""Uid 0 means nothing on exec or setuid, no capability can become ambient, and none of this can be undone."""
+"""Uid 0 means nothing on exec or setuid, no capability can become ambient, and none of this can be
+undone."""
 
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 _SYS_MOUNT_SETATTR = 442
@@ -29,10 +31,16 @@ _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
 
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
-_INTO_PID_NAMESPACE = (_SYS_CLONE.get(os.uname().machine, -1), ctypes.c_ulong(CLONE_NEWPID | signal.SIGCHLD), *[None] * 4)
+_INTO_PID_NAMESPACE = (
+    _SYS_CLONE.get(os.uname().machine, -1),
+    ctypes.c_ulong(CLONE_NEWPID | signal.SIGCHLD),
+    *[None] * 4,
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_with_lock = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock, so that a child has it
+_with_lock = ctypes.PyDLL(
+    None, use_errno=True
+)  # keeps the interpreter's lock, so that a child has it
 
 
 def _check(result: int, call: str) -> int:
@@ -47,8 +55,9 @@ def unshare(flags: int, names: str) -> None:
 
 
 def fork() -> int:
-    """Forks as `os.fork` does, without what Python then runs in the child: it renews locks that other threads may hold (there are
-    none here) and seeds `random` (which a program does anyway). That is a tenth of what a short job takes.
+    """Forks as `os.fork` does, without what Python then runs in the child: it renews locks that
+    other threads may hold (there are none here) and seeds `random` (which a program does anyway).
+    That is a tenth of what a short job takes.
 
     Returns 0 in the child, and its pid in the parent.
     """
@@ -61,7 +70,9 @@ def fork_into_pid_namespace() -> int:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+    result = _libc.mount(
+        source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
+    )
     _check(result, f"mount({kind or 'bind'} on {target})")
 
 
@@ -77,36 +88,47 @@ def pivot_root_here() -> None:
 
 
 class _MountAttr(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+    _fields_ = [
+        (name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")
+    ]
 
 
 def make_read_only(target: str, *, devices: bool = False, recursive: bool = True) -> None:
-    """Makes the mount at `target` (and, if `recursive`, all below) read-only, without set-uid files, without device nodes
-    unless `devices`."""
-    attributes = _MountAttr(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | (0 if devices else _MOUNT_ATTR_NODEV), 0, 0, 0)
+    """Makes the mount at `target` (and, if `recursive`, all below) read-only, without set-uid
+    files, without device nodes unless `devices`."""
+    attributes = _MountAttr(
+        _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | (0 if devices else _MOUNT_ATTR_NODEV), 0, 0, 0
+    )
     flags = _AT_RECURSIVE if recursive else 0
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    call = _libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, target.encode(), flags, ctypes.byref(attributes), size)
+    call = _libc.syscall(
+        _SYS_MOUNT_SETATTR, _AT_FDCWD, target.encode(), flags, ctypes.byref(attributes), size
+    )
     _check(call, f"mount_setattr({target}, read-only; Linux 5.12 or newer)")
 
 
 def die_with_parent() -> None:
-    """Kills this process when its parent dies. A change of credentials clears it: call it after the last one."""
+    """Kills this process when its parent dies. A change of credentials clears it: call it after the
+    last one."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
 def forbid_new_privileges() -> None:
-    """After this no exec gives privileges, uid 0 has no power of its own, and no capability can be gained again."""
+    """After this no exec gives privileges, uid 0 has no power of its own, and no capability can be
+    gained again."""
     for capability in range(64):
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == -1:
             break
-    _check(_libc.prctl(_PR_SET_SECUREBITS, _SECUREBITS_ALL_LOCKED, 0, 0, 0), "prctl(PR_SET_SECUREBITS)")
+    _check(
+        _libc.prctl(_PR_SET_SECUREBITS, _SECUREBITS_ALL_LOCKED, 0, 0, 0), "prctl(PR_SET_SECUREBITS)"
+    )
     no_new_privileges()
 
 
 @contextlib.contextmanager
 def own_proc_files() -> Generator[None]:
-    """A process that changed its user has files in /proc that are root's; within this they are its own."""
+    """A process that changed its user has files in /proc that are root's; within this they are its
+    own."""
     before = _check(_libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_GET_DUMPABLE)")
     _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
     try:
@@ -128,7 +150,8 @@ def drop_capabilities() -> None:
 
 
 class Filter(ctypes.Structure):
-    """A seccomp filter, of classic BPF instructions of 8 bytes each. Made once, before the fork: the child only installs it."""
+    """A seccomp filter, of classic BPF instructions of 8 bytes each. Made once, before the fork:
+    the child only installs it."""
 
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 

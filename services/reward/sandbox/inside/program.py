@@ -1,7 +1,9 @@
-"""The forked job: gives up every right, runs one program, writes how it ended into its result file. Standard library only.
+"""The forked job: gives up every right, runs one program, writes how it ended into its result file.
+Standard library only.
 
-From `exec` on everything in this process belongs to the program: it can change this code, and so its own result, but nothing
-outside the process. The expected answer is not here, so there is nothing to steal and nothing to compare with.
+From `exec` on everything in this process belongs to the program: it can change this code, and so
+its own result, but nothing outside the process. The expected answer is not here, so there is
+nothing to steal and nothing to compare with.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ Limits = dict[int, tuple[int, int]]
 """Soft and hard limit by `resource.RLIMIT_*`."""
 
 
-def give_up_everything(files: list[int], limits: Limits, system_calls: kernel.Filter | None) -> None:
-    """Leaves the process with `files` as its descriptors 0, 1, 2, ..., these limits, no capability and only `system_calls`."""
+def give_up_everything(
+    files: list[int], limits: Limits, system_calls: kernel.Filter | None
+) -> None:
+    """Leaves the process with `files` as its descriptors 0, 1, 2, ..., these limits, no capability
+    and only `system_calls`."""
     os.setsid()
     for number, fd in enumerate(files):
         os.dup2(fd, number, inheritable=number < 3)
@@ -70,7 +75,8 @@ def within_own(limits: dict[int, int]) -> Limits:
 
 
 def run(job: dict[str, Any], result_fd: int) -> NoReturn:
-    """Runs `job["code"]`, then evaluates `job["expression"]` if there is one, and ends the process."""
+    """Runs `job["code"]`, then evaluates `job["expression"]` if there is one, and ends the
+    process."""
     try:
         outcome = _outcome(job)
         encoded = json.dumps(outcome, allow_nan=False).encode()
@@ -82,8 +88,9 @@ def run(job: dict[str, Any], result_fd: int) -> NoReturn:
 
 
 def rehearse() -> None:
-    """Does a few times in the slot's parent what each job will do, so that the interpreter has specialized this code before the
-    first fork. A child then writes to fewer pages, each of which it has to copy first: about 5 % of a short job."""
+    """Does a few times in the slot's parent what each job will do, so that the interpreter has
+    specialized this code before the first fork. A child then writes to fewer pages, each of which
+    it has to copy first: about 5 % of a short job."""
     main, arguments = sys.modules["__main__"], sys.argv
     for _ in range(REHEARSALS):
         job = json.loads(json.dumps({"code": "value = [1]", "expression": "value", "inputs": {}}))
@@ -95,7 +102,9 @@ def rehearse() -> None:
 def _outcome(job: dict[str, Any]) -> dict[str, Any]:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
-    random.seed(0)  # fork reseeds; a program that draws numbers should earn the same reward each time it is asked
+    random.seed(
+        0
+    )  # fork reseeds; a program that draws numbers should earn the same reward each time it is asked
     sys.argv = [_SOURCES[0]]
     main.__dict__.update(job["inputs"])
     try:
@@ -111,7 +120,12 @@ def _outcome(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compiled(source: str, name: str, mode: str) -> Any:
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # so that tracebacks show the line
+    linecache.cache[name] = (
+        len(source),
+        None,
+        source.splitlines(keepends=True),
+        name,
+    )  # so that tracebacks show the line
     return compile(source, name, mode, dont_inherit=True)
 
 
@@ -120,8 +134,13 @@ def _failure(error: BaseException, job: dict[str, Any]) -> dict[str, Any]:
         return {"end": "memory", "trace": "MemoryError\n"}
     if isinstance(error, SystemExit):
         where = "" if job["expression"] is None else " before its expression was evaluated"
-        return {"end": "error", "trace": f"SystemExit: the program ended itself with code {error.code!r:.80}{where}\n"}
-    while (top := error.__traceback__) is not None and top.tb_frame.f_code.co_filename not in _SOURCES:
+        return {
+            "end": "error",
+            "trace": f"SystemExit: the program ended itself with code {error.code!r:.80}{where}\n",
+        }
+    while (
+        top := error.__traceback__
+    ) is not None and top.tb_frame.f_code.co_filename not in _SOURCES:
         error.__traceback__ = top.tb_next  # our own frames tell the reader nothing
     try:
         trace = "".join(traceback.format_exception(error))
@@ -142,7 +161,8 @@ def _finish() -> None:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Returns `value` as JSON has it; a tuple becomes a list. Exact types only: a subclass could lie about itself later.
+    """Returns `value` as JSON has it; a tuple becomes a list. Exact types only: a subclass could
+    lie about itself later.
 
     Raises TypeError or ValueError saying what is not plain data.
     """

@@ -1,11 +1,13 @@
-"""The system calls a program in the sandbox may make: an allow-list, as a seccomp filter. Standard library only.
+"""The system calls a program in the sandbox may make: an allow-list, as a seccomp filter. Standard
+library only.
 
-Everything else answers EPERM: no namespaces, mounts, tracing, keys, BPF, io_uring, shared memory of System V, no `memfd_create`
-(memory that no limit counts), and no `socket`, not even for a loopback of its own: graded programs have no use for one, and the
-network is the largest part of the kernel. A `socketpair` of Unix sockets is fine (asyncio needs it). No file locks, which would
-be seen by a job in another slot on the files that both are shown; so sqlite3 works in memory only. `clone3` answers ENOSYS, so that
-libc falls back to `clone`, whose flags the filter can read. `ioctl` without the two that type into a terminal; `prctl` for thread
-names only.
+Everything else answers EPERM: no namespaces, mounts, tracing, keys, BPF, io_uring, shared memory of
+System V, no `memfd_create` (memory that no limit counts), and no `socket`, not even for a loopback
+of its own: graded programs have no use for one, and the network is the largest part of the kernel.
+A `socketpair` of Unix sockets is fine (asyncio needs it). No file locks, which would be seen by a
+job in another slot on the files that both are shown; so sqlite3 works in memory only. `clone3`
+answers ENOSYS, so that libc falls back to `clone`, whose flags the filter can read. `ioctl` without
+the two that type into a terminal; `prctl` for thread names only.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ import struct
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
-_CLONE, _CLONE3, _IOCTL, _PRCTL, _FCNTL, _SOCKETPAIR = (56, 220), (435, 435), (16, 29), (157, 167), (72, 25), (53, 199)
+_CLONE, _CLONE3, _IOCTL, _PRCTL, _FCNTL, _SOCKETPAIR = (
+    (56, 220),
+    (435, 435),
+    (16, 29),
+    (157, 167),
+    (72, 25),
+    (53, 199),
+)
 """Those whose arguments matter: number on x86_64, and on aarch64."""
 
 _ALLOWED = """
@@ -68,10 +77,15 @@ _X32_BIT = 0x40000000
 
 
 def build(machine: str | None = None) -> bytes:
-    """Returns the filter as BPF instructions for `machine` (this one). Raises OSError where there is no table for it."""
+    """Returns the filter as BPF instructions for `machine` (this one). Raises OSError where there
+    is no table for it."""
     machine = machine or os.uname().machine
     if machine not in _COLUMN:
-        raise OSError(errno.ENOSYS, f"seccomp: no table of system calls for {machine!r}; there is one for x86_64 and aarch64")
+        raise OSError(
+            errno.ENOSYS,
+            f"seccomp: no table of system calls for {machine!r}; there is one for x86_64 and "
+            "aarch64",
+        )
     column = _COLUMN[machine]
     deny = _instruction(_RETURN, _ERRNO | errno.EPERM)
     allow = _instruction(_RETURN, _ALLOW)
@@ -84,7 +98,11 @@ def build(machine: str | None = None) -> bytes:
         deny,
         _instruction(_JUMP_EQUAL, _CLONE3[column], 0, 1),
         _instruction(_RETURN, _ERRNO | errno.ENOSYS),
-        *_when(_CLONE[column], _OFFSET_ARG0, [_instruction(_JUMP_ANY_BIT, _CLONE_NAMESPACES, 0, 1), deny, allow]),
+        *_when(
+            _CLONE[column],
+            _OFFSET_ARG0,
+            [_instruction(_JUMP_ANY_BIT, _CLONE_NAMESPACES, 0, 1), deny, allow],
+        ),
         *_when(_IOCTL[column], _OFFSET_ARG1, [*_if_equal(_TERMINAL_INPUT, deny), allow]),
         *_when(_PRCTL[column], _OFFSET_ARG0, [*_if_equal(_THREAD_NAME, allow), deny]),
         *_when(_FCNTL[column], _OFFSET_ARG1, [*_if_equal(_LOCKS, deny), allow]),
@@ -102,7 +120,8 @@ def numbers(machine: str) -> dict[str, int]:
 
 
 def _steps(allowed: set[int], allow: bytes, deny: bytes) -> list[tuple[int, bytes]]:
-    """Returns what each system call is answered, as (first number, answer up to the next first number)."""
+    """Returns what each system call is answered, as (first number, answer up to the next first
+    number)."""
     steps: list[tuple[int, bytes]] = []
     for number in range(max(allowed) + 2):
         answer = allow if number in allowed else deny
@@ -112,8 +131,9 @@ def _steps(allowed: set[int], allow: bytes, deny: bytes) -> list[tuple[int, byte
 
 
 def _tree(steps: list[tuple[int, bytes]]) -> list[bytes]:
-    """Returns a binary search over `steps`. The kernel walks a new filter once for each system call there is, so that a list
-    to go through from its beginning would cost every job a tenth of a millisecond."""
+    """Returns a binary search over `steps`. The kernel walks a new filter once for each system call
+    there is, so that a list to go through from its beginning would cost every job a tenth of a
+    millisecond."""
     if len(steps) == 1:
         return [steps[0][1]]
     middle = len(steps) // 2
@@ -122,8 +142,8 @@ def _tree(steps: list[tuple[int, bytes]]) -> list[bytes]:
 
 
 def _when(number: int, offset: int, body: list[bytes]) -> list[bytes]:
-    """Returns instructions that, for system call `number`, load the low half of an argument and go through `body`, which
-    ends in a return."""
+    """Returns instructions that, for system call `number`, load the low half of an argument and go
+    through `body`, which ends in a return."""
     return [_instruction(_JUMP_EQUAL, number, 0, len(body) + 1), _instruction(_LOAD, offset), *body]
 
 

@@ -1,7 +1,8 @@
 """The tools of a job's own reward, inside its worker. Standard library only.
 
-Model-written code goes back to the service, which runs it in its own sandboxes: the worker's is the user's. The socket carries
-one question at a time; what other threads ask meanwhile goes together as the next one.
+Model-written code goes back to the service, which runs it in its own sandboxes: the worker's is the
+user's. The socket carries one question at a time; what other threads ask meanwhile goes together as
+the next one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class WorkerTools:
         self._children = Children(lambda name: vars(module)[name], lambda: os.close(channel))
 
     def in_sandbox(self, programs: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        plain = json.loads(json.dumps([dict(program) for program in programs]))  # what is not plain data fails here, and alone
+        plain = json.loads(
+            json.dumps([dict(program) for program in programs])
+        )  # what is not plain data fails here, and alone
         answer: Future[list[Outcome]] = Future()
         with self._lock:
             self._asked.append((plain, answer))
@@ -40,7 +43,12 @@ class WorkerTools:
         return answer.result()
 
     def in_function(
-        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, isolated: bool, timeout_s: float
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        isolated: bool,
+        timeout_s: float,
     ) -> list[Outcome]:
         return self._children.run(function, arguments, isolated=isolated, timeout_s=timeout_s)
 
@@ -48,7 +56,9 @@ class WorkerTools:
         with self._lock:
             asked, self._asked = self._asked, []
         frames.send(self._channel, {"execute": [programs for programs, _ in asked]})
-        reply: dict[str, Any] = frames.receive(self._channel) or {"executions": ["the reward service is gone"] * len(asked)}
+        reply: dict[str, Any] = frames.receive(self._channel) or {
+            "executions": ["the reward service is gone"] * len(asked)
+        }
         for (_, answer), executions in zip(asked, reply["executions"], strict=True):
             if isinstance(executions, str):
                 answer.set_exception(ValueError(executions))

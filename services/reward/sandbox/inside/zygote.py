@@ -1,9 +1,11 @@
-"""One sandbox slot: a Python process, its common modules imported, that enters its namespaces and then forks one job at a time.
+"""One sandbox slot: a Python process, its common modules imported, that enters its namespaces and
+then forks one job at a time.
 
     service --socket--> zygote (pid 1 of the slot) --fork--> job (pid 1 of a namespace of its own)
 
-A job is killed by killing its pid 1, which ends every process it started. Its output and result are memory files made for it
-alone and read after its death: no pipe to fill, nothing to forge for another job. Trusted code; standard library only.
+A job is killed by killing its pid 1, which ends every process it started. Its output and result are
+memory files made for it alone and read after its death: no pipe to fill, nothing to forge for
+another job. Trusted code; standard library only.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ io itertools json linecache math numbers operator queue random re statistics str
 types typing"""
 
 FUNCTION = "services.reward.sandbox.inside.function"
-"""Imported where it is used only, like whatever else is large: a fork copies the tables of every page that its parent has."""
+"""Imported where it is used only, like whatever else is large: a fork copies the tables of every
+page that its parent has."""
 
 UNSAFE_FOLDER = "hone-unsafe-"
 """How the working directories of jobs without isolation begin; the service's pid follows."""
@@ -76,7 +79,9 @@ class Zygote:
         for entrance in config["entrances"]:
             with open(entrance, "w") as file:
                 file.write("0")  # this process, and all it will fork
-        cpu_meter, oom_meter = (os.open(path, os.O_RDONLY) if path else None for path in config["meters"])
+        cpu_meter, oom_meter = (
+            os.open(path, os.O_RDONLY) if path else None for path in config["meters"]
+        )
         inside = isolation.enter(config) if isolated else None
         if inside is None:
             kernel.die_with_parent()
@@ -88,7 +93,9 @@ class Zygote:
             control=control,
             isolated=isolated,
             system_calls=kernel.Filter(seccomp.build()) if isolated else None,
-            own_bytes=_own_bytes(inside.statm if inside else os.open("/proc/self/statm", os.O_RDONLY)),
+            own_bytes=_own_bytes(
+                inside.statm if inside else os.open("/proc/self/statm", os.O_RDONLY)
+            ),
             limits=program.standing_limits(files=64, processes=24 if isolated else None),
             cpu_meter=cpu_meter,
             oom_meter=oom_meter,
@@ -96,7 +103,11 @@ class Zygote:
             began=mmap.mmap(-1, 1),
             cores=len(os.sched_getaffinity(0)),
         )
-        self._folder = isolation.Tmp() if inside else FolderOfItsOwn(f"{UNSAFE_FOLDER}{config['service_pid']}-")
+        self._folder = (
+            isolation.Tmp()
+            if inside
+            else FolderOfItsOwn(f"{UNSAFE_FOLDER}{config['service_pid']}-")
+        )
         program.rehearse()
         gc.collect()
         gc.freeze()  # so that a collection in a job copies no page of ours

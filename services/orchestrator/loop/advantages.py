@@ -1,0 +1,164 @@
+"""From scores `[P][G]` to advantages `[P][G]`. Pure; the formulas and their sources are those of
+`AdvantageSpec` in shared/job.py.
+
+A reward that is missing is missing: baseline and deviation are over what is there, never over an
+invented 0.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from shared.job import AdvantageSpec, Job, RewardSpec
+from shared.wire import Batch, Score
+
+EPSILON = 1e-6
+"""Added to every standard deviation that something is divided by."""
+
+TOLERANCE = 1e-6
+"""Rewards that differ by less, relative to their size or to 1, are equal. The rounding of float32
+is an eighth of that."""
+
+Advantages = list[list[float | None]]
+"""`[P][G]`; None: no gradient comes from this rollout, and it is not counted in the loss."""
+
+Rewards = Sequence[Sequence[float | None]]
+"""`[P][G]`; None: missing, or not applicable."""
+
+
+def batch_advantages(batch: Batch, job: Job) -> Advantages:
+    """Returns each rollout's advantage by the job's `[advantages]`.
+
+    None: its reward is missing, its group has no signal, or it was cut off and `mask_truncated` is
+    set. Whatever is None for the last two reasons counts in baselines and deviations all the same.
+    """
+    combine = (
+        _normalized_then_summed
+        if job.advantages.combine == "normalize_then_sum"
+        else _summed_then_normalized
+    )
+    advantages_PG = combine(batch.scores, job)
+    for group, scores_G, advantages_G in zip(
+        batch.groups, batch.scores, advantages_PG, strict=True
+    ):
+        signal = has_signal(scores_G, job)
+        for index, rollout in enumerate(group.rollouts):
+            if not signal or (job.advantages.mask_truncated and rollout.finish_reason == "length"):
+                advantages_G[index] = None
+    return advantages_PG
+
+
+def has_signal(scores_G: Sequence[Score], job: Job) -> bool:
+    """Returns whether a group teaches anything: two or more of its rollouts have rewards, and these
+    differ.
+
+    Differences in `shaping` rewards alone do not count: which answers are shorter is no reason to
+    train on a problem that all got wrong. Where all rewards are shaping, all count.
+    """
+    present = [score for score in scores_G if score.value is not None]
+    outcomes = [reward for reward in job.rewards if not reward.shaping] or list(job.rewards)
+    if job.advantages.combine == "normalize_then_sum":
+        return any(
+            _differ([_value(score, reward.label) for score in present])
+            for reward in outcomes
+            if reward.weight
+        )
+    shaping = [reward for reward in job.rewards if reward not in outcomes]
+    return _differ([score.value for score in present]) and _differ(
+        [_without(score, shaping) for score in present]
+    )
+
+
+def _summed_then_normalized(scores_PG: Sequence[Sequence[Score]], job: Job) -> Advantages:
+    return normalize(
+        [[score.value for score in scores_G] for scores_G in scores_PG], job.advantages
+    )
+
+
+def _normalized_then_summed(scores_PG: Sequence[Sequence[Score]], job: Job) -> Advantages:
+    """GDPO, arXiv 2601.05242: `S = sum_k w_k (r_k - baseline_k) / (std_k + eps)`, then `(S - mean
+    S) / (std S + eps)` over the batch, which `std` "none" leaves out. A reward that does not apply
+    to a rollout adds nothing to its sum."""
+    sums_PG: Advantages = [
+        [None if score.value is None else 0.0 for score in scores_G] for scores_G in scores_PG
+    ]
+    for reward in job.rewards:
+        rewards_PG = [
+            [_value_if_scored(score, reward.label) for score in scores_G] for scores_G in scores_PG
+        ]
+        for sums_G, terms_G in zip(sums_PG, normalize(rewards_PG, job.advantages), strict=True):
+            for index, (total, term) in enumerate(zip(sums_G, terms_G, strict=True)):
+                if total is not None and term is not None:
+                    sums_G[index] = total + reward.weight * term
+    present = _present(sums_PG)
+    if job.advantages.std == "none" or not present:
+        return sums_PG
+    mean, deviation = statistics.fmean(present), _deviation(present)
+    return [
+        [None if total is None else (total - mean) / (deviation + EPSILON) for total in sums_G]
+        for sums_G in sums_PG
+    ]
+
+
+def normalize(rewards_PG: Rewards, spec: AdvantageSpec) -> Advantages:
+    """Returns `(r - baseline) / (std + 1e-6)` over each group; standard deviations are unbiased
+    ones.
+
+    A group of fewer than two rewards, or of equal ones, is all 0: there is nothing to compare with,
+    and rounding is no difference.
+    """
+    batch_deviation = _deviation(_present(rewards_PG)) if spec.std == "batch" else 0.0
+    return [_normalize_group(rewards_G, spec, batch_deviation) for rewards_G in rewards_PG]
+
+
+def _normalize_group(
+    rewards_G: Sequence[float | None], spec: AdvantageSpec, batch_deviation: float
+) -> list[float | None]:
+    present = _present([rewards_G])
+    if not _differ(present):
+        return [None if reward is None else 0.0 for reward in rewards_G]
+    mean, count = statistics.fmean(present), len(present)
+    others = (
+        count / (count - 1) if spec.baseline == "leave_one_out" else 1.0
+    )  # r - mean of others = n / (n - 1) (r - mean)
+    scale = {
+        "group": statistics.stdev(present) + EPSILON,
+        "batch": batch_deviation + EPSILON,
+        "none": 1.0,
+    }[spec.std]
+    return [None if reward is None else others * (reward - mean) / scale for reward in rewards_G]
+
+
+def _without(score: Score, shaping: Sequence[RewardSpec]) -> float:
+    """Returns the score's value without these rewards."""
+    assert score.value is not None
+    return score.value - sum(
+        reward.weight * (_value(score, reward.label) or 0.0) for reward in shaping
+    )
+
+
+def _value(score: Score, name: str) -> float | None:
+    part = score.parts.get(name)
+    return part.value if part else None
+
+
+def _value_if_scored(score: Score, name: str) -> float | None:
+    return _value(score, name) if score.value is not None else None
+
+
+def _present(rewards_PG: Rewards) -> list[float]:
+    return [reward for rewards_G in rewards_PG for reward in rewards_G if reward is not None]
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _differ(rewards: Sequence[float | None]) -> bool:
+    """Returns whether there are two rewards that differ by more than rounding."""
+    present = _present([rewards])
+    if len(present) < 2:
+        return False
+    low, high = min(present), max(present)
+    return high - low > TOLERANCE * max(1.0, abs(low), abs(high))

@@ -1,0 +1,44 @@
+"""Held-out accuracy: the mean reward of problems that are never trained on, by the job's own
+rewards."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.orchestrator.loop.peers import Peers
+from services.orchestrator.record.telemetry import reward_metrics
+from shared.job import Job
+from shared.wire import Prompt, Sampling, Score
+
+
+async def evaluate(
+    job: Job, job_id: str, prompts: tuple[Prompt, ...], peers: Peers, version: int
+) -> dict[str, float]:
+    """Returns `eval/reward` and the other reward metrics over `prompts`, sampled by weights of at
+    least `version`; empty without prompts."""
+    if not prompts:
+        return {}
+    spec = job.evaluation
+    sampling = Sampling(
+        n=spec.samples,
+        max_tokens=spec.max_tokens or job.sampling.max_tokens,
+        temperature=spec.temperature,
+        stop=job.sampling.stop,
+    )
+
+    async def grade(prompt: Prompt, position: int) -> tuple[Score, ...]:
+        key = f"{job_id}:eval:{version}:{position}"
+        return await peers.score(
+            prompt, await peers.generate(prompt, version, key=key, sampling=sampling), job_id=job_id
+        )
+
+    scores_PG = await asyncio.gather(
+        *(grade(prompt, position) for position, prompt in enumerate(prompts))
+    )
+    metrics = reward_metrics(scores_PG, job)
+    kept = ("reward", "missing_rewards")
+    return {
+        f"eval/{name}": value
+        for name, value in metrics.items()
+        if name in kept or name.startswith("rewards/")
+    }

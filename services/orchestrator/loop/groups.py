@@ -1,0 +1,110 @@
+"""A step's graded groups on their way to a batch: those without signal replaced, and refused if too
+many rewards are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from services.orchestrator.loop.advantages import has_signal
+from shared.errors import Failed
+from shared.job import Job
+from shared.wire import Batch, Prompt, RolloutGroup, Score
+
+NUM_REASONS = 3
+
+
+class MustPause(Failed):
+    """The job cannot go on until somebody has seen to what the sentence says. Nothing is lost: it
+    goes on where it was."""
+
+
+@dataclass(frozen=True)
+class GradedGroup:
+    """One prompt, its completions and their scores, `[G]` each."""
+
+    prompt: Prompt
+    group: RolloutGroup
+    scores: tuple[Score, ...]
+
+
+async def refill(
+    groups_P: Sequence[GradedGroup],
+    job: Job,
+    max_missing: float,
+    sample_fresh: Callable[[int, int], Awaitable[list[GradedGroup]]],
+) -> tuple[list[GradedGroup], list[GradedGroup]]:
+    """Returns the groups `[P]`, each without signal replaced by a fresh one, and those replaced.
+
+    `sample_fresh(round, count)` gives up to `count` groups of prompts that the step has not had, in
+    rounds 1 to `refills` at most (the dynamic sampling of DAPO, arXiv 2503.14476). What is still
+    without signal then stays: it is not trained on. Nothing is replaced while more than
+    `max_missing` of the rewards are missing, for that says nothing about the prompts.
+    """
+    kept, dropped = list(groups_P), list[GradedGroup]()
+    for round in range(1, job.sampling.refills + 1):
+        flat = [
+            position for position, graded in enumerate(kept) if not has_signal(graded.scores, job)
+        ]
+        if not flat or missing_share([graded.scores for graded in kept]) > max_missing:
+            break
+        fresh = await sample_fresh(round, len(flat))
+        if not fresh:  # a small data set has run out of other prompts
+            break
+        for position, graded in zip(flat, fresh, strict=False):
+            dropped.append(kept[position])
+            kept[position] = graded
+    return kept, dropped
+
+
+def to_batch(
+    step: int, groups_P: Sequence[GradedGroup], dropped: Sequence[GradedGroup] = ()
+) -> Batch:
+    """Returns the step's batch. Raises Failed if no rollout says which weights sampled it."""
+    versions = [
+        version
+        for graded in groups_P
+        for rollout in graded.group.rollouts
+        for version in rollout.versions
+    ]
+    if not versions:
+        raise Failed(
+            f"step {step}: no rollout says which weights sampled it; all of them failed, or the "
+            "sampler serves none"
+        )
+    return Batch(
+        step=step,
+        version=min(versions),
+        prompts=tuple(graded.prompt for graded in groups_P),
+        groups=tuple(graded.group for graded in groups_P),
+        scores=tuple(graded.scores for graded in groups_P),
+        dropped=tuple(graded.scores for graded in dropped),
+    )
+
+
+def missing_share(scores_PG: Sequence[Sequence[Score]]) -> float:
+    """Returns the share of rollouts without a reward, 0 to 1."""
+    missing = [score.value is None for scores_G in scores_PG for score in scores_G]
+    return sum(missing) / len(missing)
+
+
+def too_many_missing(batch: Batch, max_missing: float) -> str | None:
+    """Returns why the batch must not be trained on, with the first few reasons that graders gave;
+    None if it may be."""
+    share = missing_share(batch.scores)
+    if share <= max_missing:
+        return None
+    parts = [
+        part for scores_G in batch.scores for score in scores_G for part in score.parts.items()
+    ]
+    found = [
+        f"{name}: {part.detail or part.verdict}"
+        for name, part in parts
+        if part.value is None and part.verdict != "skipped"
+    ]
+    reasons = list(dict.fromkeys(found))[:NUM_REASONS] or ["no reward applies"]
+    return (
+        f"step {batch.step}: {share:.0%} of the rewards are missing, more than the "
+        f"{max_missing:.0%} of "
+        f"HONE_MAX_MISSING_REWARDS; {'; '.join(reasons)}"
+    )

@@ -1,0 +1,163 @@
+"""The three services a job runs on, as functions. Each call's deadline is a setting; retries are
+the client's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from shared.client import Client
+from shared.config import Settings
+from shared.job import Job
+from shared.wire import (
+    Checkpoint,
+    CheckpointRequest,
+    EngineSpec,
+    Example,
+    GenerateRequest,
+    Prompt,
+    PublishRequest,
+    RolloutGroup,
+    Sampling,
+    Score,
+    ScoreItem,
+    ScoreRequest,
+    ScoreResult,
+    ServingWeights,
+    StepResult,
+    TrainerJob,
+    TrainerState,
+    TrainStepRequest,
+    Validated,
+    ValidateRequest,
+    VersionInfo,
+    WeightsRef,
+)
+
+
+class Peers:
+    """One job's view of the services. `close` ends the connections."""
+
+    def __init__(self, job: Job, settings: Settings) -> None:
+        self._job = job
+        self._settings = settings
+        token = settings.bearer()
+        patience_s = settings.patience_s
+        self._rollout = Client(
+            "rollout", settings.rollout_url, token=token, binary=True, patience_s=patience_s
+        )
+        self._trainer = Client(
+            "trainer", settings.trainer_url, token=token, binary=True, patience_s=patience_s
+        )
+        self._reward = Client(
+            "reward", settings.reward_url, token=token, binary=True, patience_s=patience_s
+        )
+
+    async def close(self) -> None:
+        for client in (self._rollout, self._trainer, self._reward):
+            await client.close()
+
+    async def put_model(self) -> ServingWeights:
+        job = self._job
+        spec = EngineSpec(
+            model=job.model,
+            revision=job.model_revision,
+            dtype=job.training.dtype,
+            max_model_len=job.max_model_len,
+            seed=job.seed,
+        )
+        deadline_s = self._settings.start_deadline_s
+        return await self._rollout.call(
+            "PUT", "/model", spec, ServingWeights, deadline_s=deadline_s
+        )
+
+    async def put_job(self, job_id: str) -> TrainerState:
+        body = TrainerJob(job_id=job_id, job=self._job)
+        return await self._trainer.call(
+            "PUT", "/job", body, TrainerState, deadline_s=self._settings.start_deadline_s
+        )
+
+    async def trainer_state(self) -> TrainerState:
+        return await self._trainer.get("/state", TrainerState, deadline_s=self._settings.patience_s)
+
+    async def generate(
+        self, prompt: Prompt, min_version: int, *, key: str, sampling: Sampling | None = None
+    ) -> RolloutGroup:
+        body = GenerateRequest(
+            prompt=prompt.content, sampling=sampling or self._sampling(), min_version=min_version
+        )
+        deadline_s = self._settings.generate_deadline_s
+        return await self._rollout.call(
+            "POST", "/generate", body, RolloutGroup, deadline_s=deadline_s, key=key
+        )
+
+    async def score(
+        self, prompt: Prompt, group: RolloutGroup, *, job_id: str | None = None
+    ) -> tuple[Score, ...]:
+        """Returns the group's scores `[G]`. What graders remember goes into the run folder of
+        `job_id`, if given."""
+        items = tuple(
+            ScoreItem(
+                prompt=prompt.content,
+                completion=rollout.text,
+                finish_reason=rollout.finish_reason,
+                num_tokens=len(rollout.token_ids),
+                row=prompt.row,
+            )
+            for rollout in group.rollouts
+        )
+        body = ScoreRequest(items=items, rewards=self._job.rewards, job_id=job_id)
+        deadline_s = self._settings.score_deadline_s
+        return (
+            await self._reward.call("POST", "/score", body, ScoreResult, deadline_s=deadline_s)
+        ).scores
+
+    async def validate_rewards(self, columns: tuple[str, ...]) -> None:
+        body = ValidateRequest(rewards=self._job.rewards, columns=columns)
+        await self._reward.call("POST", "/graders/validate", body, Validated, deadline_s=60.0)
+
+    async def train_step(self, job_id: str, step: int, examples: tuple[Example, ...]) -> StepResult:
+        body = TrainStepRequest(job_id=job_id, step=step, examples=examples)
+        deadline_s = self._settings.train_deadline_s
+        return await self._trainer.call(
+            "POST", "/train_step", body, StepResult, deadline_s=deadline_s
+        )
+
+    async def publish_weights(self, job_id: str, version: int, method: str) -> WeightsRef:
+        body = PublishRequest.model_validate(
+            {"job_id": job_id, "version": version, "method": method}
+        )
+        deadline_s = self._settings.sync_deadline_s
+        return await self._trainer.call(
+            "POST", "/publish_weights", body, WeightsRef, deadline_s=deadline_s
+        )
+
+    async def reload_weights(self, ref: WeightsRef) -> ServingWeights:
+        deadline_s = self._settings.sync_deadline_s
+        return await self._rollout.call(
+            "POST", "/reload_weights", ref, ServingWeights, deadline_s=deadline_s
+        )
+
+    async def checkpoint(self, job_id: str, step: int) -> Checkpoint:
+        body = CheckpointRequest(job_id=job_id, step=step)
+        deadline_s = self._settings.sync_deadline_s
+        return await self._trainer.call(
+            "POST", "/checkpoints", body, Checkpoint, deadline_s=deadline_s
+        )
+
+    async def versions(self) -> dict[str, dict[str, Any]]:
+        """Returns what each service says of its versions."""
+        clients = (self._rollout, self._trainer, self._reward)
+        found = await asyncio.gather(*(client.get("/version", VersionInfo) for client in clients))
+        return {info.service: info.model_dump(exclude={"service"}) for info in found}
+
+    def _sampling(self) -> Sampling:
+        spec = self._job.sampling
+        return Sampling(
+            n=spec.group_size,
+            max_tokens=spec.max_tokens,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+            stop=spec.stop,
+        )

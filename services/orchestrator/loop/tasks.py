@@ -1,0 +1,32 @@
+"""Tasks that end for certain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+PATIENCE_S = 0.5
+
+T = TypeVar("T")
+
+
+async def stop(*tasks: asyncio.Task[Any]) -> None:
+    """Returns once every task has ended, by being cancelled as often as it takes: a single
+    cancellation that arrives together with a library's own time-out can be swallowed by it. What
+    the tasks raise stays with them."""
+    waiting = {task for task in tasks if not task.done()}
+    while waiting:
+        for task in waiting:
+            task.cancel()
+        _, waiting = await asyncio.wait(waiting, timeout=PATIENCE_S)
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns all results, in order. If one fails, the others have ended when its error is
+    raised."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await stop(*tasks)

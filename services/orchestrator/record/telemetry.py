@@ -1,0 +1,87 @@
+"""What a step's metrics are called and how they are computed. Names are TRL's where TRL has the
+thing.
+
+| metric                         | meaning                                                                                  |
+|--------------------------------|------------------------------------------------------------------------------------------|
+| reward, reward_std             | mean over all rollouts, of dropped groups too; mean of the groups' standard deviations   |
+| rewards/<name>/mean            | mean of one reward, where it applies                                                     |
+| frac_reward_zero_std           | share of groups without signal: they teach nothing. dropped_groups counts those replaced |
+| missing_rewards                | share of rollouts without a reward                                                       |
+| completions/mean_length        | tokens; completions/clipped_ratio is the share cut off by max_tokens                     |
+| errored_rollouts               | share of rollouts that ended in an error                                                 |
+| staleness                      | steps between the weights that sampled and the weights trained                           |
+| num_examples, num_tokens       | what was trained on                                                                      |
+| skipped_steps                  | 1 if the update was refused, for a loss or gradient that was not finite                  |
+| loss, grad_norm, learning_rate | of the update; the trainer's own metrics stand beside them under their own names         |
+| time/<stage>                   | seconds; time/step is all of it. generate and reward overlap earlier training if staleness > 0 |
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from services.orchestrator.loop.advantages import has_signal
+from services.orchestrator.loop.groups import missing_share
+from services.orchestrator.loop.pipeline import Step
+from shared.job import Job
+from shared.wire import Score
+
+
+def step_metrics(step: Step, job: Job, step_s: float) -> dict[str, float]:
+    """Returns the metrics of a finished step that took `step_s` seconds of wall clock."""
+    result = step.result
+    return {
+        **reward_metrics((*step.batch.scores, *step.batch.dropped), job),
+        "dropped_groups": len(step.batch.dropped),
+        **_completion_metrics(step),
+        "staleness": step.staleness,
+        "skipped_steps": int(result.skipped),
+        "num_examples": result.num_examples,
+        "num_tokens": result.num_tokens,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
+        **result.metrics,
+        **{f"time/{stage}": seconds for stage, seconds in step.seconds.items()},
+        "time/step": step_s,
+    }
+
+
+def reward_metrics(scores_PG: Sequence[Sequence[Score]], job: Job) -> dict[str, float]:
+    """Returns reward statistics over `[P][G]` scores; a mean over nothing is left out."""
+    scores = [score for scores_G in scores_PG for score in scores_G]
+    present_PG = [
+        [score.value for score in scores_G if score.value is not None] for scores_G in scores_PG
+    ]
+    values = [value for values_G in present_PG for value in values_G]
+    spreads = [statistics.stdev(values_G) for values_G in present_PG if len(values_G) > 1]
+    num_flat = sum(not has_signal(scores_G, job) for scores_G in scores_PG)
+    metrics = {
+        "missing_rewards": missing_share(scores_PG),
+        "frac_reward_zero_std": num_flat / len(scores_PG),
+    }
+    if values:
+        metrics["reward"] = statistics.fmean(values)
+    if spreads:
+        metrics["reward_std"] = statistics.fmean(spreads)
+    for name in sorted({name for score in scores for name in score.parts}):
+        parts = [score.parts[name].value for score in scores if name in score.parts]
+        applicable = [value for value in parts if value is not None]
+        if applicable:
+            metrics[f"rewards/{name}/mean"] = statistics.fmean(applicable)
+    return metrics
+
+
+def _completion_metrics(step: Step) -> dict[str, float]:
+    rollouts = [rollout for group in step.batch.groups for rollout in group.rollouts]
+    return {
+        "completions/mean_length": statistics.fmean(len(rollout.token_ids) for rollout in rollouts),
+        "completions/max_length": max(len(rollout.token_ids) for rollout in rollouts),
+        "completions/clipped_ratio": statistics.fmean(
+            rollout.finish_reason == "length" for rollout in rollouts
+        ),
+        "errored_rollouts": statistics.fmean(
+            rollout.finish_reason == "error" for rollout in rollouts
+        ),
+    }

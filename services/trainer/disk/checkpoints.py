@@ -1,0 +1,161 @@
+"""Checkpoints on disk: `<runs_dir>/<job>/checkpoints/step-000100/`, a Hugging Face folder from
+which training also goes on.
+
+    config.json, *.safetensors, tokenizer ...   what plain `transformers` loads
+    trainer/manifest.json                       whose it is and how far; size and checksum of every other file
+    trainer/...                                 the state of each rank (state.py)
+
+A folder of that name is whole and on disk: it is written aside and renamed. One that was damaged
+since is found out by its manifest and renamed to `damaged-step-000100`. `resume.py` chooses the one
+to go on from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from services.trainer.disk.folders import discard, files_in, size_of
+from shared.errors import Conflict, Failed
+from shared.job import CheckpointSpec, Job
+from shared.wire import Checkpoint, JobId, StepResult, Wire
+
+PREFIX = "step-"
+DAMAGED = "damaged-"
+STATE = "trainer"
+MANIFEST = f"{STATE}/manifest.json"
+BLOCK_BYTES = 1 << 20
+
+
+class File(Wire):
+    """A file of a checkpoint as it was written."""
+
+    size_bytes: int
+    crc32: int
+
+
+class Manifest(Wire):
+    """`trainer/manifest.json`. `model` is the fingerprint of the model that the job began with;
+    `last_body` that of the last step's body, with which its result is given again."""
+
+    job_id: JobId
+    job: Job
+    step: int
+    model: str
+    num_ranks: int
+    versions: dict[str, str]
+    skipped_steps: int
+    last_body: str | None
+    last_result: StepResult | None
+    files: dict[str, File]
+
+
+class Damaged(Exception):
+    """What is wrong with a checkpoint, in a sentence."""
+
+
+def checkpoints_dir(runs_dir: Path, job_id: str) -> Path:
+    return runs_dir.resolve() / job_id / "checkpoints"
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Returns where the checkpoint of `step` is, or would be, in a job's folder of checkpoints."""
+    return folder / f"{PREFIX}{step:06d}"
+
+
+def listed(folder: Path) -> tuple[Checkpoint, ...]:
+    """Returns the complete checkpoints below `folder`, oldest step first."""
+    checkpoints: list[Checkpoint] = []
+    for path in folder.glob(PREFIX + "*") if folder.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):  # removed just now
+            checkpoints.append(described(path))
+    return tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.step))
+
+
+def check_seen(path: Path, rank: int) -> None:
+    """Raises Failed unless this rank sees the folder that rank 0 sees."""
+    if not path.is_dir():
+        raise Failed(
+            f"rank {rank} does not see {str(path)!r}, which rank 0 sees; HONE_RUNS_DIR has to be a "
+            "folder that all nodes share"
+        )
+
+
+def described(path: Path) -> Checkpoint:
+    return Checkpoint(
+        step=int(path.name.removeprefix(PREFIX)), path=str(path), size_bytes=size_of(path)
+    )
+
+
+def expendable(steps: list[int], spec: CheckpointSpec) -> list[int]:
+    """Returns which of `steps` are neither among the last `keep_last` nor divisible by
+    `keep_every`."""
+    older = sorted(steps)[: -spec.keep_last]
+    return [step for step in older if not spec.keep_every or step % spec.keep_every]
+
+
+def remove_old(folder: Path, spec: CheckpointSpec) -> None:
+    for step in expendable([checkpoint.step for checkpoint in listed(folder)], spec):
+        discard(path_of(folder, step))
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    (path / MANIFEST).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Returns the manifest of the checkpoint at `path`. Raises Damaged, and Conflict for one of
+    another version of Hone."""
+    try:
+        return Manifest.model_validate_json((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
+    except ValidationError as error:
+        fault = error.errors()[0]
+        if fault["type"] == "json_invalid":
+            raise Damaged(f"{MANIFEST} is cut off or garbled: {fault['msg']}") from error
+        where = ".".join(map(str, fault["loc"]))
+        raise Conflict(
+            f"the checkpoint {str(path)!r} is of another version of Hone: {MANIFEST}: {where}: "
+            f"{fault['msg']}; go on with the "
+            "version that wrote it, or move the checkpoint away to begin anew"
+        ) from error
+
+
+def measured(path: Path, share: slice) -> dict[str, File]:
+    """Returns size and checksum of a share of the files at `path`."""
+    return {str(file.relative_to(path)): _measure(file) for file in files_in(path)[share]}
+
+
+def check_files(path: Path, manifest: Manifest, share: slice) -> None:
+    """Raises Damaged unless the share of the manifest's files at `path` are as they were
+    written."""
+    for name, expected in sorted(manifest.files.items())[share]:
+        try:
+            size_bytes = (path / name).stat().st_size
+            if size_bytes != expected.size_bytes:
+                raise Damaged(f"{name} has {size_bytes} bytes, expected {expected.size_bytes}")
+            if _measure(path / name) != expected:
+                raise Damaged(f"{name} has other bytes than were written (another checksum)")
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint, so that it is neither listed nor tried again, and returns its
+    new path."""
+    aside = path.with_name(DAMAGED + path.name)
+    discard(aside)
+    return path.replace(aside)
+
+
+def _measure(file: Path) -> File:
+    size_bytes = crc32 = 0
+    with file.open("rb") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            size_bytes += len(block)
+            crc32 = zlib.crc32(block, crc32)
+    return File(size_bytes=size_bytes, crc32=crc32)

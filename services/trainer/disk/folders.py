@@ -1,0 +1,99 @@
+"""Folders that are complete or absent: written aside, then renamed; renamed, then removed.
+Published weights and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from shared.errors import Failed
+
+ASIDE = ".tmp-"
+"""What the names of folders begin with that are being written or removed. Any that no process works
+on is rubbish."""
+
+
+@contextlib.contextmanager
+def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[Path]:
+    """Yields an empty folder that becomes `target` at the end, replacing it; after an error nothing
+    of it is left.
+
+    `size_bytes` is what will be written, checked against the free space first. `durable` waits for
+    the disk. Raises Failed with the path, what was needed and what there was.
+    """
+    aside = target.parent / (ASIDE + target.name)
+    try:
+        if not aside.parent.is_dir():
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            _sync(aside.parent.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+        free_bytes = shutil.disk_usage(aside.parent).free
+        if free_bytes < size_bytes:
+            raise _disk_full(target, size_bytes, free_bytes)
+        aside.mkdir()
+        yield aside
+        if durable:
+            _sync_all(aside)
+        discard(target)
+        aside.replace(target)
+        if durable:
+            _sync(target.parent)
+    except (OSError, SafetensorError) as error:
+        if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
+            raise _disk_full(target, size_bytes, shutil.disk_usage(aside.parent).free) from error
+        raise Failed(f"cannot write {str(target)!r}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Removes `folder`, if it is there, so that no half of it is ever seen under its name."""
+    aside = folder.parent / (ASIDE + "old-" + folder.name)
+    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        folder.replace(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a killed process left aside in `folder`. Only for one that no process writes
+    into."""
+    for rubbish in folder.glob(ASIDE + "*") if folder.is_dir() else ():
+        shutil.rmtree(rubbish, ignore_errors=True)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Returns the files in `folder` and below, in the order of their names."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def size_of(folder: Path) -> int:
+    """Returns the bytes of the files in `folder` and below."""
+    return sum(file.stat().st_size for file in files_in(folder))
+
+
+def _disk_full(target: Path, size_bytes: int, free_bytes: int) -> Failed:
+    return Failed(
+        f"no space to write {str(target)!r}: about {size_bytes} bytes are needed and {free_bytes} "
+        "are free; "
+        "free some space, or point HONE_RUNS_DIR or HONE_SHM_DIR elsewhere"
+    )
+
+
+def _sync_all(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

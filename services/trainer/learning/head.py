@@ -1,0 +1,201 @@
+"""The output head, scored tile by tile: log-probs and entropies of target tokens, with `[tokens,
+vocabulary]` never whole.
+
+For hidden states h_n, head weight W (and bias b), temperature T and target t_n, with logits x_nv =
+(h_n . W_v + b_v) / T:
+
+    logprob_n = x_n,t - log sum_v e^x_nv        entropy_n = log sum_v e^x_nv - sum_v p_nv x_nv,  p_nv = softmax(x_n)_v
+
+Both sums run over tiles of `[chunk of tokens, part of the vocabulary]`, with a running maximum (the
+online softmax of arXiv
+1805.02867). The backward pass computes each tile of logits again and turns it in place into the gradient of the logits,
+
+    d logprob_n / d x_nv = 1[v = t_n] - p_nv
+
+of which the gradients of h, W and b are sums. Logits and sums are in float32 at least, whatever the
+weights are in. So a pass needs a few tiles beyond its inputs and gradients, whatever the
+vocabulary, and each logit is computed twice and held in cache while it is used. The entropy has no
+gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+TILE_LOGITS = {"cpu": 1 << 22, "gpu": 1 << 26}
+"""Logits of one tile: on a CPU what its caches hold (16 MiB in float32), on a GPU what keeps its
+matrix units busy (256 MiB)."""
+
+LOWEST = -1e30
+"""Below every logit, and finite, so that a difference of two is never NaN."""
+
+
+class ScoringHead(nn.Linear):
+    """A linear output head that, given targets, answers with their log-probs and entropies in place
+    of logits.
+
+    Scoring is the module's own forward, and not a function that reads its weight, because ZeRO-3
+    keeps a weight in pieces and gathers it around the forward and backward pass of the module that
+    owns it.
+    """
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  (without targets it is nn.Linear's)
+        self,
+        input: Tensor,
+        targets_N: Tensor | None = None,
+        temperature: float = 1.0,
+        chunk_tokens: int = 1024,
+    ) -> Any:
+        """Returns the logits `[..., V]`; with targets, for hidden states `[N, H]`, log-probs `[N]`
+        and entropies `[N]` in nats."""
+        if targets_N is None:
+            return super().forward(input)
+        return _Score.apply(input, self.weight, self.bias, targets_N, temperature, chunk_tokens)
+
+
+def as_scoring_head(head: nn.Module) -> ScoringHead | None:
+    """Returns the head itself, made able to score; None if it is more than a plain linear layer
+    (one with an adapter, say)."""
+    if type(head) is nn.Linear:
+        head.__class__ = ScoringHead
+    return head if isinstance(head, ScoringHead) else None
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        temperature: float,
+        chunk: int,
+    ):
+        scores = [
+            _score_chunk(hidden_CH, weight_VH, bias_V, targets_C, temperature)
+            for hidden_CH, targets_C in zip(
+                hidden_NH.split(chunk), targets_N.split(chunk), strict=True
+            )
+        ]
+        logprobs_N, entropies_N, log_totals_N = (
+            torch.cat(parts) for parts in zip(*scores, strict=True)
+        )
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, log_totals_N)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.mark_non_differentiable(entropies_N)
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_N: Tensor, _grad_entropies_N: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, targets_N, log_totals_N = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        wide = log_totals_N.dtype
+        grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=wide) if needs_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
+        scale_N1 = (grad_logprobs_N / -ctx.temperature)[:, None]
+        for start in range(0, len(hidden_NH), ctx.chunk):
+            chunk = slice(start, start + ctx.chunk)
+            hidden_CH, scale_C1 = hidden_NH[chunk], scale_N1[chunk]
+            scaled_CH = (hidden_CH * scale_C1).to(hidden_CH.dtype)
+            for part in _parts_of_vocabulary(len(hidden_CH), weight_VH):
+                logits_CV = _logits(hidden_CH, weight_VH, bias_V, part, ctx.temperature)
+                # p - 1[v = t]; its factor, -gradient / T, is on the small matrices and not on the
+                # tile
+                grad_CV = logits_CV.sub_(log_totals_N[chunk, None]).exp_()
+                here_C, columns_C1 = _targets_in(part, targets_N[chunk])
+                grad_CV.scatter_add_(1, columns_C1, -here_C[:, None].to(wide))
+                if grad_bias_V is not None:
+                    grad_bias_V[part] += (grad_CV * scale_C1).sum(0)
+                grad_CV = grad_CV.to(weight_VH.dtype)
+                if grad_hidden_NH is not None:
+                    _add_product(grad_hidden_NH[chunk], grad_CV, weight_VH[part])
+                if grad_weight_VH is not None:
+                    _add_product(grad_weight_VH[part], grad_CV.t(), scaled_CH)
+        return (
+            None if grad_hidden_NH is None else grad_hidden_NH.mul_(scale_N1).to(hidden_NH.dtype),
+            None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
+            None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
+            *[None] * 3,
+        )
+
+
+def _score_chunk(
+    hidden_CH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_C: Tensor,
+    temperature: float,
+):
+    """Returns log-probs, entropies and log sum_v e^x_v of a chunk's tokens, each `[C]`.
+
+    Running over the tiles, relative to the maximum m so far: total = sum e^(x - m), weighted = sum
+    e^(x - m) (x - m).
+    """
+    highest_C = hidden_CH.new_full(
+        (len(hidden_CH),), LOWEST, dtype=torch.promote_types(hidden_CH.dtype, torch.float32)
+    )
+    total_C, weighted_C, target_C = (torch.zeros_like(highest_C) for _ in range(3))
+    for part in _parts_of_vocabulary(len(hidden_CH), weight_VH):
+        logits_CV = _logits(hidden_CH, weight_VH, bias_V, part, temperature)
+        here_C, columns_C1 = _targets_in(part, targets_C)
+        target_C = torch.where(here_C, logits_CV.gather(1, columns_C1)[:, 0], target_C)
+        before_C, highest_C = highest_C, torch.maximum(highest_C, logits_CV.amax(1))
+        drop_C = before_C - highest_C
+        shrink_C = drop_C.exp()
+        logits_CV.sub_(highest_C[:, None])
+        probs_CV = logits_CV.exp()
+        weighted_C = shrink_C * (weighted_C + total_C * drop_C)
+        total_C = shrink_C * total_C + probs_CV.sum(1)
+        weighted_C += probs_CV.mul_(logits_CV).sum(1)
+    log_total_C = total_C.log()
+    return (
+        target_C - highest_C - log_total_C,
+        log_total_C - weighted_C / total_C,
+        highest_C + log_total_C,
+    )
+
+
+def _parts_of_vocabulary(num_tokens: int, weight_VH: Tensor) -> list[slice]:
+    vocab_size = len(weight_VH)
+    width = max(1, TILE_LOGITS["gpu" if weight_VH.is_cuda else "cpu"] // num_tokens)
+    return [slice(start, min(start + width, vocab_size)) for start in range(0, vocab_size, width)]
+
+
+def _logits(
+    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, part: slice, temperature: float
+) -> Tensor:
+    """Returns a tile of logits, scaled, in float32 (float64 for a float64 model); it is the
+    caller's to overwrite."""
+    logits_CV = nn.functional.linear(
+        hidden_CH, weight_VH[part], None if bias_V is None else bias_V[part]
+    )
+    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    return logits_CV if temperature == 1 else logits_CV.div_(temperature)
+
+
+def _targets_in(part: slice, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns which targets are in this part of the vocabulary, and each one's column `[C, 1]`
+    there (any column if it is not)."""
+    columns_C = targets_C - part.start
+    here_C = (columns_C >= 0) & (columns_C < part.stop - part.start)
+    return here_C, torch.where(here_C, columns_C, 0)[:, None]
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds `left @ right` to a total that is wider. No tile's product is rounded to bfloat16 first:
+    hundreds of them are summed."""
+    if left.dtype is total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left.float(), right.float())

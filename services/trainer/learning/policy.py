@@ -1,0 +1,236 @@
+"""The model as the loss needs it: log-probs and entropies of completion tokens, never the logits of
+everything.
+
+The base model runs once over `[B, T]` and gives hidden states; those that predict a completion
+token, `[N, H]`, are scored by the output head in tiles (`head.py`). A head that is more than a
+linear layer, one with an adapter say, is called chunk by chunk instead, each recomputed in the
+backward pass: as little memory, about twice the time.
+
+The body is given no attention mask. Attention is causal and padding is to the right, so no real
+token could see any; and without a mask attention takes its fast path. Packed rows are told by
+`position_ids` that begin again.
+
+What this takes for granted of a model is checked when a job starts, because silently wrong
+log-probs would train: that the head gives the logits as they are (`check_head`), that neither
+padding nor packing changes a hidden state (`check_head`, `choose_packing`), that recomputing its
+layers does not either (`checkpoint_body`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from services.trainer.learning.batch import MicroBatch, collate
+from services.trainer.learning.head import as_scoring_head
+from shared.errors import BadRequest
+from shared.logs import get_logger
+from shared.wire import Example
+
+MAX_CHUNK_LOGITS = 1 << 26
+"""Logits of a chunk where the head is called as it is: 256 MiB in float32, whatever the
+vocabulary."""
+
+CANARY_LENGTHS = (5, 8)
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
+"""How far two ways to the same hidden state may differ, relative to its norm: rounding, through all
+layers. A token that sees what it should not changes by more."""
+
+
+class Policy(nn.Module):
+    """Wraps a Hugging Face causal LM, with or without PEFT. `temperature` divides the logits, as it
+    did when they were sampled from. `chunk_tokens` bounds the tokens whose logits exist at a
+    time."""
+
+    def __init__(self, model: Any, temperature: float, chunk_tokens: int = 1024) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Returns the log-probs `[N]` and, without gradient, the entropies `[N]` of the batch's
+        completion tokens, in nats."""
+        model = causal_lm(self.model)
+        hidden_NH = hidden_states(model, batch)[batch.rows_N, batch.columns_N]
+        head = model.get_output_embeddings()
+        scoring = as_scoring_head(head)
+        if scoring is not None:
+            return scoring(hidden_NH, batch.targets_N, self.temperature, self.chunk_tokens)
+        return chunked_logprobs(
+            head, hidden_NH, batch.targets_N, self.temperature, self.chunk_tokens
+        )
+
+
+def causal_lm(model: Any) -> Any:
+    """Returns the Hugging Face model itself; PEFT's wrapper has put its adapters into it, and calls
+    another thing `base_model`."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def hidden_states(model: Any, batch: MicroBatch) -> Tensor:
+    """Returns the body's last hidden states `[B, T, H]`; those at padding mean nothing."""
+    packed = {} if batch.position_ids_BT is None else {"position_ids": batch.position_ids_BT}
+    return model.base_model(
+        input_ids=batch.input_ids_BT, use_cache=False, **packed
+    ).last_hidden_state
+
+
+def chunked_logprobs(
+    head: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Returns log-probs and entropies `[N]` by any head, called chunk by chunk and again for each
+    in the backward pass."""
+    chunk = min(chunk_tokens, max(1, MAX_CHUNK_LOGITS // _vocab_size(head)))
+    parts = [
+        checkpoint(chunk_logprobs, head, hidden_CH, targets_C, temperature, use_reentrant=False)
+        for hidden_CH, targets_C in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def chunk_logprobs(
+    head: nn.Module, hidden_CH: Tensor, targets_C: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Returns log softmax(head(hidden) / temperature) at the targets `[C]`, and the distribution's
+    entropies `[C]`."""
+    all_logprobs_CV = (head(hidden_CH).float() / temperature).log_softmax(-1)
+    with torch.no_grad():
+        entropies_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
+    return all_logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropies_C
+
+
+@torch.no_grad()
+def check_head(model: Any, name: str) -> None:
+    """Raises BadRequest unless the output head on the last hidden state gives the model's own
+    logits, and unless padding to the right leaves hidden states as they are."""
+    model = causal_lm(model)
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model:
+        raise BadRequest(
+            f"the model {name!r} ({type(model).__name__}) has no output head apart from its body; "
+            "one is needed"
+        )
+    batch = _canary(model, packed=False)
+    ids_1T = batch.input_ids_BT[-1:]
+    ours_1TV = head(model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state).float()
+    theirs_1TV = model(
+        input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False
+    ).logits.float()
+    difference = (ours_1TV - theirs_1TV).abs().max().item()
+    if difference > 1e-2 * max(1.0, theirs_1TV.abs().max().item()):
+        raise BadRequest(
+            f"the model {name!r} ({type(model).__name__}) changes its logits after the output head "
+            f"(by up to {difference:.3g}); "
+            "this trainer takes models whose head gives the logits as they are"
+        )
+    padded = _difference_from_alone(model, batch)
+    if padded > CLOSE.get(model.dtype, 1e-3):
+        raise BadRequest(
+            f"the model {name!r} ({type(model).__name__}) lets a token see what comes after it: "
+            "padding to its right changes its "
+            f"hidden state by {padded:.2g} of its norm; this trainer takes causal models"
+        )
+
+
+@torch.no_grad()
+def choose_packing(model: Any, name: str, packing: Literal["auto", "on", "off"]) -> bool:
+    """Returns whether several sequences go into one row: "auto" where the attention is flash
+    attention, which takes them apart without cost (others compute and mask what is between them,
+    quadratically). Raises BadRequest if they must and cannot."""
+    model = causal_lm(model)
+    flash = "flash" in (getattr(model.config, "_attn_implementation", None) or "")
+    if packing == "off" or (packing == "auto" and not flash):
+        return False
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        why = "takes no position_ids, by which packed sequences are told apart"
+    else:
+        difference = _difference_from_alone(model, _canary(model, packed=True))
+        if difference <= CLOSE.get(model.dtype, 1e-3):
+            return True
+        why = f"mixes the sequences of a row: a neighbour changes a token's hidden state by {difference:.2g} of its norm"
+    if packing == "auto":
+        get_logger().warning("sequences are padded, not packed", model=name, why=why)
+        return False
+    raise BadRequest(
+        f'the model {name!r} ({type(model).__name__}) {why}; memory.packing is "on", expected "off" or "auto" here'
+    )
+
+
+@torch.no_grad()
+def checkpoint_body(model: Any, name: str) -> None:
+    """Makes the body keep each layer's input only and compute the layer again in the backward pass.
+    To be called after the last `train()` or `eval()`.
+
+    Hugging Face does so only for layers in training mode, where dropout is active, and this trainer
+    has none but LoRA's. So the layers' own flag is set, and their parts stay as they are. A model
+    whose layers drop out by that flag is refused.
+    """
+    model = causal_lm(model)
+    if not model.supports_gradient_checkpointing:
+        raise BadRequest(
+            f"the model {name!r} ({type(model).__name__}) cannot do memory.gradient_checkpointing; "
+            "expected false"
+        )
+    batch = _canary(model, packed=False)
+    before = hidden_states(model, batch)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+    if not torch.equal(before, hidden_states(model, batch)):
+        raise BadRequest(
+            f"the model {name!r} ({type(model).__name__}) drops out in its layers while "
+            "memory.gradient_checkpointing is on; "
+            "expected a model with its dropout set to 0 in config.json, or "
+            "memory.gradient_checkpointing = false"
+        )
+
+
+def _canary(model: Any, *, packed: bool) -> MicroBatch:
+    """Returns a micro-batch of a shorter and a longer sequence, the longer one last."""
+    vocab_size = model.config.get_text_config().vocab_size
+    examples = []
+    for length in CANARY_LENGTHS:
+        ids = tuple((7 * length + position) % vocab_size for position in range(length))
+        examples.append(
+            Example(
+                prompt_token_ids=ids[:2],
+                token_ids=ids[2:],
+                old_logprobs=(0.0,) * (length - 2),
+                advantage=0.0,
+            )
+        )
+    return collate(examples, packed=packed).to(model.device)
+
+
+def _difference_from_alone(model: Any, batch: MicroBatch) -> float:
+    """Returns how much the hidden states of the batch's sequences differ from those of each
+    sequence in a batch of its own, at most, relative to their norm."""
+    together_NH = hidden_states(model, batch)[batch.rows_N, batch.columns_N].float()
+    differences = []
+    for sequence, length in enumerate(CANARY_LENGTHS):
+        mine_N = batch.sequences_N == sequence
+        last = int(batch.columns_N[mine_N][-1]) + 1
+        row, columns = int(batch.rows_N[mine_N][0]), slice(last + 1 - length, last + 1)
+        alone_1TH = model.base_model(
+            input_ids=batch.input_ids_BT[row : row + 1, columns], use_cache=False
+        ).last_hidden_state
+        alone_NH = alone_1TH[0, 1:-1].float()
+        differences.append(
+            (
+                (together_NH[mine_N] - alone_NH).norm(dim=-1)
+                / alone_NH.norm(dim=-1).clamp(min=1e-9)
+            ).max()
+        )
+    return float(torch.stack(differences).max())
+
+
+def _vocab_size(head: nn.Module) -> int:
+    return int(getattr(head, "out_features", 0)) or 1 << 18

@@ -1,0 +1,191 @@
+"""How one command becomes the same method call on every rank, and every rank's outcome one answer.
+
+    HTTP thread of rank 0 --Inbox--> main thread of rank 0 --Ranks.broadcast--> every rank: Trainer.<name>(body)
+                                                           <--Ranks.settle----- result or error
+
+Ranks of which some have trained a step and some have not hold no common weights: they end, and come
+back from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from services.trainer.processes.together import Ranks, as_hone_error
+from services.trainer.trainer import Trainer
+from shared import codec
+from shared.errors import HoneError, from_problem
+from shared.logs import get_logger
+from shared.wire import CheckpointRequest, PublishRequest, TrainerJob, TrainStepRequest, Wire
+
+HEARTBEAT_S = 30.0
+NOTE_GRACE_S = 10.0
+NOTE_POLL_S = 0.5
+
+BODIES: dict[str, type[Wire]] = {
+    "load_job": TrainerJob,
+    "train_step": TrainStepRequest,
+    "publish_weights": PublishRequest,
+    "write_checkpoint": CheckpointRequest,
+}
+"""Every command is a method of `Trainer`, and this is its body."""
+
+
+class RanksDiffer(Exception):
+    """Some ranks have applied a step and some have not; why, in a sentence."""
+
+
+class Readable(Protocol):
+    """Notes of ranks that failed where others wait for them."""
+
+    def standing(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A command under way, and where its answer goes."""
+
+    name: str
+    body: Wire
+    answer: Future[BaseModel]
+
+
+class Inbox:
+    """Hands commands from HTTP's thread to rank 0's main thread, one at a time, and answers
+    back."""
+
+    def __init__(self) -> None:
+        self._tickets: queue.Queue[Ticket] = queue.Queue()
+        self._current: Ticket | None = None
+
+    def put(self, name: str, body: Wire) -> Future[BaseModel]:
+        """Returns where the ranks' answer will be."""
+        ticket = Ticket(name, body, Future())
+        self._tickets.put(ticket)
+        return ticket.answer
+
+    async def run(self, name: str, body: Wire) -> BaseModel:
+        """Returns what the ranks answer. The command goes on even if its caller goes away."""
+        return await asyncio.shield(asyncio.wrap_future(self.put(name, body)))
+
+    def next(self, timeout_s: float) -> Ticket | None:
+        """Returns the next command, or None after `timeout_s` seconds without one."""
+        try:
+            self._current = self._tickets.get(timeout=timeout_s)
+        except queue.Empty:
+            self._current = None
+        return self._current
+
+    def fail(self, error: HoneError) -> None:
+        """Answers the command under way with `error`, from whatever thread knows that it will not
+        end by itself."""
+        if self._current is not None and not self._current.answer.done():
+            self._current.answer.set_exception(error)
+
+
+class Readiness:
+    """Whether the trainer is of use: once it has loaded again, ahead of all other commands, what
+    the ranks before had loaded (None: nothing), and until it `ends` for that reason."""
+
+    def __init__(self, inbox: Inbox, request: TrainerJob | None) -> None:
+        self.ends: str | None = None
+        self._request = request
+        self._answer = inbox.put("load_job", request) if request else None
+
+    def problem(self, loaded_job: str | None) -> str | None:
+        """Returns why the trainer is of no use, given the job that is loaded: None if it is."""
+        if self.ends is not None:
+            return self.ends
+        if self._request is None or self._answer is None or loaded_job is not None:
+            return None
+        what = f"job {self._request.job_id!r}, which was loaded before a failure,"
+        if not self._answer.done():
+            return f"{what} is being loaded again"
+        error = self._answer.exception()
+        return f"{what} could not be loaded again: {error}" if error else None
+
+
+def follow(trainer: Trainer, ranks: Ranks, inbox: Inbox | None) -> None:
+    """Every rank's main loop; rank 0 has the inbox. Ends only by an exception: another rank is
+    gone, or the ranks differ."""
+    while True:
+        ticket = inbox.next(HEARTBEAT_S) if inbox else None
+        message: bytes = ranks.broadcast(_encode(ticket))
+        if message:
+            outcome = perform(trainer, ranks, *_decode(message))
+            if ticket is not None:
+                _answer(ticket.answer, outcome)
+
+
+def perform(trainer: Trainer, ranks: Ranks, name: str, body: Wire) -> BaseModel | HoneError:
+    """Returns this rank's result, or the error of the first rank that had one.
+
+    If ranks disagree about whether a job is loaded, it is unloaded. If they do about whether a step
+    was applied, rank 0 raises RanksDiffer.
+    """
+    outcome = _attempt(trainer, name, body, ranks.rank)
+    problems = [
+        problem for problem, _ in ranks.settle(outcome if isinstance(outcome, HoneError) else None)
+    ]
+    failed = [problem for problem in problems if problem]
+    if not failed:
+        return outcome
+    if len(failed) < len(problems):
+        if name == "load_job":
+            trainer.unload()
+        elif name == "train_step" and ranks.rank == 0:
+            raise RanksDiffer(failed[0]["detail"])
+    return from_problem(failed[0]["status"], failed[0], "a rank")
+
+
+def watch(notes: Readable, end: Callable[[str], None]) -> None:
+    """Calls `end` with the note of a rank that failed while another is still inside the command.
+    Runs in a thread of rank 0.
+
+    A note that stands for less than `NOTE_GRACE_S` seconds is of ranks that are about to meet.
+    """
+    note, since = None, 0.0
+    while note is None or time.monotonic() - since < NOTE_GRACE_S:
+        time.sleep(NOTE_POLL_S)
+        standing = notes.standing()
+        if standing != note:
+            note, since = standing, time.monotonic()
+    end(note)
+
+
+def _attempt(trainer: Trainer, name: str, body: Wire, rank: int) -> Any:
+    try:
+        return getattr(trainer, name)(body)
+    except HoneError as error:
+        return error
+    except Exception as error:
+        get_logger().exception("command failed", command=name, rank=rank)
+        return as_hone_error(error, name, rank)
+
+
+def _answer(answer: Future[BaseModel], outcome: BaseModel | HoneError) -> None:
+    if answer.done():
+        return
+    if isinstance(outcome, HoneError):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
+
+
+def _encode(ticket: Ticket | None) -> bytes:
+    return (
+        ticket.name.encode() + b"\n" + codec.encode(ticket.body, codec.MSGPACK) if ticket else b""
+    )
+
+
+def _decode(message: bytes) -> tuple[str, Wire]:
+    name, _, data = message.partition(b"\n")
+    return name.decode(), codec.decode(BODIES[name.decode()], data, codec.MSGPACK)

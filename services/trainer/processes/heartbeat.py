@@ -1,0 +1,47 @@
+"""Signs of life between nodes, so that one that lost power or network is missed: its sockets would
+stay open for a long time.
+
+Within a node torchrun sees every death; a process that dies on another node closes its sockets,
+which ends the others' collectives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from services.trainer.processes.rendezvous import Place
+
+BEAT_S = 2.0
+SILENCE_S = 30.0
+
+
+def beat(store: Store, place: Place, end: Callable[[str], None]) -> None:
+    """Gives signs of life of this node until node 0 cannot be reached, and then calls `end`."""
+    while True:
+        try:
+            store.add(_key(place.node_rank), 1)
+        except RuntimeError as error:  # what a store raises when its server goes away
+            end(f"node 0 is gone: {str(error).splitlines()[0]}")
+            return
+        time.sleep(BEAT_S)
+
+
+def listen(store: Store, num_nodes: int, end: Callable[[str], None]) -> None:
+    """Calls `end` once another node has been silent for `SILENCE_S` seconds. Runs on node 0."""
+    seen = {node: (0, time.monotonic()) for node in range(1, num_nodes)}
+    while True:
+        for node, (count, since) in seen.items():
+            now = store.add(_key(node), 0)
+            if now != count:
+                seen[node] = now, time.monotonic()
+            elif time.monotonic() - since > SILENCE_S:
+                end(f"node {node} has given no sign of life for {SILENCE_S:g} s")
+                return
+        time.sleep(BEAT_S)
+
+
+def _key(node: int) -> str:
+    return f"beat-{node}"

@@ -1,0 +1,71 @@
+"""The launcher's folder: what outlives the ranks, so that those who come after them go on. Gone
+with the launcher.
+
+job              the loaded job's body, which new ranks load again by themselves
+failure          why the ranks ended, by the first of them that knows
+past.json        how often ranks were started again, and after what
+life-<n>/        where the n-th ranks meet: torchrun's rendezvous and logs, the store
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shared import codec
+from shared.wire import TrainerJob
+
+
+@dataclass(frozen=True)
+class Past:
+    """How often the ranks were started again, and why the last time."""
+
+    restarts: int = 0
+    last_failure: str | None = None
+
+
+class LaunchFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def new_life(self, past: Past) -> Path:
+        """Returns an empty folder in which ranks can meet, those before them having ended."""
+        _replace(self.path / "past.json", json.dumps(asdict(past)).encode())
+        (self.path / "failure").unlink(missing_ok=True)
+        life = self.path / f"life-{past.restarts}"
+        life.mkdir()
+        return life
+
+    def past(self) -> Past:
+        return Past(**json.loads((self.path / "past.json").read_bytes()))
+
+    def remember_job(self, request: TrainerJob | None) -> None:
+        """Keeps the loaded job's body, or forgets the one that was kept."""
+        if request is None:
+            (self.path / "job").unlink(missing_ok=True)
+        else:
+            _replace(self.path / "job", codec.encode(request, codec.MSGPACK))
+
+    def job(self) -> TrainerJob | None:
+        try:
+            return codec.decode(TrainerJob, (self.path / "job").read_bytes(), codec.MSGPACK)
+        except FileNotFoundError:
+            return None
+
+    def note_failure(self, sentence: str) -> None:
+        """Keeps why the ranks end, unless a reason is there: the first one knows best."""
+        if self.failure() is None:
+            _replace(self.path / "failure", sentence.encode())
+
+    def failure(self) -> str | None:
+        try:
+            return (self.path / "failure").read_bytes().decode()
+        except FileNotFoundError:
+            return None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    aside = path.with_name("." + path.name)
+    aside.write_bytes(data)
+    aside.replace(path)

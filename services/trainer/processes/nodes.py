@@ -1,0 +1,60 @@
+"""The settings of a trainer on several machines, checked together: HONE_TRAINER_NODES, _NODE_RANK,
+_RENDEZVOUS, _INTERFACE."""
+
+from __future__ import annotations
+
+import socket
+
+from shared.config import Settings
+from shared.errors import BadRequest
+
+LOOPBACK = "lo"
+
+
+def check_nodes(settings: Settings) -> None:
+    """Raises BadRequest unless the settings make one trainer of one node or of several."""
+    nodes, node_rank, rendezvous = (
+        settings.trainer_nodes,
+        settings.trainer_node_rank,
+        settings.trainer_rendezvous,
+    )
+    if node_rank >= nodes:
+        raise BadRequest(
+            f"HONE_TRAINER_NODE_RANK is {node_rank} and HONE_TRAINER_NODES is {nodes}; expected a "
+            f"node rank from 0 to {nodes - 1}"
+        )
+    if nodes == 1:
+        return
+    if rendezvous is None:
+        raise BadRequest(
+            f"HONE_TRAINER_NODES is {nodes} and HONE_TRAINER_RENDEZVOUS is not set; expected "
+            "<host>:<port>, an address of node 0 "
+            "that every node reaches, the same on every node"
+        )
+    host, _, port = rendezvous.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise BadRequest(
+            f"HONE_TRAINER_RENDEZVOUS is {rendezvous!r}; expected <host>:<port>, such as "
+            "10.0.0.1:29500"
+        )
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if settings.trainer_interface is None:
+        raise BadRequest(
+            f"HONE_TRAINER_NODES is {nodes} and HONE_TRAINER_INTERFACE is not set; expected the "
+            "network interface of this host on "
+            f"which the nodes reach each other, one of {', '.join(interfaces)}"
+        )
+    if settings.trainer_interface not in interfaces:
+        raise BadRequest(
+            f"HONE_TRAINER_INTERFACE is {settings.trainer_interface!r}; expected an interface of "
+            f"this host: {', '.join(interfaces)}"
+        )
+
+
+def interface_of(settings: Settings) -> str:
+    """Returns the interface on which ranks listen for each other."""
+    return (
+        settings.trainer_interface
+        if settings.trainer_nodes > 1 and settings.trainer_interface
+        else LOOPBACK
+    )

@@ -1,0 +1,244 @@
+"""One rank of the trainer, started by torchrun: `python -m services.trainer.processes.ranks <this
+life's folder in the run folder>`.
+
+    main thread     every rank: the loop of commands.py. DeepSpeed runs here and nowhere else
+    HTTP thread     rank 0: uvicorn, so /healthz and GET /state answer during a training step
+    signal thread   rank 0: SIGTERM ends it even while the main thread waits inside a collective
+    watch thread    rank 0: a rank that failed where others wait for it ends the service, with a sentence
+    beat threads    with several nodes: each hears whether the others live (beats.py)
+
+Any rank that dies ends all of its node (torchrun) and so those of the other nodes; the launchers
+start them again, and rank 0 loads the job that was loaded from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import uvicorn
+
+from services.trainer.app import make_service
+from services.trainer.processes import heartbeat as beats
+from services.trainer.processes.channel import COLLECTIVE_TIMEOUT, Channel, Notes
+from services.trainer.processes.commands import Inbox, RanksDiffer, Readiness, follow, watch
+from services.trainer.processes.launch_folder import LaunchFolder
+from services.trainer.processes.rendezvous import Meeting, Place, meet, tell_libraries
+from services.trainer.processes.together import Ranks
+from services.trainer.trainer import Seams, Trainer
+from shared import logs
+from shared.config import Settings, load_settings
+from shared.errors import Failed, HoneError, Unavailable
+from shared.logs import get_logger
+
+STOP_S = 8.0
+FLUSH_S = 1.0
+PR_SET_PDEATHSIG = 1
+COMES_BACK = "the trainer starts its ranks again, from the newest checkpoint"
+
+
+def main() -> None:
+    die_with_parent()
+    settings = load_settings()
+    place = Place.of(settings, int(os.environ["LOCAL_RANK"]))
+    if place.rank == 0:
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT}
+        )  # before any thread: all inherit it
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    logs.configure("trainer", settings if place.local_rank == 0 else quieter(settings))
+    life = Path(sys.argv[1])
+    folder = LaunchFolder(life.parent)
+    try:
+        meeting = join(settings, place, life, folder)
+        trainer_of = trainer_maker(settings, place, folder)
+    except Exception as error:
+        folder.note_failure(f"rank {place.rank} could not start: {type(error).__name__}: {error}")
+        raise
+    notes = Notes(meeting.notes, place.rank, place.num_ranks)
+    channel = Channel(notes)
+    if place.rank == 0:
+        lead(settings, trainer_of(channel), channel, notes, folder, meeting)
+    else:
+        if place.node_rank and place.local_rank == 0:
+            start_thread(beats.beat, meeting.beats, place, abandon)
+        follow(trainer_of(channel), channel, None)
+
+
+def quieter(settings: Settings) -> Settings:
+    """Returns settings under which a rank does not repeat what the first of its node logs."""
+    return settings.model_copy(
+        update={"log_level": "error" if settings.log_level == "error" else "warning"}
+    )
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to send this process SIGTERM when torchrun dies, however it dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() == 1:
+        sys.exit("torchrun was gone before this rank began")
+
+
+def join(settings: Settings, place: Place, life: Path, folder: LaunchFolder) -> Meeting:
+    """Joins the other ranks in torch.distributed and returns where all meet.
+
+    The process group is made here and not by DeepSpeed, which would bind it to a device
+    (`device_id`) and so hang later weight syncs.
+    """
+    on_gpu = torch.cuda.is_available()
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
+    if on_gpu:
+        torch.cuda.set_device(device_of(place))
+    else:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        torch.use_deterministic_algorithms(True)
+    tell_libraries(place)
+    meeting = meet(settings, place, life, folder.past().last_failure)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=meeting.group,
+        rank=place.rank,
+        world_size=place.num_ranks,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    return meeting
+
+
+def device_of(place: Place) -> torch.device:
+    return (
+        torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    )
+
+
+def trainer_maker(
+    settings: Settings, place: Place, folder: LaunchFolder
+) -> Callable[[Ranks], Trainer]:
+    """Imports what is heavy, and returns what makes this rank's trainer."""
+    from services.trainer.disk.fingerprint import model_fingerprint
+    from services.trainer.zero.deepspeed_engine import (  # imports deepspeed, which reads DS_ACCELERATOR
+        DeepSpeedEngine,
+        quiet_libraries,
+    )
+    from services.trainer.zero.models import check_model
+
+    quiet_libraries()
+    seams = Seams(
+        check_job=check_model,
+        start_engine=lambda job: DeepSpeedEngine(job, device_of(place)),
+        fingerprint=model_fingerprint,
+        remember_job=folder.remember_job,
+    )
+    return lambda ranks: Trainer(settings, ranks, seams, folder.past())
+
+
+def lead(
+    settings: Settings,
+    trainer: Trainer,
+    channel: Channel,
+    notes: Notes,
+    folder: LaunchFolder,
+    meeting: Meeting,
+) -> None:
+    """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank is gone. The
+    job that the ranks before had loaded comes first."""
+    inbox = Inbox()
+    readiness = Readiness(inbox, folder.job())
+    service = make_service(
+        settings, trainer, inbox.run, versions(channel.num_ranks), readiness.problem
+    )
+    server = service.server(settings.trainer_port)
+    stopping = threading.Event()
+
+    def end_with(error: HoneError, reason: str) -> NoReturn:
+        get_logger().error("the ranks end", reason=reason)
+        readiness.ends = error.detail
+        inbox.fail(error)
+        time.sleep(FLUSH_S)
+        leave(1, trainer)
+
+    def end(sentence: str) -> NoReturn:
+        folder.note_failure(sentence)
+        end_with(Failed(f"{sentence}; {COMES_BACK}"), sentence)
+
+    http = start_thread(serve, server, stopping, end)
+    stopper = start_thread(stop_on_signal, server, http, stopping, trainer)
+    start_thread(watch, notes, end)
+    if settings.trainer_nodes > 1:
+        start_thread(beats.listen, meeting.beats, settings.trainer_nodes, end)
+    try:
+        follow(trainer, channel, inbox)
+    except RanksDiffer as error:
+        end(str(error))
+    except RuntimeError as error:  # what a torch collective raises when its peer is gone
+        if stopping.is_set():
+            stopper.join()
+        reason = f"another rank is gone: {error}"
+        end_with(Unavailable(f"{reason}; {COMES_BACK}"), reason)  # torchrun knows which
+
+
+def start_thread(act: Callable[..., None], *arguments: object) -> threading.Thread:
+    """Returns the running thread; its log lines carry what this thread's do."""
+    thread = threading.Thread(
+        target=contextvars.copy_context().run, args=(act, *arguments), daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def abandon(reason: str) -> NoReturn:
+    """Ends a rank other than 0 from any thread."""
+    get_logger().error("the ranks end", reason=reason)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def serve(
+    server: uvicorn.Server, stopping: threading.Event, end: Callable[[str], NoReturn]
+) -> None:
+    """Runs HTTP; if it ends without being asked to, everything ends."""
+    try:
+        server.run()
+    finally:
+        if not stopping.is_set():
+            end("the HTTP server ended")
+
+
+def stop_on_signal(
+    server: uvicorn.Server, http: threading.Thread, stopping: threading.Event, trainer: Trainer
+) -> None:
+    """Waits for SIGTERM or SIGINT, then ends HTTP in order and the process at once."""
+    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    stopping.set()
+    server.should_exit = True
+    http.join(STOP_S)
+    leave(0, trainer)
+
+
+def leave(code: int, trainer: Trainer) -> NoReturn:
+    """Ends the process from any thread, the main one possibly inside a collective."""
+    trainer.free_shared_memory()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def versions(num_ranks: int) -> dict[str, Any]:
+    return {
+        "ranks": num_ranks,
+        **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""How ranks do something together and come to one outcome: `Channel` over torch.distributed,
+`Ranks` for one rank alone.
+
+An error on one rank is the error of all. A rank that fails while the others wait for it inside an
+engine's collective cannot tell them by a collective: it leaves a note first, which rank 0 watches
+(`commands.watch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shared.errors import Failed, HoneError, from_problem
+
+T = TypeVar("T")
+SaveAll = Callable[[Path], Any]
+"""Saves into a folder on all ranks and returns the results of the last phase, by rank: see
+`Ranks.write`."""
+
+
+class Ranks:
+    """One rank alone. `Channel` is this for several."""
+
+    rank = 0
+    num_ranks = 1
+
+    def broadcast(self, value: Any) -> Any:
+        """Returns rank 0's value on every rank."""
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns every rank's value, by rank."""
+        return [value]
+
+    def leave_note(self, sentence: str) -> None:
+        """Says why this rank will not come to the collective that others may wait in."""
+
+    def clear_note(self) -> None:
+        """Takes the note back: all have met again."""
+
+    def together(self, act: Callable[[], T]) -> list[T]:
+        """Runs `act` on every rank and returns all results, by rank, once it is done everywhere.
+
+        Raises on every rank if it failed on any: its own error where it failed, Failed or the like
+        with the first one's sentence elsewhere.
+        """
+        result, error = None, None
+        try:
+            result = act()
+        except Exception as caught:
+            error = caught
+        outcomes = self.settle(
+            as_hone_error(error, "the trainer", self.rank) if error else None, result
+        )
+        if error is not None:
+            raise error
+        for problem, _ in outcomes:
+            if problem:
+                raise from_problem(problem["status"], problem, "a rank")
+        return [result for _, result in outcomes]
+
+    def from_rank_0(self, act: Callable[[], T]) -> T:
+        """Runs `act` on rank 0 and returns its result on every rank, or raises its error on every
+        rank."""
+        return self.together(lambda: act() if self.rank == 0 else None)[0]  # pyright: ignore[reportReturnType]
+
+    def write(self, lead: Callable[[SaveAll], T], *phases: Callable[[Path], Any]) -> T | None:
+        """Runs `lead(save_all)` on rank 0, and returns its result there and None elsewhere.
+
+        `lead` makes a folder and calls `save_all(folder)` once, or not at all. Then every rank runs
+        every phase with that folder, each when all have done the one before; `save_all` returns
+        what the last one returned, by rank.
+        """
+        if self.rank:
+            folder: Path | None = self.broadcast(None)
+            if folder is not None:
+                self._run_phases(folder, phases)
+            return None
+        called = False
+
+        def save_all(folder: Path) -> list[Any]:
+            nonlocal called
+            called = True
+            self.broadcast(folder)
+            return self._run_phases(folder, phases)
+
+        try:
+            return lead(save_all)
+        finally:
+            if not called:
+                self.broadcast(None)
+
+    def _run_phases(self, folder: Path, phases: tuple[Callable[[Path], Any], ...]) -> list[Any]:
+        results: list[Any] = []
+        for phase in phases:
+            results = self.together(lambda phase=phase: phase(folder))
+        return results
+
+    def settle(
+        self, error: HoneError | None, result: Any = None
+    ) -> list[tuple[dict[str, Any] | None, Any]]:
+        """Returns every rank's problem (or None) and result, by rank."""
+        if error is None:
+            return self.gather((None, result))
+        self.leave_note(error.detail)
+        outcomes = self.gather((error.problem(), None))
+        self.clear_note()
+        return outcomes
+
+
+def as_hone_error(error: BaseException, what: str, rank: int) -> HoneError:
+    """Returns `error` itself, or Failed with what failed on which rank, and of what."""
+    if isinstance(error, HoneError):
+        return error
+    return Failed(f"{what} failed on rank {rank}: {type(error).__name__}: {error}")

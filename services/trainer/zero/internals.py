@@ -1,0 +1,184 @@
+"""Reaching into DeepSpeed where it offers no way: whole weights, forgetting half an update, taking
+an update back.
+
+All of this knows DeepSpeed's insides, at the pinned version; the tests run it at every stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from services.trainer.zero.state import restore_random_state
+
+INITIAL_MICRO_STEP = -1
+"""What ZeRO-1 and 2 count micro-batches from: the first one's gradient is copied, later ones' are
+added."""
+
+
+@torch.no_grad()
+def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and saved buffers by name, tied ones as one tensor under several names.
+
+    Under ZeRO-3 a collective, and copies in CPU memory, on rank 0 only: the others get an empty
+    dict.
+    """
+    state = module.state_dict(keep_vars=True)
+    if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        return {name: value.detach() for name, value in state.items()}
+    copies: dict[int, Tensor] = {}
+    for parameter in module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if dist.get_rank() == 0:
+                copies[id(parameter)] = parameter.detach().to("cpu", copy=True)
+    if dist.get_rank() != 0:
+        return {}
+    return {
+        name: copies[id(value)] if id(value) in copies else value.detach()
+        for name, value in state.items()
+    }
+
+
+@torch.no_grad()
+def drop_gradients(zero: Any) -> None:
+    """Forgets every gradient since the last step, those of a forward or backward pass that broke
+    off included."""
+    optimizer = zero.optimizer
+    for parameter in zero.module.parameters():
+        parameter.grad = None
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        _drop_stage_3(optimizer)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        _drop_stage_1_2(optimizer)
+    elif isinstance(optimizer, BF16_Optimizer):
+        optimizer.clear_hp_grads()
+        optimizer.clear_lp_grads()
+    if hasattr(optimizer, "_backward_hook_state"):
+        optimizer._backward_active_depth = 0
+        optimizer._remaining_grad_acc_hooks = 0
+        optimizer._backward_hook_state.reset_for_new_step()
+
+
+def _drop_stage_1_2(optimizer: Any) -> None:
+    optimizer.zero_grad()
+    for bucket in optimizer.ipg_buckets.values():
+        bucket.clear()
+    optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+    optimizer.extra_large_param_to_reduce.clear()
+    optimizer._clear_previous_reduced_grads()
+    optimizer._release_preflattened_grad_buffers()
+    for group in list(optimizer.averaged_gradients):
+        optimizer.averaged_gradients[group] = None
+    for group in list(optimizer.all_grad_tensors):
+        optimizer.all_grad_tensors[group] = None
+    optimizer._release_ipg_buffers()
+    optimizer.micro_step_id = INITIAL_MICRO_STEP
+    if optimizer.cpu_offload:
+        optimizer.reset_cpu_buffers()
+        optimizer._offload_accumulated_param_ids = set()
+
+
+def _drop_stage_3(optimizer: Any) -> None:
+    for parameter in optimizer.params_already_reduced:
+        optimizer.params_already_reduced[parameter] = False
+    optimizer._pre_step()
+    optimizer._overflow_clean_up(1.0)
+    optimizer._partition_all_parameters()
+    _gather_persistent(optimizer)
+
+
+def _gather_persistent(optimizer: Any) -> None:
+    """What every rank holds of small parameters, in spite of ZeRO-3, is gathered again."""
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+@dataclass(frozen=True)
+class Undo:
+    """What takes an update back: this rank's random numbers and, if it steps more than once, its
+    weights and optimizer. A step that was never taken, or that DeepSpeed refused, has changed
+    neither."""
+
+    random: dict[str, Any]
+    snapshot: Snapshot | None = None
+
+    def apply(self, zero: Any) -> None:
+        """Makes all as if the update had never come: with several ranks and a snapshot, a
+        collective."""
+        drop_gradients(zero)
+        if self.snapshot is not None:
+            self.snapshot.restore(zero)
+        restore_random_state(self.random)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """This rank's master weights and optimizer state, in CPU memory: 12 bytes for each parameter
+    that it keeps."""
+
+    masters: list[Tensor]
+    states: list[dict[str, Any]]
+
+    @staticmethod
+    @torch.no_grad()
+    def take(zero: Any) -> Snapshot:
+        masters = _masters(zero)
+        states = [zero.basic_optimizer.state.get(master, {}) for master in masters]
+        return Snapshot(
+            [_copy(master) for master in masters],
+            [{key: _copy(value) for key, value in state.items()} for state in states],
+        )
+
+    @torch.no_grad()
+    def restore(self, zero: Any) -> None:
+        """Makes weights and optimizer what they were: a collective."""
+        for master, saved, state in zip(_masters(zero), self.masters, self.states, strict=True):
+            master.data.copy_(saved)
+            current = zero.basic_optimizer.state[master]
+            for key, value in current.items():
+                if isinstance(value, Tensor):
+                    value.copy_(state[key]) if key in state else value.zero_()
+                else:
+                    current[key] = state.get(key, 0)
+        _masters_to_weights(zero)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _masters(zero: Any) -> list[Tensor]:
+    """Returns the tensors that this rank's optimizer steps on: float32, flat where ZeRO cuts them
+    up."""
+    optimizer = zero.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return list(optimizer.single_partition_of_fp32_groups)
+    return [
+        parameter for group in zero.basic_optimizer.param_groups for parameter in group["params"]
+    ]
+
+
+def _masters_to_weights(zero: Any) -> None:
+    optimizer = zero.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer._partition_all_parameters()
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        _gather_persistent(optimizer)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
+        optimizer.update_lp_params()
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for master, weight in zip(masters, weights, strict=True):
+                weight.data.copy_(master.data)

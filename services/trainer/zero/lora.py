@@ -1,0 +1,107 @@
+"""Low-rank adapters (arXiv 2106.09685), by PEFT: W x becomes W x + (alpha / rank) B A x, of which A
+and B are trained.
+
+The adapters are put into the model's own layers, so the rest of the trainer runs the same model as
+without them. What is published and exported is merged, W + (alpha / rank) B A, worked out in
+float32 and only then rounded to the model's dtype. W itself is never touched: adding B A and taking
+it away again would leave W changed by rounding, a little more every time.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear, LoraLayer
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shared.errors import BadRequest
+from shared.job import LoraSpec
+
+ADAPTER = "default"
+BASE = ".base_layer."
+
+
+def attach(model: Any, spec: LoraSpec) -> Any:
+    """Puts adapters into `model`, freezes the rest and returns PEFT's wrapper around it. Raises
+    BadRequest for target modules that the model does not have, or that cannot be merged."""
+    targets = (
+        spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
+    )
+    settings = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]  (PEFT takes fractions too)
+        lora_dropout=spec.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        wrapped: Any = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise BadRequest(f"lora.target_modules is {spec.target_modules!r}: {error}") from error
+    tied = (
+        model.get_output_embeddings()
+        if model.config.get_text_config().tie_word_embeddings
+        else None
+    )
+    for name, layer in lora_layers(model).items():
+        if not isinstance(layer, Linear):
+            raise BadRequest(
+                f"lora.target_modules names {name!r}, a {type(layer.get_base_layer()).__name__}; "
+                "expected linear layers"
+            )
+        if layer is tied:
+            raise BadRequest(
+                f"lora.target_modules names {name!r}, whose weight is also the model's embedding; "
+                "expected other layers"
+            )
+    return wrapped
+
+
+def lora_layers(model: nn.Module) -> dict[str, Any]:
+    """Returns the layers that have an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def set_dropout(model: nn.Module, on: bool) -> None:
+    """Turns the adapters' dropout on, for passes that train, or off."""
+    for layer in lora_layers(model).values():
+        layer.lora_dropout.train(on)
+
+
+def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights of a plain model from those of one with adapters. What is merged is in
+    CPU memory."""
+    result = {
+        name.replace(BASE, "."): value for name, value in weights.items() if ".lora_" not in name
+    }
+    for name, layer in lora_layers(model).items():
+        base = weights[f"{name}{BASE}weight"]
+        update = (
+            weights[f"{name}.lora_B.{ADAPTER}.weight"].float()
+            @ weights[f"{name}.lora_A.{ADAPTER}.weight"].float()
+        )
+        update = update.T if layer.fan_in_fan_out else update
+        result[f"{name}.weight"] = (
+            (base.float() + layer.scaling[ADAPTER] * update).to(base.dtype).cpu()
+        )
+    return result
+
+
+def save_adapter(wrapped: Any, weights: dict[str, Tensor], folder: Path) -> None:
+    """Writes the adapter as PEFT does, for `PeftModel.from_pretrained(base, folder)`."""
+    folder.mkdir()
+    named = {f"base_model.model.{name}": value for name, value in weights.items()}
+    adapter = get_peft_model_state_dict(wrapped, state_dict=named, save_embedding_layers=False)
+    save_file(
+        {name: value.contiguous() for name, value in adapter.items()},
+        folder / "adapter_model.safetensors",
+        {"format": "pt"},
+    )
+    settings = copy.deepcopy(wrapped.peft_config[ADAPTER])
+    settings.inference_mode = True
+    settings.save_pretrained(str(folder))

@@ -1,0 +1,216 @@
+"""DeepSpeed as the engine uses it: one policy, one AdamW, any ZeRO stage (arXiv 1910.02054).
+
+    stage 0    every rank holds everything; gradients are averaged before the step
+    stage 1    each rank holds a share of the master weights and of Adam's moments
+    stage 2    and of the gradients, which are averaged micro-batch by micro-batch
+    stage 3    and of the weights, which are gathered layer by layer while they are used
+
+Whatever the stage, gradients are added up and averaged in float32, weights have a float32 master,
+and a step whose gradient is not finite changes nothing, on all ranks alike. DeepSpeed has neither
+of the last two at stage 0: see `start` and `step`.
+
+One exception is DeepSpeed's: stage 2 with `offload_optimizer` adds up micro-batches in the dtype of
+the weights, so in bfloat16 stage 3 is the exact one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from shared.errors import BadRequest
+from shared.job import Job, MemorySpec, TrainingSpec
+
+MAX_BUCKET = 200_000_000
+"""Elements that are reduced or gathered at a time, and so the size of DeepSpeed's own buffers."""
+
+LINEAR = torch.nn.functional.linear
+"""torch's own. ZeRO-3 puts another in its place, for good, whose results differ in the last bit."""
+
+OURS = {
+    "train_batch_size": "the batch is what /train_step brings",
+    "train_micro_batch_size_per_gpu": "use memory.micro_batch_tokens",
+    "gradient_accumulation_steps": "use memory.micro_batch_tokens",
+    "managed_gradient_accumulation": "use memory.micro_batch_tokens",
+    "gradient_clipping": "use training.max_grad_norm",
+    "optimizer": "use training.learning_rate, weight_decay, adam_beta1 and adam_beta2",
+    "scheduler": "use training.schedule and warmup_steps",
+    "fp16": "use training.dtype",
+    "bf16": "use training.dtype",
+    "torch_autocast": "use training.dtype",
+    "amp": "use training.dtype",
+    "data_types": "gradients are added up in float32",
+    "zero_optimization.stage": "use memory.zero_stage",
+    "zero_optimization.offload_optimizer.device": "use memory.offload_optimizer",
+}
+"""Keys that `memory.deepspeed` may not set: another setting does, or the loss's denominators rest
+on them."""
+
+
+def start(policy: nn.Module, job: Job, dtype: torch.dtype, device: torch.device) -> Any:
+    """Returns DeepSpeed's engine around `policy`. Raises BadRequest for settings that DeepSpeed
+    does not take."""
+    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    settings = config(job, dtype, sum(parameter.numel() for parameter in trainable))
+    optimizer = make_optimizer(policy, job.training, offload=job.memory.offload_optimizer)
+    try:
+        if job.memory.zero_stage == 3:
+            spread(policy, settings, dtype, device)
+        zero: Any = deepspeed.initialize(
+            model=policy, optimizer=optimizer, config=settings, dist_init_required=False
+        )[0]
+    except (ValueError, TypeError, AssertionError) as error:
+        if not job.memory.deepspeed:
+            raise
+        raise BadRequest(
+            f"DeepSpeed does not take memory.deepspeed = {job.memory.deepspeed!r}: {error}"
+        ) from error
+    if job.memory.zero_stage == 0:
+        # DeepSpeed tried its optimizer on gradients of zero, which would count as Adam's first
+        # step.
+        zero.basic_optimizer.state.clear()
+        for parameter in trainable:
+            parameter.grad = None
+            parameter.grad_dtype = torch.float32
+    return zero
+
+
+def stop(zero: Any) -> None:
+    """Frees what DeepSpeed holds, and gives torch back what ZeRO-3 took: the next job is to compute
+    as in a new process."""
+    zero.destroy()
+    torch.nn.functional.linear = LINEAR
+
+
+def start_frozen(policy: nn.Module, job: Job, dtype: torch.dtype, device: torch.device) -> None:
+    """Spreads a policy that is only asked, never trained, over the ranks as ZeRO-3 does; in
+    place."""
+    settings = config(job, dtype, sum(parameter.numel() for parameter in policy.parameters()))
+    settings["zero_optimization"].pop("offload_optimizer", None)
+    spread(policy, settings, dtype, device)
+    deepspeed.initialize(model=policy, config=settings, dist_init_required=False)
+
+
+def spread(
+    policy: nn.Module, settings: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Moves the policy, loaded in CPU memory, to the ranks' devices, parameter by parameter: each
+    keeps its share."""
+    deepspeed.zero.Init(module=policy, config_dict_or_path=settings, dtype=dtype)
+    for module in policy.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def step(zero: Any, max_grad_norm: float) -> float | None:
+    """Applies the gradients that were added up, clipped to `max_grad_norm`. Returns their norm
+    before that; None if it is not finite, then with weights and optimizer as they were."""
+    if zero.zero_optimization_stage() > 0:
+        zero.step()
+        return float(zero.get_global_grad_norm()) if zero.was_step_applied() else None
+    parameters = [parameter for parameter in zero.module.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(
+        [parameter.grad for parameter in parameters if parameter.grad is not None]
+    )
+    if not torch.isfinite(norm):
+        zero.zero_grad()
+        return None
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+    zero.step()
+    return float(norm)
+
+
+def config(job: Job, dtype: torch.dtype, num_trainable: int) -> dict[str, Any]:
+    """Returns DeepSpeed's configuration, `memory.deepspeed` merged over it."""
+    memory, training = job.memory, job.training
+    bucket = min(num_trainable, MAX_BUCKET)
+    stage = memory.zero_stage
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket + bucket % 2,
+        "overlap_comm": False,
+    }
+    if memory.offload_optimizer:
+        if stage == 0:
+            raise BadRequest(
+                "memory.offload_optimizer needs memory.zero_stage 1, 2 or 3, got 0: DeepSpeed "
+                "offloads ZeRO's optimizer"
+            )
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    base = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": training.max_grad_norm if stage > 0 else 0.0,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"} if stage > 0 else {},
+        "bf16": {"enabled": dtype is torch.bfloat16, "check_grad_overflow": True},
+        "zero_optimization": zero,
+    }
+    return merged(base, checked(memory), "")
+
+
+def checked(memory: MemorySpec) -> dict[str, Any]:
+    """Returns `memory.deepspeed`. Raises BadRequest if it sets what another setting does."""
+    for path, instead in OURS.items():
+        value: Any = memory.deepspeed
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            raise BadRequest(
+                f"memory.deepspeed sets {path} to {value!r}, which is not to be set there; "
+                f"{instead}"
+            )
+    return memory.deepspeed
+
+
+def merged(base: dict[str, Any], over: dict[str, Any], path: str) -> dict[str, Any]:
+    """Returns `base` with the keys of `over`, section by section. Raises BadRequest where a section
+    is given another value."""
+    result = dict(base)
+    for key, value in over.items():
+        if isinstance(base.get(key), dict):
+            if not isinstance(value, dict):
+                raise BadRequest(
+                    f"memory.deepspeed sets {path}{key} to {value!r}, expected a table"
+                )
+            value = merged(base[key], value, f"{path}{key}.")
+        result[key] = value
+    return result
+
+
+def make_optimizer(
+    policy: nn.Module, training: TrainingSpec, *, offload: bool
+) -> torch.optim.Optimizer:
+    """Returns AdamW over what is trained; DeepSpeed's for the CPU if its state is offloaded there.
+
+    Weight decay is on matrices only, as is usual, and not on norms and biases. The learning rate is
+    set at each update.
+    """
+    trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.dim() >= 2]
+    vectors = [parameter for parameter in trainable if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": training.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    betas = (training.adam_beta1, training.adam_beta2)
+    if not offload:
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    try:
+        return DeepSpeedCPUAdam(groups, lr=0.0, betas=betas, adamw_mode=True)
+    except (
+        Exception
+    ) as error:  # it is compiled here, at first use, and there are many ways for that to fail
+        raise BadRequest(
+            "memory.offload_optimizer needs DeepSpeed's CPU Adam, which is compiled at first use "
+            "and could not be "
+            f"(it needs ninja and a C++ compiler): {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}"
+        ) from error

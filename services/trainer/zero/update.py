@@ -1,0 +1,290 @@
+"""One batch, trained on: `epochs` passes over it in `minibatches` optimizer steps each, or nothing
+at all.
+
+    [examples] --deal--> minibatches --frozen passes--> old and reference log-probs --forward, loss, backward, step--> weights
+
+Every micro-batch goes forward once and backward at once, so only one micro-batch's activations
+exist at a time. DeepSpeed averages gradients over ranks, so each loss is multiplied by their
+number; it divides by its own count of accumulation steps, which is set to 1, and
+`set_gradient_accumulation_boundary` says which micro-batch is the last. The loss's denominators are
+the whole optimizer step's. So any split into ranks and micro-batches gives the gradient of one big
+batch.
+
+Frozen passes, before the first optimizer step and without dropout, are made for what they alone can
+tell: the trainer's log-probs before the first of several steps, or apart from dropout; and the
+reference's. With one step and no dropout, the pass that trains tells the former by itself.
+
+All or nothing: where a loss or gradient is not finite, or memory runs out, weights, optimizer and
+random numbers become what they were. One rank of several that runs out of memory leaves the others
+waiting in a collective and cannot; it says so and ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.trainer.engine import Update
+from services.trainer.learning.batch import MicroBatch, micro_batches_of_rank
+from services.trainer.learning.correction import correction_weights, resolve
+from services.trainer.learning.loss import LossInputs, total_loss
+from services.trainer.learning.metrics import StepMetrics
+from services.trainer.learning.minibatches import Minibatch, deal
+from services.trainer.learning.policy import Policy
+from services.trainer.learning.reference import Reference
+from services.trainer.zero import stages as zero_stages
+from services.trainer.zero.internals import Snapshot, Undo
+from services.trainer.zero.lora import set_dropout
+from services.trainer.zero.out_of_memory import (
+    OutOfMemory,
+    first_line,
+    is_out_of_memory,
+    knobs,
+    usage,
+)
+from services.trainer.zero.state import random_state
+from shared.errors import Failed
+from shared.job import Job
+from shared.wire import Example
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What is known of a micro-batch before the first optimizer step, `[N]`; None where nothing
+    needs it."""
+
+    before_N: Tensor | None = None
+    reference_N: Tensor | None = None
+
+
+@dataclass
+class Progress:
+    """Where an update is, for its errors. `stepping`: the optimizer is at work, and weights may be
+    half changed."""
+
+    num_updates: int
+    update: int = 0
+    passing: str = "the copy of weights and optimizer that several optimizer steps need"
+    shape: tuple[int, int] | None = None
+    stepping: bool = False
+
+    def enter(self, passing: str, batch: MicroBatch) -> None:
+        rows, tokens = batch.input_ids_BT.shape
+        self.passing, self.shape = passing, (rows, tokens)
+
+    def __str__(self) -> str:
+        step = (
+            f"optimizer step {self.update} of {self.num_updates}"
+            if self.update
+            else "no optimizer step yet"
+        )
+        return (
+            f"{self.passing} of {list(self.shape)} tokens, {step}" if self.shape else self.passing
+        )
+
+
+class NotFinite(Exception):
+    """A loss or gradient is NaN or infinite, and the optimizer step was refused, on all ranks."""
+
+
+class Updater:
+    """Trains the policy that DeepSpeed's engine `zero` holds. Every method is called on all ranks
+    together."""
+
+    def __init__(
+        self,
+        job: Job,
+        zero: Any,
+        policy: Policy,
+        reference: Reference | None,
+        *,
+        packed: bool,
+        device: torch.device,
+    ) -> None:
+        self._job = job
+        self._zero = zero
+        self._policy = policy
+        self._reference = reference
+        self._packed = packed
+        self._device = device
+        self._correction = resolve(job.correction, job.max_staleness)
+        self._dropout = job.lora is not None and job.lora.dropout > 0
+
+    def update(self, examples: tuple[Example, ...], learning_rate: float) -> Update:
+        """Returns what training on `examples` did. Raises Failed if a loss or gradient is not
+        finite or memory ran out, with all as it was; OutOfMemory if memory ran out and this rank
+        cannot go on."""
+        training = self._job.training
+        minibatches = self._plan(examples)
+        progress = Progress(training.epochs * len(minibatches))
+        metrics = StepMetrics(self._device, training, self._correction)
+        for group in self._zero.optimizer.param_groups:
+            group["lr"] = learning_rate
+        undo = Undo(random_state())
+        try:
+            if progress.num_updates > 1:
+                undo = dataclasses.replace(undo, snapshot=Snapshot.take(self._zero))
+            norms = self._train(minibatches, metrics, progress)
+        except NotFinite:
+            undo.apply(self._zero)
+            loss, values = metrics.reduce(progress.update)
+            if training.on_nonfinite == "skip":
+                return Update(
+                    loss if math.isfinite(loss) else 0.0, 0.0, values, num_updates=0, skipped=True
+                )
+            raise Failed(
+                f"the step was refused: its gradient is not finite (loss {loss:g}, optimizer step "
+                f"{progress.update} of "
+                f"{progress.num_updates}); the weights are as they were"
+            ) from None
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._out_of_memory(error, undo, progress) from None
+        loss, values = metrics.reduce(len(norms))
+        return Update(loss, sum(norms) / len(norms), values, num_updates=len(norms))
+
+    def _plan(self, examples: tuple[Example, ...]) -> list[Minibatch]:
+        rank, num_ranks, budget = (
+            dist.get_rank(),
+            dist.get_world_size(),
+            self._job.memory.micro_batch_tokens,
+        )
+        return [
+            Minibatch(
+                tuple(micro_batches_of_rank(share, rank, num_ranks, budget, packed=self._packed)),
+                num_tokens=sum(len(example.token_ids) for example in share),
+                num_sequences=len(share),
+            )
+            for share in deal(examples, self._job.training.minibatches, self._job.seed)
+        ]
+
+    def _train(
+        self, minibatches: list[Minibatch], metrics: StepMetrics, progress: Progress
+    ) -> list[float]:
+        """Returns the gradient's norm of each optimizer step, before clipping. Raises NotFinite."""
+        frozen = [self._ask(minibatch, metrics, progress) for minibatch in minibatches]
+        mean_tokens = sum(minibatch.num_tokens for minibatch in minibatches) / len(minibatches)
+        norms: list[float] = []
+        try:
+            set_dropout(self._policy, self._dropout)
+            for _ in range(self._job.training.epochs):
+                for minibatch, known in zip(minibatches, frozen, strict=True):
+                    progress.update += 1
+                    self._accumulate(minibatch, known, mean_tokens, metrics, progress)
+                    progress.stepping = True
+                    norm = zero_stages.step(self._zero, self._job.training.max_grad_norm)
+                    progress.stepping = False
+                    if norm is None:
+                        raise NotFinite
+                    norms.append(norm)
+        finally:
+            set_dropout(self._policy, False)
+        return norms
+
+    def _ask(self, minibatch: Minibatch, metrics: StepMetrics, progress: Progress) -> list[Frozen]:
+        """Returns what frozen passes tell of each micro-batch."""
+        ask_policy = progress.num_updates > 1 or self._dropout
+        known: list[Frozen] = []
+        for batch in minibatch.micro_batches:
+            if not ask_policy and self._reference is None:
+                known.append(Frozen())
+                continue
+            progress.enter("the frozen pass over a micro-batch", batch)
+            on_device = batch.to(self._device)
+            with torch.no_grad():
+                before_N = self._policy(on_device)[0] if ask_policy else None
+            if before_N is not None:
+                metrics.add_mismatch(on_device, before_N)
+            known.append(Frozen(before_N, self._reference(on_device) if self._reference else None))
+        return known
+
+    def _accumulate(
+        self,
+        minibatch: Minibatch,
+        known: list[Frozen],
+        mean_tokens: float,
+        metrics: StepMetrics,
+        progress: Progress,
+    ) -> None:
+        """Adds up the gradient of an optimizer step: one forward and one backward pass for each
+        micro-batch."""
+        num = len(minibatch.micro_batches)
+        for position, (batch, frozen) in enumerate(
+            zip(minibatch.micro_batches, known, strict=True), start=1
+        ):
+            progress.enter(f"micro-batch {position} of {num}", batch)
+            self._zero.set_gradient_accumulation_boundary(position == num)
+            on_device = batch.to(self._device)
+            logprobs_N, entropy_N = self._zero(on_device)
+            x = self._loss_inputs(on_device, logprobs_N, frozen, minibatch, mean_tokens)
+            loss = total_loss(x)
+            metrics.add(on_device, x, entropy_N, loss)
+            if frozen.before_N is None:
+                metrics.add_mismatch(on_device, logprobs_N.detach())
+            self._zero.backward(
+                _refusable(loss, logprobs_N) * (batch.weight * dist.get_world_size())
+            )
+
+    def _loss_inputs(
+        self,
+        batch: MicroBatch,
+        logprobs_N: Tensor,
+        frozen: Frozen,
+        minibatch: Minibatch,
+        mean_tokens: float,
+    ) -> LossInputs:
+        correction, sampler_N = self._correction, batch.sampler_logprobs_N
+        before_N = logprobs_N.detach() if frozen.before_N is None else frozen.before_N
+        return LossInputs(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=sampler_N if correction.method == "none" else before_N,
+            reference_logprobs_N=frozen.reference_N,
+            advantages_N=batch.advantages_N,
+            weights_N=correction_weights(
+                before_N, sampler_N, batch.sequences_N, batch.num_sequences, correction
+            ),
+            sequences_N=batch.sequences_N,
+            lengths_N=batch.lengths_N,
+            num_tokens=minibatch.num_tokens,
+            num_sequences=minibatch.num_sequences,
+            mean_tokens=mean_tokens,
+            max_tokens=self._job.sampling.max_tokens,
+            training=self._job.training,
+        )
+
+    def _out_of_memory(self, error: BaseException, undo: Undo, progress: Progress) -> Exception:
+        """Returns the error that says what to do, after making all as it was if this rank can."""
+        there_is = usage(self._device)
+        said = first_line(error)
+        traceback.clear_frames(error.__traceback__)  # they hold the activations
+        num_ranks = dist.get_world_size()
+        kept = num_ranks == 1 and (undo.snapshot is not None or not progress.stepping)
+        if kept:
+            undo.apply(self._zero)
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        turn = knobs(self._job.memory, num_ranks, progress.shape, lora=self._job.lora is not None)
+        state = (
+            "the weights and the optimizer are as they were"
+            if kept
+            else "this rank cannot go on from here"
+        )
+        sentence = f"out of memory in {progress} ({said}); {there_is}; {state}. Turn one of: {turn}"
+        return Failed(sentence) if kept else OutOfMemory(sentence)
+
+
+def _refusable(loss: Tensor, logprobs_N: Tensor) -> Tensor:
+    """Returns the loss, or one whose whole gradient is NaN where the loss is not finite: clamping
+    can hide a NaN from the gradient, and a step is refused by its gradient, on all ranks
+    together."""
+    return loss if math.isfinite(loss.item()) else logprobs_N.sum() * math.nan

@@ -1,0 +1,237 @@
+"""Stand-ins for rollout, trainer and reward at the HTTP seam, to reach the orchestrator's faults on
+demand.
+
+They speak the real wire through the real service factory and are as thin as can be: the "model"
+answers right with probability `version / 10`, so that a run's reward rises only if its weights are
+trained and pushed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import uvicorn
+
+from shared.config import Settings
+from shared.errors import BadRequest, Conflict
+from shared.service import Service
+from shared.wire import (
+    Checkpoint,
+    CheckpointRequest,
+    EngineSpec,
+    GenerateRequest,
+    Part,
+    PublishRequest,
+    Rollout,
+    RolloutGroup,
+    Score,
+    ScoreItem,
+    ScoreRequest,
+    ScoreResult,
+    ServingWeights,
+    StepResult,
+    TrainerJob,
+    TrainerState,
+    TrainStepRequest,
+    Validated,
+    ValidateRequest,
+    WeightsRef,
+)
+
+
+class FakeServices:
+    """All three in one. `calls` counts; setting `fault[route]` to a function runs it in that route
+    first."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.calls: Counter[str] = Counter()
+        self.fault: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        self.job: TrainerJob | None = None
+        self.step = 0
+        self.serving = ServingWeights(job_id=None, version=None, digest=None, model=None)
+        self.trained: list[TrainStepRequest] = []
+        self.grade: Callable[[ScoreItem], Part] = lambda item: Part(
+            value=float(item.completion == "right")
+        )
+        self._random = random.Random(0)
+        self.checkpointed: set[int] = {0}
+        self.restarts = 0
+        self.damaged: tuple[str, ...] = ()
+        self.skipped: set[int] = set()
+        self.reloads: list[WeightsRef] = []
+        self._services = {
+            name: Service(name, settings) for name in ("rollout", "trainer", "reward")
+        }
+        for name, method, path, handler in (
+            ("rollout", "PUT", "/model", self._put_model),
+            ("rollout", "POST", "/generate", self._generate),
+            ("rollout", "POST", "/reload_weights", self._reload),
+            ("trainer", "PUT", "/job", self._put_job),
+            ("trainer", "POST", "/train_step", self._train_step),
+            ("trainer", "POST", "/publish_weights", self._publish),
+            ("trainer", "POST", "/checkpoints", self._checkpoint),
+            ("reward", "POST", "/score", self._score),
+            ("reward", "POST", "/graders/validate", self._validate),
+        ):
+            self._services[name].operation(method, path, handler)
+        self._services["trainer"].query("/state", self._state)
+
+    def restart_trainer(self) -> None:
+        """What a trainer does that was killed: it comes back from its newest checkpoint, by
+        itself."""
+        self.step, self.restarts = max(self.checkpointed), self.restarts + 1
+        self.trained = [request for request in self.trained if request.step <= self.step]
+
+    def lose_trainer(self) -> None:
+        """What is left when the trainer's disk goes as well."""
+        self.job, self.checkpointed, self.trained = None, {0}, []
+
+    @contextlib.asynccontextmanager
+    async def running(self, settings: Settings) -> AsyncGenerator[Settings]:
+        """Serves all three on free ports; yields the settings that name them."""
+        servers = [self._services[name].server(0) for name in ("rollout", "trainer", "reward")]
+        tasks = [asyncio.create_task(_serve(server)) for server in servers]
+        while not all(server.started for server in servers):
+            await asyncio.sleep(0.01)
+        ports = [server.servers[0].sockets[0].getsockname()[1] for server in servers]
+        urls = dict(
+            zip(
+                ("rollout_url", "trainer_url", "reward_url"),
+                (f"http://127.0.0.1:{port}" for port in ports),
+                strict=True,
+            )
+        )
+        try:
+            yield settings.model_copy(update=urls)
+        finally:
+            for server in servers:
+                server.should_exit = True
+            await asyncio.gather(*tasks)
+
+    async def _note(self, route: str, body: Any) -> None:
+        self.calls[route] += 1
+        if route in self.fault:
+            await self.fault[route](body)
+
+    async def _put_model(self, spec: EngineSpec) -> ServingWeights:
+        await self._note("model", spec)
+        self.serving = ServingWeights(job_id=None, version=None, digest=None, model=spec.model)
+        return self.serving
+
+    async def _put_job(self, body: TrainerJob) -> TrainerState:
+        await self._note("job", body)
+        if self.job is None or self.job.job_id != body.job_id:
+            self.job, self.step, self.checkpointed = body, 0, {0}
+        return await self._state()
+
+    async def _state(self) -> TrainerState:
+        return TrainerState(
+            job_id=self.job.job_id if self.job else None,
+            step=self.step,
+            num_ranks=1,
+            dtype="float32",
+            device="cpu",
+            num_parameters=1,
+            restarts=self.restarts,
+            damaged=self.damaged,
+        )
+
+    async def _generate(self, body: GenerateRequest) -> RolloutGroup:
+        await self._note("generate", body)
+        version = self.serving.version
+        if version is None or version < (body.min_version or 0):
+            raise Conflict(f"serving version {version}, asked for {body.min_version}")
+        right = [self._random.random() < version / 10 for _ in range(body.sampling.n)]
+        rollouts = tuple(
+            Rollout(
+                text="right" if r else "wrong",
+                token_ids=(1, 2),
+                logprobs=(-0.5, -0.5),
+                finish_reason="stop",
+                versions=(version,),
+            )
+            for r in right
+        )
+        return RolloutGroup(prompt_token_ids=(9,), rollouts=rollouts)
+
+    async def _reload(self, ref: WeightsRef) -> ServingWeights:
+        await self._note("reload", ref)
+        self.reloads.append(ref)
+        serving = self.serving
+        if serving.job_id == ref.job_id and not ref.rewind and ref.version < (serving.version or 0):
+            raise Conflict(
+                f"'version': got {ref.version}, serving {serving.version}; versions only go up"
+            )
+        self.serving = ServingWeights(
+            job_id=ref.job_id, version=ref.version, digest=ref.digest, model="m"
+        )
+        return self.serving
+
+    async def _train_step(self, body: TrainStepRequest) -> StepResult:
+        await self._note("train_step", body)
+        if self.job is None:
+            raise Conflict(f"got job {body.job_id!r}, but no job is loaded; PUT /job first")
+        if self.trained and body == self.trained[-1]:
+            return self._result(body)
+        if body.step != self.step + 1:
+            raise Conflict(f"got step {body.step}, expected {self.step + 1}")
+        self.step = body.step
+        self.trained.append(body)
+        return self._result(body)
+
+    def _result(self, body: TrainStepRequest) -> StepResult:
+        tokens = sum(len(example.token_ids) for example in body.examples)
+        return StepResult(
+            step=body.step,
+            skipped=body.step in self.skipped,
+            loss=0.0,
+            grad_norm=1.0,
+            learning_rate=1e-3,
+            num_examples=len(body.examples),
+            num_tokens=tokens,
+            train_s=0.0,
+        )
+
+    async def _publish(self, body: PublishRequest) -> WeightsRef:
+        await self._note("publish", body)
+        if body.version != self.step:
+            raise Conflict(
+                f"got version {body.version}, expected {self.step}, the last applied step"
+            )
+        return WeightsRef(
+            job_id=body.job_id,
+            version=body.version,
+            method=body.method,
+            path="/w",
+            digest=f"digest-{body.version}",
+            size_bytes=1,
+        )
+
+    async def _checkpoint(self, body: CheckpointRequest) -> Checkpoint:
+        await self._note("checkpoint", body)
+        self.checkpointed.add(body.step)
+        return Checkpoint(step=body.step, path=f"/checkpoints/step-{body.step:06d}", size_bytes=1)
+
+    async def _score(self, body: ScoreRequest) -> ScoreResult:
+        await self._note("score", body)
+        parts = [self.grade(item) for item in body.items]
+        return ScoreResult(
+            scores=tuple(Score(value=part.value, parts={"right": part}) for part in parts)
+        )
+
+    async def _validate(self, body: ValidateRequest) -> Validated:
+        await self._note("validate", body)
+        if body.rewards[0].grader == "lenght":
+            raise BadRequest("unknown grader 'lenght'; did you mean 'length'?")
+        return Validated(rewards=tuple(reward.label for reward in body.rewards))
+
+
+async def _serve(server: uvicorn.Server) -> None:
+    """Serves without taking over the test process's signals."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await server._serve()

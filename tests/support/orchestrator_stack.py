@@ -1,0 +1,117 @@
+"""The orchestrator's own application over real Redis and HTTP, with fake services behind it: what
+its contract tests share.
+
+Test modules take the fixtures `job` and `stack` from here by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from services.orchestrator.app import create_service
+from services.orchestrator.queue.store import Store
+from services.orchestrator.record.folder import RunFolder
+from shared.client import Client
+from shared.config import Settings
+from shared.job import Job
+from shared.wire import TERMINAL, Event, EventList, JobRecord, SubmitRequest
+from tests.support.fake_services import FakeServices
+
+
+@dataclass
+class Stack:
+    fakes: FakeServices
+    settings: Settings
+    store: Store
+    client: Client
+    http: httpx.AsyncClient
+    job: Job
+
+    async def submit(self, job: Job | None = None, *, key: str | None = None) -> JobRecord:
+        body = SubmitRequest(job=job or self.job)
+        return await self.client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=20, key=key)
+
+    async def get(self, job_id: str) -> JobRecord:
+        return await self.client.get(f"/v1/jobs/{job_id}", JobRecord)
+
+    async def post(self, path: str) -> JobRecord:
+        return JobRecord.model_validate(
+            (await self.http.post(f"/v1/jobs/{path}")).raise_for_status().json()
+        )
+
+    async def events(self, job_id: str) -> tuple[Event, ...]:
+        return (await self.client.get(f"/v1/jobs/{job_id}/events", EventList)).events
+
+    def folder(self, job_id: str) -> RunFolder:
+        return RunFolder((self.settings.runs_dir / job_id).resolve())
+
+    async def until(self, job_id: str, *statuses: str) -> JobRecord:
+        async with asyncio.timeout(90):
+            while (record := await self.get(job_id)).status not in (statuses or TERMINAL):
+                await asyncio.sleep(0.02)
+        return record
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    for name, count in (("train", 20), ("test", 12)):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"prompt": f"{i}?", "answer": i}) + "\n" for i in range(count))
+        )
+    return Job.model_validate(
+        {
+            "name": "demo",
+            "model": "owner/model",
+            "steps": 8,
+            "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "test.jsonl")},
+            "sampling": {"prompts_per_step": 6, "group_size": 4, "max_tokens": 4},
+            "rewards": [{"grader": "exact_match"}],
+            "evaluation": {"every": 4},
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def orchestrator(
+    settings: Settings, redis_url: str
+) -> AsyncGenerator[tuple[Store, httpx.AsyncBaseTransport]]:
+    """The orchestrator's own application with its worker; leaving kills it without letting it say
+    goodbye."""
+    store = Store(redis_url)
+    await store.open()
+    service = create_service(settings, store)
+    async with service.app.router.lifespan_context(service.app):
+        yield store, httpx.ASGITransport(app=service.app)
+
+
+async def finish(client: Client, job: Job) -> JobRecord:
+    """Submits the job and returns its record at the end."""
+    record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10)
+    async with asyncio.timeout(90):
+        while (
+            found := await client.get(f"/v1/jobs/{record.id}", JobRecord)
+        ).status not in TERMINAL:
+            await asyncio.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+async def stack(settings: Settings, redis_url: str, job: Job) -> AsyncGenerator[Stack]:
+    fakes = FakeServices(settings)
+    async with (
+        fakes.running(settings) as settings,
+        orchestrator(settings, redis_url) as (store, transport),
+    ):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=20
+        ) as http:
+            yield Stack(fakes, settings, store, client, http, job)

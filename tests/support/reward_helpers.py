@@ -1,0 +1,104 @@
+"""What the reward tests share: tools for graders, and a look at the processes that belong to a
+sandbox."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from services.reward import graders
+from services.reward.functions import FunctionWorkers
+from services.reward.registry import Tools
+from services.reward.sandbox.base import Sandbox, Worker
+from shared.config import Settings
+from shared.errors import Failed
+from shared.wire import ExecuteRequest, Execution
+
+graders.load()
+
+
+class ScriptedSandbox(Sandbox):
+    """A seam to reach what a real sandbox does not do on demand: answers each program with what the
+    test says."""
+
+    def __init__(self, answer: Execution) -> None:
+        self.answer = answer
+        self.asked: list[ExecuteRequest] = []
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def problem(self) -> str | None:
+        return None
+
+    def report(self) -> dict[str, object]:
+        return {"tier": "scripted"}
+
+    async def execute(self, request: ExecuteRequest) -> Execution:
+        self.asked.append(request)
+        return self.answer
+
+    async def open_worker(self) -> Worker:
+        raise Failed("a scripted sandbox has no workers")
+
+
+def tools_of(sandbox: Sandbox, **settings: object) -> Tools:
+    return Tools(Settings(**settings), sandbox, FunctionWorkers(sandbox))  # type: ignore[arg-type]
+
+
+def processes_of(service_pid: int) -> list[int]:
+    """Returns every live process inside, or at the door of, the sandboxes of a service: those in
+    the user namespaces of its slots, whatever they have become by exec."""
+    mark = f'"service_pid": {service_pid},'
+    slots = [pid for pid in _pids() if mark in _read(pid, "cmdline")]
+    namespaces = {_user_namespace(pid) for pid in slots} - {_user_namespace(os.getpid()), None}
+    return sorted({pid for pid in _pids() if _user_namespace(pid) in namespaces} | set(slots))
+
+
+def is_alive(pid: int) -> bool:
+    """Returns whether `pid` runs; what is dead but not yet collected does not."""
+    return _state(pid) not in "ZX"
+
+
+def kill(service_pid: int) -> None:
+    """Kills, with no warning, whatever runs in the sandboxes of a service."""
+    for pid in processes_of(service_pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def user_namespaces_of(pids: list[int]) -> set[str | None]:
+    return {_user_namespace(pid) for pid in pids}
+
+
+def processes_in(namespaces: set[str | None]) -> list[int]:
+    return [pid for pid in _pids() if _user_namespace(pid) in namespaces]
+
+
+def _pids() -> list[int]:
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and is_alive(int(entry.name))
+    ]
+
+
+def _state(pid: int) -> str:
+    return _read(pid, "stat").rpartition(")")[2].strip()[:1] or "X"
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return (Path("/proc") / str(pid) / name).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _user_namespace(pid: int) -> str | None:
+    try:
+        return str((Path("/proc") / str(pid) / "ns" / "user").readlink())
+    except OSError:
+        return None

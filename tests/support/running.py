@@ -1,0 +1,37 @@
+"""What tests run beside themselves: a free port, a real Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+from deploy import redis_server
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running_redis(folder: Path) -> Generator[str]:
+    """A real redis-server with the product's own settings; yields its URL."""
+    folder.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(redis_server.command(folder), stdout=subprocess.DEVNULL)
+    path = redis_server.socket_path(folder)
+    try:
+        deadline = time.monotonic() + 20
+        while not path.exists():
+            assert time.monotonic() < deadline and process.poll() is None, (
+                "redis-server did not start"
+            )
+            time.sleep(0.01)
+        yield f"unix://{path}"
+    finally:
+        process.terminate()
+        process.wait()

@@ -1,0 +1,177 @@
+"""A stand-in for DeepSpeed at the seam, to reach order, repetition and faults in milliseconds."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.trainer.engine import Update
+from services.trainer.processes.launch_folder import Past
+from services.trainer.processes.together import Ranks
+from services.trainer.trainer import Seams, Trainer
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.job import Job
+from shared.job_file import parse_job
+from shared.wire import Example, TrainerJob, TrainStepRequest
+
+EXAMPLE = Example(
+    prompt_token_ids=(1, 2), token_ids=(3, 4, 5), old_logprobs=(-1.0, -1.0, -1.0), advantage=1.0
+)
+
+
+class FakeEngine:
+    """Its weights are the number of updates. `fault`, if set, is raised by the next update; `skip`
+    makes it a skipped one."""
+
+    dtype, device, num_parameters, num_trainable, weights_bytes = "float32", "cpu", 10, 4, 40
+
+    def __init__(self, job: Job, rank: int = 0) -> None:
+        self.job = job
+        self.rank = rank
+        self.num_updates = 0
+        self.learning_rates: list[float] = []
+        self.closed = False
+        self.fault: BaseException | None = None
+        self.save_fault: BaseException | None = None
+        self.skip = False
+
+    def update(self, examples: tuple[Example, ...], learning_rate: float) -> Update:
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        if self.skip:
+            self.skip = False
+            return Update(loss=0.5, grad_norm=0.0, metrics={}, skipped=True)
+        self.num_updates += 1
+        self.learning_rates.append(learning_rate)
+        return Update(loss=0.5, grad_norm=2.0, metrics={"entropy": 1.0})
+
+    def save_weights(self, folder: Path) -> None:
+        if self.rank == 0:
+            (folder / "model.safetensors").write_bytes(b"weights %d" % self.num_updates)
+
+    def save_checkpoint(self, folder: Path) -> None:
+        self.save_weights(folder)
+        if self.rank == 0:
+            (folder / "config.json").write_text("{}")
+
+    def save_state(self, folder: Path) -> None:
+        if self.save_fault is not None:
+            raise self.save_fault
+        (folder / f"rank-{self.rank}").write_text(str(self.num_updates))
+
+    def load_state(self, folder: Path) -> None:
+        self.num_updates = int((folder / f"rank-{self.rank}").read_text())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Engines(list[FakeEngine]):
+    """Every engine that was started, in order; what the model's fingerprint is, and which job would
+    be loaded again."""
+
+    rank: int = 0
+    model: str = "tiny's"
+    remembered: TrainerJob | None = None
+
+    def start(self, job: Job) -> FakeEngine:
+        self.append(FakeEngine(job, self.rank))
+        return self[-1]
+
+    def remember(self, request: TrainerJob | None) -> None:
+        self.remembered = request
+
+
+@dataclass
+class Together:
+    """What threads share that stand in for ranks."""
+
+    num_ranks: int
+    values: list[Any] = field(default_factory=list)
+    barrier: threading.Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.values = [None] * self.num_ranks
+        self.barrier = threading.Barrier(self.num_ranks, timeout=10)
+
+
+class ThreadRanks(Ranks):
+    """One of several ranks, each a thread; all have to call the same methods in the same order, as
+    with torch.distributed."""
+
+    def __init__(self, shared: Together, rank: int) -> None:
+        self.rank = rank
+        self.num_ranks = shared.num_ranks
+        self._shared = shared
+
+    def broadcast(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        self._shared.values[self.rank] = value
+        self._shared.barrier.wait()
+        values = list(self._shared.values)
+        self._shared.barrier.wait()
+        return values
+
+
+def on_all(*acts: Any) -> list[Any]:
+    """Runs one call a rank, each in its thread, and returns what they returned or raised."""
+    outcomes: list[Any] = [None] * len(acts)
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = acts[rank]()
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def make_trainer(
+    tmp_path: Path, ranks: Ranks | None = None, past: Past | None = None
+) -> tuple[Trainer, Engines]:
+    def check_job(job: Job) -> None:
+        if job.model == "missing":
+            raise BadRequest("there is no folder 'missing'")
+
+    ranks = ranks or Ranks()
+    engines = Engines(ranks.rank)
+    settings = Settings(shm_dir=tmp_path / "shm", runs_dir=tmp_path / "runs")
+    seams = Seams(check_job, engines.start, lambda _job: engines.model, engines.remember)
+    return Trainer(settings, ranks, seams, past), engines
+
+
+def job_request(
+    job_id: str = "a",
+    *,
+    model: str = "tiny",
+    checkpoints: dict[str, int] | None = None,
+    **training: object,
+) -> TrainerJob:
+    document = {
+        "name": "t",
+        "model": model,
+        "steps": 1,
+        "data": {"train": "x"},
+        "rewards": [{"grader": "x"}],
+        "training": {"learning_rate": 0.1, **training},
+        "checkpoints": checkpoints or {},
+    }
+    return TrainerJob(job_id=job_id, job=parse_job(document))
+
+
+def step_request(
+    step: int, *, job_id: str = "a", examples: tuple[Example, ...] = (EXAMPLE,)
+) -> TrainStepRequest:
+    return TrainStepRequest(job_id=job_id, step=step, examples=examples)

@@ -1,0 +1,129 @@
+"""The update in plain torch: whole logits, one sequence at a time, torch's own AdamW. And examples
+to train on."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from shared.wire import Example
+
+TEMPERATURE = 0.8
+MAX_RATIO = (1 - 0.2, 1 + 0.28)
+
+
+def some_examples(model: Path, num: int = 12, seed: int = 5) -> tuple[Example, ...]:
+    """Examples of very different lengths; old log-probs are the model's own, disturbed, so that
+    some ratios are clipped."""
+    rng = random.Random(seed)
+    policy = load(model)
+    examples = []
+    for _ in range(num):
+        prompt = [rng.randrange(64) for _ in range(rng.randrange(1, 9))]
+        completion = [rng.randrange(64) for _ in range(rng.randrange(1, 24))]
+        old = [value + rng.gauss(0, 0.2) for value in logprobs(policy, prompt, completion).tolist()]
+        examples.append(
+            Example(
+                prompt_token_ids=prompt,
+                token_ids=completion,
+                old_logprobs=old,
+                advantage=rng.gauss(0, 1),
+            )
+        )
+    return tuple(examples)
+
+
+def load(folder: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+
+
+def logprobs(policy, prompt, completion):
+    """Log-probs of one unpadded sequence's completion, from the model's whole logits."""
+    import torch
+
+    logits = (
+        policy(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+    )
+    return torch.log_softmax(logits, -1)[range(len(completion)), list(completion)]
+
+
+def clipped(ratio, advantage: float):
+    import torch
+
+    return -torch.min(ratio * advantage, ratio.clip(*MAX_RATIO) * advantage)
+
+
+def reference_loss(
+    policy,
+    examples: Sequence[Example],
+    loss: str,
+    old: Sequence | None = None,
+    tokens: float | None = None,
+):
+    """The loss of one optimizer step over `examples`; `old` replaces the sampler's log-probs,
+    `tokens` their number."""
+    import torch
+
+    total = torch.zeros(())
+    total_tokens = tokens or sum(len(example.token_ids) for example in examples)
+    for index, example in enumerate(examples):
+        new = logprobs(policy, example.prompt_token_ids, example.token_ids)
+        log_ratio = new - (torch.tensor(example.old_logprobs) if old is None else old[index])
+        if loss == "dapo":
+            total = total + clipped(log_ratio.exp(), example.advantage).sum() / total_tokens
+        elif loss == "grpo":
+            total = total + clipped(log_ratio.exp(), example.advantage).mean() / len(examples)
+        else:  # gspo: the ratio of the whole sequence
+            total = total + clipped(log_ratio.mean().exp(), example.advantage) / len(examples)
+    return total
+
+
+def optimizer(policy, learning_rate: float, weight_decay: float = 0.0):
+    import torch
+
+    matrices = [parameter for parameter in policy.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in policy.parameters() if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate)
+
+
+def step(policy, adamw, loss, max_grad_norm: float) -> float:
+    """One optimizer step; returns the gradient's norm before clipping."""
+    import torch
+
+    adamw.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
+    adamw.step()
+    return norm.item()
+
+
+def named(policy) -> dict:
+    return {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+
+
+def weights(folder: str | Path) -> dict:
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def difference(after: dict, before: dict) -> dict:
+    return {name: after[name] - before[name] for name in before}
+
+
+def relative(update: dict, expected: dict) -> float:
+    """The distance of two updates, relative to the length of the expected one."""
+    distance = math.sqrt(
+        sum(((update[name] - expected[name]).double() ** 2).sum().item() for name in expected)
+    )
+    return distance / math.sqrt(
+        sum((value.double() ** 2).sum().item() for value in expected.values())
+    )

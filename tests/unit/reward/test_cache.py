@@ -1,0 +1,238 @@
+"""How graders are called: once for what is alike, within limits, kept and closed; and what a
+failure becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from services.reward import calling
+from services.reward.failures import GradingFailed
+from services.reward.registry import Grader, Params, grader
+from services.reward.remembered import Remembered, key_of
+from services.reward.scoring import Scorer
+from shared.errors import BadRequest, Busy, Failed
+from shared.job import RewardSpec
+from shared.wire import Execution, Part, ScoreItem, ScoreRequest
+from tests.support.reward_helpers import ScriptedSandbox, tools_of
+
+
+class ProbeParams(Params):
+    """What the probe does, and with what limits."""
+
+    how: str = "ok"
+    size: int | None = None
+    at_once: int = 8
+    deadline_s: float = 5.0
+    pure: bool = True
+
+
+@grader("test_probe")
+class Probe(Grader[ProbeParams]):
+    """Counts how it is called."""
+
+    calls: ClassVar[list[list[str]]] = []
+    running = 0
+    most_running = 0
+    closed: ClassVar[list[str | None]] = []
+
+    def __init__(self, spec: RewardSpec, params: ProbeParams, tools: Any) -> None:
+        super().__init__(spec, params, tools)
+        self.pure, self.items_per_call = params.pure, params.size
+        self.max_concurrency, self.deadline_s = params.at_once, params.deadline_s
+
+    def content(self, item: ScoreItem) -> Any:
+        return item.completion.strip()
+
+    async def close(self) -> None:
+        Probe.closed.append(self.tools.job_id)
+
+    async def grade(self, items: Sequence[ScoreItem]) -> list[Part]:
+        Probe.calls.append([item.completion for item in items])
+        Probe.running += 1
+        Probe.most_running = max(Probe.running, Probe.most_running)
+        await asyncio.sleep(60 if self.params.how == "hang" else 0.01)
+        Probe.running -= 1
+        if self.params.how == "raise":
+            raise KeyError("lost")
+        if self.params.how == "fail":
+            raise GradingFailed("the judge refused", "model_grader_refusal_error")
+        if self.params.how == "bad":
+            raise BadRequest("column 'x' is 3; expected text")
+        if self.params.how == "broken":
+            raise Failed("this host cannot isolate")
+        if self.params.how == "short":
+            return []
+        verdict: Any = self.params.how if self.params.how in ("time_limit", "wrong") else "ok"
+        return [
+            Part(value=float(len(item.completion)), verdict=verdict, seconds=0.5) for item in items
+        ]
+
+
+@pytest.fixture(autouse=True)
+def probe() -> None:
+    Probe.calls, Probe.closed, Probe.running, Probe.most_running = [], [], 0, 0
+
+
+def scorer(**settings: Any) -> Scorer:
+    return Scorer(tools_of(ScriptedSandbox(Execution(verdict="ok")), **settings))
+
+
+async def parts(
+    scorer: Scorer, completions: str, job_id: str | None = None, **params: Any
+) -> list[Part]:
+    items = tuple(ScoreItem(prompt="", completion=text) for text in completions.split(","))
+    request = ScoreRequest(
+        items=items, rewards=(RewardSpec(grader="test_probe", params=params),), job_id=job_id
+    )
+    return [score.parts["test_probe"] for score in (await scorer.score(request)).scores]
+
+
+async def test_alike_items_of_a_request_are_graded_once() -> None:
+    graded = await parts(scorer(), "aa,b, aa ,b,c")
+    assert Probe.calls == [["aa", "b", "c"]]
+    assert [(part.value, part.cached, part.seconds) for part in graded] == [
+        (2.0, False, 0.5),
+        (1.0, False, 0.5),
+        (2.0, True, 0.0),
+        (1.0, True, 0.0),
+        (1.0, False, 0.5),
+    ]
+
+
+async def test_a_verdict_is_remembered_by_params_and_content() -> None:
+    once = scorer()
+    await parts(once, "aa", job_id="one")
+    (again,) = await parts(once, "aa", job_id="two")
+    assert (again.value, again.cached, len(Probe.calls)) == (2.0, True, 1)
+    await parts(once, "aa", how="wrong")
+    await parts(once, "ab")
+    assert len(Probe.calls) == 3
+
+
+@pytest.mark.parametrize("params", [{"pure": False}, {"how": "time_limit"}, {"how": "fail"}])
+async def test_what_the_next_try_may_not_repeat_is_not_remembered(params: dict[str, Any]) -> None:
+    once = scorer()
+    for _ in range(2):
+        (part,) = await parts(once, "a", **params)
+        assert not part.cached
+    assert Probe.calls == [["a"], ["a"]]
+
+
+async def test_a_cache_of_no_size_remembers_nothing() -> None:
+    once = scorer(reward_cache_mib=0)
+    await parts(once, "a")
+    await parts(once, "a")
+    assert len(Probe.calls) == 2
+
+
+def test_the_cache_forgets_what_was_used_least_recently() -> None:
+    remembered = Remembered(3 * 1100)
+    for key in (b"1", b"2", b"3"):
+        remembered.put(key, Part(value=1.0))
+    assert remembered.get(b"1") is not None
+    remembered.put(b"4", Part(value=1.0))
+    assert [remembered.get(key) is not None for key in (b"1", b"2", b"3", b"4")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    remembered.put(b"5", Part(value=1.0, stdout="x" * 10_000))
+    assert len(remembered) == 0, "what does not fit at all is not kept"
+
+
+def test_content_differs_where_types_differ() -> None:
+    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    bound = Grader.__new__(calling.registry.kind_of("exact_match"))
+    Grader.__init__(bound, RewardSpec(grader="exact_match"), Params(), tools)
+    rows: list[Any] = [1, 1.0, True, "1", [1], None, "\ud800"]
+    assert len(
+        {key_of(bound, ScoreItem(prompt="", completion="", row={"x": value})) for value in rows}
+    ) == len(rows)
+
+
+async def test_calls_take_so_many_items_and_so_many_at_once() -> None:
+    await parts(scorer(), ",".join("abcdefgh"), size=3, at_once=2)
+    assert sorted(map(len, Probe.calls)) == [2, 3, 3]
+    assert Probe.most_running == 2
+
+
+async def test_the_bound_on_calls_holds_over_requests() -> None:
+    once = scorer()
+    await asyncio.gather(
+        *(parts(once, text, at_once=3, size=1) for text in ("a,b,c", "d,e,f", "g,h,i"))
+    )
+    assert (len(Probe.calls), Probe.most_running) == (9, 3)
+
+
+@pytest.mark.parametrize(
+    ("how", "detail", "flag"),
+    [
+        ("raise", "KeyError: 'lost'", "other_error"),
+        ("fail", "the judge refused", "model_grader_refusal_error"),
+        ("bad", "column 'x' is 3; expected text", "invalid_variable_error"),
+        ("short", "the grader returned 0 verdicts for 1 completions", "other_error"),
+        ("hang", "not done within 0.1 s", "unresponsive_reward_error"),
+    ],
+)
+async def test_a_grader_that_fails_gives_missing_rewards_with_a_reason(
+    how: str, detail: str, flag: str
+) -> None:
+    (part,) = await parts(scorer(), "a", how=how, deadline_s=0.1)
+    assert (part.value, part.verdict, part.detail, part.errors) == (None, "error", detail, (flag,))
+    assert part.seconds > 0
+
+
+async def test_only_a_broken_service_ends_the_request() -> None:
+    with pytest.raises(Failed, match="this host cannot isolate"):
+        await parts(scorer(), "a,b", how="broken", size=1)
+
+
+async def test_a_failing_grader_leaves_the_others_verdicts() -> None:
+    rewards = (
+        RewardSpec(grader="test_probe", params={"how": "raise"}),
+        RewardSpec(grader="length", params={"max": 5}),
+    )
+    request = ScoreRequest(items=(ScoreItem(prompt="", completion="abc"),), rewards=rewards)
+    (score,) = (await scorer().score(request)).scores
+    assert (score.value, score.parts["length"].value) == (None, 1.0)
+
+
+async def test_graders_are_kept_and_closed_when_others_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calling, "MAX_KEPT", 2)
+    once = scorer()
+    slow = asyncio.create_task(parts(once, "a", job_id="slow", how="hang", deadline_s=0.3))
+    await asyncio.sleep(0.05)
+    for job_id in ("one", "one", "two", "three"):
+        await parts(once, "a", job_id=job_id)
+    assert Probe.closed == ["one", "two"], "the slow one is in use"
+    await slow
+    await once.close()
+    assert set(Probe.closed[2:]) == {"slow", "three"}
+
+
+async def test_a_stream_that_is_closed_ends_its_grading() -> None:
+    once = scorer(max_queued_completions=1)
+    request = ScoreRequest(
+        items=(
+            ScoreItem(prompt="", completion="x", finish_reason="error"),
+            ScoreItem(prompt="", completion="a"),
+        ),
+        rewards=(RewardSpec(grader="test_probe", params={"how": "hang"}),),
+    )
+    lines = once.stream(request)
+    assert (await anext(lines)).index == 0
+    with pytest.raises(Busy, match="2 completions wait or run and 1 more were sent; at most 1 may"):
+        await parts(once, "b")
+    start = time.monotonic()
+    await lines.aclose()
+    assert time.monotonic() - start < 2, "long before the deadline of the call"
+    assert [part.value for part in await parts(once, "b")] == [1.0]
+    assert len(asyncio.all_tasks()) == 1

@@ -1,0 +1,166 @@
+"""Programs and tests as people write them, in the real sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.reward import registry
+from services.reward.sandbox.local import LocalSandbox
+from shared.errors import BadRequest
+from shared.job import RewardSpec
+from shared.wire import Execution, Part, ScoreItem
+from tests.support.reward_helpers import ScriptedSandbox, tools_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandbox() -> AsyncGenerator[LocalSandbox]:
+    sandbox = LocalSandbox(isolated=True, num_slots=2)
+    await sandbox.start()
+    assert sandbox.problem() is None
+    yield sandbox
+    await sandbox.close()
+
+
+async def grade(sandbox: LocalSandbox, completion: str, row: dict[str, Any], **params: Any) -> Part:
+    bound = registry.bind(RewardSpec(grader="code_tests", params=params), tools_of(sandbox))
+    (part,) = await bound.grade([ScoreItem(prompt="", completion=completion, row=row)])
+    return part
+
+
+COUNTING = "seen = []\nfor x in range(3):\n    seen.append(f(f(x)))\nassert seen == [2, 4, 6]"
+IN_ORDER = "x = f(f(0))\ny = f(7)\nif x == 2:\n    z = f(1)\nassert (x, y) == (2, 3)"
+MBPP: list[tuple[str, list[str]]] = [
+    (
+        "def first(words):\n    return next(w for w in words if w in set(words))",
+        ["assert first(['a', 'b']) == 'a'"],
+    ),
+    (
+        "from collections import Counter\ndef count(x):\n    return Counter(x)",
+        ["assert count('aab') == {'a': 2, 'b': 1}"],
+    ),
+    (
+        "def pairs(n):\n    for i in range(n):\n        yield i, i",
+        ["assert list(pairs(2)) == [(0, 0), (1, 1)]"],
+    ),
+    (
+        "def area(r):\n    return 3.14159265 * r * r",
+        ["import math\nassert math.isclose(area(2), 12.5663, rel_tol=0.001)"],
+    ),
+    (
+        "class Solution:\n    def twice(self, x):\n        return 2 * x",
+        ["assert Solution().twice(4) == 8"],
+    ),
+    (
+        "def encode(s):\n    return s[::-1]\ndecode = encode",
+        ["assert decode(encode('abc')) == 'abc'"],
+    ),
+    ("def sum(a, b):\n    return a * b", ["assert sum(2, 5) == 10"]),
+    (
+        "def f(d):\n    return {k: set(v) for k, v in d.items()}",
+        ["assert f({(1, 2): [3, 3]}) == {(1, 2): {3}}"],
+    ),
+    ("def inf():\n    return float('inf')", ["assert inf() == float('inf')"]),
+    (
+        "def root(x):\n    if x < 0: raise ValueError('negative')\n    return x ** .5",
+        ["try:\n    root(-1)\n    assert False\nexcept ValueError: pass"],
+    ),
+    (
+        "count = 0\ndef f(x):\n    global count\n    count += 1\n    return count",
+        [COUNTING, IN_ORDER],
+    ),
+    ("def inc(x):\n    return x + 1", ["for x in range(50):\n    assert inc(inc(x)) == x + 2"]),
+]
+
+
+@pytest.mark.parametrize(("program", "tests"), MBPP)
+async def test_right_programs_pass_the_tests_people_write(
+    sandbox: LocalSandbox, program: str, tests: list[str]
+) -> None:
+    part = await grade(sandbox, f"Sure.\n```python\n{program}\n```\n", {"tests": tests})
+    assert (part.value, part.detail) == (1.0, f"passed {len(tests)} tests")
+
+
+async def test_the_body_of_a_function_is_put_below_its_prompt_and_a_whole_function_is_not(
+    sandbox: LocalSandbox,
+) -> None:
+    prompt = 'def helper(x):\n    return x + 1\n\ndef twice(x):\n    """Doubles."""\n'
+    tests = "def check(candidate):\n    for x in range(3):\n        assert candidate(helper(x)) == 2 * helper(x)\n"
+    row = {"test": tests, "prompt": prompt, "name": "twice"}
+    params = {"tests": "test", "style": "check", "entry_point": "name", "prefix": "prompt"}
+    assert (await grade(sandbox, "    return x * 2\n", row, **params)).value == 1.0
+    assert (
+        await grade(sandbox, "```python\ndef twice(x):\n    return x + x\n```", row, **params)
+    ).value == 1.0
+    cheat = "```python\ndef helper(x):\n    return 0\ndef twice(x):\n    return 0\n```"
+    assert (await grade(sandbox, cheat, row, **params)).verdict == "wrong"
+
+
+async def test_partial_credit_is_the_share_of_passed_tests_whatever_ends_the_others(
+    sandbox: LocalSandbox,
+) -> None:
+    ends = ["os._exit(0)", "sys.exit(0)", "return object()"]
+    program = (
+        "import os, sys\ndef f(x):\n"
+        + "".join(f"    if x == {x}: {end}\n" for x, end in enumerate(ends, 1))
+        + "    return x"
+    )
+    row = {"tests": [f"assert f({x}) == {x}" for x in range(5)]}
+    part = await grade(sandbox, program, row, credit="partial")
+    assert (part.value, part.verdict) == (0.4, "runtime_error")
+    assert part.detail.startswith("test 2 of 5: ")
+    assert (await grade(sandbox, program, row)).value == 0.0
+
+
+async def test_the_first_failing_test_is_the_last_one_unless_partial_credit_is_asked() -> None:
+    row = {"tests": [{"input": str(x), "output": str(x)} for x in range(4)]}
+    watched = ScriptedSandbox(Execution(verdict="ok", stdout="1\n"))
+    for credit, num_jobs, value in (("binary", 1, 0.0), ("partial", 4, 0.25)):
+        bound = registry.bind(
+            RewardSpec(grader="code_tests", params={"style": "stdio", "credit": credit}),
+            tools_of(watched),
+        )
+        (part,) = await bound.grade([ScoreItem(prompt="", completion="print(1)", row=row)])
+        assert (len(watched.asked), part.value) == (num_jobs, value)
+        watched.asked.clear()
+
+
+async def test_each_call_has_its_own_time(sandbox: LocalSandbox) -> None:
+    program = "import time\ndef f(x):\n    end = time.process_time() + x\n    while time.process_time() < end: pass\n    return x"
+    row = {"tests": ["assert f(0.2) == 0.2", "assert f(5) == 5", "assert f(0) == 0"]}
+    part = await grade(sandbox, program, row, cpu_s=0.5, credit="partial")
+    assert (part.value, part.verdict) == (2 / 3, "time_limit")
+    assert part.detail == "test 2 of 3: more than 0.5 s of CPU time in f(5) == 5"
+
+
+async def test_what_a_program_printed_is_kept(sandbox: LocalSandbox) -> None:
+    part = await grade(
+        sandbox,
+        "print('hello')\ndef f(x):\n    print(x)\n    return x",
+        {"tests": ["assert f(1) == 2"]},
+    )
+    assert part.stdout == "hello\n1\n"
+    assert part.detail == "test 1 of 1: f(1) == 2 does not hold: it got 1"
+
+
+async def test_equal_programs_and_tests_are_one_content(sandbox: LocalSandbox) -> None:
+    bound = registry.bind(RewardSpec(grader="code_tests"), tools_of(sandbox))
+    one, two = (
+        ScoreItem(prompt="", completion=text, row={"tests": ["x"], "id": text})
+        for text in ("x = 1", "So\n```py\nx = 1\n```")
+    )
+    assert bound.pure and bound.content(one) == bound.content(two)
+
+
+async def test_check_style_needs_an_entry_point() -> None:
+    bound = registry.bind(
+        RewardSpec(grader="code_tests", params={"style": "check"}),
+        tools_of(ScriptedSandbox(Execution(verdict="ok"))),
+    )
+    with pytest.raises(BadRequest, match='style "check" needs entry_point'):
+        await bound.check(["tests"])

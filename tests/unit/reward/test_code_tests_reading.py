@@ -1,0 +1,200 @@
+"""How tests are read, values cross and assertions are evaluated: on the trusted side, without a
+sandbox."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pytest
+
+from services.reward.graders.code_tests.asserts import from_asserts, from_check
+from services.reward.graders.code_tests.codec import NotPlain, TooLarge, decode, encode
+from services.reward.graders.code_tests.evaluate import Failed, evaluate
+from services.reward.graders.code_tests.stdio import agree
+
+
+@pytest.mark.parametrize(
+    ("test", "calls", "left"),
+    [
+        ("f(1, x=[2]) == 3", ["f(1, x=[2])"], "_0 == 3"),
+        ("f(g(1)) == f(2)", ["f(g(1))", "f(2)"], "_0 == _1"),
+        ("abs(f(1.5) - 2) < 1e-6", ["f(1.5)"], "abs(_0 - 2) < 1e-06"),
+        ("math.isclose(f(1), 0.3, rel_tol=0.01)", ["f(1)"], "math.isclose(_0, 0.3, rel_tol=0.01)"),
+        ("not f('a') and f('b') is True", ["f('a')", "f('b')"], "not _0 and _1 is True"),
+        ("3 in sorted(set(f([3])))", ["f([3])"], "3 in sorted(set(_0))"),
+        ("Solution().two([1], 2) == [0]", ["Solution().two([1], 2)"], "_0 == [0]"),
+        ("f(1)[0].value == 2", ["f(1)[0].value"], "_0 == 2"),
+        ("f('a').lower() == 'b'", ["f('a')"], "_0.lower() == 'b'"),
+        ("f([i * i for i in range(3)]) is None", ["f([i * i for i in range(3)])"], "_0 is None"),
+        ("sum(10, 15) == 6", ["sum(10, 15)"], "_0 == 6"),
+        ("f(math.pi, float('inf')) != 1", ["f(math.pi, float('inf'))"], "_0 != 1"),
+    ],
+)
+def test_the_candidates_calls_are_taken_out_of_an_assertion(
+    test: str, calls: list[str], left: str
+) -> None:
+    suite = from_asserts(f"import math\nassert {test}, 'why'")
+    assert suite is not None and suite.imports == "import math"
+    (case,) = suite.cases
+    assert (list(case.calls), ast.unparse(case.test)) == (calls, left)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "for x in range(3):\n    assert f(x) == x",
+        "x = f(1)\nassert x == 1",
+        "assert all(f(i) == i for i in range(3))",
+        "assert f(1).equals(2)",
+        "assert f is not None",
+        "assert f(1) == helper",
+        "assert (y := f(1)) == 1",
+        "try:\n    f(1)\nexcept ValueError:\n    pass",
+        "def near(a, b):\n    return abs(a - b) < 1\nassert near(f(1), 2)",
+        "assert f(1) is f(2)",
+        "assert '%s' % f(1) == 'a'",
+    ],
+)
+def test_what_is_no_plain_assertion_on_calls_is_not_converted(tests: str) -> None:
+    assert from_asserts(tests) is None
+
+
+def test_a_check_of_asserts_is_converted_to_calls_of_the_entry_point() -> None:
+    tests = '''
+METADATA = {"author": "x"}
+
+def check(candidate):
+    """Docs."""
+    assert candidate([1, 2], 3) == [3], "first"
+    assert True, "This prints if this assert fails"
+    print
+'''
+    suite = from_check(tests, "find")
+    assert suite is not None
+    assert [(case.calls, ast.unparse(case.test)) for case in suite.cases] == [
+        (("find([1, 2], 3)",), "_0 == [3]")
+    ]
+    assert from_check(tests + "    lst = [1]\n    assert candidate(lst, 1) == []", "find") is None
+
+
+@pytest.mark.parametrize(
+    ("test", "value", "holds"),
+    [
+        ("_0 == 4", 4.0, True),
+        ("_0 == 1", True, False),
+        ("_0 == [1, 2]", (1, 2), False),
+        ("_0 == {1, 2}", {2, 1}, True),
+        ("_0 in (1, 2)", True, False),
+        ("_0 in 'abc'", "b", True),
+        ("_0 not in [1]", 2, True),
+        ("_0 is None", None, True),
+        ("_0", [0], True),
+        ("1 < _0 <= 3", 3, True),
+        ("_0 == 1 or _0 == 2", 2, True),
+        ("sorted(_0.items())[0] == ('a', 1)", {"a": 1}, True),
+        ("len(_0) == 2 and isinstance(_0, list)", [1, 2], True),
+        ("round(_0, 2) == 3.14", 3.14159, True),
+        ("(_0 if _0 else 7) == 7", 0, True),
+        ("_0[1:][-1] == 3", [1, 2, 3], True),
+        ("''.join(_0) == 'ab'", ["a", "b"], True),
+        ("math.isclose(_0, 2.0)", 2.0000000001, True),
+    ],
+)
+def test_assertions_are_evaluated_outside_over_plain_values(
+    test: str, value: Any, holds: bool
+) -> None:
+    assert bool(evaluate(ast.parse(test, mode="eval").body, {"_0": value})) is holds
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["not _0 > 3", "_0 < 3", "[0] * 10**9 == _0", "_0 == 10**10**8", "list(range(10**9)) == _0"],
+)
+def test_nan_has_no_order_and_nothing_grows_without_bound(test: str) -> None:
+    with pytest.raises(Failed):
+        evaluate(ast.parse(test, mode="eval").body, {"_0": float("nan")})
+
+
+class Liar(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        1,
+        2.5,
+        "a",
+        [1, [2]],
+        (1, (2,)),
+        {1, 2},
+        frozenset({(1, 2)}),
+        {(1, 2): {"a": None}},
+        b"ab",
+        1 + 2j,
+        10**400,
+        "ä\0",
+    ],
+)
+def test_plain_data_crosses_unchanged(value: Any) -> None:
+    crossed = decode(encode(value))
+    assert crossed == value and type(crossed) is type(value)
+
+
+def test_only_exact_types_come_out() -> None:
+    assert type(decode(encode(Liar(3)))) is int
+    assert type(decode(encode({"a": Liar(3)}))["a"]) is int
+    assert list(decode(encode(x for x in "ab"))) == ["a", "b"]
+    for value in (object(), [print], Liar, 10**5000):
+        with pytest.raises(NotPlain):
+            encode(value)
+    with pytest.raises(TooLarge):
+        encode("x" * 1_000_000)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[1",
+        '{"set": [[1]]}',
+        '{"set": 1}',
+        '{"object": []}',
+        '{"dict": [1]}',
+        '{"bytes": "zz"}',
+        "{}",
+        '{"a": 1, "b": 2}',
+        '{"complex": [1, 2, 3]}',
+        '{"dict": [[[1], 2]]}',
+        '{"bytes": [1]}',
+        "[" * 100_000,
+        "9" * 5000,
+    ],
+)
+def test_a_text_that_stands_for_no_plain_data_is_refused(text: str) -> None:
+    with pytest.raises(NotPlain):
+        decode(text)
+
+
+def test_nan_crosses_only_where_the_tests_speak_of_it() -> None:
+    assert decode("[NaN]")[0] != 0
+    with pytest.raises(NotPlain):
+        decode("[NaN]", allow_nan=False)
+
+
+def test_outputs_agree_line_by_line_and_numbers_within_a_tolerance() -> None:
+    assert agree("1 2 \n3\n\n", "1 2\n3")
+    assert not agree("1 2 3", "1 2\n3")
+    assert not agree("1.0", "1")
+    assert agree("1.00000001 a", "1 a", 1e-6)
+    assert agree("1000001", "1000000", 1e-5)
+    assert not agree("1.1", "1", 1e-6)
+    assert not agree("nan", "1", 1e-6)
+    assert not agree("inf", "1", 1e300)

@@ -1,0 +1,149 @@
+"""`hone grade`, as typed: on a service that it starts for the call, and on one that runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hone.cli import app
+from tests.support.reward_service import running_service
+
+OWN = """
+import hone
+class Lines(hone.Reward):
+    def score(self, prompt, completion, wanted):
+        print("looking at", completion)
+        return completion.count("\\n") == wanted, f"{prompt} gave {completion.count(chr(10))}"
+def fails(completions):
+    raise RuntimeError("no way")
+"""
+
+REWARDS = """
+[[rewards]]
+grader = "exact_match"
+weight = 2.0
+[[rewards]]
+file = "own.py"
+function = "Lines"
+"""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running_service(HONE_SANDBOX_SLOTS="1") as service:
+        yield service.url
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "rewards.toml").write_text(REWARDS)
+    return tmp_path
+
+
+def grade(*arguments: str, url: str | None = None, stdin: str | None = None) -> tuple[int, str]:
+    environment = {"HONE_REWARD_URL": url} if url else {}
+    result = CliRunner().invoke(
+        app, ["grade", *arguments], input=stdin, env=environment, catch_exceptions=False
+    )
+    return result.exit_code, result.output
+
+
+def test_a_grader_is_tried_without_any_service_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hone.stack.read", lambda: {"reward": "http://127.0.0.1:9"})
+    code, shown = grade(
+        "exact_match",
+        "--param",
+        "column=answer",
+        "--completion",
+        "42",
+        "--row",
+        '{"answer": "42"}',
+        "-o",
+        "json",
+    )
+    score = json.loads(shown)
+    assert (code, score["value"], score["parts"]["exact_match"]["verdict"]) == (0, 1.0, "ok")
+
+
+def test_a_class_of_ones_own_is_shown_with_what_it_printed(url: str, folder: Path) -> None:
+    file = str(folder / "own.py")
+    code, shown = grade(
+        "--file",
+        file,
+        "--function",
+        "Lines",
+        "--prompt",
+        "Q",
+        "--row",
+        '{"wanted": 1}',
+        url=url,
+        stdin="a\nb",
+    )
+    assert code == 0
+    assert [line.split() for line in shown.splitlines()[1:3]] == [
+        ["Lines", "1", "ok", shown.split()[8], "Q", "gave", "1"],
+        ["it", "printed:", "looking", "at", "a"],
+    ]
+
+
+def test_all_rewards_of_a_file_are_summed(url: str, folder: Path) -> None:
+    row = json.dumps({"answer": "x", "wanted": 0})
+    code, shown = grade(
+        "--reward",
+        str(folder / "rewards.toml"),
+        "--completion",
+        "x",
+        "--row",
+        row,
+        "-o",
+        "json",
+        url=url,
+    )
+    assert (code, json.loads(shown)["value"]) == (0, 3.0)
+
+
+def test_no_reward_is_code_1_and_says_why(url: str, folder: Path) -> None:
+    code, shown = grade(
+        "--file", str(folder / "own.py"), "--function", "fails", "--completion", "", url=url
+    )
+    assert code == 1
+    assert "own.py line 8: RuntimeError: no way" in shown
+    assert "python_grader_runtime_error" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "name one of: a grader, --file with your own function, --reward"),
+        (("length", "--file", "x.py"), "name one of"),
+        (("length", "--completion", "x", "--row", "[1]"), "expected a JSON object"),
+        (("length", "--completion", "x", "--row", "{"), "is not JSON"),
+        (("length", "--completion", "x", "--param", "max"), "--param 'max': expected KEY=VALUE"),
+        (
+            ("length", "--completion", "x", "--param", "mx=3"),
+            "unknown key 'mx'; did you mean 'max'?",
+        ),
+        (("lenth", "--completion", "x"), "no grader 'lenth'; did you mean 'length'?"),
+        (
+            ("--file", "nowhere.py", "--completion", "x"),
+            "the reward file 'nowhere.py' cannot be read",
+        ),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_code_2(
+    url: str, arguments: tuple[str, ...], message: str
+) -> None:
+    code, shown = grade(*arguments, url=url)
+    assert code == 2
+    assert message in shown
+
+
+def test_a_named_service_that_is_away_is_not_replaced() -> None:
+    code, shown = grade("length", "--completion", "x", "--param", "max=3", url="http://127.0.0.1:9")
+    assert code == 2
+    assert "cannot reach the reward service at http://127.0.0.1:9" in shown

@@ -1,0 +1,142 @@
+"""The small graders, with values worked out by hand, and TRL's own function beside ours."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.reward import registry
+from services.reward.registry import GradingFailed, Tools
+from shared.errors import BadRequest
+from shared.job import RewardSpec
+from shared.wire import ScoreItem
+
+
+async def values(
+    tools: Tools,
+    grader: str,
+    completions: list[str],
+    params: dict[str, Any],
+    row: dict[str, Any] | None = None,
+):
+    bound = registry.bind(RewardSpec(grader=grader, params=params), tools)
+    parts = await bound.grade(
+        [ScoreItem(prompt="", completion=text, row=row or {}) for text in completions]
+    )
+    return [part.value for part in parts]
+
+
+async def test_length_step_is_one_inside_the_range_and_zero_outside(scripted_tools: Tools) -> None:
+    texts = ["a", "ab", "abc", "abcd", "abcde"]
+    assert await values(scripted_tools, "length", texts, {"min": 2, "max": 4}) == [
+        0.0,
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+    ]
+
+
+async def test_length_linear_falls_to_zero_at_nothing_and_at_twice_the_most(
+    scripted_tools: Tools,
+) -> None:
+    texts = ["", "a" * 5, "a" * 10, "a" * 20, "a" * 25, "a" * 40, "a" * 50]
+    wanted = [0.0, 0.5, 1.0, 1.0, 0.75, 0.0, 0.0]
+    assert (
+        await values(scripted_tools, "length", texts, {"min": 10, "max": 20, "shape": "linear"})
+        == wanted
+    )
+
+
+async def test_length_target_is_the_only_right_length(scripted_tools: Tools) -> None:
+    assert await values(scripted_tools, "length", ["abc", "abcd", "abcde"], {"target": 4}) == [
+        0.0,
+        1.0,
+        0.0,
+    ]
+    assert await values(
+        scripted_tools, "length", ["abc", "abcde"], {"target": 4, "shape": "linear"}
+    ) == [0.75, 0.75]
+
+
+async def test_length_counts_characters_not_bytes(scripted_tools: Tools) -> None:
+    assert await values(scripted_tools, "length", ["äöü"], {"target": 3}) == [1.0]
+
+
+@pytest.mark.parametrize("params", [{}, {"target": 3, "min": 1}, {"min": 5, "max": 4}])
+def test_length_refuses_params_that_mean_nothing(
+    scripted_tools: Tools, params: dict[str, int]
+) -> None:
+    with pytest.raises(BadRequest, match=r"set either target|expected min <= max"):
+        registry.bind(RewardSpec(grader="length", params=params), scripted_tools)
+
+
+def trl_think_format(texts: list[str]) -> list[float]:
+    found = importlib.util.find_spec("trl")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("trl is not installed")
+    path = Path(found.submodule_search_locations[0]) / "rewards" / "format_rewards.py"
+    spec = importlib.util.spec_from_file_location("trl_format_rewards", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.think_format_reward([[{"content": text}] for text in texts])
+
+
+THOUGHTS = {
+    "<think>\nbecause\n</think>\nso": 1.0,
+    "<think></think>so": 1.0,
+    "<think>never closed": 0.0,
+    "no thought": 0.0,
+    " <think>late</think>so": 0.0,
+    "so\n<think>after</think>so": 0.0,
+    "<think>a<think>b</think>so": 0.0,
+    "<think>a</think>so<think>": 0.0,
+}
+STRICTER = {"<think>a</think>": 0.0, "<think>a</think> \n": 0.0, "<think>a</think>b</think>c": 0.0}
+
+
+async def test_think_format_agrees_with_trl(scripted_tools: Tools) -> None:
+    assert await values(scripted_tools, "think_format", list(THOUGHTS), {}) == list(
+        THOUGHTS.values()
+    )
+    assert trl_think_format(list(THOUGHTS)) == list(THOUGHTS.values())
+
+
+async def test_think_format_wants_an_answer_and_one_end_where_trl_does_not(
+    scripted_tools: Tools,
+) -> None:
+    assert await values(scripted_tools, "think_format", list(STRICTER), {}) == [0.0, 0.0, 0.0]
+    assert trl_think_format(list(STRICTER)) == [1.0, 1.0, 1.0]
+
+
+async def test_exact_match_strips_and_ignores_case_as_told(scripted_tools: Tools) -> None:
+    texts = ["Paris", " Paris\n", "paris", "Paris!"]
+    row = {"answer": "Paris"}
+    assert await values(scripted_tools, "exact_match", texts, {}, row) == [1.0, 1.0, 0.0, 0.0]
+    assert await values(scripted_tools, "exact_match", texts, {"strip": False}, row) == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
+    assert await values(scripted_tools, "exact_match", texts, {"ignore_case": True}, row) == [
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+    ]
+
+
+async def test_exact_match_takes_whole_numbers_and_refuses_the_rest(scripted_tools: Tools) -> None:
+    assert await values(scripted_tools, "exact_match", ["15", "16"], {}, {"answer": 15}) == [
+        1.0,
+        0.0,
+    ]
+    with pytest.raises(
+        GradingFailed, match=r"column 'answer' is \[1\]; expected text or a whole number"
+    ):
+        await values(scripted_tools, "exact_match", ["1"], {}, {"answer": [1]})

@@ -1,0 +1,94 @@
+"""All 1,319 test rows of GSM8K through `math`: the reference's answer earns 1 and a wrong one 0,
+however it is written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import AsyncGenerator, Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.reward import registry
+from services.reward.registry import Grader
+from shared.job import RewardSpec
+from shared.wire import Execution, ScoreItem
+from tests.support.reward_helpers import ScriptedSandbox, tools_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+FILE = Path(__file__).parents[2] / "data" / "gsm8k" / "test.jsonl.gz"
+ROWS: list[dict[str, str]] = [
+    json.loads(line) for line in gzip.decompress(FILE.read_bytes()).splitlines()
+]
+
+FORMS: dict[str, Callable[[Fraction], str]] = {
+    "hash": lambda n: f"So that is it.\n#### {n}",
+    "hash with thousands separators": lambda n: f"#### {int(n):,}",
+    "boxed": lambda n: f"Thus, the answer is $\\boxed{{{n}}}$.",
+    "boxed with unit": lambda n: f"\\[\\boxed{{{n}\\text{{ eggs per day}}}}\\]",
+    "boxed dollars": lambda n: f"\\boxed{{\\${int(n):,}}}",
+    "boxed LaTeX thousands": lambda n: "\\boxed{" + f"{int(n):,}".replace(",", "{,}") + "}",
+    "decimals": lambda n: f"\\boxed{{{n}.00}}",
+    "fraction": lambda n: f"\\boxed{{\\frac{{{3 * n}}}{{3}}}}",
+    "plain fraction": lambda n: f"#### {2 * n}/2",
+    "name": lambda n: f"#### x = {n}",
+    "unit": lambda n: f"The sum is 5 and 7.\n#### {n} dollars",
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def math() -> AsyncGenerator[Grader[Any]]:
+    bound = registry.bind(
+        RewardSpec(grader="math"), tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    )
+    yield bound
+    await bound.close()
+
+
+def answer_of(row: dict[str, str]) -> Fraction:
+    return Fraction(row["answer"].rpartition("####")[2].strip().replace(",", ""))
+
+
+async def values(math: Grader[Any], completions: list[str]) -> list[float | None]:
+    items = [
+        ScoreItem(prompt="", completion=text, row=row)
+        for text, row in zip(completions, ROWS, strict=True)
+    ]
+    return [part.value for part in await math.grade(items)]
+
+
+async def test_the_data_is_whole() -> None:
+    assert len(ROWS) == 1319
+    assert all(answer_of(row).denominator == 1 for row in ROWS)
+
+
+async def test_every_reference_solution_earns_one(math: Grader[Any]) -> None:
+    assert await values(math, [row["answer"] for row in ROWS]) == [1.0] * 1319
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_every_right_answer_earns_one_and_every_wrong_one_zero_in_this_form(
+    math: Grader[Any], form: str
+) -> None:
+    assert await values(math, [FORMS[form](answer_of(row)) for row in ROWS]) == [1.0] * 1319
+    for wrong in (lambda n: n + 1, lambda n: -n - 1, lambda n: 10 * n + 3):
+        assert (
+            await values(math, [FORMS[form](wrong(answer_of(row))) for row in ROWS]) == [0.0] * 1319
+        )
+
+
+async def test_an_unmarked_answer_is_found_by_math_verify(math: Grader[Any]) -> None:
+    for shift, wanted in ((0, 1.0), (1, 0.0)):
+        texts = [
+            f"She has 3 left. The final answer is {answer_of(row) + shift}." for row in ROWS[:150]
+        ]
+        items = [
+            ScoreItem(prompt="", completion=text, row=row)
+            for text, row in zip(texts, ROWS, strict=False)
+        ]
+        assert [part.value for part in await math.grade(items)] == [wanted] * 150

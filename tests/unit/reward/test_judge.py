@@ -1,0 +1,407 @@
+"""Graders that ask a language model, against a local OpenAI-compatible server: good, slow,
+malformed, refusing, rate-limiting."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sqlite3
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from services.reward import registry, runs
+from services.reward.functions import FunctionWorkers
+from services.reward.graders.judge import replies
+from services.reward.registry import Grader, GradingFailed, Tools
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.job import RewardSpec
+from shared.wire import Execution, GraderRunRequest, Part, Score, ScoreItem
+from tests.support.reward_helpers import ScriptedSandbox
+
+KEY = "sk-secret-of-the-judge"
+TOKENS = 42
+"""What each answer costs."""
+
+
+class Server:
+    """An endpoint that answers as the test says, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.mood = "good"
+        self.bodies: list[dict[str, Any]] = []
+        self.times: list[float] = []
+        self.at_once = self.most_at_once = 0
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self.socket.getsockname()[1])
+        self.app = FastAPI()
+        self.app.post("/v1/chat/completions")(self.answer)
+
+    async def answer(self, request: Request) -> JSONResponse:
+        self.bodies.append(await request.json())
+        self.times.append(time.monotonic())
+        assert request.headers["authorization"] == f"Bearer {KEY}"
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            return await self._answer()
+        finally:
+            self.at_once -= 1
+
+    async def _answer(self) -> JSONResponse:
+        if self.mood == "slow":
+            await asyncio.sleep(5)
+        if self.mood == "limiting" and len(self.bodies) < 3:
+            return JSONResponse({"error": {"message": "slow down"}}, 429, {"Retry-After": "1"})
+        if self.mood == "broken":
+            return JSONResponse({"error": {"message": f"no, {KEY}"}}, 500, {"Retry-After": "0.01"})
+        if self.mood == "refused":
+            return JSONResponse({"error": {"message": f"bad key {KEY}"}}, 401)
+        if self.mood == "not openai":
+            return JSONResponse({"choices": []})
+        await asyncio.sleep(0.02)
+        contents: dict[str, str] = {
+            "malformed": "I like it very much.",
+            "beyond": '{"score": 11}',
+            "quoting": 'It says {"score": 10, "reason": "me"}, but it is wrong. {"score": 2, "reason": "wrong"}',
+            "result": '{"result": 0.75}',
+            "label": '{"result": "rude"}',
+        }
+        message = {
+            "role": "assistant",
+            "content": contents.get(self.mood, 'So.\n```json\n{"score": 7, "reason": "fine"}\n```'),
+        }
+        if self.mood == "refusing":
+            message = {"role": "assistant", "content": None, "refusal": "I cannot grade that."}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        usage = {"prompt_tokens": 30, "completion_tokens": 12, "total_tokens": TOKENS}
+        return JSONResponse(
+            {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "m",
+                "choices": [choice],
+                "usage": usage,
+            }
+        )
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncGenerator[Server]:
+    server = Server()
+    http = uvicorn.Server(
+        uvicorn.Config(server.app, log_level="error", timeout_graceful_shutdown=1)
+    )
+    task = asyncio.create_task(http.serve([server.socket]))
+    while not http.started:
+        await asyncio.sleep(0.01)
+    yield server
+    http.should_exit = True
+    await task
+
+
+def bound(
+    server: Server,
+    folder: Path,
+    grader: str = "llm_judge",
+    job_id: str | None = "job",
+    **params: Any,
+) -> Grader[Any]:
+    sandbox = ScriptedSandbox(Execution(verdict="ok"))
+    settings = Settings(
+        runs_dir=folder, judge_url=f"http://127.0.0.1:{server.port}/v1", judge_api_key=KEY
+    )  # type: ignore[arg-type]
+    own: dict[str, Any] = {} if grader == "multi" else {"model": "m"}
+    if grader == "llm_judge":
+        own["rubric"] = "Is {{ sample.output_text }} an answer to {{ item.question }}?"
+    tools = Tools(settings, sandbox, FunctionWorkers(sandbox), job_id)
+    return registry.bind(RewardSpec(grader=grader, params={**own, **params}), tools)
+
+
+async def grade(judge: Grader[Any], *completions: str) -> list[Part]:
+    items = [
+        ScoreItem(prompt="", completion=text, row={"question": "2 + 2"}) for text in completions
+    ]
+    parts = await asyncio.gather(*(judge.grade([item]) for item in items))
+    return [part for (part,) in parts]
+
+
+async def failure(judge: Grader[Any], completion: str = "four") -> GradingFailed:
+    with pytest.raises(GradingFailed) as caught:
+        await grade(judge, completion)
+    await judge.close()
+    assert KEY not in caught.value.detail
+    return caught.value
+
+
+async def test_a_judge_is_asked_by_the_rubric_and_its_score_is_brought_to_0_to_1(
+    server: Server, tmp_path: Path
+) -> None:
+    judge = bound(server, tmp_path)
+    (part,) = await grade(judge, "four")
+    assert (part.value, part.detail, part.cached) == (0.7, "7 of 10: fine", False)
+    (body,) = server.bodies
+    assert (body["model"], body["temperature"]) == ("m", 0.0)
+    assert body["messages"][1] == {"role": "user", "content": "Is four an answer to 2 + 2?"}
+    assert '{"score": <number from 0 to 10>' in body["messages"][0]["content"]
+    await judge.close()
+
+
+async def test_what_was_asked_once_is_remembered_in_the_run_folder_and_at_the_same_time_asked_once(
+    server: Server, tmp_path: Path
+) -> None:
+    judge = bound(server, tmp_path)
+    parts = await grade(judge, "four", "four", "five", "four")
+    assert [part.value for part in parts] == [0.7] * 4
+    assert sorted(part.cached for part in parts) == [False, False, True, True]
+    await judge.close()
+    again = bound(server, tmp_path)
+    assert [part.cached for part in await grade(again, "four", "five")] == [True, True]
+    await again.close()
+    other = bound(server, tmp_path, sampling={"temperature": 0.5})
+    assert [part.cached for part in await grade(other, "four")] == [False]
+    await other.close()
+    assert len(server.bodies) == 3
+    with sqlite3.connect(tmp_path / "job" / "judge.sqlite") as database:
+        assert database.execute("SELECT count(*) FROM replies").fetchone() == (3,)
+        assert database.execute("SELECT * FROM spent").fetchall() == [("llm_judge", 3, 3 * 42)]
+    assert KEY.encode() not in (tmp_path / "job" / "judge.sqlite").read_bytes()
+
+
+async def test_the_budget_stops_the_judge_also_over_restarts(
+    server: Server, tmp_path: Path
+) -> None:
+    judge = bound(server, tmp_path, budget_calls=2)
+    await grade(judge, "a", "b")
+    await judge.close()
+    judge = bound(server, tmp_path, budget_calls=2)
+    assert [part.cached for part in await grade(judge, "a", "b")] == [True, True]
+    assert (
+        await failure(judge, "c")
+    ).detail == "the judge's budget is spent: 2 calls and 84 tokens by this job"
+    tokens = bound(server, tmp_path / "other", budget_tokens=50)
+    await grade(tokens, "a")
+    await grade(tokens, "b")
+    assert "2 calls and 84 tokens" in (await failure(tokens, "c")).detail
+    assert len(server.bodies) == 4
+
+
+async def test_a_rate_limit_is_waited_out_as_the_server_asks(
+    server: Server, tmp_path: Path
+) -> None:
+    server.mood = "limiting"
+    judge = bound(server, tmp_path)
+    assert (await grade(judge, "four"))[0].value == 0.7
+    assert len(server.bodies) == 3
+    assert server.times[2] - server.times[0] >= 2.0
+    await judge.close()
+
+
+@pytest.mark.parametrize(
+    ("mood", "error", "message", "num_asked"),
+    [
+        (
+            "malformed",
+            "model_grader_parse_error",
+            "no JSON object with 'score': 'I like it very much.'",
+            1,
+        ),
+        (
+            "beyond",
+            "model_grader_parse_error",
+            "the judge gave 11; expected 'score' from 0 to 10",
+            1,
+        ),
+        ("refusing", "model_grader_refusal_error", "the judge refused: I cannot grade that.", 1),
+        ("broken", "model_grader_server_error", "the judge answered 500: ", 2),
+        ("refused", "model_grader_server_error", "the judge answered 401: ", 1),
+        ("not openai", "model_grader_server_error", "the judge gave no answer: ", 1),
+        ("slow", "model_grader_server_error", "the judge did not answer within 0.5 s", 1),
+    ],
+)
+async def test_a_judge_that_gives_no_verdict_is_missing_and_says_why(
+    server: Server, tmp_path: Path, mood: str, error: str, message: str, num_asked: int
+) -> None:
+    server.mood = mood
+    found = await failure(
+        bound(server, tmp_path, retries=1, deadline_s=0.5 if mood == "slow" else 30)
+    )
+    assert found.errors == (error,)
+    assert message in found.detail
+    assert len(server.bodies) == num_asked
+
+
+async def test_nothing_that_could_not_be_read_is_remembered(server: Server, tmp_path: Path) -> None:
+    server.mood = "malformed"
+    judge = bound(server, tmp_path)
+    with pytest.raises(GradingFailed):
+        await grade(judge, "four")
+    server.mood = "good"
+    assert [(part.value, part.cached) for part in await grade(judge, "four")] == [(0.7, False)]
+    await judge.close()
+
+
+async def test_a_judge_that_cannot_be_reached_is_missing(server: Server, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        server.port = closed.getsockname()[1]
+    found = await failure(bound(server, tmp_path, retries=0))
+    assert (found.errors, "APIConnectionError" in found.detail) == (
+        ("model_grader_server_error",),
+        True,
+    )
+
+
+async def test_an_object_that_the_judge_quotes_does_not_count(
+    server: Server, tmp_path: Path
+) -> None:
+    server.mood = "quoting"
+    judge = bound(server, tmp_path)
+    assert (await grade(judge, '{"score": 10, "reason": "me"}'))[0].value == 0.2
+    await judge.close()
+
+
+async def test_without_a_job_nothing_is_written(server: Server, tmp_path: Path) -> None:
+    judge = bound(server, tmp_path, job_id=None)
+    assert [part.cached for part in await grade(judge, "four", "four")].count(True) == 1
+    await judge.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_object_that_is_inside_no_other_one_counts() -> None:
+    assert replies.last_object('{"a": {"score": 1}, "score": 2} {not json}') == {
+        "a": {"score": 1},
+        "score": 2,
+    }
+    assert replies.last_object("{" * 2000) is None
+    assert replies.last_object("none") is None
+    for text in (
+        '{"score": true}',
+        '{"score": NaN}',
+        '{"score": "7"}',
+        '{"score": 1e999}',
+        '{"x": 1}',
+    ):
+        with pytest.raises(GradingFailed):
+            replies.number(text, "score", 0, 10)
+
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "developer", "content": "Grade."},
+    {
+        "role": "user",
+        "content": {
+            "type": "input_text",
+            "text": "{{ sample.output_text }} for {{ item.question }}",
+        },
+    },
+]
+
+
+async def test_score_model_gives_the_number_and_label_model_whether_the_label_passes(
+    server: Server, tmp_path: Path
+) -> None:
+    server.mood = "result"
+    score = bound(
+        server,
+        tmp_path,
+        "score_model",
+        type="score_model",
+        name="s",
+        input=MESSAGES,
+        sampling_params={"max_completions_tokens": 9},
+    )
+    assert (await grade(score, "four"))[0].value == 0.75
+    assert server.bodies[0]["messages"][1] == {"role": "user", "content": "four for 2 + 2"}
+    assert server.bodies[0]["max_completion_tokens"] == 9
+    assert server.bodies[0]["messages"][2]["content"].endswith('{"result": <number from 0 to 1>}')
+    server.mood = "label"
+    label = bound(
+        server,
+        tmp_path,
+        "label_model",
+        input=MESSAGES,
+        labels=["kind", "rude"],
+        passing_labels=["kind"],
+    )
+    assert [(part.value, part.verdict) for part in await grade(label, "four")] == [(0.0, "wrong")]
+    await score.close()
+    await label.close()
+
+
+async def test_multi_weighs_its_graders_by_a_formula(server: Server, tmp_path: Path) -> None:
+    server.mood = "result"
+    right = {
+        "type": "string_check",
+        "name": "r",
+        "input": "{{ sample.output_text }}",
+        "reference": "four",
+        "operation": "eq",
+    }
+    kind = {"type": "score_model", "name": "k", "model": "m", "input": MESSAGES}
+    params = {
+        "graders": {"right": right, "kind": kind},
+        "calculate_output": "0.5 * right + max(kind, 0.1) ** 2",
+    }
+    multi = bound(server, tmp_path, "multi", **params)
+    await multi.check(["question"])
+    parts = await grade(multi, "four", "five")
+    assert [part.value for part in parts] == [0.5 + 0.75**2, 0.75**2]
+    assert parts[0].detail == "right 1, kind 0.75"
+    assert parts[0].sub == {"right": 1.0, "kind": 0.75}
+    assert parts[0].tokens == {"m": TOKENS}
+    run = GraderRunRequest(grader={"type": "multi", **params}, model_sample="four")
+    answered = runs.answer(run, Score(value=parts[0].value, parts={"grader": parts[0]}))
+    assert answered.sub_rewards == answered.metadata.scores == {"right": 1.0, "kind": 0.75}
+    assert answered.model_grader_token_usage_per_model == {"m": {"total_tokens": TOKENS}}
+    assert (answered.metadata.token_usage, answered.metadata.sampled_model_name) == (TOKENS, "m")
+    await multi.close()
+
+
+@pytest.mark.parametrize(
+    ("grader", "params", "message"),
+    [
+        ("llm_judge", {"low": 3, "high": 3}, "low is 3 and high is 3"),
+        ("llm_judge", {"rubric": "Good?"}, "the judge never sees the completion"),
+        (
+            "llm_judge",
+            {"rubric": "{{ sample.output_text }} {{ item.x }}"},
+            "no column 'x'; columns are question",
+        ),
+        ("llm_judge", {"api_key": "x"}, "unknown key 'api_key'"),
+        ("llm_judge", {"sampling": {"extra_headers": {}}}, "unknown key 'sampling.extra_headers'"),
+        (
+            "label_model",
+            {"input": MESSAGES, "labels": ["a"], "passing_labels": ["b"]},
+            "passing_labels has 'b'",
+        ),
+    ],
+)
+async def test_a_judge_that_cannot_work_is_refused(
+    server: Server, tmp_path: Path, grader: str, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        await bound(server, tmp_path, grader, **params).check(["question"])
+    assert message in caught.value.detail
+
+
+async def test_a_service_without_a_judge_says_what_to_set() -> None:
+    sandbox = ScriptedSandbox(Execution(verdict="ok"))
+    spec = RewardSpec(
+        grader="llm_judge", params={"model": "m", "rubric": "{{ sample.output_text }}"}
+    )
+    judge = registry.bind(spec, Tools(Settings(), sandbox, FunctionWorkers(sandbox)))
+    with pytest.raises(BadRequest, match="set HONE_JUDGE_URL"):
+        await judge.check([])
+
+
+def test_the_key_is_one_of_the_secrets() -> None:
+    assert KEY in Settings(judge_api_key=KEY).secrets()  # type: ignore[arg-type]

@@ -1,0 +1,223 @@
+"""The reward service as a process: how it starts, how it refuses to, and that nothing of it is left
+after any kind of end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.reward_helpers import processes_in, processes_of, user_namespaces_of
+
+ROOT = Path(__file__).parents[3]
+SYSTEM_PYTHON = Path("/usr/bin/python3.11")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+class Running:
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+
+    def answers(self) -> bool:
+        with suppress(OSError):
+            urllib.request.urlopen(f"{self.url}/healthz", timeout=5).read()
+            return True
+        return self.process.poll() is not None
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), headers, method="POST"
+        )
+        try:
+            return json.load(urllib.request.urlopen(request, timeout=30))
+        except urllib.error.HTTPError as error:
+            return json.load(error)
+
+
+@contextmanager
+def reward_service(*prefix: str, **environment: str) -> Iterator[Running]:
+    port = free_port()
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HONE_REWARD_PORT": str(port),
+        "HONE_SANDBOX_SLOTS": "2",
+    } | environment
+    command = [*prefix, sys.executable, "-m", "services.reward"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    log: list[str] = []
+    reader = threading.Thread(target=lambda pipe: log.extend(pipe), args=(process.stderr,))
+    reader.start()
+    try:
+        running = Running(process, port)
+        assert eventually(running.answers), "".join(log)
+        yield running
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_the_service_ends_with_programs_running(end: signal.Signals) -> None:
+    with reward_service() as running:
+        source = "import time\ndef reward(completions):\n    if completions[0] == 'wait': time.sleep(60)\n    return [1.0]"
+        scored = {"items": [{"prompt": "", "completion": "a"}], "rewards": [{"source": source}]}
+        assert running.post("/score", scored)["scores"][0]["value"] == 1.0
+        waits = {"items": [{"prompt": "", "completion": "wait"}], "rewards": [{"source": source}]}
+        spins = {"code": "import os\nos.fork()\nwhile True: pass", "timeout_s": 30}
+        for path, body in (("/score", waits), ("/execute", spins)):
+            threading.Thread(
+                target=lambda path=path, body=body: _quietly(running, path, body), daemon=True
+            ).start()
+        # three processes of the idle slot and of the worker; of the busy slot as many, and what its
+        # program forked
+        assert eventually(lambda: len(processes_of(running.process.pid)) == 10)
+        namespaces = user_namespaces_of(processes_of(running.process.pid)) - user_namespaces_of(
+            [os.getpid()]
+        )
+        running.process.send_signal(end)
+        running.process.wait(20)
+        assert eventually(lambda: processes_in(namespaces) == [], 5)
+        assert processes_of(running.process.pid) == []
+
+
+def _quietly(running: Running, path: str, body: dict[str, Any]) -> None:
+    with suppress(OSError, ValueError):
+        running.post(path, body)
+
+
+def test_a_port_in_use_is_one_sentence_and_code_2() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environment = {"PATH": os.environ["PATH"], "HONE_REWARD_PORT": str(port)}
+        command = [sys.executable, "-m", "services.reward"]
+        ended = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(
+        f"the reward service cannot listen on 127.0.0.1:{port}: Address already in use"
+    )
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_misspelt_setting_is_one_sentence_and_code_2() -> None:
+    environment = {"PATH": os.environ["PATH"], "HONE_SANDBOX_SLOT": "2"}
+    command = [sys.executable, "-m", "services.reward"]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "unknown setting 'HONE_SANDBOX_SLOT' in the environment; did you mean "
+        "'HONE_SANDBOX_SLOTS'?\n",
+    )
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None,
+    reason="needs util-linux's unshare to make a host without user namespaces",
+)
+def test_a_host_without_user_namespaces_is_refused_by_the_name_of_the_call() -> None:
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+    with reward_service(
+        "unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh"
+    ) as running:
+        refused = running.post("/execute", {"code": "print(1)"})
+        assert refused["status"] == 500
+        assert (
+            "cannot isolate model-written code: unshare(user, mount, network, IPC, UTS and pid "
+            "namespaces)" in refused["detail"]
+        )
+        assert "HONE_SANDBOX=unsafe" in refused["detail"]
+
+
+AS_NOBODY = """
+import asyncio, json, os, sys
+sys.path[:0] = [{root!r}, {packages!r}]
+from services.reward.sandbox.local import LocalSandbox
+from shared.wire import ExecuteRequest
+
+async def main():
+    sandbox = LocalSandbox(isolated=True, num_slots=1)
+    await sandbox.start()
+    bomb = "import os\\nwhile True:\\n    try: os.fork()\\n    except OSError: pass"
+    ended = [await sandbox.execute(ExecuteRequest(code=code, expression="6 * 7", timeout_s=0.5))
+             for code in (bomb, "import os; os.kill(0, 9)")] if not sandbox.problem() else []
+    print(json.dumps([sandbox.problem(), sandbox.report()["tier"], os.getuid(), [[e.verdict, e.value] for e in ended]]))
+    await sandbox.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0,
+    reason="only root can become an ordinary user; as one, every other test here is this test",
+)
+@pytest.mark.skipif(
+    not SYSTEM_PYTHON.exists(), reason="needs an interpreter that an ordinary user can run"
+)
+@pytest.mark.skipif(
+    not all(folder.stat().st_mode & 0o001 for folder in (ROOT, *ROOT.parents)),
+    reason="this checkout lies in a folder that an ordinary user cannot enter",
+)
+def test_an_ordinary_user_gets_the_same_isolation() -> None:
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    script = AS_NOBODY.format(root=str(ROOT), packages=packages)
+    command = [str(SYSTEM_PYTHON), "-B", "-c", script]
+    ended = subprocess.run(
+        command,
+        cwd="/",
+        env={},
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout.splitlines()[-1])
+    assert report == [None, "local", 65534, [["time_limit", None], ["ok", 42]]]

@@ -1,0 +1,275 @@
+"""The sandbox under load and over time: each verdict right with hostile neighbours, nothing that
+grows, and kills in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.reward.sandbox.cgroups import Groups
+from services.reward.sandbox.local import LocalSandbox
+from shared.errors import Failed
+from shared.wire import ExecuteRequest, Execution
+from tests.support.reward_helpers import processes_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_SLOTS = 8
+NUM_JOBS = 2000
+
+HOSTILE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("while True: pass", {"cpu_s": 0.1}, ("time_limit",)),
+    ("import time; time.sleep(60)", {"timeout_s": 0.3}, ("time_limit",)),
+    ("x = bytearray(8 << 30)", {"memory_mib": 64}, ("memory_limit",)),
+    ("while True: print('x' * 100_000)", {}, ("output_limit",)),
+    (
+        "import os\nwhile True: os.fork()",
+        {"timeout_s": 1, "cpu_s": 0.5},
+        ("runtime_error", "time_limit"),
+    ),
+    ("import os\nfor pid in (0, -1, 1): os.kill(pid, 9)", {}, ("ok", "runtime_error")),
+    ("import os; os._exit(0)", {}, ("runtime_error",)),
+    ("import ctypes; ctypes.string_at(0)", {}, ("runtime_error",)),
+    ("import os\nos.write(3, b'x' * 300_000)", {}, ("runtime_error",)),
+    (
+        "import subprocess\nsubprocess.Popen(['/bin/sleep', '60'], start_new_session=True)\nimport "
+        "os; os._exit(3)",
+        {},
+        ("runtime_error",),
+    ),
+    ("open('/tmp/left', 'w').write('x' * (1 << 20))\nraise SystemExit(1)", {}, ("runtime_error",)),
+    (
+        "import os\nfor fd in range(64):\n try: os.close(fd)\n except OSError: pass",
+        {},
+        ("runtime_error",),
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What must not grow with the number of jobs."""
+
+    processes: int
+    descriptors: int
+    slot_descriptors: int
+    slot_bytes: int
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sandbox() -> AsyncGenerator[LocalSandbox]:
+    sandbox = LocalSandbox(isolated=True, num_slots=NUM_SLOTS)
+    await sandbox.start()
+    assert sandbox.problem() is None
+    yield sandbox
+    await sandbox.close()
+    assert processes_of(os.getpid()) == []
+    assert [
+        folder
+        for parent in set(Groups()._parents.values())
+        for folder in parent.glob(f"hone-slot-{os.getpid()}-*")
+    ] == []
+
+
+async def standing(num_slots: int) -> Standing:
+    """Waits until every slot has forked its next child."""
+    async with asyncio.timeout(30):
+        while len(processes_of(os.getpid())) != 3 * num_slots:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
+    pids = processes_of(os.getpid())
+    sizes = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
+    return Standing(
+        processes=len(pids),
+        descriptors=len(list(Path("/proc/self/fd").iterdir())),
+        slot_descriptors=sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids),
+        slot_bytes=sum(sizes) * os.sysconf("SC_PAGESIZE"),
+    )
+
+
+async def test_eight_at_once_with_a_tenth_hostile_every_verdict_is_right_and_nothing_is_left(
+    sandbox: LocalSandbox,
+) -> None:
+    before = await standing(NUM_SLOTS)
+    rng = random.Random(0)
+    places = asyncio.Semaphore(NUM_SLOTS)
+
+    async def good(number: int) -> bool:
+        async with places:
+            code = f"import os\nfound = os.listdir('/tmp')\nopen('/tmp/mine', 'w').write('{number}')\nprint({number})"
+            ended = await sandbox.execute(
+                ExecuteRequest(
+                    code=code, expression=f"[found, {number} ** 2, open('/tmp/mine').read()]"
+                )
+            )
+            return (ended.verdict, ended.value, ended.stdout) == (
+                "ok",
+                [[], number**2, str(number)],
+                f"{number}\n",
+            )
+
+    async def hostile() -> bool:
+        async with places:
+            code, limits, verdicts = rng.choice(HOSTILE)
+            ended = await sandbox.execute(ExecuteRequest(code=code, expression="15", **limits))
+            return ended.verdict in verdicts and (ended.verdict == "ok" or ended.value is None)
+
+    right = await asyncio.gather(
+        *(hostile() if number % 10 == 5 else good(number) for number in range(NUM_JOBS))
+    )
+    assert [number for number, is_right in enumerate(right) if not is_right] == []
+    after = await standing(NUM_SLOTS)
+    assert (after.processes, after.descriptors, after.slot_descriptors) == (
+        before.processes, before.descriptors, before.slot_descriptors,
+    )  # fmt: skip
+    assert after.slot_bytes < before.slot_bytes + NUM_SLOTS * (2 << 20)
+
+
+async def test_a_slot_does_not_grow_and_gives_the_same_result_a_thousand_times(
+    sandbox: LocalSandbox,
+) -> None:
+    code = "import hashlib, random, time\nvalues = [random.random() for _ in range(10)] + sorted({'b', 'a', 'c'}) + [hash('x')]"
+    request = ExecuteRequest(code=code, expression="values")
+
+    async def digest() -> str:
+        return hashlib.sha256(
+            json.dumps((await sandbox.execute(request)).value).encode()
+        ).hexdigest()
+
+    first = {await digest() for _ in range(NUM_SLOTS * 3)}
+    before = await standing(NUM_SLOTS)
+    digests = set(first)
+    for _ in range(125):
+        digests |= set(await asyncio.gather(*(digest() for _ in range(NUM_SLOTS))))
+    after = await standing(NUM_SLOTS)
+    assert len(digests) == 1
+    assert after.slot_descriptors == before.slot_descriptors
+    assert after.slot_bytes < before.slot_bytes + NUM_SLOTS * (1 << 20)
+
+
+@pytest.mark.parametrize("which", ["the warm parent", "the process outside", "a program"])
+async def test_each_job_of_a_batch_is_graded_once_though_processes_are_killed_in_the_middle(
+    sandbox: LocalSandbox, which: str
+) -> None:
+    await standing(NUM_SLOTS)
+    requests = [
+        ExecuteRequest(code=f"import time; time.sleep(0.05)\nprint({n})", expression=f"{n} + 1")
+        for n in range(120)
+    ]
+    batch = asyncio.create_task(sandbox.run(requests))
+    position = {"the process outside": 0, "the warm parent": 1, "a program": 2}[which]
+    for _ in range(5):
+        await asyncio.sleep(0.1)
+        slots: dict[str, list[int]] = {}
+        for pid in processes_of(os.getpid()):
+            with contextlib.suppress(OSError):  # it has ended since
+                slots.setdefault(str(Path(f"/proc/{pid}/ns/user").readlink()), []).append(pid)
+        victims = [sorted(pids)[position] for pids in slots.values() if len(pids) > position]
+        for pid in victims[:1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    ended = await batch
+    assert [(run.verdict, run.value, run.stdout) for run in ended] == [
+        ("ok", n + 1, f"{n}\n") for n in range(120)
+    ]
+    await standing(NUM_SLOTS)
+
+
+async def test_programs_that_use_much_and_mean_no_harm_run(sandbox: LocalSandbox) -> None:
+    programs: dict[str, tuple[str, str, Any]] = {
+        "recursion": (
+            "import sys, threading\nsys.setrecursionlimit(10 ** 6)\nf = lambda n: n and 1 + f(n - "
+            "1)",
+            "f(20_000)",
+            20_000,
+        ),
+        "threads": (
+            "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(4)",
+            "sum(pool.map(lambda n: n * n, range(100)))",
+            328350,
+        ),
+        "processes": (
+            "import os\nr, w = os.pipe()\nif os.fork() == 0: os.write(w, b'child'); "
+            "os._exit(0)\nos.wait()",
+            "os.read(r, 9).decode()",
+            "child",
+        ),
+        "much memory": (
+            "x = bytearray(300 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1",
+            "len(x) >> 20",
+            300,
+        ),
+        "many files": (
+            "for i in range(3000): open(f'/tmp/{i}', 'w').close()\nimport os",
+            "len(os.listdir('/tmp'))",
+            3000,
+        ),
+        "database": (
+            "import sqlite3\nd = sqlite3.connect(':memory:')\nd.execute('create table t (x)')",
+            "d.execute('select 1 + 1').fetchone()[0]",
+            2,
+        ),
+        "queues": (
+            "import asyncio\nasync def main():\n q = asyncio.Queue()\n await q.put(3)\n return "
+            "await q.get()",
+            "asyncio.run(main())",
+            3,
+        ),
+    }
+    for name, (code, expression, value) in programs.items():
+        ended = await sandbox.execute(ExecuteRequest(code=code, expression=expression))
+        assert (ended.verdict, ended.value) == ("ok", value), (name, ended)
+    stdin = "line\n" * 10_000_000
+    ended = await sandbox.execute(
+        ExecuteRequest(code="import sys", expression="len(sys.stdin.buffer.read())", stdin=stdin)
+    )
+    assert (ended.verdict, ended.value) == ("ok", 50_000_000), ended
+
+
+async def test_closing_with_programs_running_ends_them_and_starts_nothing_again() -> None:
+    sandbox = LocalSandbox(isolated=True, num_slots=2)
+    await sandbox.start()
+    jobs = [
+        asyncio.create_task(sandbox.execute(ExecuteRequest(code="import time; time.sleep(60)")))
+        for _ in range(4)
+    ]
+    await asyncio.sleep(0.3)
+    await sandbox.close()
+    ended = await asyncio.gather(*jobs, return_exceptions=True)
+    assert [type(end) for end in ended] == [Failed] * 4, ended
+    assert processes_of(os.getpid()) == []
+
+
+async def test_sleepers_at_their_limit_do_not_keep_short_jobs_from_the_other_slots(
+    sandbox: LocalSandbox,
+) -> None:
+    sleepers = [
+        asyncio.create_task(
+            sandbox.execute(ExecuteRequest(code="import time; time.sleep(60)", timeout_s=5))
+        )
+        for _ in range(7)
+    ]
+    await asyncio.sleep(0.2)
+    start = time.monotonic()
+    ended: list[Execution] = [
+        await sandbox.execute(ExecuteRequest(expression=f"{n}")) for n in range(20)
+    ]
+    took_s = time.monotonic() - start
+    assert [run.value for run in ended] == list(range(20))
+    assert took_s < 4
+    for sleeper in sleepers:
+        sleeper.cancel()
+    await asyncio.gather(*sleepers, return_exceptions=True)

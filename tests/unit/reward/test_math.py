@@ -1,0 +1,193 @@
+"""`math`: which answer counts, what numbers are equal, and comparisons that never end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.reward import registry
+from services.reward.graders.math import Math
+from services.reward.graders.math.answers import equal, final_answer, number
+from services.reward.registry import GradingFailed
+from shared.job import RewardSpec
+from shared.wire import Execution, Part, ScoreItem
+from tests.support.reward_helpers import ScriptedSandbox, is_alive, tools_of
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{1} or rather \boxed{\frac{3}{4}}.", r"\frac{3}{4}"),
+        ("#### 5\n#### 1,200 dollars\n", "1,200 dollars"),
+        (r"#### 5 and \boxed{6}", "6"),
+        (r"\boxed{never closed", None),
+        ("The answer is 5.", None),
+        ("", None),
+    ],
+)
+def test_the_last_marked_answer_counts(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,200", 1200),
+        ("70 000", 70000),
+        (r"70{,}000", 70000),
+        (r"2\,000", 2000),
+        ("1,234,567.5", Fraction(2469135, 2)),
+        ("$18", 18),
+        (r"$\$5$", 5),
+        ("€ 4.50", Fraction(9, 2)),
+        ("18 eggs per day.", 18),
+        (r"18\text{ m/s}", 18),
+        ("25 °C", 25),
+        ("3/4", Fraction(3, 4)),
+        (r"-\frac{3}{4}", Fraction(-3, 4)),
+        ("1 1/2", Fraction(3, 2)),
+        ("x = −5", -5),
+        ("**42**", 42),
+        (".5", Fraction(1, 2)),
+        ("150 percent", 150),
+        ("5x", None),
+        ("5 or 6", None),
+        ("3 dozen", None),
+        ("2 and a half", None),
+        ("1,23", None),
+        ("x > 5", None),
+        ("1/0", None),
+        ("3:30", None),
+        ("9" * 5000, None),
+        ("nan", None),
+        ("", None),
+    ],
+)
+def test_a_plain_number_is_read_exactly_and_nothing_else_is_one(
+    text: str, value: int | Fraction | None
+) -> None:
+    read = number(text)
+    assert (read.value if read else None) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "same"),
+    [
+        ("75%", "0.75", True),
+        ("75%", "75", True),
+        ("0.75", "75%", True),
+        ("7.5%", "0.75", False),
+        ("0.333333", "1/3", True),
+        ("0.3333", "1/3", False),
+        ("1000000007", "1000000008", False),
+        ("18.0000001", "18", True),
+    ],
+)
+def test_numbers_are_equal_exactly_or_to_six_decimals(given: str, wanted: str, same: bool) -> None:
+    ours, theirs = number(given), number(wanted)
+    assert ours and theirs and equal(ours, theirs) is same
+
+
+@pytest.mark.parametrize(
+    "part", ["\\boxed{", "#", "####\n", "\\text{", "1,111", "9", "1 ", " ", "$", "{", "\\frac{1}{"]
+)
+def test_a_completion_made_to_be_slow_to_read_is_not(part: str) -> None:
+    start = time.perf_counter()
+    number(part * 20_000)
+    number(final_answer(part * 20_000) or "")
+    number(part * 60)
+    assert time.perf_counter() - start < 2
+
+
+@pytest_asyncio.fixture
+async def math() -> AsyncGenerator[Math]:
+    bound = registry.bind(
+        RewardSpec(grader="math", params={"cpu_s": 1.5}),
+        tools_of(ScriptedSandbox(Execution(verdict="ok"))),
+    )
+    assert isinstance(bound, Math)
+    yield bound
+    await bound.close()
+
+
+async def grade(math: Math, completion: str, answer: Any) -> Part:
+    (part,) = await math.grade(
+        [ScoreItem(prompt="", completion=completion, row={"answer": answer})]
+    )
+    return part
+
+
+async def test_formulas_are_compared_by_what_they_mean(math: Math) -> None:
+    cases: list[tuple[str, str, float]] = [
+        (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+2", 0.0),
+        (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
+        (r"\boxed{(1, 2]}", "(1,2]", 1.0),
+        (r"\boxed{(1, 2)}", "(1,2]", 0.0),
+        (r"\boxed{2\pi}", "6.283185307", 1.0),
+        (r"\boxed{3 \text{ dozen}}", "37", 0.0),
+        (r"We get $x = 7$. The final answer is $7$.", "7", 1.0),
+        (r"\boxed{\text{Tuesday}}", r"\text{Tuesday}", 1.0),
+        (r"\boxed{}", "7", 0.0),
+        (r"\boxed{\frac{}{}}}{{", "7", 0.0),
+        ("no answer at all", "7", 0.0),
+        ("", "7", 0.0),
+        ("\0\ud7ff \\boxed{\\", "7", 0.0),
+    ]
+    parts = [
+        (completion, (await grade(math, completion, wanted)).value)
+        for completion, wanted, _ in cases
+    ]
+    assert parts == [(completion, value) for completion, _, value in cases]
+
+
+async def test_a_comparison_that_never_ends_is_ended_and_the_next_is_right(math: Math) -> None:
+    start = time.monotonic()
+    part = await grade(math, r"\boxed{9^{9^{9^{9}}} + x}", "x + 1")
+    assert (part.value, part.verdict in ("time_limit", "memory_limit")) == (0.0, True), part
+    assert time.monotonic() - start < 60
+    assert (await grade(math, r"\boxed{\sqrt{4}}", "2")).value == 1.0
+
+
+async def test_a_process_killed_from_outside_is_replaced_and_none_is_left_after_the_close(
+    math: Math,
+) -> None:
+    assert (await grade(math, r"\boxed{\sqrt{4}}", "2")).value == 1.0
+    (first,) = math._workers._idle
+    os.kill(first.pid, signal.SIGKILL)
+    assert (await grade(math, r"\boxed{\sqrt{9}}", "3")).value == 1.0
+    (second,) = math._workers._idle
+    await math.close()
+    assert not is_alive(first.pid) and not is_alive(second.pid)
+
+
+async def test_the_column_may_hold_a_number_or_a_whole_solution_and_nothing_else(
+    math: Math,
+) -> None:
+    assert (await grade(math, "#### 18", 18)).value == 1.0
+    assert (await grade(math, "#### 0.5", 0.5)).value == 1.0
+    assert (await grade(math, "#### 18", "So it is.\n#### 18")).value == 1.0
+    assert (await grade(math, "#### 18", r"So it is \boxed{18}.")).value == 1.0
+    for answer in (None, ["18"], "", True):
+        with pytest.raises(GradingFailed, match="expected a number or text"):
+            await grade(math, "#### 18", answer)
+
+
+async def test_strict_takes_marked_answers_only() -> None:
+    bound = registry.bind(
+        RewardSpec(grader="math", params={"strict": True}),
+        tools_of(ScriptedSandbox(Execution(verdict="ok"))),
+    )
+    for completion, value in (("18", 0.0), ("#### 18", 1.0)):
+        (part,) = await bound.grade(
+            [ScoreItem(prompt="", completion=completion, row={"answer": 18})]
+        )
+        assert part.value == value

@@ -1,0 +1,186 @@
+"""`python_value` without its sandbox: the Countdown rule, what counts as equal, and how an end
+becomes a reward."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from services.reward import registry
+from services.reward.graders.compare import same
+from services.reward.graders.programs import program_of
+from services.reward.graders.python_value import breach
+from services.reward.registry import GradingFailed
+from shared.job import RewardSpec
+from shared.wire import Execution, Part, ScoreItem
+from tests.support.reward_helpers import ScriptedSandbox, tools_of
+
+
+@pytest.mark.parametrize(
+    ("expression", "fault"),
+    [
+        ("3*5", ""),
+        ("( 5 * 3 )", ""),
+        ("5//3", ""),
+        ("-5 % +3", ""),
+        ("3+5+3", "used [3, 3, 5], wanted [3, 5]"),
+        ("15", "used [15], wanted [3, 5]"),
+        ("3**5", "'**' is not allowed"),
+        ("3\n+5", "'\\n' is not allowed"),
+        ("3;5", "';' is not allowed"),
+        ("3,5", "',' is not allowed"),
+        ("15 # 3 5", "'#' is not allowed"),
+        ("'3'*5", '"\'" is not allowed'),
+        ("exit(3, 5)", "'e' is not allowed"),
+        ("3_5", "'_' is not allowed"),
+        ("3.5", "'.' is not allowed"),
+        ("0x3+5", "'x' is not allowed"),
+        ("٣*5", "'٣' is not allowed"),
+        ("3*5" + " " * 1000, "1003 characters, at most 1000 are allowed"),
+        ("", "used [], wanted [3, 5]"),
+    ],
+)
+def test_the_countdown_rule_names_its_first_breach(expression: str, fault: str) -> None:
+    assert breach(expression, [5, 3]) == fault
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "tolerance", "equal"),
+    [
+        (15, 15, 0, True),
+        (15.0, 15, 0, True),
+        (True, 1, 0, False),
+        (1, True, 0, False),
+        (True, True, 0, True),
+        ("15", 15, 0, False),
+        (14.999, 15, 0, False),
+        (14.999, 15, 0.01, True),
+        (10**400, 1.0, 0.5, False),
+        ([1, [2.0]], [1, [2]], 0, True),
+        ([1], [True], 0, False),
+        ([1], [1, 2], 0, False),
+        ({"a": 1}, {"a": 1.0}, 0, True),
+        ({"a": 1}, {"b": 1}, 0, False),
+        (None, None, 0, True),
+        (None, 0, 0, False),
+        ((1,), [1], 0, False),
+        ({1, 2}, frozenset({2, 1}), 0, True),
+        ({True}, {1}, 0, False),
+        ({(1, True)}, {(1, 1)}, 0, False),
+        ({1: "a"}, {True: "a"}, 0, False),
+        ([float("nan")], [float("nan")], 0, False),
+        ("1", b"1", 0, False),
+    ],
+)
+def test_numbers_are_equal_by_value_and_all_else_by_type_too(
+    value: Any, target: Any, tolerance: float, equal: bool
+) -> None:
+    assert same(value, target, tolerance) is equal
+
+
+def test_the_last_fenced_block_is_the_program() -> None:
+    assert program_of("\n  1+2\n") == "  1+2"
+    assert program_of("```python\n1+2\n```") == "1+2"
+    assert program_of("First\n```\n1\n```\nthen\n```py\nx = 2\nx\n```\nDone.") == "x = 2\nx"
+
+
+@pytest.mark.parametrize(
+    "text", ["```" + " " * 200_000, "```\n" * 50_000, "```python\n" * 20_000, "\n" * 200_000]
+)
+def test_a_completion_made_to_be_slow_to_read_is_not(text: str) -> None:
+    start = time.perf_counter()
+    program_of(text)
+    assert time.perf_counter() - start < 2
+
+
+async def grade(
+    answer: Execution, row: dict[str, Any], completion: str = "3+5", **params: Any
+) -> Part:
+    bound = registry.bind(
+        RewardSpec(grader="python_value", params=params), tools_of(ScriptedSandbox(answer))
+    )
+    (part,) = await bound.grade([ScoreItem(prompt="", completion=completion, row=row)])
+    return part
+
+
+@pytest.mark.parametrize(
+    ("answer", "part"),
+    [
+        (Execution(verdict="ok", value=15), Part(value=1.0, detail="evaluated to 15")),
+        (
+            Execution(verdict="ok", value=8),
+            Part(value=0.0, verdict="wrong", detail="evaluated to 8, wanted 15"),
+        ),
+        (
+            Execution(verdict="time_limit", stderr="late\n"),
+            Part(value=0.0, verdict="time_limit", detail="late"),
+        ),
+        (
+            Execution(verdict="memory_limit"),
+            Part(value=0.0, verdict="memory_limit", detail="memory_limit"),
+        ),
+        (
+            Execution(
+                verdict="runtime_error", stderr="Traceback\nSyntaxError: bad\n", stdout="hello"
+            ),
+            Part(value=0.0, verdict="runtime_error", detail="SyntaxError: bad", stdout="hello"),
+        ),
+    ],
+)
+async def test_how_a_program_ended_is_its_verdict(answer: Execution, part: Part) -> None:
+    assert await grade(answer, {"target": 15}) == part
+
+
+async def test_a_broken_sandbox_is_no_reward() -> None:
+    with pytest.raises(GradingFailed, match="no slot") as caught:
+        await grade(Execution(verdict="sandbox_error", stderr="no slot"), {"target": 15})
+    assert caught.value.errors == ("python_grader_server_error",)
+
+
+async def test_the_expected_value_never_enters_the_sandbox() -> None:
+    sandbox = ScriptedSandbox(Execution(verdict="ok", value=1))
+    for params in ({}, {"numbers": "nums"}):
+        bound = registry.bind(RewardSpec(grader="python_value", params=params), tools_of(sandbox))
+        await bound.grade(
+            [
+                ScoreItem(
+                    prompt="",
+                    completion="1+2",
+                    row={"target": 987654321, "nums": [1, 2], "hint": "987654321"},
+                )
+            ]
+        )
+    assert len(sandbox.asked) == 2
+    assert not any("987654321" in request.model_dump_json() for request in sandbox.asked)
+
+
+def test_what_the_verdict_depends_on_is_the_program_and_the_columns_used() -> None:
+    bound = registry.bind(
+        RewardSpec(grader="python_value"), tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    )
+    items = [
+        ScoreItem(prompt="", completion=text, row={"target": 3, "x": text})
+        for text in ("1+2", "So:\n```\n1+2\n```")
+    ]
+    assert [bound.content(item) for item in items] == [["1+2", 3, None]] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"target": 8, "nums": "3, 5"},
+            "column 'nums' is '3, 5'; expected a list of whole numbers",
+        ),
+        (
+            {"target": 8, "nums": [True]},
+            r"column 'nums' is \[True\]; expected a list of whole numbers",
+        ),
+        ({"target": "8", "nums": [3, 5]}, "column 'target' is '8'; expected a number"),
+    ],
+)
+async def test_columns_of_the_wrong_type_have_no_reward(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(GradingFailed, match=message):
+        await grade(Execution(verdict="ok", value=8), row, numbers="nums")

@@ -1,0 +1,565 @@
+"""The real sandbox under attack. After each program: the verdict, nothing left behind, and the next
+job in the same slot right."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.reward.sandbox.local import LocalSandbox
+from services.reward.sandbox.slots import Slot
+from shared.wire import ExecuteRequest, Execution
+from tests.support.reward_helpers import is_alive, kill, processes_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROCESSES_PER_SLOT = 3
+"""The one that stays outside and waits, pid 1 inside, and the child that waits for the next
+program."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandbox() -> AsyncGenerator[LocalSandbox]:
+    sandbox = LocalSandbox(isolated=True, num_slots=1)
+    await sandbox.start()
+    assert sandbox.problem() is None
+    yield sandbox
+    await sandbox.close()
+    assert processes_of(os.getpid()) == []
+
+
+async def run(
+    sandbox: LocalSandbox, code: str = "", expression: str | None = None, **limits: Any
+) -> Execution:
+    return await sandbox.execute(ExecuteRequest(code=code, expression=expression, **limits))
+
+
+async def nothing_is_left(sandbox: LocalSandbox) -> None:
+    await until_processes_are(PROCESSES_PER_SLOT)
+    after = await run(sandbox, "import os", "[6 * 7, os.listdir('/tmp')]")
+    assert (after.verdict, after.value) == ("ok", [42, []])
+
+
+VISIBLY_RUNNING = """
+import os, time
+if os.fork() == 0:
+    time.sleep(60)
+    os._exit(0)
+time.sleep({seconds})
+"""
+"""Runs as one process more than a slot has when it is idle."""
+
+
+async def until_processes_are(count: int) -> None:
+    async with asyncio.timeout(20):
+        while len(processes_of(os.getpid())) != count:
+            await asyncio.sleep(0.05)
+
+
+async def test_a_program_gives_its_value_and_its_output(sandbox: LocalSandbox) -> None:
+    ended = await run(
+        sandbox,
+        "print(input())\nx = y + 1",
+        "[x, 'a', 1.5, None, True, {'k': (1,)}]",
+        inputs={"y": 2},
+        stdin="hi\n",
+    )
+    assert ended.verdict == "ok"
+    assert ended.value == [3, "a", 1.5, None, True, {"k": [1]}]
+    assert ended.stdout == "hi\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "expression", "verdict", "last_line"),
+    [
+        ("1/0", None, "runtime_error", "ZeroDivisionError: division by zero"),
+        ("x = (", None, "runtime_error", "SyntaxError: '(' was never closed"),
+        ("", "3 +", "runtime_error", "SyntaxError: invalid syntax"),
+        ("", "1, 2; 3", "runtime_error", "SyntaxError: invalid syntax"),
+        (
+            "",
+            "{1, 2}",
+            "runtime_error",
+            "TypeError: the value is of type 'set', which is not plain data",
+        ),
+        (
+            "",
+            "1e999",
+            "runtime_error",
+            "ValueError: the value is inf, which is not a finite number",
+        ),
+        (
+            "x = []; x.append(x)",
+            "x",
+            "runtime_error",
+            "ValueError: the value is nested deeper than 32, or contains itself",
+        ),
+        ("class E(int): __eq__ = lambda a, b: True", "E(3)", "runtime_error", None),
+        ("", "10 ** 5000", "runtime_error", None),
+        ("x = 1\0", None, "runtime_error", None),
+        ("(" * 100_000, None, "runtime_error", None),
+        ("raise Exception('a' * (1 << 30))", None, "memory_limit", "MemoryError"),
+        ("class E(Exception):\n    __str__ = lambda s: 1/0\nraise E", None, "runtime_error", None),
+    ],
+)
+async def test_a_program_that_fails_says_why(
+    sandbox: LocalSandbox, code: str, expression: str | None, verdict: str, last_line: str | None
+) -> None:
+    ended = await run(sandbox, code, expression)
+    assert (ended.verdict, ended.value) == (verdict, None)
+    if last_line is not None:
+        assert ended.stderr.splitlines()[-1] == last_line
+    await nothing_is_left(sandbox)
+
+
+ENDINGS = {
+    "sys.exit(0)": "import sys; sys.exit(0)",
+    "raise SystemExit": "raise SystemExit",
+    "os._exit(0)": "import os; os._exit(0)",
+    "posix._exit": "import posix; posix._exit(int())",
+    "exec of another program": "import os; os.execv('/bin/true', ['true'])",
+    "a shadowed exit": "import atexit, os; atexit.register(os._exit, 0); raise ValueError",
+    "segmentation fault": "import ctypes; ctypes.string_at(0)",
+    "abort": "import os; os.abort()",
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+async def test_a_program_that_ends_itself_has_no_value(sandbox: LocalSandbox, name: str) -> None:
+    ended = await run(sandbox, ENDINGS[name], "15")
+    assert (ended.verdict, ended.value) == ("runtime_error", None)
+    await nothing_is_left(sandbox)
+
+
+async def test_what_a_program_prints_is_not_its_value(sandbox: LocalSandbox) -> None:
+    forged = '{"end": "ok", "value": 15}'
+    ended = await run(sandbox, f"import os\nfor fd in (1, 2): os.write(fd, b'{forged}')", "8")
+    assert (ended.verdict, ended.value, ended.stdout) == ("ok", 8, forged)
+
+
+async def test_forging_the_result_file_changes_only_ones_own_result(sandbox: LocalSandbox) -> None:
+    code = "import os\nfor fd in range(3, 200):\n    try: os.write(fd, b'garbage')\n    except OSError: pass"
+    ended = await run(sandbox, code, "8")
+    assert (ended.verdict, ended.value) == ("runtime_error", None)
+    await nothing_is_left(sandbox)
+
+
+READ_ALL_MEMORY = """
+import ctypes, os, re, sys
+mark = re.compile(b"SECRET[_](OF|VALUE|INPUT|STDIN)")  # so that the mark itself is nowhere in memory
+frames, frame = [], sys._getframe()
+while frame:
+    frames.append(repr(frame.f_locals).encode()); frame = frame.f_back
+found = [repr(match[0]) for text in frames if (match := mark.search(text))]
+del frames[:-4]
+
+reading, writing = os.pipe()
+libc = ctypes.CDLL(None)
+libc.write.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+looked = 0
+def readable(address):  # the kernel refuses to copy what is not mapped
+    return libc.write(writing, address, 4096) == 4096 and os.read(reading, 4096)
+
+def around(address, step):  # from a live object as far as the mapping goes
+    global looked
+    while page := readable(address):
+        looked += 4096
+        if match := mark.search(page): found.append(repr(match[0]))
+        address += step
+
+for thing in (object(), bytearray(1 << 12), sys.modules, [0] * 4000, os.environ, ctypes, type("T", (), {})):
+    page = id(thing) & ~4095
+    around(page, 4096); around(page - 4096, -4096)
+libc.sbrk.restype = ctypes.c_void_p
+around((libc.sbrk(0) or 0) - 4096 & ~4095, -4096)
+"""
+
+
+async def test_frames_and_memory_hold_no_other_job(sandbox: LocalSandbox) -> None:
+    told = "print('SECRET_OF_ANOTHER_JOB', input())"
+    for _ in range(3):
+        await run(
+            sandbox,
+            told,
+            "['SECRET_VALUE', other]",
+            inputs={"other": "SECRET_INPUT"},
+            stdin="SECRET_STDIN\n",
+        )
+    ended = await run(sandbox, READ_ALL_MEMORY, "[len(frames) > 3, looked > 5_000_000, found]")
+    assert (ended.verdict, ended.value) == ("ok", [True, True, []])
+
+
+async def test_the_environment_and_the_stack_hold_no_secret(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.environ["HONE_TEST_MARKER"] = "marker-of-the-service"
+    try:
+        other = LocalSandbox(isolated=True, num_slots=1)
+        await other.start()
+        code = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.getauxval.restype = ctypes.c_ulong
+start = libc.getauxval(31) - 2000
+stack = ctypes.string_at(start, 2000)
+"""
+        ended = await other.execute(
+            ExecuteRequest(
+                code=code,
+                expression="[b'marker-of' in stack, b'PYTHONHASHSEED' in stack, sorted(os.environ)]",
+            )
+        )
+        await other.close()
+    finally:
+        del os.environ["HONE_TEST_MARKER"]
+    assert ended.value == [
+        False,
+        True,
+        ["HOME", "LANG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "x = 9 ** 9 ** 9",
+        "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')",
+        "import signal\nfor s in (1, 2, 14, 15, 24): signal.signal(s, signal.SIG_IGN)\nwhile True: "
+        "pass",
+        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+        "import threading; threading.Thread(target=threading.Event().wait).start()",
+        "import atexit, time; atexit.register(time.sleep, 60)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)\nwhile True: pass",
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    ],
+)
+async def test_a_program_that_does_not_end_is_stopped_at_its_time_limit(
+    sandbox: LocalSandbox, code: str
+) -> None:
+    ended = await run(sandbox, code, timeout_s=0.3)
+    assert ended.verdict == "time_limit"
+    assert 0.3 <= ended.wall_s < 3.0
+    await nothing_is_left(sandbox)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = bytearray(8 << 30)",
+        "x = []\nwhile True: x.append(bytearray(1 << 20))",
+        "s = 'a'\nwhile True: s += s",
+    ],
+)
+async def test_a_memory_bomb_hits_its_own_limit(sandbox: LocalSandbox, code: str) -> None:
+    ended = await run(sandbox, code, memory_mib=64)
+    assert ended.verdict == "memory_limit"
+    await nothing_is_left(sandbox)
+
+
+@pytest.mark.parametrize(
+    "code", ["while True: print('x' * 100_000)", "import os\nwhile True: os.write(2, b'y' * 65536)"]
+)
+async def test_an_output_flood_is_cut_and_named(sandbox: LocalSandbox, code: str) -> None:
+    ended = await run(sandbox, code)
+    assert ended.verdict == "output_limit"
+    assert max(len(ended.stdout), len(ended.stderr)) < 70_000
+    await nothing_is_left(sandbox)
+
+
+async def test_exactly_as_much_output_as_is_kept_is_fine(sandbox: LocalSandbox) -> None:
+    assert (await run(sandbox, "print('x' * 65535)")).verdict == "ok"
+    assert (await run(sandbox, "print('x' * 65536)")).verdict == "output_limit"
+
+
+async def test_a_fork_bomb_reaches_its_limit_and_leaves_nothing(sandbox: LocalSandbox) -> None:
+    code = """
+import os, time
+n = 0
+try:
+    while n < 1000:
+        if os.fork() == 0: time.sleep(60)
+        n += 1
+except OSError: pass
+"""
+    ended = await run(sandbox, code, "n")
+    assert ended.verdict == "ok"
+    assert 5 < ended.value < 24
+    await nothing_is_left(sandbox)
+
+
+async def test_background_processes_end_with_their_program(sandbox: LocalSandbox) -> None:
+    code = """
+import os, subprocess, time
+subprocess.Popen(["/bin/sleep", "60"], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: time.sleep(60)
+    os._exit(0)
+"""
+    ended = await run(sandbox, code, "'done'")
+    assert (ended.verdict, ended.value) == ("ok", "done")
+    await nothing_is_left(sandbox)
+
+
+async def test_signals_reach_nobody_else(sandbox: LocalSandbox) -> None:
+    code = """
+import os
+for pid in (0, -1, 1, 2, os.getppid()):
+    for number in (9, 19):
+        try: os.kill(pid, number)
+        except OSError: pass
+"""
+    ended = await run(sandbox, code, "'alive'")
+    assert (ended.verdict, ended.value) == ("ok", "alive")
+    await nothing_is_left(sandbox)
+
+
+TRIES = """
+import os, socket
+def attempt(call, *arguments):
+    try:
+        call(*arguments)
+        return "allowed"
+    except OSError:
+        return "refused"
+"""
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "[attempt(socket.socket, family, kind) for family, kind in ((2, 1), (2, 3), (1, 1), (16, "
+        "3), (17, 3), (38, 5), (40, 1))]",
+        "[attempt(open, path, 'a') for path in ('/usr/lib/x', '/x', '/etc/passwd', '/dev/sda', "
+        "os.__file__)]",
+        "[attempt(os.listdir, path) for path in ('/proc/1', '/sys', '/home', '/var', '/work', "
+        "'/root/.ssh', '/run')]",
+        "[attempt(os.chroot, '/tmp'), attempt(os.mkfifo, '/tmp/f'), attempt(os.setuid, 1), "
+        "attempt(os.chown, '/tmp', 1, 1)]",
+        "[attempt(os.memfd_create, 'x'), attempt(os.sched_setscheduler, 0, 1, os.sched_param(1)), "
+        "attempt(os.nice, -1)]",
+    ],
+)
+async def test_the_host_is_out_of_reach(sandbox: LocalSandbox, expression: str) -> None:
+    ended = await run(sandbox, TRIES, expression)
+    assert ended.verdict == "ok", ended.stderr
+    assert set(ended.value) == {"refused"}
+    await nothing_is_left(sandbox)
+
+
+async def test_what_it_sees_of_the_host_is_mounted_read_only_without_set_uid(
+    sandbox: LocalSandbox,
+) -> None:
+    expression = "[os.statvfs(path).f_flag & 3 for path in ('/', '/usr', '/etc/passwd', '/dev/null', os.__file__)]"
+    assert (await run(sandbox, "import os", expression)).value == [3] * 5
+
+
+async def test_it_holds_no_capability(sandbox: LocalSandbox) -> None:
+    code = """
+import ctypes
+held = (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), held) == 0
+"""
+    assert (await run(sandbox, code, "list(held)")).value == [0] * 6
+
+
+async def test_each_slot_has_namespaces_of_its_own(sandbox: LocalSandbox) -> None:
+    await until_processes_are(PROCESSES_PER_SLOT)
+    _, inside, _ = processes_of(os.getpid())
+    for kind in ("user", "pid", "mnt", "net", "ipc", "uts"):
+        assert (
+            Path(f"/proc/{inside}/ns/{kind}").readlink() != Path(f"/proc/self/ns/{kind}").readlink()
+        ), kind
+
+
+async def test_what_is_inside_dies_with_the_process_outside(sandbox: LocalSandbox) -> None:
+    outside = processes_of(os.getpid())[0]
+    os.kill(outside, signal.SIGKILL)
+    await until_processes_are(0)
+    assert (await run(sandbox, "", "6 * 7")).value == 42
+
+
+async def test_unsafe_ends_what_a_program_leaves_running_and_removes_its_folder() -> None:
+    killed = await asyncio.create_subprocess_exec("true")
+    await killed.wait()
+    of_a_killed_service = Path(f"/tmp/hone-unsafe-{killed.pid}-x")
+    of_a_killed_service.mkdir()
+    unsafe = LocalSandbox(isolated=False, num_slots=1)
+    await unsafe.start()
+    assert not of_a_killed_service.exists()
+    try:
+        code = "import os, subprocess; sleeping = subprocess.Popen(['/bin/sleep', '60'])"
+        ended = await unsafe.execute(
+            ExecuteRequest(code=code, expression="[sleeping.pid, os.getcwd()]")
+        )
+    finally:
+        await unsafe.close()
+    assert ended.verdict == "ok"
+    assert not is_alive(ended.value[0])
+    assert not Path(ended.value[1]).exists()
+
+
+SYSTEM_CALLS = {
+    "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "ptrace": 101, "process_vm_readv": 310,
+    "bpf": 321, "perf_event_open": 298, "keyctl": 250, "add_key": 248, "userfaultfd": 323, "io_uring_setup": 425, "shmget": 29,
+    "msgget": 68, "semget": 64, "mq_open": 240, "personality": 135, "open_by_handle_at": 304, "seccomp": 317, "socket": 41,
+    "clone3": 435, "memfd_create": 319, "x32 getpid": 0x40000027, "mount_setattr": 442, "pidfd_getfd": 438, "kcmp": 312,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
+async def test_dangerous_system_calls_are_refused(sandbox: LocalSandbox) -> None:
+    code = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)"
+    expression = "{name: [libc.syscall(ctypes.c_long(nr), 0, 0, 0, 0, 0), ctypes.get_errno()] for name, nr in calls.items()}"
+    ended = await run(sandbox, code, expression, inputs={"calls": SYSTEM_CALLS})
+    assert ended.verdict == "ok", ended.stderr
+    assert {
+        name: result for name, result in ended.value.items() if result not in ([-1, 1], [-1, 38])
+    } == {}
+
+
+async def test_clone_with_a_new_namespace_is_refused_and_a_thread_is_not(
+    sandbox: LocalSandbox,
+) -> None:
+    code = "import ctypes, threading\nt = threading.Thread(target=print, args=('thread',)); t.start(); t.join()"
+    ended = await run(sandbox, code, "ctypes.CDLL(None).syscall(56, 0x10000000 | 17, 0, 0, 0, 0)")
+    assert (ended.value, ended.stdout) == (-1, "thread\n")
+
+
+async def test_descriptors_other_than_its_own_four_are_closed(sandbox: LocalSandbox) -> None:
+    code = "import os\nopen_fds = []\nfor fd in range(1024):\n    try: os.fstat(fd); open_fds.append(fd)\n    except OSError: pass"
+    assert (await run(sandbox, code, "open_fds")).value == [0, 1, 2, 3]
+
+
+async def test_the_small_tmp_fills_up_and_is_new_for_the_next_program(
+    sandbox: LocalSandbox,
+) -> None:
+    code = "n = 0\ntry:\n    while n < 100:\n        open(f'/tmp/{n}', 'wb').write(b'a' * (8 << 20)); n += 1\nexcept OSError: pass"
+    ended = await run(sandbox, code, "n")
+    assert (ended.verdict, ended.value) == ("ok", 8)
+    await nothing_is_left(sandbox)
+
+
+async def test_the_same_program_gives_the_same_result_in_every_process(
+    sandbox: LocalSandbox,
+) -> None:
+    request = ExecuteRequest(
+        code="import random", expression="[random.random(), hash('x'), list({'a', 'b', 'c'})]"
+    )
+    first = (await sandbox.execute(request)).value
+    other = LocalSandbox(isolated=True, num_slots=1)
+    await other.start()
+    try:
+        assert (await other.execute(request)).value == first
+    finally:
+        await other.close()
+
+
+async def test_a_killed_slot_is_started_again_and_the_next_job_is_right(
+    sandbox: LocalSandbox,
+) -> None:
+    kill(os.getpid())
+    assert (await run(sandbox, "", "6 * 7")).value == 42
+    await nothing_is_left(sandbox)
+
+
+async def test_a_slot_killed_during_a_job_costs_a_retry_and_no_wrong_result(
+    sandbox: LocalSandbox,
+) -> None:
+    job = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=1), "7"))
+    await until_processes_are(PROCESSES_PER_SLOT + 1)
+    kill(os.getpid())
+    assert ((await job).verdict, (await job).value) == ("ok", 7)
+    await nothing_is_left(sandbox)
+
+
+async def test_a_program_killed_from_outside_is_run_once_more_and_its_slot_lives_on(
+    sandbox: LocalSandbox,
+) -> None:
+    job = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=1), "7"))
+    await until_processes_are(PROCESSES_PER_SLOT + 1)
+    slot, program = processes_of(os.getpid())[1:3]
+    os.kill(program, signal.SIGKILL)
+    assert ((await job).verdict, (await job).value) == ("ok", 7)
+    await nothing_is_left(sandbox)
+    assert processes_of(os.getpid())[1] == slot
+
+
+async def test_a_child_killed_while_it_waits_for_its_program_costs_a_retry(
+    sandbox: LocalSandbox,
+) -> None:
+    await nothing_is_left(sandbox)
+    await until_processes_are(PROCESSES_PER_SLOT)
+    os.kill(processes_of(os.getpid())[2], signal.SIGKILL)
+    assert (await run(sandbox, "", "6 * 7")).value == 42
+    await nothing_is_left(sandbox)
+
+
+async def test_the_limit_of_cpu_time_holds_whatever_the_wall_clock_says(
+    sandbox: LocalSandbox,
+) -> None:
+    spinning = await run(sandbox, "while True: pass", cpu_s=0.3, timeout_s=30)
+    assert spinning.verdict == "time_limit"
+    assert 0.25 <= spinning.cpu_s < 0.6
+    threads = "import threading\nfor _ in range(4): threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()"
+    assert 0.25 <= (await run(sandbox, threads, cpu_s=0.3, timeout_s=30)).cpu_s < 0.8
+    sleeping = await run(sandbox, "import time; time.sleep(0.5)", cpu_s=0.2, timeout_s=30)
+    assert sleeping.verdict == "ok"
+    assert sleeping.wall_s >= 0.5 and sleeping.cpu_s < 0.2
+
+
+async def test_a_slot_killed_twice_is_a_sandbox_error(sandbox: LocalSandbox) -> None:
+    job = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=5), "7", timeout_s=10))
+    for _ in range(2):
+        await until_processes_are(PROCESSES_PER_SLOT + 1)
+        killed = set(processes_of(os.getpid()))
+        kill(os.getpid())
+        while killed & set(processes_of(os.getpid())):
+            await asyncio.sleep(0.01)
+    ended = await job
+    assert ended.verdict == "sandbox_error"
+    assert ended.stderr.startswith("the sandbox failed twice: its process ended with code")
+    assert (await run(sandbox, "", "6 * 7")).value == 42
+    await nothing_is_left(sandbox)
+
+
+async def test_a_program_that_could_not_begin_is_a_sandbox_error_and_not_a_wrong_answer(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"began": False, "exit": 125, "stderr": "capset(none): Operation not permitted"}
+
+    async def run_nothing(*_: Any) -> dict[str, Any]:
+        return facts
+
+    monkeypatch.setattr(Slot, "run", run_nothing)
+    ended = await run(sandbox, "", "1")
+    assert ended.verdict == "sandbox_error"
+    assert ended.stderr == (
+        "the sandbox failed twice: a program could not be started: capset(none): Operation not "
+        "permitted"
+    )
+
+
+async def test_a_program_cannot_pretend_that_it_never_began(sandbox: LocalSandbox) -> None:
+    code = "import os\nos.ftruncate(3, 0)\nos._exit(125)"
+    ended = await run(sandbox, code, "1")
+    assert ended.verdict == "runtime_error"
+
+
+async def test_a_cancelled_job_is_killed_and_its_slot_is_free(sandbox: LocalSandbox) -> None:
+    job = asyncio.create_task(run(sandbox, "while True: pass", timeout_s=30))
+    await asyncio.sleep(0.2)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    assert (await asyncio.wait_for(run(sandbox, "", "1 + 1"), 5)).value == 2
+    await nothing_is_left(sandbox)

@@ -1,0 +1,217 @@
+"""Streamed scores, a bound on what waits, and clients that go away: a service as a process, asked
+from outside."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import Busy
+from shared.service import Service
+from shared.wire import Validated, ValidateRequest
+from tests.support.reward_service import RunningService, running_service
+
+OWN = """
+import time
+def slow(completions):
+    time.sleep(float(completions[0]))
+    return [1.0 for _ in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    with running_service(
+        HONE_SANDBOX_SLOTS="1", HONE_MAX_QUEUED_COMPLETIONS="4", HONE_MAX_QUEUED_PROGRAMS="2"
+    ) as service:
+        yield service
+
+
+def connected(
+    service: RunningService, path: str, body: dict[str, Any], **headers: str
+) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=60)
+    connection.request(
+        "POST", path, json.dumps(body), {"content-type": "application/json"} | headers
+    )
+    return connection
+
+
+def lines(
+    service: RunningService, body: dict[str, Any]
+) -> tuple[int, list[tuple[float, dict[str, Any]]]]:
+    """The status, and each line with the seconds until it came."""
+    start = time.monotonic()
+    connection = connected(service, "/score", body, accept="application/x-ndjson")
+    response = connection.getresponse()
+    read = [(time.monotonic() - start, json.loads(line)) for line in response]
+    connection.close()
+    return response.status, read
+
+
+def programs(*codes: str, timeout_s: float = 10.0) -> dict[str, Any]:
+    items = [{"prompt": "", "completion": code, "row": {"target": 1}} for code in codes]
+    params = {"timeout_s": timeout_s}
+    return {
+        "items": items,
+        "rewards": [
+            {"grader": "python_value", "params": params},
+            {"grader": "length", "params": {"max": 99}},
+        ],
+    }
+
+
+def test_items_come_as_they_finish(service: RunningService) -> None:
+    status, read = lines(service, programs("1", "2", "import time\ntime.sleep(1)\n1"))
+    assert status == 200
+    assert [line["index"] for _, line in read] == [0, 1, 2]
+    assert read[-1][0] - read[0][0] > 0.5
+    values = {line["index"]: line["score"]["value"] for _, line in read}
+    assert values == {0: 2.0, 1: 1.0, 2: 2.0}
+    assert {part for _, line in read for part in line["score"]["parts"]} == {
+        "python_value",
+        "length",
+    }
+
+
+def test_a_failed_completion_comes_before_any_is_graded(service: RunningService) -> None:
+    body = programs("import time\ntime.sleep(1.0)\n1", "1")
+    body["items"][1]["finish_reason"] = "error"
+    _, read = lines(service, body)
+    assert [line["index"] for _, line in read] == [1, 0]
+    assert read[1][0] - read[0][0] > 0.5
+
+
+def test_a_mistake_is_a_problem_and_no_stream(service: RunningService) -> None:
+    status, read = lines(service, {"items": [], "rewards": [{"grader": "lenth"}]})
+    assert (status, read[0][1]["detail"]) == (422, "no grader 'lenth'; did you mean 'length'?")
+
+
+def test_nothing_to_grade_is_an_empty_stream(service: RunningService) -> None:
+    assert lines(
+        service, {"items": [], "rewards": [{"grader": "length", "params": {"max": 1}}]}
+    ) == (200, [])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "accept"),
+    [
+        (
+            "/execute",
+            {"code": "while True: pass", "timeout_s": 60, "cpu_s": 60},
+            "application/json",
+        ),
+        ("/score", programs("while True: pass\n1", timeout_s=30), "application/json"),
+        ("/score", programs("while True: pass\n1", timeout_s=30), "application/x-ndjson"),
+    ],
+    ids=["execute", "score", "stream"],
+)
+def test_work_ends_with_the_client_that_waited_for_it(
+    service: RunningService, path: str, body: dict[str, Any], accept: str
+) -> None:
+    connection = connected(service, path, body, accept=accept)
+    time.sleep(0.5)
+    connection.close()
+    start = time.monotonic()
+    assert service.post("/execute", {"expression": "6 * 7"})["value"] == 42, (
+        "the only sandbox is free again"
+    )
+    assert time.monotonic() - start < 10
+
+
+def test_work_with_a_key_goes_on_without_its_client(service: RunningService) -> None:
+    body = {"code": "import os, time\ntime.sleep(1)", "expression": "os.urandom(8).hex()"}
+    connection = connected(service, "/execute", body, **{"idempotency-key": "later"})
+    time.sleep(0.3)
+    connection.close()
+    first = service.post("/execute", body, idempotency_key="later")
+    assert first["verdict"] == "ok"
+    assert service.post("/execute", body, idempotency_key="later") == first
+
+
+def test_a_body_that_does_not_say_how_long_it_is_is_bounded_too() -> None:
+    with running_service(HONE_SANDBOX_SLOTS="1", HONE_MAX_BODY_MIB="1") as small:
+        connection = http.client.HTTPConnection(urlsplit(small.url).netloc, timeout=60)
+        chunks = (b'{"code": "' if not number else b"#" * 65536 for number in range(20))
+        connection.request(
+            "POST", "/execute", chunks, {"content-type": "application/json"}, encode_chunked=True
+        )
+        response = connection.getresponse()
+        assert (response.status, json.load(response)["detail"][:40]) == (
+            422,
+            "body of more than 1048576 bytes; at most",
+        )
+
+
+def test_more_than_may_wait_is_told_to_come_back(service: RunningService) -> None:
+    waiting = connected(service, "/score", programs("import time\ntime.sleep(2)\n1", "1", "1"))
+    time.sleep(0.5)
+    refused = connected(service, "/score", programs("1", "1"))
+    response = refused.getresponse()
+    problem = json.load(response)
+    assert (response.status, response.getheader("retry-after"), problem["type"]) == (
+        429,
+        "1",
+        "urn:hone:busy",
+    )
+    assert problem["detail"] == (
+        "3 completions wait or run and 2 more were sent; at most 4 may (setting "
+        "HONE_MAX_QUEUED_COMPLETIONS)"
+    )
+    assert json.load(waiting.getresponse())["scores"][0]["value"] == 2.0
+    assert service.post("/score", programs("1", "1"))["scores"][1]["value"] == 2.0
+    assert len(service.post("/score", programs(*("1" * 9)))["scores"]) == 9, (
+        "alone, a request may have any size"
+    )
+
+
+def test_programs_are_bounded_too(service: RunningService) -> None:
+    answers: list[dict[str, Any]] = []
+    body = {"code": "import time\ntime.sleep(0.5)", "expression": "1"}
+    threads = [
+        threading.Thread(target=lambda: answers.append(service.post("/execute", body)))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (
+        sorted(
+            answer.get("verdict") or answer["status"] for answer in answers if "verdict" in answer
+        )
+        == ["ok"] * 2
+    )
+    assert {answer["status"] for answer in answers if "status" in answer} == {429}
+
+
+async def test_a_busy_service_is_asked_again_however_long_it_lasts(settings: Settings) -> None:
+    service = Service("reward", settings)
+    free_at = time.monotonic() + 1.5
+
+    async def validate(request: ValidateRequest) -> Validated:
+        if time.monotonic() < free_at:
+            raise Busy("7 programs wait")
+        return Validated(rewards=())
+
+    service.operation("POST", "/graders/validate", validate)
+    client = Client(
+        "reward", "http://localhost", patience_s=0.3, transport=httpx2.ASGITransport(service.app)
+    )
+    request = ValidateRequest(rewards=(), columns=())
+    assert (
+        await client.call("POST", "/graders/validate", request, Validated, deadline_s=20)
+    ).rewards == ()
+    free_at += 60
+    with pytest.raises(Busy, match="7 programs wait"):
+        await client.call("POST", "/graders/validate", request, Validated, deadline_s=0.5)

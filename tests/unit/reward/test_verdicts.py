@@ -1,0 +1,205 @@
+"""Facts about an ended job -> its verdict, and the filter of system calls, both without running
+anything."""
+
+from __future__ import annotations
+
+import ast
+import re
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shared
+from services.reward.sandbox import inside, verdicts
+from services.reward.sandbox.inside import seccomp
+from shared.wire import ExecuteRequest
+
+ENDED = {
+    "exit": 0,
+    "limit": None,
+    "ooms": None,
+    "peak_bytes": 1 << 30,
+    "wall_s": 0.1,
+    "cpu_s": 0.1,
+    "stdout": "",
+    "stderr": "",
+    "overflow": False,
+    "result": '{"end": "ok", "value": 5}',
+}
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdict", "value"),
+    [
+        ({}, "ok", 5),
+        ({"limit": "wall", "exit": -signal.SIGKILL}, "time_limit", None),
+        ({"overflow": True}, "output_limit", None),
+        ({"exit": -signal.SIGKILL, "cpu_s": 0.4}, "memory_limit", None),
+        ({"exit": -signal.SIGKILL, "cpu_s": 3.0, "ooms": 1}, "memory_limit", None),
+        ({"exit": -signal.SIGKILL, "cpu_s": 5.0}, "time_limit", None),
+        ({"limit": "cpu", "exit": -signal.SIGKILL, "cpu_s": 4.0}, "time_limit", None),
+        ({"exit": -signal.SIGXCPU, "cpu_s": 0.4}, "time_limit", None),
+        ({"exit": -40}, "runtime_error", None),
+        ({"exit": -signal.SIGSEGV}, "runtime_error", None),
+        ({"result": ""}, "runtime_error", None),
+        ({"result": "", "exit": 1}, "runtime_error", None),
+        ({"result": "garbage"}, "runtime_error", None),
+        ({"result": '{"end": "ok", "value": NaN}'}, "runtime_error", None),
+        ({"result": '{"value": 5}'}, "runtime_error", None),
+        ({"result": "[5]"}, "runtime_error", None),
+        ({"result": '{"end": "ok", "value": ' + "[" * 100_000}, "runtime_error", None),
+        (
+            {"result": '{"end": "ok", "value": ' + "[" * 100 + "]" * 100 + "}"},
+            "runtime_error",
+            None,
+        ),
+        ({"result": '{"end": "ok", "value": "\\ud800"}'}, "runtime_error", None),
+        ({"result": '{"end": "ok", "value": ' + "1" * 5000 + "}"}, "runtime_error", None),
+        ({"result": '{"end": "memory", "trace": "MemoryError"}'}, "memory_limit", None),
+        ({"result": '{"end": "error", "trace": "E"}'}, "runtime_error", None),
+    ],
+)
+def test_how_a_job_ended_is_its_verdict(facts: dict[str, Any], verdict: str, value: Any) -> None:
+    ended = verdicts.execution(ENDED | facts, ExecuteRequest(expression="x", timeout_s=4))
+    assert (ended.verdict, ended.value) == (verdict, value)
+
+
+def test_a_program_without_an_expression_may_leave_by_any_door() -> None:
+    assert verdicts.execution(ENDED | {"result": ""}, ExecuteRequest(code="x")).verdict == "ok"
+    assert (
+        verdicts.execution(ENDED | {"result": "", "exit": 3}, ExecuteRequest(code="x")).verdict
+        == "runtime_error"
+    )
+
+
+ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+
+def answer(program: bytes, arch: int, number: int, *arguments: int) -> int:
+    """Returns what the kernel would: an interpreter of the five BPF instructions in use."""
+    data = struct.pack("=IIQ6Q", number, arch, 0, *(list(arguments) + [0] * 6)[:6])
+    accumulator = position = 0
+    while True:
+        code, if_true, if_false, value = struct.unpack_from("=HBBI", program, 8 * position)
+        position += 1
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("=I", data, value)
+        elif code == 0x06:
+            return value
+        else:
+            holds = {
+                0x15: accumulator == value,
+                0x35: accumulator >= value,
+                0x45: bool(accumulator & value),
+            }[code]
+            position += if_true if holds else if_false
+
+
+def header_numbers(machine: str) -> dict[str, int]:
+    header = (
+        Path("/usr/include")
+        / {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/unistd.h"}[machine]
+    )
+    if not header.exists():
+        pytest.skip(f"no {header} to compare with")
+    text = (
+        header.read_text()
+        .replace("__NR3264_fstatat", "__NR_newfstatat")
+        .replace("__NR3264_", "__NR_")
+    )
+    return {
+        name: int(number) for name, number in re.findall(r"#define\s+__NR_(\w+)\s+(\d+)\b", text)
+    }
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_allows_its_table_and_nothing_else(machine: str) -> None:
+    program, arch = seccomp.build(machine), ARCHITECTURES[machine]
+    known = header_numbers(machine)
+    allowed = {number for number in known.values() if answer(program, arch, number) == ALLOW}
+    by_argument = {
+        known[name] for name in ("clone", "ioctl", "fcntl")
+    }  # with all arguments 0; the next test has others
+    assert allowed == set(seccomp.numbers(machine).values()) | by_argument
+    assert {name: known[name] for name in seccomp.numbers(machine)} == seccomp.numbers(machine)
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_reads_the_arguments_that_matter(machine: str) -> None:
+    program, arch, number = seccomp.build(machine), ARCHITECTURES[machine], header_numbers(machine)
+    assert answer(program, arch, number["clone"], 0x11) == ALLOW
+    assert answer(program, arch, number["clone"], 0x10000011) == EPERM
+    assert answer(program, arch, number["clone3"]) == ENOSYS
+    assert answer(program, arch, number["ioctl"], 0, 0x5401) == ALLOW
+    assert answer(program, arch, number["ioctl"], 0, 0x5412) == EPERM
+    assert answer(program, arch, number["ioctl"], 0, 0x5412 | 1 << 32) == EPERM
+    assert answer(program, arch, number["prctl"], 15) == ALLOW
+    assert answer(program, arch, number["prctl"], 22) == EPERM
+    assert answer(program, arch, number["socket"]) == EPERM
+    assert answer(program, arch, number["socketpair"], 1) == ALLOW
+    assert answer(program, arch, number["socketpair"], 30) == EPERM
+    assert answer(program, arch, number["fcntl"], 0, 3) == ALLOW
+    assert {
+        answer(program, arch, number["fcntl"], 0, lock)
+        for lock in (5, 6, 7, 36, 37, 38, 1024, 1026)
+    } == {EPERM}
+    assert answer(program, arch, number["flock"]) == EPERM
+    assert answer(program, arch, 0x40000000) == EPERM
+    assert answer(program, 0x40000003, number["read"]) == KILL
+
+
+KILLED: dict[str, Any] = {"exit": -signal.SIGKILL, "result": "", "peak_bytes": 1 << 20}
+
+
+@pytest.mark.parametrize(
+    ("facts", "from_outside"),
+    [
+        (KILLED, True),
+        (KILLED | {"limit": "wall"}, False),
+        (KILLED | {"limit": "cpu"}, False),
+        (KILLED | {"cpu_s": 1.0}, False),  # it may have set itself a limit of one second
+        (KILLED | {"peak_bytes": 400 << 20}, False),  # with no cgroup to ask, much memory is why
+        (KILLED | {"peak_bytes": 400 << 20, "ooms": 0}, True),
+        (KILLED | {"ooms": 1}, False),
+        (KILLED | {"exit": -signal.SIGSEGV}, False),
+        ({}, False),
+    ],
+)
+def test_only_what_no_program_can_do_to_itself_is_a_kill_from_outside(
+    facts: dict[str, Any], from_outside: bool
+) -> None:
+    assert (
+        verdicts.killed_from_outside(ENDED | facts, ExecuteRequest(expression="x")) is from_outside
+    )
+
+
+def test_a_forged_reason_that_is_no_text_can_be_sent_on() -> None:
+    ended = verdicts.execution(
+        ENDED | {"result": '{"end": "error", "trace": "\\ud800"}'}, ExecuteRequest(expression="x")
+    )
+    assert (ended.verdict, ended.stderr) == ("runtime_error", "?")
+
+
+def test_a_machine_without_a_table_is_named() -> None:
+    with pytest.raises(OSError, match="no table of system calls for 'ppc64le'"):
+        seccomp.build("ppc64le")
+
+
+def test_what_runs_inside_imports_the_standard_library_only() -> None:
+    shown = (
+        Path(shared.__path__[0]) / "rewards.py"
+    )  # what a user's own rewards are made of, and nothing but that
+    for file in (*Path(inside.__path__[0]).glob("*.py"), *([shown] if shown.exists() else [])):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                ours = name.startswith("services.reward.sandbox.inside") or name == "shared.rewards"
+                assert ours or name.partition(".")[0] in sys.stdlib_module_names, (
+                    f"{file.name} imports {name}"
+                )

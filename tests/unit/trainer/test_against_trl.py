@@ -1,0 +1,345 @@
+"""Losses, gradients and correction weights against TRL's own `GRPOTrainer`, for every variant that
+both have.
+
+TRL's methods run as they are, on a trainer that has their settings and neither model nor data: its
+log-probs are given. A batch goes the whole way, `_generate_and_score_completions` (correction
+weights) and then `_compute_loss`. Float32 on both sides, relative error at most 1e-5. The last
+tests are of where we differ on purpose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from services.trainer.learning.correction import correction_weights, resolve
+from services.trainer.learning.loss import LossInputs
+from shared.job import CorrectionSpec, TrainingSpec
+from tests.support.loss_batches import loss_and_gradient, loss_inputs, part, random_batch
+
+CLOSE = 1e-5
+BATCHES = {
+    "random": ([5, 1, 12, 3, 7, 2], 0.5),
+    "one token": ([1], 0.5),
+    "one sequence": ([9], 0.5),
+    "on policy": ([4, 6], 0.0),
+    "ratios of 1e6": ([6, 3, 1], 5.0),
+}
+"""Lengths of the sequences, and how far new log-probs are from old ones (in nats, standard
+deviation)."""
+
+
+@dataclass(frozen=True)
+class Result:
+    loss: float
+    gradient_N: Tensor
+    weights_N: Tensor
+
+
+@pytest.fixture(scope="module")
+def trl() -> Callable[..., Result]:
+    """Returns what runs TRL on `LossInputs` with settings of its own: what it makes of one
+    micro-batch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.trainer.grpo_trainer import GRPOTrainer
+
+    class LightTrainer(GRPOTrainer):
+        def __init__(
+            self, x: LossInputs, sampler_logprobs_N: Tensor | None, settings: dict[str, Any]
+        ) -> None:
+            vars(self).update(
+                light_settings(x) | settings, _x=x, _sampler_logprobs_N=sampler_logprobs_N
+            )
+            self.use_vllm = self.vllm_importance_sampling_correction = (
+                sampler_logprobs_N is not None
+            )
+
+        def _generate(self, prompts: list) -> tuple:
+            completions = [[1] * int(length) for length in lengths_S(self._x)]
+            sampler = (
+                None
+                if self._sampler_logprobs_N is None
+                else ragged(self._sampler_logprobs_N, self._x)
+            )
+            logprobs = None if sampler is None else [row.tolist() for row in sampler]
+            return [[1]] * len(prompts), completions, None, completions, logprobs, {}, None, None
+
+        def _calculate_rewards(self, inputs: list, *args: Any) -> Tensor:
+            return torch.zeros(len(inputs), 1)
+
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
+            return padded(self._logprobs_N, self._x), torch.zeros(len(lengths_S(self._x)), 1), None
+
+    def run(
+        x: LossInputs,
+        sampler_logprobs_N: Tensor | None = None,
+        num_items: int | None = None,
+        **settings: Any,
+    ) -> Result:
+        trainer = LightTrainer(x, sampler_logprobs_N, settings)
+        trainer._logprobs_N = (
+            x.old_logprobs_N
+        )  # first the policy before any update, then that of the update
+        num_sequences = len(lengths_S(x))
+        inputs = trainer._generate_and_score_completions([{"prompt": "p"}] * num_sequences)
+        inputs["advantages"] = torch.stack([row[0] for row in ragged(x.advantages_N, x)])
+        inputs["old_per_token_logps"] = padded(x.old_logprobs_N, x)
+        if x.reference_logprobs_N is not None:
+            inputs["ref_per_token_logps"] = padded(x.reference_logprobs_N, x)
+        if num_items is not None:
+            inputs["num_items_in_batch"] = torch.tensor(num_items)
+        trainer._logprobs_N = x.logprobs_N.detach().clone().requires_grad_()
+        loss = trainer._compute_loss(None, inputs)
+        (gradient_N,) = torch.autograd.grad(loss, trainer._logprobs_N)
+        weights = inputs.get("importance_sampling_ratio", torch.ones(1)).expand_as(
+            inputs["completion_mask"]
+        )
+        return Result(loss.item(), gradient_N, weights[inputs["completion_mask"].bool()])
+
+    return run
+
+
+def light_settings(x: LossInputs) -> dict[str, Any]:
+    """The attributes that the two methods read, with the job's settings in TRL's names."""
+    training = x.training
+    sequence = training.importance == "sequence" or training.loss == "gspo"
+    return {
+        "accelerator": SimpleNamespace(
+            device=torch.device("cpu"),
+            num_processes=1,
+            process_index=0,
+            gather=lambda v: v,
+            reduce=lambda v, reduction: v,
+        ),
+        "args": SimpleNamespace(
+            delta=training.dual_clip,
+            gradient_accumulation_steps=1,
+            gradient_checkpointing_kwargs=None,
+            per_device_train_batch_size=1,
+            report_to=[],
+            sapo_temperature_pos=training.tau_positive,
+            sapo_temperature_neg=training.tau_negative,
+            steps_per_generation=1,
+            use_bias_correction_kl=False,
+        ),
+        "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        "loss_type": "grpo" if training.loss == "gspo" else training.loss,
+        "importance_sampling_level": "sequence" if sequence else "token",
+        "epsilon_low": training.clip_low,
+        "epsilon_high": 1 + training.clip_high if training.loss == "cispo" else training.clip_high,
+        "beta": training.beta,
+        "ref_model": object(),
+        "max_completion_length": x.max_tokens,
+        "current_gradient_accumulation_steps": 1,
+        "num_iterations": 1,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_min": None,
+        "vllm_importance_sampling_clip_max": None,
+        "aux_loss_enabled": False,
+        "environment_factories": None,
+        "environments": [],
+        "mask_truncated_completions": False,
+        "multi_objective_aggregation": "sum_then_normalize",
+        "num_generations": 1,
+        "off_policy_mask_threshold": None,
+        "pad_to_multiple_of": None,
+        "reward_func_names": ["r"],
+        "reward_weights": torch.ones(1),
+        "scale_rewards": "none",
+        "tools": [],
+        "top_entropy_quantile": 1.0,
+        "_entropy_bonus_enabled": False,
+        "_is_vlm": False,
+        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        "_metrics": {"train": defaultdict(list)},
+        "_pending_extra_logs": {},
+        "_pending_metrics": {},
+        "_tokenizer": SimpleNamespace(pad_token_id=0),
+    }
+
+
+def lengths_S(x: LossInputs) -> list[int]:
+    return torch.bincount(x.sequences_N).tolist()
+
+
+def ragged(values_N: Tensor, x: LossInputs) -> list[Tensor]:
+    return list(values_N.split(lengths_S(x)))
+
+
+def padded(values_N: Tensor, x: LossInputs) -> Tensor:
+    """`[S, T]`, with -7 at the padding, where no value may matter."""
+    return pad_sequence(ragged(values_N, x), batch_first=True, padding_value=-7.0)
+
+
+def assert_close(ours: tuple[float, Tensor], theirs: Result) -> None:
+    assert math.isfinite(theirs.loss)
+    assert ours[0] == pytest.approx(theirs.loss, rel=CLOSE)
+    torch.testing.assert_close(ours[1], theirs.gradient_N, rtol=CLOSE, atol=1e-7)
+
+
+def unweighted(
+    lengths: list[int], seed: int, training: TrainingSpec, spread: float = 0.5
+) -> LossInputs:
+    x = random_batch(lengths, seed, training, torch.float32, spread)
+    reference_N = x.reference_logprobs_N if training.beta else None
+    return dataclasses.replace(
+        x, weights_N=torch.ones_like(x.weights_N), reference_logprobs_N=reference_N
+    )
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("importance", ["token", "sequence"])
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "gspo"])
+def test_losses_and_gradients_are_those_of_trl(trl, loss, importance, batch):
+    lengths, spread = BATCHES[batch]
+    for seed, dual_clip, beta in ((0, None, 0.0), (1, 3.0, 0.0), (2, 1.5, 0.04)):
+        training = TrainingSpec(
+            loss=loss,
+            importance=importance,
+            dual_clip=dual_clip,
+            beta=beta,
+            clip_low=0.1,
+            clip_high=0.3,
+        )
+        x = unweighted(lengths, seed, training, spread)
+        assert_close(loss_and_gradient(x), trl(x))
+
+
+def test_a_batch_without_signal_is_that_of_trl(trl):
+    for loss in ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "gspo"):
+        x = unweighted([3, 1], 0, TrainingSpec(loss=loss), spread=5.0)
+        x = dataclasses.replace(x, advantages_N=torch.zeros(4))
+        assert_close(loss_and_gradient(x), trl(x))
+
+
+# --- correction
+# --------------------------------------------------------------------------------------------------------
+
+CORRECTIONS = {
+    "token_tis": "token_truncate",
+    "sequence_tis": "sequence_truncate",
+    "sequence_mask": "sequence_mask",
+    "icepop": "token_mask",
+}
+
+
+@pytest.mark.parametrize(("method", "mode"), CORRECTIONS.items())
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "cispo", "gspo"])
+def test_correction_weights_and_the_loss_with_them_are_those_of_trl(trl, method, mode, loss):
+    # Also the trap "rejection changes denominator": TRL's are those of all tokens, too.
+    for seed, (low, high), spread in itertools.product(
+        range(3), ((0.5, 2.0), (0.8, 1.2), (0.0, 3.0)), (0.1, 3.0)
+    ):
+        x = unweighted([5, 1, 12, 3], seed, TrainingSpec(loss=loss, beta=0.01))
+        sampler_N = x.old_logprobs_N + spread * torch.randn(
+            21, generator=torch.Generator().manual_seed(seed)
+        )
+        resolved = resolve(CorrectionSpec(method=method, low=low, high=high), 0)
+        weights_N = correction_weights(
+            x.old_logprobs_N, sampler_N, x.sequences_N, x.num_sequences, resolved
+        )
+        bounds = {
+            "vllm_importance_sampling_clip_min": low,
+            "vllm_importance_sampling_clip_max": high,
+        }
+        theirs = trl(x, sampler_N, vllm_importance_sampling_mode=mode, **bounds)
+        torch.testing.assert_close(weights_N, theirs.weights_N, rtol=CLOSE, atol=0)
+        assert_close(loss_and_gradient(dataclasses.replace(x, weights_N=weights_N)), theirs)
+
+
+@pytest.mark.parametrize(("method", "mode"), CORRECTIONS.items())
+def test_infinite_sampler_log_probs_are_weighed_as_trl_does(trl, method, mode):
+    x = unweighted([2, 1, 1], 0, TrainingSpec())
+    sampler_N = torch.tensor([-1.0, -math.inf, -900.0, 900.0])
+    weights_N = correction_weights(
+        x.old_logprobs_N, sampler_N, x.sequences_N, 3, resolve(CorrectionSpec(method=method), 0)
+    )
+    high = resolve(CorrectionSpec(method=method), 0).high
+    theirs = trl(
+        x, sampler_N, vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_max=high
+    )
+    torch.testing.assert_close(weights_N[1:], theirs.weights_N[1:])
+
+
+# --- accumulation
+# ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["dapo", "cispo", "grpo", "sapo", "dr_grpo", "gspo"])
+def test_trap_token_loss_scaling_two_updates_of_two_micro_batches_are_those_of_trl(trl, loss):
+    # TRL: a generation batch of 4 micro-batches of 2 sequences, accumulated by twos. Ours: 2
+    # minibatches of 4 sequences.
+    x = unweighted([5, 1, 12, 3, 7, 2, 4, 4], 3, TrainingSpec(loss=loss, beta=0.04))
+    x = dataclasses.replace(x, num_sequences=4, mean_tokens=x.num_tokens / 2)
+    args = light_settings(x)["args"]
+    args.steps_per_generation = 4
+    for first in (0, 2, 4, 6):
+        micro_batch = part(x, first, first + 2)
+        theirs = trl(micro_batch, num_items=38, args=args, current_gradient_accumulation_steps=2)
+        assert_close(loss_and_gradient(micro_batch), theirs)
+
+
+# --- where we differ on purpose
+# -------------------------------------------------------------------------------------------
+
+
+def test_bnpo_is_over_the_optimizer_step_and_trls_over_each_micro_batch(trl):
+    # Every l = -1. Ours: a mean over the 4 tokens, however they are split. TRL: the mean of two
+    # micro-batches' means, so a token weighs three times more alone than with two others.
+    x = loss_inputs(
+        [[-1.0] * 3, [-1.0]],
+        [[-1.0] * 3, [-1.0]],
+        [1.0, 1.0],
+        TrainingSpec(loss="bnpo"),
+        torch.float32,
+    )
+    for first, ours, theirs in ((0, -0.25, -1 / 6), (1, -0.25, -1 / 2)):
+        micro_batch = part(x, first, first + 1)
+        assert loss_and_gradient(micro_batch)[1][0].item() == pytest.approx(ours)
+        assert trl(micro_batch, current_gradient_accumulation_steps=2).gradient_N[
+            0
+        ].item() == pytest.approx(theirs)
+
+
+def test_trap_explosive_ratio_is_clamped_and_trls_is_not(trl):
+    x = loss_inputs([[-1.0]], [[-100.0]], [-1.0], TrainingSpec(), torch.float32)
+    assert trl(x).loss == math.inf
+    loss, gradient_N = loss_and_gradient(x)
+    assert (loss, gradient_N.item()) == (pytest.approx(math.exp(20)), 0.0)
+
+
+def test_a_dual_clip_below_the_upper_bound_still_bounds_the_loss_and_trls_does_not(trl):
+    # delta = 1.1 < 1 + clip_high, r = 2, A = -1. The paper's bound is 1.1; TRL takes the larger of
+    # 1.1 and 1.28.
+    x = loss_inputs(
+        [[math.log(2) - 1]], [[-1.0]], [-1.0], TrainingSpec(dual_clip=1.1), torch.float32
+    )
+    assert loss_and_gradient(x)[0] == pytest.approx(1.1)
+    assert trl(x).loss == pytest.approx(1.28)
+
+
+def test_a_sampler_log_prob_that_is_nan_is_refused_and_trls_weight_is_one(trl):
+    x = unweighted([2], 0, TrainingSpec())
+    sampler_N = torch.tensor([math.nan, -1.0])
+    weights_N = correction_weights(
+        x.old_logprobs_N,
+        sampler_N,
+        x.sequences_N,
+        1,
+        resolve(CorrectionSpec(method="token_tis"), 0),
+    )
+    assert math.isnan(weights_N[0])
+    assert trl(x, sampler_N, vllm_importance_sampling_clip_max=2.0).weights_N[0] == 1.0

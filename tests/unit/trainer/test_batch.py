@@ -1,0 +1,156 @@
+"""Packing and collating, by hand and by property."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.learning.batch import check, collate, cost, micro_batches_of_rank, pack
+from shared.errors import BadRequest
+from shared.wire import Example
+
+
+def example(prompt, completion, advantage=1.0) -> Example:
+    return Example(
+        prompt_token_ids=prompt,
+        token_ids=completion,
+        old_logprobs=[-1.0] * len(completion),
+        advantage=advantage,
+    )
+
+
+def test_sequences_go_to_the_rank_with_the_least_work_and_fill_to_the_budget():
+    # By length: 9(i1) 7(i3) 5(i0) 4(i4) 2(i2). Rank 0 gets 9; rank 1 gets 7, then 5 (7 < 9); rank 0
+    # gets 4 (9 < 12); rank 1 gets 2 (12 < 13). Budget 14: 9 alone (2 x 9 > 14), then 4; 7 and 5
+    # together (2 x 7 = 14), then 2.
+    assert pack([5, 9, 2, 7, 4], 2, 14) == [[[1], [4]], [[3, 0], [2]]]
+
+
+def test_work_and_not_tokens_is_balanced():
+    # One of 16384 tokens costs 32768; five of 4096 are more tokens, and cost 25600.
+    assert cost(16384) == 32768 and cost(4096) == 5120
+    ranks = pack([16384, 4096, 4096, 4096, 4096, 4096], 2, 1 << 20)
+    assert ranks == [[[0]], [[1, 2, 3, 4, 5]]]
+
+
+def test_packed_sequences_go_where_there_is_room_first():
+    # By length: 9 7 5 4 2. Budget 12: 9 | 7 5 | then 4 opens a third, and 2 fits beside the 9.
+    assert pack([5, 9, 2, 7, 4], 1, 12, packed=True) == [[[1, 2], [3, 0], [4]]]
+
+
+def test_a_row_longer_than_the_budget_gets_a_micro_batch_of_its_own():
+    assert pack([100, 3, 3], 1, 10) == [[[0], [1, 2]]]
+
+
+def test_a_step_without_rows_has_no_micro_batches():
+    assert pack([], 2, 10) == [[], []]
+
+
+@given(
+    st.lists(st.integers(1, 50), max_size=60), st.integers(1, 5), st.integers(1, 200), st.booleans()
+)
+def test_packing_keeps_every_row_once_within_the_budget_and_the_ranks_in_step(
+    lengths, num_ranks, budget, packed
+):
+    ranks = pack(lengths, num_ranks, budget, packed=packed)
+    assert sorted(index for rank in ranks for batch in rank for index in batch) == list(
+        range(len(lengths))
+    )
+    assert len({len(rank) for rank in ranks}) == 1
+    for batch in (batch for rank in ranks for batch in rank):
+        tokens = [lengths[index] for index in batch]
+        assert len(batch) <= 1 or (sum(tokens) if packed else len(tokens) * max(tokens)) <= budget
+    work = [sum(cost(lengths[index]) for batch in rank for index in batch) for rank in ranks]
+    assert max(work) - min(work) <= max(map(cost, lengths), default=0)
+
+
+def test_collate_points_at_the_states_that_predict_each_completion_token():
+    batch = collate(
+        [example((5, 6, 7), (8, 9), advantage=2.0), example((1,), (0, 3, 4), advantage=-1.0)]
+    )
+    assert batch.input_ids_BT.tolist() == [[5, 6, 7, 8, 9], [1, 0, 3, 4, 0]]
+    assert batch.attention_mask_BT.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
+    assert batch.rows_N.tolist() == [0, 0, 1, 1, 1]
+    assert batch.columns_N.tolist() == [2, 3, 0, 1, 2]
+    assert (batch.sequences_N.tolist(), batch.num_sequences) == ([0, 0, 1, 1, 1], 2)
+    assert batch.targets_N.tolist() == [8, 9, 0, 3, 4]
+    assert batch.advantages_N.tolist() == [2, 2, -1, -1, -1]
+    assert batch.lengths_N.tolist() == [2, 2, 3, 3, 3]
+
+
+def test_a_packed_row_holds_the_sequences_end_to_end_and_positions_begin_again():
+    batch = collate(
+        [example((5, 6, 7), (8, 9), advantage=2.0), example((1,), (0, 3, 4), advantage=-1.0)],
+        packed=True,
+    )
+    assert batch.input_ids_BT.tolist() == [[5, 6, 7, 8, 9, 1, 0, 3, 4]]
+    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
+    assert batch.attention_mask_BT.tolist() == [[1] * 9]
+    assert batch.rows_N.tolist() == [0] * 5
+    assert batch.columns_N.tolist() == [2, 3, 5, 6, 7]
+    assert batch.targets_N.tolist() == [8, 9, 0, 3, 4]
+    assert (batch.sequences_N.tolist(), batch.num_sequences) == ([0, 0, 1, 1, 1], 2)
+    assert batch.lengths_N.tolist() == [2, 2, 3, 3, 3]
+    assert batch.to(torch.device("cpu")).position_ids_BT is not None
+
+
+def test_trap_padding_is_on_the_right_also_of_the_prompt():
+    batch = collate([example((1, 2, 3, 4), (5,)), example((6,), (7,))])
+    assert batch.input_ids_BT[1].tolist() == [6, 7, 0, 0, 0]
+    assert batch.columns_N.tolist() == [3, 0]
+
+
+def test_trap_the_end_token_counts_and_a_truncated_completion_counts_whole():
+    eos = 1
+    ended, cut = collate([example((5,), (6, eos))]), collate([example((5,), (6, 7))])
+    for batch in (ended, cut):
+        assert (len(batch.targets_N), batch.lengths_N.tolist()) == (2, [2, 2])
+    assert ended.targets_N.tolist() == [6, eos]
+
+
+def test_trap_pad_equal_to_eos_masks_neither():
+    batch = collate([example((0, 0), (0, 0)), example((0,), (0,))])
+    assert batch.attention_mask_BT.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+
+
+def test_a_rank_without_rows_gets_a_dummy_of_weight_zero():
+    batches = micro_batches_of_rank([example((1, 2), (3,))], rank=1, num_ranks=2, budget_tokens=100)
+    assert [batch.weight for batch in batches] == [0.0]
+    assert batches[0].advantages_N.tolist() == [0.0]
+    assert batches[0].targets_N.numel() == 1
+
+
+def test_moving_a_batch_keeps_its_weight():
+    batch = collate([example((1,), (2,))], weight=0.0).to(torch.device("cpu"))
+    assert (batch.weight, batch.targets_N.tolist()) == (0.0, [2])
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        (
+            Example(prompt_token_ids=(), token_ids=(1,), old_logprobs=(-1.0,), advantage=1.0),
+            "has 0 prompt tokens and 1 completion",
+        ),
+        (
+            Example(prompt_token_ids=(1,), token_ids=(), old_logprobs=(), advantage=1.0),
+            "expected at least 1 of each",
+        ),
+        (
+            Example(prompt_token_ids=(1,), token_ids=(1, 2), old_logprobs=(-1.0,), advantage=1.0),
+            "has 1 old_logprobs, expected 2",
+        ),
+        (
+            Example(prompt_token_ids=(1,), token_ids=(64,), old_logprobs=(-1.0,), advantage=1.0),
+            "token id 64, expected 0 to 63",
+        ),
+        (
+            Example(prompt_token_ids=(-3,), token_ids=(1,), old_logprobs=(-1.0,), advantage=1.0),
+            "token id -3, expected 0 to 63",
+        ),
+    ],
+)
+def test_an_example_the_model_cannot_take_is_named(bad, sentence):
+    with pytest.raises(BadRequest, match=sentence) as raised:
+        check([example((1,), (2,)), bad], vocab_size=64)
+    assert raised.value.detail.startswith("example 1 of 2")

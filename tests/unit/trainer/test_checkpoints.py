@@ -1,0 +1,392 @@
+"""Checkpoints: whole or absent, found again, refused to others, damaged ones named, old ones
+removed. One rank and two."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from services.trainer.disk import checkpoints, folders
+from services.trainer.disk.checkpoints import check_seen as seen
+from services.trainer.disk.checkpoints import expendable
+from services.trainer.trainer import checkpoint_bytes
+from shared.errors import Conflict, Failed
+from shared.job import CheckpointSpec
+from shared.wire import CheckpointRequest, PublishRequest
+from tests.support.trainer_fakes import (
+    EXAMPLE,
+    ThreadRanks,
+    Together,
+    job_request,
+    make_trainer,
+    on_all,
+    step_request,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+def checkpoint(step: int, job_id: str = "a") -> CheckpointRequest:
+    return CheckpointRequest(job_id=job_id, step=step)
+
+
+def trained(tmp_path, steps: int, *, every: int = 1, job_id: str = "a", **job):
+    """A trainer that has trained that many steps and written a checkpoint every so many."""
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request(job_id, **job))
+    for step in range(1, steps + 1):
+        trainer.train_step(step_request(step, job_id=job_id))
+        if step % every == 0:
+            trainer.write_checkpoint(checkpoint(step, job_id))
+    return trainer, engines
+
+
+def in_steps(tmp_path, job_id: str = "a") -> list[int]:
+    return [found.step for found in checkpoints.listed(tmp_path / "runs" / job_id / "checkpoints")]
+
+
+def test_a_checkpoint_is_written_once_and_found_later(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    trainer.train_step(step_request(1))
+    first = trainer.write_checkpoint(checkpoint(1))
+    assert first is not None and first.path.endswith("runs/a/checkpoints/step-000001")
+    engines[0].num_updates = 99  # would be visible in the file
+    trainer.train_step(step_request(2))
+    assert trainer.write_checkpoint(checkpoint(1)) == first
+    assert (
+        tmp_path / "runs/a/checkpoints/step-000001/model.safetensors"
+    ).read_bytes() == b"weights 1"
+    with pytest.raises(Conflict, match="got step 5, expected 2"):
+        trainer.write_checkpoint(checkpoint(5))
+    assert trainer.list_checkpoints().checkpoints == (first,)
+    assert first.size_bytes == sum(
+        file.stat().st_size for file in Path(first.path).rglob("*") if file.is_file()
+    )
+
+
+def test_a_job_goes_on_from_its_newest_checkpoint_and_answers_the_checkpointed_step_again(tmp_path):
+    first, engines = trained(tmp_path, 4, every=2)
+    last = first.train_step(step_request(4))
+    first.train_step(step_request(5))
+    second, engines = make_trainer(tmp_path)
+    state = second.load_job(job_request())
+    assert (state.step, state.resumed_step, state.damaged) == (4, 4, ())
+    assert engines[0].num_updates == 4
+    assert second.train_step(step_request(4)) == last
+    assert engines[0].num_updates == 4, "answered, not applied"
+    with pytest.raises(Conflict, match="step 4 was already applied, with another body"):
+        second.train_step(step_request(4, examples=(EXAMPLE, EXAMPLE)))
+    assert second.train_step(step_request(5)).step == 5
+
+
+def test_the_count_of_skipped_steps_goes_on_too(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    engines[0].skip = True
+    trainer.train_step(step_request(1))
+    trainer.write_checkpoint(checkpoint(1))
+    assert make_trainer(tmp_path)[0].load_job(job_request()).skipped_steps == 1
+
+
+def test_a_job_without_checkpoints_begins_at_its_start(tmp_path):
+    trained(tmp_path, 2, job_id="b")
+    state = make_trainer(tmp_path)[0].load_job(job_request("a"))
+    assert (state.step, state.resumed_step) == (0, None)
+
+
+def test_a_checkpoint_of_another_job_is_refused_and_the_loaded_job_stays(tmp_path):
+    trained(tmp_path, 1, job_id="b")
+    shutil.copytree(tmp_path / "runs/b", tmp_path / "runs/a")
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request("c"))
+    with pytest.raises(
+        Conflict, match="it is of job 'b', and this is job 'a'; move it away to begin anew"
+    ):
+        trainer.load_job(job_request("a"))
+    assert not engines[0].closed
+    assert trainer.state().job_id == "c"
+
+
+def test_a_checkpoint_of_another_body_says_what_differs(tmp_path):
+    trained(tmp_path, 1)
+    trainer, _ = make_trainer(tmp_path)
+    request = job_request(learning_rate=0.2)
+    request = request.model_copy(update={"job": request.job.model_copy(update={"seed": 7})})
+    with pytest.raises(
+        Conflict,
+        match=r"with another job: seed was 0 and is 7; training\.learning_rate was 0\.1 and is 0\.2;",
+    ):
+        trainer.load_job(request)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_both_fingerprints(tmp_path):
+    trained(tmp_path, 1)
+    trainer, engines = make_trainer(tmp_path)
+    engines.model = "retrained"
+    with pytest.raises(
+        Conflict, match="what is in 'tiny' had the fingerprint \"tiny's\", and now has 'retrained'"
+    ):
+        trainer.load_job(job_request())
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (
+            lambda path: (path / "model.safetensors").unlink(),
+            "model.safetensors cannot be read: No such file or directory",
+        ),
+        (
+            lambda path: os.truncate(path / "trainer/rank-0", 0),
+            "trainer/rank-0 has 0 bytes, expected 1",
+        ),
+        (
+            lambda path: (path / "trainer/rank-0").write_text("7"),
+            "trainer/rank-0 has other bytes than were written",
+        ),
+        (
+            lambda path: (path / "trainer/manifest.json").unlink(),
+            "trainer/manifest.json cannot be read",
+        ),
+        (
+            lambda path: os.truncate(path / "trainer/manifest.json", 100),
+            "trainer/manifest.json is cut off or garbled",
+        ),
+    ],
+    ids=["missing", "truncated", "garbled", "no manifest", "truncated manifest"],
+)
+def test_a_damaged_checkpoint_is_named_and_the_next_older_taken(tmp_path, damage, fault):
+    trained(tmp_path, 2)
+    damage(tmp_path / "runs/a/checkpoints/step-000002")
+    trainer, engines = make_trainer(tmp_path)
+    state = trainer.load_job(job_request())
+    assert (state.step, state.resumed_step) == (1, 1)
+    assert engines[0].num_updates == 1
+    (said,) = state.damaged
+    assert said.startswith(f"the checkpoint step-000002 of job 'a' is damaged: {fault}")
+    assert in_steps(tmp_path) == [1]
+    assert (tmp_path / "runs/a/checkpoints/damaged-step-000002").is_dir()
+    trainer.train_step(step_request(2))
+    trainer.write_checkpoint(checkpoint(2))
+    assert in_steps(tmp_path) == [1, 2], "written anew, and not taken for the damaged one"
+
+
+def test_a_checkpoint_of_another_version_of_hone_is_refused_and_not_called_damaged(tmp_path):
+    trained(tmp_path, 1)
+    manifest = tmp_path / "runs/a/checkpoints/step-000001/trainer/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"skipped_steps"', '"skips"'))
+    with pytest.raises(
+        Conflict,
+        match=r"is of another version of Hone: trainer/manifest\.json: skipped_steps: Field required",
+    ):
+        make_trainer(tmp_path)[0].load_job(job_request())
+    assert in_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "removed"),
+    [
+        (2, 0, [1, 2, 3, 4]),
+        (1, 2, [1, 3, 5]),
+        (1, 4, [1, 2, 3, 5]),
+        (9, 0, []),
+        (1, 0, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_last_are_kept_and_of_older_ones_every_nth(keep_last, keep_every, removed):
+    spec = CheckpointSpec(keep_last=keep_last, keep_every=keep_every)
+    assert expendable([1, 2, 3, 4, 5, 6], spec) == removed
+    assert expendable([], spec) == []
+
+
+def test_old_checkpoints_are_removed_when_a_new_one_is_whole(tmp_path):
+    trainer, engines = trained(tmp_path, 6, checkpoints={"keep_last": 2, "keep_every": 3})
+    assert in_steps(tmp_path) == [3, 5, 6]
+    trainer.train_step(step_request(7))
+    engines[0].save_fault = OSError("the disk broke")
+    with pytest.raises(Failed, match=r"cannot write '.*step-000007': the disk broke"):
+        trainer.write_checkpoint(checkpoint(7))
+    assert in_steps(tmp_path) == [3, 5, 6]
+    assert (
+        sorted(path.name for path in (tmp_path / "runs/a/checkpoints").iterdir())[0]
+        == "step-000003"
+    ), "nothing was left aside"
+
+
+def test_space_for_the_optimizer_is_counted_before_anything_is_written(tmp_path, monkeypatch):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    # 40 bytes exported, 40 in DeepSpeed's copy, and 12 for each of 4 trained parameters.
+    assert checkpoint_bytes(engines[0]) == 128
+    monkeypatch.setattr(
+        folders.shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(1000, 873, 127)
+    )
+    with pytest.raises(
+        Failed,
+        match="about 128 bytes are needed and 127 are free; free some space, or point HONE_RUNS_DIR",
+    ):
+        trainer.write_checkpoint(checkpoint(0))
+    assert in_steps(tmp_path) == []
+
+
+def test_what_a_killed_trainer_left_aside_is_swept_when_the_job_is_loaded(tmp_path):
+    trained(tmp_path, 1)
+    (tmp_path / "runs/a/checkpoints/.tmp-step-000002").mkdir()
+    (tmp_path / "runs/a/checkpoints/.tmp-old-step-000000").mkdir()
+    make_trainer(tmp_path)[0].load_job(job_request())
+    assert [path.name for path in (tmp_path / "runs/a/checkpoints").iterdir()] == ["step-000001"]
+
+
+def two_ranks(tmp_path):
+    shared = Together(2)
+    return [make_trainer(tmp_path, ThreadRanks(shared, rank)) for rank in range(2)]
+
+
+def on_both(trainers, name: str, body):
+    return on_all(
+        *(lambda trainer=trainer: getattr(trainer, name)(body) for trainer, _ in trainers)
+    )
+
+
+def test_every_rank_writes_its_share_and_reads_it_back(tmp_path):
+    trainers = two_ranks(tmp_path)
+    on_both(trainers, "load_job", job_request())
+    on_both(trainers, "train_step", step_request(1))
+    trainers[1][1][0].num_updates = 11  # so that the shares differ
+    written, nothing = on_both(trainers, "write_checkpoint", checkpoint(1))
+    assert (written.step, nothing) == (1, None)
+    manifest = checkpoints.read_manifest(Path(written.path))
+    assert set(manifest.files) == {
+        "config.json",
+        "model.safetensors",
+        "trainer/rank-0",
+        "trainer/rank-1",
+    }
+    assert manifest.num_ranks == 2
+    again = two_ranks(tmp_path)
+    states = on_both(again, "load_job", job_request())
+    assert [state.step for state in states] == [1, 1]
+    assert [engines[0].num_updates for _, engines in again] == [1, 11]
+
+
+def test_a_rank_that_cannot_write_its_share_is_an_error_on_all_and_leaves_nothing(tmp_path):
+    trainers = two_ranks(tmp_path)
+    on_both(trainers, "load_job", job_request())
+    trainers[1][1][0].save_fault = OSError("no space left on rank 1")
+    zero, one = on_both(trainers, "write_checkpoint", checkpoint(0))
+    assert isinstance(one, OSError)
+    assert isinstance(zero, Failed) and "on rank 1: OSError: no space left on rank 1" in zero.detail
+    assert list((tmp_path / "runs/a/checkpoints").iterdir()) == []
+
+
+def apart(tmp_path):
+    """Two ranks of nodes that do not share their run folders."""
+    shared = Together(2)
+    return [make_trainer(tmp_path / f"node-{rank}", ThreadRanks(shared, rank)) for rank in range(2)]
+
+
+def test_a_node_that_does_not_share_the_run_folder_is_told_before_anything_is_written(
+    tmp_path, monkeypatch
+):
+    trainers = two_ranks(tmp_path)
+    on_both(trainers, "load_job", job_request())
+    monkeypatch.setattr(
+        checkpoints,
+        "check_seen",
+        lambda path, rank: seen(path / "elsewhere" if rank else path, rank),
+    )
+    for outcome in on_both(trainers, "write_checkpoint", checkpoint(0)):
+        assert isinstance(outcome, Failed)
+        assert (
+            "rank 1 does not see" in outcome.detail
+            and "a folder that all nodes share" in outcome.detail
+        )
+    assert list((tmp_path / "runs/a/checkpoints").iterdir()) == []
+
+
+def test_a_checkpoint_that_one_node_does_not_see_is_not_called_damaged(tmp_path):
+    trainers = two_ranks(tmp_path / "node-0")
+    on_both(trainers, "load_job", job_request())
+    on_both(trainers, "write_checkpoint", checkpoint(0))
+    for outcome in on_both(apart(tmp_path), "load_job", job_request()):
+        assert isinstance(outcome, Failed) and "rank 1 does not see" in outcome.detail
+    assert in_steps(tmp_path / "node-0") == [0]
+
+
+def test_damage_that_only_another_rank_reads_is_found_by_all(tmp_path):
+    trainers = two_ranks(tmp_path)
+    on_both(trainers, "load_job", job_request())
+    on_both(trainers, "write_checkpoint", checkpoint(0))
+    (tmp_path / "runs/a/checkpoints/step-000000/trainer/rank-1").write_text("9")
+    states = on_both(two_ranks(tmp_path), "load_job", job_request())
+    assert [state.resumed_step for state in states] == [None, None]
+    assert all("trainer/rank-1 has other bytes" in state.damaged[0] for state in states)
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_both(tmp_path):
+    trained(tmp_path, 1)
+    for outcome in on_both(two_ranks(tmp_path), "load_job", job_request()):
+        assert isinstance(outcome, Conflict)
+        assert (
+            r"was written by 1 rank(s), and this trainer has 2 (HONE_TRAINER_RANKS"
+            in outcome.detail
+        )
+
+
+def test_only_rank_0_publishes_with_every_rank_taking_part(tmp_path):
+    trainers = two_ranks(tmp_path)
+    on_both(trainers, "load_job", job_request())
+    ref, nothing = on_both(
+        trainers, "publish_weights", PublishRequest(job_id="a", version=0, method="shm")
+    )
+    assert (Path(ref.path) / "model.safetensors").read_bytes() == b"weights 0"
+    assert nothing is None
+    again, nothing = on_both(
+        trainers, "publish_weights", PublishRequest(job_id="a", version=0, method="shm")
+    )
+    assert (again, nothing) == (ref, None), "published already: rank 1 waits for no folder"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+from tests.support.trainer_fakes import job_request, make_trainer, step_request
+from shared.wire import CheckpointRequest
+trainer, _ = make_trainer(Path(sys.argv[1]))
+step = trainer.load_job(job_request(checkpoints={"keep_last": 2})).step
+while True:
+    step += 1
+    trainer.train_step(step_request(step))
+    trainer.write_checkpoint(CheckpointRequest(job_id="a", step=step))
+    print(step, file=sys.stderr, flush=True)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_checkpoints_only_and_the_newest_stays(tmp_path):
+    newest = 0
+    for life in range(4):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        assert writer.stderr is not None
+        newest = int(writer.stderr.readline())
+        time.sleep(0.02 * (life + 1))
+        writer.send_signal(signal.SIGKILL)
+        newest = max([newest, *map(int, writer.stderr.read().split())])
+        writer.wait()
+        steps = in_steps(tmp_path)
+        assert steps[-1] >= newest and len(steps) >= min(2, newest)
+        for step in steps:
+            path = checkpoints.path_of(tmp_path / "runs/a/checkpoints", step)
+            checkpoints.check_files(path, checkpoints.read_manifest(path), slice(None))

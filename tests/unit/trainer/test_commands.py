@@ -1,0 +1,208 @@
+"""One rank's outcome and all ranks' answer; what happens when they differ; that nobody waits for
+ever."""
+
+import asyncio
+import threading
+import time
+from unittest.mock import Mock
+
+import pytest
+from torch.distributed import HashStore
+
+from services.trainer.processes import commands
+from services.trainer.processes.channel import Channel, Notes
+from services.trainer.processes.commands import (
+    Inbox,
+    RanksDiffer,
+    Readiness,
+    follow,
+    perform,
+    watch,
+)
+from services.trainer.processes.together import Ranks
+from shared.errors import Conflict, Failed
+from shared.wire import PublishRequest, StepResult, TrainStepRequest
+from tests.support.trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
+
+
+class OtherRank(Ranks):
+    """One other rank, whose outcome of the command is scripted: None is success."""
+
+    def __init__(self, other: Failed | None, rank: int = 0) -> None:
+        self.rank = rank
+        self.other = other
+        self.notes: list[str] = []
+
+    def settle(self, error, result=None):
+        if error is not None:
+            self.leave_note(error.detail)
+        return [
+            (error.problem() if error else None, result),
+            (self.other.problem() if self.other else None, None),
+        ]
+
+    def together(self, act):
+        return [act()]
+
+    def leave_note(self, sentence):
+        self.notes.append(sentence)
+
+
+def test_success_everywhere_is_rank_0s_result(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    outcome = perform(trainer, OtherRank(None), "load_job", job_request())
+    assert outcome == trainer.state()
+
+
+def test_a_job_that_one_rank_could_not_load_is_unloaded_on_all(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    outcome = perform(trainer, OtherRank(Failed("rank 1 has no memory")), "load_job", job_request())
+    assert isinstance(outcome, Failed) and outcome.detail == "rank 1 has no memory"
+    assert trainer.state().job_id is None
+    assert engines.remembered is None
+
+
+def test_ranks_of_which_one_has_not_applied_a_step_end_and_come_back(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    with pytest.raises(RanksDiffer, match="rank 1 has no memory"):
+        perform(trainer, OtherRank(Failed("rank 1 has no memory")), "train_step", step_request(1))
+    assert engines.remembered == job_request()
+    # The other ranks wait for rank 0 to end them, so that it can answer first.
+    outcome = perform(
+        trainer, OtherRank(Failed("rank 0 has no memory"), rank=1), "train_step", step_request(2)
+    )
+    assert isinstance(outcome, Failed)
+
+
+def test_a_failure_of_one_rank_to_write_is_an_error_and_no_more(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    body = PublishRequest(job_id="a", version=0, method="shm")
+    outcome = perform(trainer, OtherRank(Failed("rank 1 has no disk")), "publish_weights", body)
+    assert isinstance(outcome, Failed)
+    assert trainer.state().job_id == "a"
+
+
+def test_an_error_all_ranks_agree_on_leaves_the_job(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    ranks = OtherRank(Failed("the same"))
+    outcome = perform(trainer, ranks, "train_step", step_request(5))
+    assert isinstance(outcome, Conflict) and outcome.detail == "got step 5, expected 1"
+    assert trainer.state().job_id == "a"
+    assert ranks.notes == ["got step 5, expected 1"]
+
+
+def test_running_out_of_memory_on_all_ranks_leaves_the_step_to_be_tried_again(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    engines[0].fault = Failed("out of memory; set memory.micro_batch_tokens to 8192")
+    outcome = perform(trainer, OtherRank(Failed("the same")), "train_step", step_request(1))
+    assert isinstance(outcome, Failed)
+    again = perform(trainer, OtherRank(None), "train_step", step_request(1, examples=(EXAMPLE,)))
+    assert isinstance(again, StepResult) and again.step == 1
+
+
+def test_an_unforeseen_error_names_the_rank_and_the_command(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    engines[0].fault = MemoryError("17 bytes short")
+    outcome = perform(trainer, Ranks(), "train_step", step_request(1))
+    assert (
+        isinstance(outcome, Failed)
+        and outcome.detail == "train_step failed on rank 0: MemoryError: 17 bytes short"
+    )
+
+
+def test_a_note_is_seen_by_another_rank_until_it_is_cleared():
+    store = HashStore()
+    own, other = Notes(store, 3, 4), Notes(store, 0, 4)
+    assert other.standing() is None
+    own.leave("rank 3 has no memory")
+    assert other.standing() == "rank 3 has no memory"
+    own.clear()
+    assert other.standing() is None
+
+
+def test_a_rank_that_others_wait_for_in_vain_ends_the_wait_with_its_sentence(monkeypatch):
+    monkeypatch.setattr(commands, "NOTE_GRACE_S", 0.3)
+    monkeypatch.setattr(commands, "NOTE_POLL_S", 0.01)
+    store, ended = HashStore(), list[str]()
+    watcher = threading.Thread(target=watch, args=(Notes(store, 0, 2), ended.append), daemon=True)
+    watcher.start()
+    notes = Notes(store, 1, 2)
+    notes.leave("rank 1 is about to meet the others")
+    time.sleep(0.1)
+    notes.clear()
+    time.sleep(0.1)
+    assert watcher.is_alive(), "a note that was cleared in time ends nothing"
+    notes.leave("rank 1 has no memory")
+    watcher.join(5)
+    assert ended == ["rank 1 has no memory"]
+
+
+def test_a_job_that_was_loaded_before_a_failure_comes_first_and_the_trainer_is_not_ready_until_then():
+    inbox = Inbox()
+    readiness = Readiness(inbox, job_request())
+    inbox.put("train_step", step_request(1))
+    ticket = inbox.next(1)
+    assert ticket is not None and ticket.name == "load_job"
+    before = "job 'a', which was loaded before a failure,"
+    assert readiness.problem(None) == f"{before} is being loaded again"
+    ticket.answer.set_exception(Failed("its checkpoint is gone"))
+    assert readiness.problem(None) == f"{before} could not be loaded again: its checkpoint is gone"
+    assert readiness.problem("b") is None, "someone has loaded another since"
+    readiness.ends = "rank 1 has no memory"
+    assert readiness.problem("b") == "rank 1 has no memory"
+    assert Readiness(Inbox(), None).problem(None) is None
+
+
+async def test_a_failed_inbox_answers_the_command_under_way():
+    inbox = Inbox()
+    call = asyncio.create_task(inbox.run("train_step", step_request(1)))
+    await asyncio.sleep(0)
+    assert inbox.next(1) is not None
+    inbox.fail(Failed("rank 1 has no memory"))
+    with pytest.raises(Failed, match="rank 1 has no memory"):
+        await call
+
+
+async def test_a_caller_that_goes_away_cancels_nothing(tmp_path):
+    inbox = Inbox()
+    call = asyncio.create_task(inbox.run("train_step", step_request(1)))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.sleep(0)
+    ticket = inbox.next(1)
+    assert ticket is not None and not ticket.answer.cancelled()
+
+
+class EndOfTest(Exception):
+    pass
+
+
+async def test_commands_cross_the_channel_whole_and_idling_is_no_error(
+    tmp_path, one_rank, monkeypatch
+):
+    monkeypatch.setattr(commands, "HEARTBEAT_S", 0.01)
+    trainer, engines = make_trainer(tmp_path)
+    inbox = Inbox()
+
+    def main_thread() -> None:
+        with pytest.raises(EndOfTest):
+            follow(trainer, Channel(Notes(HashStore(), 0, 1)), inbox)
+
+    thread = threading.Thread(target=main_thread)
+    thread.start()
+    await inbox.run("load_job", job_request())
+    await asyncio.sleep(0.1)  # some heartbeats
+    seen: list[TrainStepRequest] = []
+    monkeypatch.setattr(trainer, "train_step", lambda body: seen.append(body) or trainer.state())
+    await inbox.run("train_step", step_request(1))
+    assert seen == [step_request(1)]
+    with pytest.raises(Conflict, match="loaded with another body"):
+        await inbox.run("load_job", job_request(learning_rate=0.5))
+    assert len(engines) == 1
+    monkeypatch.setattr(inbox, "next", Mock(side_effect=EndOfTest))
+    await asyncio.to_thread(thread.join)

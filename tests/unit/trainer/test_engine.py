@@ -1,0 +1,535 @@
+"""The real engine on one rank, against plain torch and against itself undisturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.errors import Failed
+from shared.job import Job
+from tests.support.engine_ranks import Ranks, a_job
+from tests.support.tiny_models import make_tiny_model
+from tests.support.trainer_reference import (
+    clipped,
+    difference,
+    load,
+    logprobs,
+    named,
+    optimizer,
+    relative,
+    some_examples,
+    step,
+    weights,
+)
+
+pytestmark = pytest.mark.engine
+
+SHARED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+"""ZeRO-3 leaves small parameters whole on every rank unless told otherwise, and all of a tiny
+model's are small."""
+
+
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory) -> Iterator[Ranks]:
+    with Ranks(1, tmp_path_factory.mktemp("rank")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def examples(model):
+    return some_examples(model)
+
+
+def memory(stage: int, **settings: Any) -> dict[str, Any]:
+    return {
+        "zero_stage": stage,
+        "micro_batch_tokens": 64,
+        "deepspeed": SHARED if stage == 3 else {},
+        **settings,
+    }
+
+
+def an_engine(job: Job):
+    import torch
+
+    from services.trainer.zero.deepspeed_engine import DeepSpeedEngine
+
+    return DeepSpeedEngine(job, torch.device("cpu"))
+
+
+def train(job: Job, batches, learning_rate: float, folder: Path) -> list:
+    """Updates over `batches`; the weights after them are in `folder`."""
+    engine = an_engine(job)
+    updates = [engine.update(batch, learning_rate) for batch in batches]
+    engine.save_weights(folder)
+    engine.close()
+    return updates
+
+
+# --- several optimizer steps
+# -----------------------------------------------------------------------------------------------
+
+
+LINEAR = {"max_grad_norm": 1e-7}
+"""Gradients far below Adam's epsilon, so that rounding noise in an element's gradient does not
+decide the sign of its update."""
+
+
+@pytest.mark.parametrize("method", ["none", "token_tis"])
+def test_epochs_and_minibatches_equal_a_plain_torch_transcription(
+    rank, model, examples, tmp_path, method
+):
+    import torch
+
+    from services.trainer.learning.minibatches import deal
+
+    beta, rate, decay = 0.05, 0.1, 0.1
+    training = {"epochs": 2, "minibatches": 3, "beta": beta, "weight_decay": decay, **LINEAR}
+    job = a_job(
+        model, training=training, memory=memory(2), correction={"method": method, "high": 1.1}
+    )
+    (update,) = rank.call(train, job, [examples], rate, tmp_path / "ours")
+
+    policy, reference = load(model), load(model)
+    adamw = optimizer(policy, rate, decay)
+    mean_tokens = sum(len(example.token_ids) for example in examples) / 3
+    shares = deal(examples, 3, job.seed)
+    assert sorted(len(share) for share in shares) == [4, 4, 4]
+    with torch.no_grad():
+        before = {id(e): logprobs(policy, e.prompt_token_ids, e.token_ids) for e in examples}
+        anchor = {id(e): logprobs(reference, e.prompt_token_ids, e.token_ids) for e in examples}
+    norms = []
+    for _ in range(2):
+        for share in shares:
+            total = torch.zeros(())
+            for e in share:
+                new, sampler = (
+                    logprobs(policy, e.prompt_token_ids, e.token_ids),
+                    torch.tensor(e.old_logprobs),
+                )
+                old = sampler if method == "none" else before[id(e)]
+                weight = 1.0 if method == "none" else (before[id(e)] - sampler).exp().clamp(max=1.1)
+                log_ratio = anchor[id(e)] - new
+                kl = log_ratio.exp() - 1 - log_ratio
+                total = (
+                    total
+                    + (weight * clipped((new - old).exp(), e.advantage) + beta * kl).sum()
+                    / mean_tokens
+                )
+            norms.append(step(policy, adamw, total, LINEAR["max_grad_norm"]))
+    assert update.num_updates == 6
+    assert update.grad_norm == pytest.approx(sum(norms) / 6, rel=1e-5)
+    start = named(load(model))
+    assert (
+        relative(difference(weights(tmp_path / "ours"), start), difference(named(policy), start))
+        < 1e-5
+    )
+
+
+def test_before_the_first_update_the_ratio_is_exactly_one_with_and_without_a_frozen_pass(
+    rank, model, examples, tmp_path
+):
+    for epochs in (1, 2):
+        training = {"epochs": epochs, "learning_rate": 0.0}
+        job = a_job(model, training=training, memory=memory(2), correction={"method": "token_tis"})
+        (update,) = rank.call(train, job, [examples], 0.0, tmp_path / str(epochs))
+        assert update.metrics["ratio/mean"] == 1.0
+        assert update.metrics["kl/old_k3"] == 0.0
+        assert update.metrics["mismatch/logprob_diff_mean"] == pytest.approx(
+            0.16, abs=0.02
+        )  # E|N(0, 0.2)|
+
+
+# --- stages, dtypes, memory
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_zero_3_publishes_the_bytes_of_zero_2_with_tied_embeddings_written_once(
+    rank, tmp_path, tied
+):
+    model = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
+    for stage in (2, 3):
+        rank.call(train, a_job(model, memory=memory(stage)), [], 0.0, tmp_path / str(stage))
+    assert ("lm_head.weight" in weights(tmp_path / "2")) is not tied
+    assert (tmp_path / "2" / "model.safetensors").read_bytes() == (
+        tmp_path / "3" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_in_bfloat16_stages_0_to_2_add_up_micro_batches_in_float32_and_step_alike(
+    rank, examples, tmp_path
+):
+    """To the last bit: no clipping, whose norm is a sum over differently cut pieces; and no tied
+    weights, whose two gradients torch adds up in bfloat16 before DeepSpeed sees them at stages 1
+    and 2. ZeRO-3 has linear layers of its own."""
+    model, published = make_tiny_model(tmp_path / "model", tie_word_embeddings=False), {}
+    for stage in (0, 1, 2):
+        job = a_job(
+            model, training={"dtype": "bfloat16", "max_grad_norm": 1e9}, memory=memory(stage)
+        )
+        rank.call(train, job, [examples] * 2, 1e-3, tmp_path / str(stage))
+        published[stage] = (tmp_path / str(stage) / "model.safetensors").read_bytes()
+    assert (
+        published[0] == published[1] == published[2] != (model / "model.safetensors").read_bytes()
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_offloaded_optimizer_makes_the_same_update(rank, model, examples, tmp_path, stage):
+    start, updates = weights(model), {}
+    for offload in (False, True):
+        training = {"weight_decay": 0.01, **LINEAR}
+        job = a_job(model, training=training, memory=memory(stage, offload_optimizer=offload))
+        rank.call(train, job, [examples] * 2, 1.0, tmp_path / str(offload))
+        updates[offload] = difference(weights(tmp_path / str(offload)), start)
+    assert relative(updates[True], updates[False]) < 1e-6
+
+
+@pytest.mark.parametrize(("stage", "lora"), [(2, None), (3, {"rank": 4, "alpha": 64.0})])
+def test_recomputed_layers_make_the_same_update(rank, model, examples, tmp_path, stage, lora):
+    for name, settings in (
+        ("kept", {}),
+        ("recomputed", {"gradient_checkpointing": True, "chunk_tokens": 8}),
+    ):
+        job = a_job(model, memory=memory(stage, **settings), training=LINEAR, lora=lora)
+        rank.call(train, job, [examples] * 2, 1.0, tmp_path / name)
+    start = weights(model)
+    kept, recomputed = (
+        difference(weights(tmp_path / name), start) for name in ("kept", "recomputed")
+    )
+    assert relative(recomputed, kept) < 2e-6
+
+
+# --- what goes wrong
+# -------------------------------------------------------------------------------------------------------
+
+
+def disturbed(job: Job, examples, folder: Path, disturb: str) -> str:
+    """Two updates, with one between them that runs out of memory in its n-th forward or backward
+    pass, or without. Returns the error; the weights are in `folder`."""
+    import torch
+
+    engine = an_engine(job)
+    engine.update(examples, 1e-2)
+    error = ""
+    if disturb:
+        direction, _, last = disturb.partition(" ")
+        passes = 0
+
+        def fail(*_):
+            nonlocal passes
+            passes += 1
+            if passes == int(last):
+                raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. See documentation")
+
+        layer = engine._model.model.layers[0]
+        handle = (
+            layer.register_forward_pre_hook(fail)
+            if direction == "forward"
+            else layer.mlp.register_full_backward_hook(fail)
+        )
+        try:
+            engine.update(examples, 1e-2)
+        except Failed as failed:
+            error = str(failed)
+        handle.remove()
+    engine.update(examples, 1e-2)
+    engine.save_weights(folder)
+    engine.close()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("stage", "disturb", "offload", "training"),
+    [
+        (0, "backward 2", False, {}),
+        (1, "backward 2", False, {}),
+        (2, "backward 2", True, {}),
+        (3, "forward 6", False, {}),
+        (
+            0,
+            "backward 4",
+            False,
+            {"minibatches": 2},
+        ),  # in the second optimizer step, when the first has moved the weights
+        (2, "backward 4", False, {"minibatches": 2}),
+        (1, "backward 4", False, {"minibatches": 2, "dtype": "bfloat16"}),
+        (3, "backward 4", False, {"minibatches": 2}),
+    ],
+)
+def test_an_update_that_ran_out_of_memory_is_as_if_it_had_never_come(
+    rank, model, examples, tmp_path, stage, disturb, offload, training
+):
+    """Dropout draws random numbers, which an update that is taken back must give back too."""
+    job = a_job(
+        model,
+        training=training,
+        memory=memory(stage, offload_optimizer=offload),
+        lora={"rank": 2, "dropout": 0.5, "alpha": 64.0},
+    )
+    assert rank.call(disturbed, job, examples, tmp_path / "plain", "") == ""
+    error = rank.call(disturbed, job, examples, tmp_path / "disturbed", disturb)
+    assert "OutOfMemoryError: Tried to allocate 2.00 GiB" in error
+    assert "the weights and the optimizer are as they were" in error
+    assert (
+        "memory.chunk_tokens from 1024 to 512; memory.gradient_checkpointing from false to true"
+        in error
+    )
+    assert f"optimizer step {2 if 'minibatches' in training else 1} of" in error
+    plain, after = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "disturbed")
+    )
+    assert plain != (model / "model.safetensors").read_bytes()
+    assert after == plain
+
+
+def run_out_of_memory(job: Job, small, large, folder: Path) -> str:
+    """Two updates on `small`, with one between them on `large` that this process may not have the
+    memory for."""
+    import re
+    import resource
+
+    engine = an_engine(job)
+    engine.update(small, 1e-2)
+    used_bytes = (
+        int(re.findall(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+    )
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (64 << 20), limits[1]))
+    error = ""
+    try:
+        engine.update(large, 1e-2)
+    except Failed as failed:
+        error = str(failed)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    engine.update(small, 1e-2)
+    engine.save_weights(folder)
+    engine.close()
+    return error
+
+
+def test_a_rank_that_really_runs_out_of_memory_trains_on(rank, examples, tmp_path):
+    """Attention that keeps its scores needs 4 heads * 100 rows * 250^2 tokens * 4 bytes = 100 MB a
+    tensor, with 64 MiB allowed."""
+    from shared.wire import Example
+
+    model = make_tiny_model(tmp_path / "model")
+    job = a_job(
+        model,
+        memory={
+            "zero_stage": 2,
+            "attention": "eager",
+            "micro_batch_tokens": 25_000,
+            "packing": "off",
+        },
+    )
+    long = Example(
+        prompt_token_ids=(1,), token_ids=(2,) * 249, old_logprobs=(-4.0,) * 249, advantage=1.0
+    )
+    rank.call(train, job, [examples] * 2, 1e-2, tmp_path / "plain")
+    error = rank.call(run_out_of_memory, job, examples, (long,) * 100, tmp_path / "disturbed")
+    assert (
+        "out of memory in micro-batch 1 of 1 of [100, 250] tokens, optimizer step 1 of 1" in error
+    )
+    assert "you tried to allocate 100000000 bytes" in error
+    assert "memory.micro_batch_tokens from 25000 to 12500" in error
+    plain, after = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "disturbed")
+    )
+    assert after == plain
+
+
+def meet_nan(job: Job, good, bad, folder: Path) -> tuple[str, Any, str]:
+    """An update on `good`, one on `bad`, one on `good`: what the one between gave or raised, and
+    the weights' digest before it."""
+    from services.trainer.disk.weights import digest
+
+    engine = an_engine(job)
+    engine.update(good, 1e-2)
+    engine.save_weights(folder / "before")
+    answer, error = None, ""
+    try:
+        answer = engine.update(bad, 1e-2)
+    except Failed as failed:
+        error = str(failed)
+    engine.save_weights(folder / "after")
+    engine.update(good, 1e-2)
+    engine.save_weights(folder / "later")
+    engine.close()
+    assert digest(folder / "before") == digest(folder / "after")
+    return error, answer, digest(folder / "later")
+
+
+def twice(job: Job, good, folder: Path) -> str:
+    from services.trainer.disk.weights import digest
+
+    train(job, [good] * 2, 1e-2, folder)
+    return digest(folder)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "minibatches"),
+    [
+        (0, "float32", 1),
+        (0, "bfloat16", 2),
+        (1, "bfloat16", 2),
+        (2, "float32", 2),
+        (3, "float32", 1),
+    ],
+)
+def test_a_batch_with_a_nan_changes_nothing_and_is_refused_or_skipped(
+    rank, tmp_path, stage, dtype, minibatches
+):
+    import torch
+
+    from services.trainer.learning.minibatches import deal
+    from shared.wire import Example
+
+    model = make_tiny_model(tmp_path / "broken", tie_word_embeddings=False)
+    policy = load(model)
+    with torch.no_grad():
+        policy.get_input_embeddings().weight[63] = float("nan")
+    policy.save_pretrained(model)
+    good = tuple(
+        Example(
+            prompt_token_ids=(1, 2, index),
+            token_ids=(3, 4),
+            old_logprobs=(-4.0, -4.0),
+            advantage=index - 5.0,
+        )
+        for index in range(11)
+    )
+    nan = Example(prompt_token_ids=(63,), token_ids=(3,), old_logprobs=(-4.0,), advantage=1.0)
+    bad = (nan, *good)
+    assert nan in deal(bad, minibatches, 0)[-1], "the last optimizer step"
+    jobs = {
+        action: a_job(
+            model,
+            training={"dtype": dtype, "minibatches": minibatches, "on_nonfinite": action},
+            memory=memory(stage),
+        )
+        for action in ("stop", "skip")
+    }
+    undisturbed = rank.call(twice, jobs["stop"], good, tmp_path / "twice")
+    error, answer, later = rank.call(meet_nan, jobs["stop"], good, bad, tmp_path / "stop")
+    assert "its gradient is not finite" in error and answer is None and later == undisturbed
+    if stage == 2:
+        error, answer, later = rank.call(meet_nan, jobs["skip"], good, bad, tmp_path / "skip")
+        assert (
+            error == ""
+            and (answer.skipped, answer.num_updates) == (True, 0)
+            and later == undisturbed
+        )
+
+
+# --- LoRA and the reference
+# ------------------------------------------------------------------------------------------------
+
+
+def train_adapters(job: Job, examples, folder: Path) -> tuple[list, bool]:
+    """Two updates; writes `published` and `checkpoint`. Returns the updates and whether the base
+    weights are as they were."""
+    import torch
+
+    engine = an_engine(job)
+    base = {
+        name: p.clone()
+        for name, p in engine._model.named_parameters()
+        if ".lora_" not in name and p.numel()
+    }
+    updates = [engine.update(examples, 1e-2) for _ in range(2)]
+    for _ in range(3):
+        engine.save_weights(folder / "published")
+    (folder / "checkpoint").mkdir()
+    engine.save_checkpoint(folder / "checkpoint")
+    same = all(
+        torch.equal(p, base[name])
+        for name, p in engine._model.named_parameters()
+        if name in base and p.numel()
+    )
+    engine.close()
+    return updates, same
+
+
+@pytest.mark.parametrize(("stage", "tied"), [(0, True), (2, True), (2, False), (3, True)])
+def test_adapters_train_alone_and_are_published_merged_and_exported_apart(
+    rank, examples, tmp_path, stage, tied
+):
+    import torch
+    from peft import PeftModel
+
+    model = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
+    job = a_job(
+        model,
+        memory=memory(stage),
+        training={"beta": 0.01, "max_grad_norm": 1e9},
+        lora={"rank": 4, "alpha": 32.0},
+    )
+    (first, second), base_stayed = rank.call(train_adapters, job, examples, tmp_path)
+    assert base_stayed
+    assert first.metrics["kl/reference"] == 0.0, (
+        "adapters begin as nothing, so policy and reference are one"
+    )
+    assert second.metrics["kl/reference"] > 1e-4
+    ids = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        by_peft = (
+            PeftModel.from_pretrained(load(model), str(tmp_path / "checkpoint" / "adapter"))
+            .eval()(ids)
+            .logits
+        )
+        published, exported = (
+            load(tmp_path / name)(ids).logits for name in ("published", "checkpoint")
+        )
+        untrained = load(model)(ids).logits
+    torch.testing.assert_close(published, by_peft, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(exported, published, rtol=0, atol=0)
+    assert (published - untrained).abs().max() > 1e-2
+    names = weights(tmp_path / "published").keys()
+    assert names == weights(model).keys(), "the names of the plain model, tied weights once"
+    assert ("lm_head.weight" in names) is not tied
+
+
+def test_dropout_is_only_in_the_passes_that_train(rank, model, examples, tmp_path):
+    """The frozen pass sees the policy without it, so trainer and sampler differ by no more than
+    without dropout."""
+    mismatch, ratios = [], []
+    for dropout in (0.0, 0.5):
+        lora = {"rank": 4, "alpha": 64.0, "dropout": dropout}
+        job = a_job(model, memory=memory(2), lora=lora, correction={"method": "token_tis"})
+        updates = rank.call(train, job, [examples] * 2, 1e-2, tmp_path / str(dropout))
+        mismatch.append(updates[0].metrics["mismatch/logprob_diff_mean"])
+        ratios.append(updates[1].metrics["ratio/mean"])
+    assert mismatch[0] == pytest.approx(mismatch[1], abs=1e-12)
+    assert ratios[0] == 1.0 and abs(ratios[1] - 1.0) > 1e-4
+
+
+def test_the_reference_is_the_model_that_the_job_began_with(rank, model, examples, tmp_path):
+    import torch
+
+    jobs = {
+        stage: a_job(model, memory=memory(stage), training={"beta": 0.1, "kl": "k1"})
+        for stage in (2, 3)
+    }
+    once = rank.call(train, jobs[2], [examples], 1e-2, tmp_path / "once")
+    policy, reference = load(tmp_path / "once"), load(model)
+    with torch.no_grad():
+        both = [
+            [logprobs(m, e.prompt_token_ids, e.token_ids) for e in examples]
+            for m in (policy, reference)
+        ]
+    expected = (torch.cat(both[0]) - torch.cat(both[1])).mean().item()
+    for stage, job in jobs.items():
+        first, second = rank.call(train, job, [examples] * 2, 1e-2, tmp_path / str(stage))
+        assert first.metrics["kl/reference"] == 0.0
+        assert second.metrics["kl/reference"] == pytest.approx(expected, rel=1e-4)
+        assert stage == 3 or [first] == once

@@ -1,0 +1,77 @@
+"""What is no model is said quickly and in words."""
+
+import importlib.util
+
+import httpx2
+import pytest
+import torch
+
+from services.trainer.zero import models
+from services.trainer.zero.models import check_model, choose_dtype, copy_tokenizer
+from shared.errors import BadRequest
+from tests.support.engine_ranks import a_job
+from tests.support.tiny_models import make_tiny_model
+from tests.support.trainer_fakes import job_request
+
+
+def test_an_id_that_is_not_cached_on_a_host_without_a_network_is_one_sentence(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        BadRequest,
+        match=r"'nobody/nothing' is neither a folder .* http://127.0.0.1:9 cannot be reached",
+    ):
+        check_model(job_request(model="nobody/nothing").job)
+
+
+def test_an_id_the_hub_does_not_know_is_one_sentence(monkeypatch):
+    def cached_file(_model, _name, *, revision, local_files_only=False):
+        raise OSError("nobody/nothing is not a valid model identifier\nmore lines")
+
+    monkeypatch.setattr(models, "cached_file", cached_file)
+    monkeypatch.setattr(httpx2, "head", lambda *_args, **_kwargs: None)
+    sentence = r"has no model 'nobody/nothing' for this token: nobody/nothing is not a valid model identifier; expected"
+    with pytest.raises(BadRequest, match=sentence):
+        check_model(job_request(model="nobody/nothing").job)
+
+
+def test_a_tokenizer_is_copied_byte_for_byte_and_nothing_else_is(tmp_path):
+    source, target = tmp_path / "model", tmp_path / "checkpoint"
+    source.mkdir(), target.mkdir()
+    for name in (
+        "tokenizer.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "model.safetensors",
+        "config.json",
+    ):
+        (source / name).write_bytes(name.encode())
+    copy_tokenizer(job_request(model=str(source)).job, target)
+    assert {file.name: file.read_bytes().decode() for file in target.iterdir()} == {
+        name: name for name in ("tokenizer.json", "merges.txt", "chat_template.jinja")
+    }
+
+
+def test_a_dtype_that_is_asked_for_is_taken():
+    assert (choose_dtype("float32"), choose_dtype("bfloat16")) == (torch.float32, torch.bfloat16)
+    assert choose_dtype("auto") in (torch.float32, torch.bfloat16)
+
+
+def test_an_attention_implementation_that_is_not_installed_is_one_sentence(tmp_path):
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash attention is installed here")
+    job = a_job(make_tiny_model(tmp_path / "model"), memory={"attention": "flash_attention_2"})
+    with pytest.raises(
+        BadRequest, match=r"memory\.attention is 'flash_attention_2', which is not there: "
+    ):
+        models.load_model(job, torch.float32, torch.device("cpu"))
+
+
+def test_the_attention_implementation_is_the_one_that_is_asked_for(tmp_path):
+    folder = make_tiny_model(tmp_path / "model")
+    for asked in ("eager", "sdpa"):
+        model = models.load_model(
+            a_job(folder, memory={"attention": asked}), torch.float32, torch.device("cpu")
+        )
+        assert model.config._attn_implementation == asked

@@ -1,0 +1,247 @@
+"""The policy on real tiny models: padded, packed, alone, recomputed and adapted, it gives the
+model's own log-probs."""
+
+import copy
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from services.trainer.learning import policy as policy_module
+from services.trainer.learning.batch import collate
+from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_packing
+from shared.errors import BadRequest
+from shared.wire import Example
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+GROUPED = SIZES | {"intermediate_size": 64, "num_key_value_heads": 2}
+CONFIGS = {
+    "qwen2": lambda: transformers.Qwen2Config(**GROUPED, tie_word_embeddings=True),
+    "llama": lambda: transformers.LlamaConfig(**GROUPED, tie_word_embeddings=False),
+}
+
+
+def make_model(config, attention: str = "sdpa"):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def make_examples() -> list[Example]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, 64, (4, 40)).tolist()
+    shapes = [(5, 17), (12, 3), (1, 1), (20, 20)]
+    return [
+        Example(
+            prompt_token_ids=row[:p],
+            token_ids=row[p : p + c],
+            old_logprobs=(-1.0,) * c,
+            advantage=1.0,
+        )
+        for row, (p, c) in zip(ids, shapes, strict=True)
+    ]
+
+
+def by_hand(model, example: Example, temperature: float) -> torch.Tensor:
+    """Log-probs of one completion from the whole logits of the sequence alone."""
+    ids = torch.tensor([example.prompt_token_ids + example.token_ids])
+    logprobs = (
+        model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0] / temperature
+    ).log_softmax(-1)
+    start = len(example.prompt_token_ids)
+    return logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_micro_batch_gives_the_logprobs_and_gradients_of_each_sequence_alone(
+    architecture, attention, packed
+):
+    model, examples = make_model(CONFIGS[architecture](), attention), make_examples()
+    logprobs, _ = Policy(model, 0.8, chunk_tokens=7)(collate(examples, packed=packed))
+    weights = torch.linspace(-1, 1, len(logprobs))
+    ours = torch.autograd.grad((logprobs * weights).sum(), list(model.parameters()))
+    expected = torch.cat([by_hand(model, example, 0.8) for example in examples])
+    theirs = torch.autograd.grad((expected * weights).sum(), list(model.parameters()))
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine - other).norm() <= 1e-5 * other.norm()
+
+
+def test_trap_tied_embeddings_get_the_gradient_of_both_uses():
+    model = make_model(CONFIGS["qwen2"]())
+    untied = make_model(CONFIGS["qwen2"]())
+    untied.lm_head.weight = nn.Parameter(untied.lm_head.weight.detach().clone())
+    for each in (model, untied):
+        Policy(each, 1.0)(collate(make_examples()))[0].sum().backward()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    both = untied.lm_head.weight.grad + untied.model.embed_tokens.weight.grad
+    torch.testing.assert_close(model.lm_head.weight.grad, both)
+    assert (
+        untied.lm_head.weight.grad.norm() > 0 and untied.model.embed_tokens.weight.grad.norm() > 0
+    )
+
+
+def test_trap_padding_equal_to_a_real_token_changes_nothing():
+    """Token 0 pads; sequences full of it, and ending in it, keep each of theirs."""
+    model = make_model(CONFIGS["qwen2"]())
+    zeros = Example(
+        prompt_token_ids=(0, 0), token_ids=(5, 0, 0), old_logprobs=(-1.0,) * 3, advantage=1.0
+    )
+    longer = make_examples()[3]
+    logprobs, _ = Policy(model, 1.0)(collate([longer, zeros]))
+    assert len(logprobs) == 20 + 3
+    torch.testing.assert_close(logprobs[20:], by_hand(model, zeros, 1.0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "modules", [["q_proj", "v_proj"], ["q_proj", "lm_head"]], ids=["body", "head too"]
+)
+def test_lora_adapters_are_seen_by_the_body_and_the_head(monkeypatch, modules):
+    monkeypatch.setattr(policy_module, "MAX_CHUNK_LOGITS", 64 * 9)
+    base = make_model(CONFIGS["llama"]())
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
+    ).eval()
+    examples = make_examples()
+    logprobs, entropies = Policy(model, 1.0, chunk_tokens=11)(collate(examples))
+    expected = torch.cat([by_hand(model, example, 1.0) for example in examples])
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = torch.linspace(-1, 1, len(logprobs))
+    gradients = (
+        torch.autograd.grad((each * weights).sum(), trained) for each in (logprobs, expected)
+    )
+    for mine, other in zip(*gradients, strict=True):
+        assert (mine - other).norm() <= 1e-5 * other.norm()
+    with model.disable_adapter():
+        without = Policy(model, 1.0)(collate(examples))[0]
+    assert (without - logprobs).abs().max() > 1e-3 and not entropies.requires_grad
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_packing_is_chosen_where_attention_takes_rows_apart(architecture):
+    model = make_model(CONFIGS[architecture]())
+    check_head(model, "plain")
+    assert choose_packing(model, "plain", "on")
+    assert not choose_packing(
+        model, "plain", "auto"
+    )  # sdpa: what is between the sequences would be computed and masked
+    assert not choose_packing(model, "plain", "off")
+
+
+class Body(nn.Module):
+    """`mix` is what a token's hidden state takes from others: "none", the mean of all tokens
+    "before" or of "all" in its row."""
+
+    def __init__(self, mix: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mix = nn.Embedding(7, 4), mix
+
+    def forward(self, input_ids, position_ids=None, use_cache=False):
+        states = self.embed(input_ids)
+        if self.mix == "before":
+            states = states.cumsum(1) / torch.arange(1, states.shape[1] + 1)[:, None]
+        elif self.mix == "all":
+            states = states.mean(1, keepdim=True).expand_as(states)
+        return type("Output", (), {"last_hidden_state": states})
+
+
+class Model(nn.Module):
+    """The few methods of a Hugging Face causal LM that the policy uses. `scale` multiplies the
+    logits after the head."""
+
+    def __init__(self, scale: float = 1.0, mix: str = "none") -> None:
+        super().__init__()
+        self.base_model, self.head, self.scale = Body(mix), nn.Linear(4, 7), scale
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.config = type(
+            "Config", (), {"get_text_config": lambda _: type("Text", (), {"vocab_size": 7})}
+        )()
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, attention_mask, use_cache):
+        return type(
+            "Output",
+            (),
+            {"logits": self.head(self.base_model(input_ids).last_hidden_state) * self.scale},
+        )
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused():
+    check_head(Model(), "plain")
+    with pytest.raises(
+        BadRequest, match=r"the model 'capped' \(Model\) changes its logits after the output head"
+    ):
+        check_head(Model(scale=0.5), "capped")
+
+
+def test_trap_a_model_that_sees_padding_is_refused():
+    check_head(Model(mix="before"), "causal")
+    with pytest.raises(
+        BadRequest, match=r"the model 'both ways' \(Model\) lets a token see what comes after it"
+    ):
+        check_head(Model(mix="all"), "both ways")
+
+
+def test_a_model_that_mixes_packed_sequences_is_refused_and_padded_where_it_may_choose():
+    model = Model(mix="before")
+    with pytest.raises(
+        BadRequest,
+        match=r"'mixing' \(Model\) mixes the sequences of a row.*memory.packing is \"on\", expected \"off\"",
+    ):
+        choose_packing(model, "mixing", "on")
+    model.config._attn_implementation = "flash_attention_2"
+    assert not choose_packing(model, "mixing", "auto")
+    apart = Model()
+    apart.config._attn_implementation = "flash_attention_2"
+    assert choose_packing(apart, "apart", "auto")
+
+
+def test_a_model_without_positions_cannot_pack():
+    model = Model()
+    model.base_model.forward = lambda input_ids, use_cache: None
+    with pytest.raises(BadRequest, match="takes no position_ids"):
+        choose_packing(model, "recurrent", "on")
+
+
+def test_recomputing_the_layers_changes_no_bit_and_wakes_no_dropout():
+    config = CONFIGS["qwen2"]()
+    config.attention_dropout = 0.5
+    plain = make_model(config)
+    recomputing = copy.deepcopy(plain)
+    checkpoint_body(recomputing, "tiny")
+    calls = []
+    for layer in recomputing.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    gradients = []
+    for model in (plain, recomputing):
+        Policy(model, 1.0)(collate(make_examples()))[0].sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert len(calls) == 4  # two layers, each again in the backward pass
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_model_whose_layers_drop_out_cannot_recompute_them():
+    config = transformers.OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, dropout=0.1)
+    with pytest.raises(
+        BadRequest, match=r"the model 'opt' \(OPTForCausalLM\) drops out in its layers"
+    ):
+        checkpoint_body(make_model(config), "opt")
+    config.dropout = 0.0
+    checkpoint_body(make_model(config), "opt")

@@ -1,0 +1,70 @@
+"""Every knob of `memory` through the real engine: "nothing here changes its result"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_ranks import Ranks, a_job
+from tests.support.tiny_models import make_tiny_model
+from tests.support.trainer_reference import difference, relative, some_examples, weights
+
+pytestmark = pytest.mark.engine
+
+LEARNING_RATE, MAX_GRAD_NORM = 1e3, 1e-9
+"""Clipped this far below Adam's epsilon, the first step is linear in the gradient; see
+tests/system/test_trainer_splits.py."""
+
+PLAIN = {"zero_stage": 0, "packing": "off", "micro_batch_tokens": 10_000}
+SPREAD = {
+    "zero_stage": 3,
+    "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+}
+KNOBS = {
+    "packed": {"packing": "on", "micro_batch_tokens": 64},
+    "eager, packed": {"packing": "on", "attention": "eager", "zero_stage": 1},
+    "three tokens a chunk": {"chunk_tokens": 3},
+    "layers recomputed": {"gradient_checkpointing": True},
+    "everything": {
+        **SPREAD,
+        "packing": "on",
+        "micro_batch_tokens": 64,
+        "gradient_checkpointing": True,
+    },
+}
+
+
+def train(folder: Path, model: Path, examples, memory: dict) -> dict:
+    import torch
+
+    from services.trainer.zero.deepspeed_engine import DeepSpeedEngine
+
+    job = a_job(model, memory=memory, training={"max_grad_norm": MAX_GRAD_NORM})
+    engine = DeepSpeedEngine(job, torch.device("cpu"))
+    update = engine.update(examples, LEARNING_RATE)
+    engine.save_weights(folder)
+    engine.close()
+    return update.metrics
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Iterator[Ranks]:
+    with Ranks(1, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("tied", "names"), [(True, list(KNOBS)), (False, ["everything"])], ids=["tied", "untied"]
+)
+def test_no_memory_setting_changes_the_update(ranks, tmp_path, tied, names):
+    model = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
+    examples, before, updates = some_examples(model), weights(model), {}
+    for name, knobs in {"plain": {}, **{name: KNOBS[name] for name in names}}.items():
+        metrics = ranks.call(train, tmp_path / name, model, examples, {**PLAIN, **knobs})
+        updates[name] = difference(weights(tmp_path / name), before)
+        assert (metrics["padding_fraction"] == 0) == ("packing" in knobs)
+    for name in names:
+        distance = relative(updates[name], updates["plain"])
+        assert distance < 1e-6, (name, distance)

@@ -1,0 +1,185 @@
+"""Order, repetition and replacement: what the trainer remembers about the weights it holds."""
+
+import pytest
+
+from services.trainer.processes.launch_folder import Past
+from shared.errors import BadRequest, Conflict, Failed
+from shared.wire import CheckpointRequest, PublishRequest
+from tests.support.trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
+
+
+def test_a_retried_step_moves_weights_once(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    first = trainer.train_step(step_request(1))
+    assert trainer.train_step(step_request(1)) is first
+    assert engines[0].num_updates == 1
+    assert trainer.state().step == 1
+
+
+def test_the_same_step_with_another_body_is_a_conflict(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    trainer.train_step(step_request(1))
+    with pytest.raises(Conflict, match="step 1 was already applied, with another body"):
+        trainer.train_step(step_request(1, examples=(EXAMPLE, EXAMPLE)))
+    assert engines[0].num_updates == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "sentence"), [(3, "got step 3, expected 2"), (7, "got step 7, expected 2")]
+)
+def test_a_step_out_of_order_is_a_conflict(tmp_path, step, sentence):
+    trainer, _ = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    trainer.train_step(step_request(1))
+    with pytest.raises(Conflict, match=sentence):
+        trainer.train_step(step_request(step))
+
+
+def test_a_step_older_than_the_last_is_a_conflict(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    trainer.train_step(step_request(1))
+    trainer.train_step(step_request(2))
+    with pytest.raises(Conflict, match="got step 1, expected 3"):
+        trainer.train_step(step_request(1))
+
+
+def test_a_step_without_examples_counts_and_moves_nothing(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    result = trainer.train_step(step_request(1, examples=()))
+    assert (result.loss, result.grad_norm, result.num_examples, result.num_tokens) == (
+        0.0,
+        0.0,
+        0,
+        0,
+    )
+    assert engines[0].num_updates == 0
+    assert trainer.state().step == 1
+    assert result.num_updates == 0
+
+
+def test_the_result_counts_examples_and_completion_tokens(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    result = trainer.train_step(step_request(1, examples=(EXAMPLE, EXAMPLE)))
+    assert (result.num_examples, result.num_tokens, result.learning_rate) == (2, 6, 0.1)
+    assert (result.loss, result.grad_norm, result.metrics) == (0.5, 2.0, {"entropy": 1.0})
+
+
+def test_the_same_job_again_changes_nothing_and_another_body_is_a_conflict(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    trainer.train_step(step_request(1))
+    assert trainer.load_job(job_request()).step == 1
+    with pytest.raises(Conflict, match="job 'a' is loaded with another body"):
+        trainer.load_job(job_request(learning_rate=0.2))
+    assert len(engines) == 1
+
+
+def test_another_job_replaces_the_first_and_nothing_of_it_is_remembered(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request("a"))
+    trainer.train_step(step_request(1))
+    trainer.load_job(job_request("b"))
+    assert engines[0].closed
+    with pytest.raises(Conflict, match="got job 'a', expected 'b', the one loaded"):
+        trainer.train_step(step_request(2, job_id="a"))
+    trainer.load_job(job_request("a"))
+    assert trainer.state().step == 0
+    trainer.train_step(step_request(1))
+    assert engines[2].num_updates == 1, (
+        "the first step of the new life is applied, not answered from the old one"
+    )
+
+
+def test_a_job_that_cannot_be_loaded_leaves_the_loaded_one(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request("a"))
+    with pytest.raises(BadRequest, match="there is no folder 'missing'"):
+        trainer.load_job(job_request("b", model="missing"))
+    assert not engines[0].closed
+    assert trainer.state().job_id == "a"
+
+
+def test_without_a_job_every_command_says_so(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    requests = {
+        "train_step": step_request(1),
+        "publish_weights": PublishRequest(job_id="a", version=0, method="shm"),
+        "write_checkpoint": CheckpointRequest(job_id="a", step=0),
+    }
+    for name, request in requests.items():
+        with pytest.raises(Conflict, match="got job 'a', but no job is loaded; PUT /job first"):
+            getattr(trainer, name)(request)
+    assert trainer.list_checkpoints().checkpoints == ()
+
+
+def test_a_refused_step_is_not_counted_and_may_come_again(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    engines[0].fault = Failed("the step was refused: its gradient is not finite")
+    with pytest.raises(Failed):
+        trainer.train_step(step_request(1))
+    assert trainer.state().step == 0
+    assert trainer.train_step(step_request(1)).step == 1
+
+
+def test_a_skipped_step_counts_as_applied_and_is_counted_once(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    engines[0].skip = True
+    first = trainer.train_step(step_request(1))
+    assert first.skipped
+    assert trainer.train_step(step_request(1)) is first
+    assert (trainer.state().step, trainer.state().skipped_steps) == (1, 1)
+    assert not trainer.train_step(step_request(2)).skipped
+    assert trainer.state().skipped_steps == 1
+
+
+def test_an_update_that_died_on_the_way_unloads_the_job_which_the_next_life_loads_again(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    engines[0].fault = MemoryError("out of memory")
+    with pytest.raises(MemoryError):
+        trainer.train_step(step_request(1))
+    assert engines[0].closed
+    assert trainer.state().job_id is None
+    assert engines.remembered == job_request()
+
+
+def test_a_loaded_job_is_remembered_for_the_ranks_next_life_until_another_is(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request("a"))
+    assert engines.remembered == job_request("a")
+    trainer.load_job(job_request("b"))
+    assert engines.remembered == job_request("b")
+    trainer.unload()
+    assert engines.remembered is None
+
+
+def test_the_state_says_what_became_of_the_ranks_before(tmp_path):
+    trainer, _ = make_trainer(tmp_path, past=Past(2, "rank 1 was killed by SIGKILL"))
+    state = trainer.state()
+    assert (state.restarts, state.last_failure) == (2, "rank 1 was killed by SIGKILL")
+    loaded = trainer.load_job(job_request())
+    assert (loaded.restarts, loaded.num_trainable) == (2, 4)
+
+
+def test_only_the_current_version_can_be_published(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    trainer.train_step(step_request(1))
+    with pytest.raises(Conflict, match="got version 0, expected 1"):
+        trainer.publish_weights(PublishRequest(job_id="a", version=0, method="shm"))
+
+
+def test_shared_memory_is_freed_when_a_job_is_replaced(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    trainer.load_job(job_request("a"))
+    trainer.publish_weights(PublishRequest(job_id="a", version=0, method="shm"))
+    assert (tmp_path / "shm/a/v0/model.safetensors").exists()
+    trainer.load_job(job_request("b"))
+    assert not (tmp_path / "shm/a").exists()

@@ -1,0 +1,136 @@
+"""DeepSpeed's configuration, and what a job may say about it; how a batch is dealt; what is said
+when memory runs out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.trainer.learning.minibatches import deal
+from services.trainer.zero.out_of_memory import first_line, is_out_of_memory, knobs, usage
+from services.trainer.zero.stages import config
+from shared.errors import BadRequest
+from shared.job import MemorySpec
+from shared.wire import Example
+from tests.support.engine_ranks import a_job
+
+
+def settings(memory: dict | None = None, dtype: torch.dtype = torch.float32) -> dict:
+    return config(
+        a_job("m", memory=memory, training={"max_grad_norm": 0.5}), dtype, num_trainable=1001
+    )
+
+
+def test_a_jobs_deepspeed_settings_are_merged_key_by_key():
+    merged = settings(
+        {
+            "zero_stage": 3,
+            "deepspeed": {
+                "zero_optimization": {"overlap_comm": True},
+                "wall_clock_breakdown": True,
+            },
+        }
+    )
+    assert merged["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 1001,
+        "allgather_bucket_size": 1002,
+        "overlap_comm": True,
+    }
+    assert merged["wall_clock_breakdown"] is True
+    assert merged["gradient_clipping"] == 0.5
+    assert merged["gradient_accumulation_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("over", "sentence"),
+    [
+        (
+            {"gradient_accumulation_steps": 4},
+            "sets gradient_accumulation_steps to 4, .*; use memory.micro_batch_tokens",
+        ),
+        (
+            {"zero_optimization": {"stage": 1}},
+            "sets zero_optimization.stage to 1, .*; use memory.zero_stage",
+        ),
+        ({"bf16": {"enabled": True}}, "sets bf16 to .*; use training.dtype"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            "sets zero_optimization.offload_optimizer.device to 'nvme', .*; use "
+            "memory.offload_optimizer",
+        ),
+        ({"zero_optimization": 2}, "sets zero_optimization to 2, expected a table"),
+    ],
+)
+def test_what_another_setting_says_is_not_taken_from_deepspeeds(over, sentence):
+    with pytest.raises(BadRequest, match=f"memory.deepspeed {sentence}"):
+        settings({"deepspeed": over})
+
+
+def test_the_optimizer_is_offloaded_with_zero_only():
+    assert (
+        settings({"offload_optimizer": True, "zero_stage": 1})["zero_optimization"][
+            "offload_optimizer"
+        ]["device"]
+        == "cpu"
+    )
+    with pytest.raises(
+        BadRequest, match=r"memory\.offload_optimizer needs memory\.zero_stage 1, 2 or 3, got 0"
+    ):
+        settings({"offload_optimizer": True, "zero_stage": 0})
+
+
+def some(num: int) -> list[Example]:
+    return [
+        Example(prompt_token_ids=(i,), token_ids=(i,), old_logprobs=(0.0,), advantage=0.0)
+        for i in range(num)
+    ]
+
+
+def test_every_example_is_dealt_once_into_shares_of_about_one_size_and_always_alike():
+    examples = some(11)
+    shares = deal(examples, 4, seed=3)
+    assert sorted(len(share) for share in shares) == [2, 3, 3, 3]
+    assert sorted(e.token_ids for share in shares for e in share) == [e.token_ids for e in examples]
+    assert shares == deal(examples, 4, seed=3) != deal(examples, 4, seed=4)
+    assert deal(examples, 1, seed=3) == [examples]
+    assert [len(share) for share in deal(some(2), 4, seed=3)] == [1, 1], "no share is empty"
+
+
+def test_out_of_memory_names_the_settings_that_help_with_numbers():
+    spec = MemorySpec(micro_batch_tokens=16384, chunk_tokens=1024, zero_stage=2)
+    assert knobs(spec, 2, (8, 1500), lora=False) == (
+        "memory.micro_batch_tokens from 16384 to 6000; memory.chunk_tokens from 1024 to 512; "
+        "memory.gradient_checkpointing from false to true; memory.zero_stage from 2 to 3; "
+        "memory.offload_optimizer from false to true; [lora], which trains adapters only"
+    )
+    spec = MemorySpec(
+        micro_batch_tokens=1000,
+        chunk_tokens=1,
+        gradient_checkpointing=True,
+        zero_stage=3,
+        offload_optimizer=True,
+    )
+    assert (
+        knobs(spec, 2, (1, 1500), lora=True)
+        == "sampling.max_tokens: a micro-batch was one sequence of 1500 tokens already"
+    )
+
+
+def test_a_full_memory_is_told_from_other_errors():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert is_out_of_memory(MemoryError())
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(raised.value)
+    assert "1152921504606846976" in first_line(raised.value) or "4611686018427387904" in first_line(
+        raised.value
+    )
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+    assert not is_out_of_memory(RuntimeError("NCCL error: unhandled cuda error, out of memory"))
+
+
+def test_usage_of_this_host_is_in_gibibytes():
+    assert usage(torch.device("cpu")).startswith("of ") and "this rank takes 0.00" not in usage(
+        torch.device("cpu")
+    )
