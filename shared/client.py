@@ -167,14 +167,15 @@ class Client:
             except TimeoutError as error:
                 raise Unavailable(
                     f"{self.name} at {self.url} did not finish {method} {path} within "
-                    f"{deadline_s:g} s"
+                    f"{deadline_s:g} s",
+                    code="deadline",
                 ) from error
             except httpx.TransportError as error:
                 problem: HoneError = self._unreachable(error)
             except Unavailable as error:
                 problem = error
             except NotFound as error:
-                if "no operation" not in error.detail:
+                if error.code != "no_operation":
                     raise
                 problem = error
             now = time.monotonic()
@@ -205,4 +206,6 @@ class Client:
 
     def _unreachable(self, error: httpx.TransportError) -> Unavailable:
         why = f"{type(error).__name__}: {str(error) or 'connection lost'}"
-        return Unavailable(f"cannot reach the {self.name} service at {self.url}: {why}")
+        return Unavailable(
+            f"cannot reach the {self.name} service at {self.url}: {why}", code="unreachable"
+        )

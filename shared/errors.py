@@ -1,49 +1,89 @@
-"""The four kinds of failure every service answers with, as RFC 9457 problem documents.
+"""The kinds of failure every service answers with, as RFC 9457 problem documents.
 
     HoneError
     ├── BadRequest   422  the caller is wrong; sending it again will not help
     │   ├── Unauthorized 401
     │   └── NotFound     404
-    ├── Conflict     409  out of order, or the same key with another body
+    ├── Conflict     409  out of order, superseded, or the same key with another body
+    ├── StateLost    409  what the call builds on is gone; only loading again helps
     ├── Unavailable  503  starting, draining or unreachable; the client retries only this one
-    │   └── Busy     429  too much is waiting already; the client asks again for as long as its deadline allows
+    │   └── Busy     429  too much is waiting already; the client asks again until its deadline
     └── Failed       500  the service itself is broken
 
-A message is one sentence a person can act on: the value, what was expected, and where.
-`shared/client.py` turns a problem document back into the same class, so an error crosses any number
-of services unchanged.
+A program decides by the class, and where that is not enough by `code` (`CODES` lists them). The
+detail is for people: one sentence with the value, what was expected, and where.
+`shared/client.py` turns a problem document back into the same class and code, so an error crosses
+any number of services unchanged.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 MEDIA_TYPE = "application/problem+json"
+TYPE_PREFIX = "urn:hone:"
+
+CODES = {
+    # BadRequest, Unauthorized, NotFound
+    "bad_request": "the body, a parameter or a setting is wrong",
+    "unauthorized": "the bearer token or the Host header is missing or wrong",
+    "not_found": "there is no such route or thing",
+    "no_operation": "the operation polled for is not known here: the service was restarted since",
+    # Conflict
+    "conflict": "not possible in the present state",
+    "body_differs": "the same key came before with another body",
+    "stale": "a newer attempt or epoch took over; the caller has to stop",
+    "out_of_order": "another call has to come first; the detail says which",
+    # StateLost
+    "state_lost": "the model or the job is not loaded here (any more); load it again",
+    # Unavailable, Busy
+    "unavailable": "the service cannot answer at present",
+    "unreachable": "no connection, or a proxy answered in place of the service",
+    "starting": "the service is starting",
+    "draining": "the service is shutting down; the one that follows it will answer",
+    "deadline": "the caller's own deadline passed; the operation may still be under way",
+    "busy": "too much is waiting already",
+    # Failed
+    "failed": "the service could not do it",
+    "bug": "an exception that nobody expected; the service's log has the traceback",
+    "out_of_memory": "a device ran out of memory",
+    "disk_full": "there is no space left to write",
+}
+"""Every code and what it means. The first of each group is the default of its class."""
 
 
 class HoneError(Exception):
-    """An error with a status and a sentence. `errors` lists `{pointer, detail}` of single faults in
-    a body."""
+    """An error with a status, a code and a sentence. `errors` lists `{pointer, detail}` of single
+    faults in a body."""
 
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "failed"
     title: ClassVar[str] = "Failed"
+    default_code: ClassVar[str] = "failed"
 
-    def __init__(self, detail: str, *, errors: list[dict[str, str]] | None = None) -> None:
+    def __init__(
+        self,
+        detail: str,
+        *,
+        code: str | None = None,
+        errors: list[dict[str, str]] | None = None,
+    ) -> None:
         super().__init__(detail)
         self.detail = detail
+        self.code = code or self.default_code
         self.errors = errors or []
 
     def problem(self) -> dict[str, Any]:
         """Returns the RFC 9457 document. Its `error` member has OpenAI's shape, so the `openai`
         client reads it too."""
         return {
-            "type": f"urn:hone:{self.kind}",
+            "type": TYPE_PREFIX + self.kind,
             "title": self.title,
             "status": self.status,
+            "code": self.code,
             "detail": self.detail,
             "errors": self.errors,
-            "error": {"message": self.detail, "type": self.kind, "code": self.kind, "param": None},
+            "error": {"message": self.detail, "type": self.kind, "code": self.code, "param": None},
         }
 
 
@@ -51,36 +91,49 @@ class BadRequest(HoneError):
     status = 422
     kind = "bad-request"
     title = "Bad request"
+    default_code = "bad_request"
 
 
 class Unauthorized(BadRequest):
     status = 401
     kind = "unauthorized"
     title = "Unauthorized"
+    default_code = "unauthorized"
 
 
 class NotFound(BadRequest):
     status = 404
     kind = "not-found"
     title = "Not found"
+    default_code = "not_found"
 
 
 class Conflict(HoneError):
     status = 409
     kind = "conflict"
     title = "Conflict"
+    default_code = "conflict"
+
+
+class StateLost(HoneError):
+    status = 409
+    kind = "state-lost"
+    title = "State lost"
+    default_code = "state_lost"
 
 
 class Unavailable(HoneError):
     status = 503
     kind = "unavailable"
     title = "Unavailable"
+    default_code = "unavailable"
 
 
 class Busy(Unavailable):
     status = 429
     kind = "busy"
     title = "Busy"
+    default_code = "busy"
     retry_after_s: ClassVar[int] = 1
 
 
@@ -88,15 +141,38 @@ class Failed(HoneError):
     pass
 
 
-_BY_STATUS: dict[int, type[HoneError]] = {
-    c.status: c for c in (BadRequest, Unauthorized, NotFound, Conflict, Unavailable, Busy, Failed)
-}
+KINDS: tuple[type[HoneError], ...] = (
+    BadRequest,
+    Unauthorized,
+    NotFound,
+    Conflict,
+    StateLost,
+    Unavailable,
+    Busy,
+    Failed,
+)
+_BY_TYPE = {TYPE_PREFIX + kind.kind: kind for kind in KINDS}
+_BY_STATUS = {kind.status: kind for kind in KINDS if kind is not StateLost}
+_OF_A_PROXY = frozenset({500, 502, 503, 504})
 
 
 def from_problem(status: int, document: dict[str, Any] | None, source: str) -> HoneError:
-    """Returns the error that a response stands for. `source` says who answered, for bodies that say
-    nothing."""
+    """Returns the error that a response stands for: of the class that the document's `type` names,
+    else of its status.
+
+    A 5xx without a document of ours is a proxy's or a dying server's, so Unavailable. `source` says
+    who answered, for responses that say nothing.
+    """
     document = document or {}
-    detail = document.get("detail") or f"{source} answered {status} without saying why"
-    kind = _BY_STATUS.get(status) or (BadRequest if 400 <= status < 500 else Failed)
-    return kind(str(detail), errors=document.get("errors") or [])
+    type_ = str(document.get("type", ""))
+    detail = str(document.get("detail") or f"{source} answered {status} without saying why")
+    if status in _OF_A_PROXY and not type_.startswith(TYPE_PREFIX):
+        return Unavailable(detail, code="unreachable")
+    by_status = _BY_STATUS.get(status) or (BadRequest if 400 <= status < 500 else Failed)
+    kind = _BY_TYPE.get(type_, by_status)
+    code, errors = document.get("code"), document.get("errors")
+    return kind(
+        detail,
+        code=code if isinstance(code, str) else None,
+        errors=cast(list[dict[str, str]], errors) if isinstance(errors, list) else None,
+    )

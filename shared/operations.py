@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 
-from shared.errors import Conflict, Failed, HoneError, NotFound
+from shared.errors import Conflict, Failed, HoneError, NotFound, Unavailable
 from shared.logs import get_logger
 
 KEEP_S = 600.0
@@ -51,7 +51,8 @@ class Operations:
             if known.fingerprint != fingerprint:
                 raise Conflict(
                     f"{key!r} was already asked for with another body; the same key must come with "
-                    "the same body"
+                    "the same body",
+                    code="body_differs",
                 )
             return known
         task = asyncio.create_task(self._run(work, name))
@@ -66,7 +67,8 @@ class Operations:
         if operation := self._by_id.get(id):
             return operation
         raise NotFound(
-            f"no operation {id!r}: it was never started here, or the service was restarted since"
+            f"no operation {id!r}: it was never started here, or the service was restarted since",
+            code="no_operation",
         )
 
     async def wait(self, operation: Operation, wait_s: float | None) -> BaseModel | None:
@@ -98,10 +100,12 @@ class Operations:
         except HoneError:
             raise
         except asyncio.CancelledError as error:
-            raise Failed(f"{name} was ended by the shutdown of the service") from error
+            raise Unavailable(
+                f"{name} was ended by the shutdown of the service", code="draining"
+            ) from error
         except Exception as error:
             get_logger().exception("operation failed", operation=name)
-            raise Failed(f"{name}: {type(error).__name__}: {error}") from error
+            raise Failed(f"{name}: {type(error).__name__}: {error}", code="bug") from error
 
     def _finished(self, operation: Operation) -> None:
         operation.finished_at = time.monotonic()

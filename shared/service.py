@@ -133,7 +133,7 @@ class Service:
 
         async def endpoint(request: Request) -> Response:
             if self.draining:
-                raise Unavailable(f"the {self.name} service is shutting down")
+                raise Unavailable(f"the {self.name} service is shutting down", code="draining")
             data = await request.body()
             media_type = _media_type(request, data)
             body = codec.decode(body_type, data, media_type)

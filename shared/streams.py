@@ -43,7 +43,7 @@ async def answer(
             raise
         except Exception as error:
             get_logger().exception("stream failed", operation=name)
-            raise Failed(f"{name}: {type(error).__name__}: {error}") from error
+            raise Failed(f"{name}: {type(error).__name__}: {error}", code="bug") from error
         return None if result is None else codec.encode(result) + b"\n"
 
     begun = asyncio.create_task(next_line())

@@ -11,7 +11,17 @@ from pydantic import SecretStr
 from shared import codec
 from shared.client import Client
 from shared.config import Settings
-from shared.errors import BadRequest, Conflict, Failed, NotFound, Unauthorized, Unavailable
+from shared.errors import (
+    BadRequest,
+    Conflict,
+    Failed,
+    HoneError,
+    NotFound,
+    StateLost,
+    Unauthorized,
+    Unavailable,
+)
+from shared.operations import Operations
 from shared.service import Service
 from shared.wire import Checkpoint, CheckpointRequest
 
@@ -118,15 +128,32 @@ async def test_failed_work_is_tried_again_when_asked_again(settings: Settings) -
     assert (await call(client, key="a")).size_bytes == 2
 
 
-@pytest.mark.parametrize("kind", [BadRequest, Conflict, Failed, NotFound])
+@pytest.mark.parametrize("kind", [BadRequest, Conflict, Failed, NotFound, StateLost])
 async def test_an_error_crosses_the_wire_as_itself_and_is_not_retried(
-    settings: Settings, kind: type[Exception]
+    settings: Settings, kind: type[HoneError]
 ) -> None:
     counter = Counter(settings)
-    counter.error = kind("got 7, expected 6")
-    with pytest.raises(kind, match="got 7, expected 6"):
+    counter.error = kind("got 7, expected 6", code="stale")
+    with pytest.raises(kind, match="got 7, expected 6") as raised:
         await call(counter.client())
+    assert type(raised.value) is kind and raised.value.code == "stale"
     assert counter.runs == 1
+
+
+async def test_only_an_unknown_operation_is_asked_for_again(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.client.WAIT_S", 0)
+    counter = Counter(settings)
+    counter.seconds = 0.3
+    task = asyncio.create_task(call(counter.client()))
+    await asyncio.sleep(0.1)
+    counter.service.operations = Operations(10.0)  # as after a restart
+    assert (await task).size_bytes == counter.runs == 2
+    counter.error = NotFound("no operation of that kind: the sentence decides nothing")
+    with pytest.raises(NotFound):
+        await call(counter.client())
+    assert counter.runs == 3
 
 
 async def test_only_unavailable_is_retried(settings: Settings) -> None:
