@@ -24,74 +24,181 @@ PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003,
 
 
 class Settings(BaseSettings):
-    """Every setting of every service, by the service that reads it. Seconds, MiB and GiB as the
-    names say."""
+    """Every setting of every service, by the service that reads it. In the environment a setting is
+    `HONE_` and its name in capitals. The text under a setting is its documentation, which `hone
+    explain` shows."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, extra="ignore", frozen=True, use_attribute_docstrings=True
+    )
 
     # every service
+
     host: str = "127.0.0.1"
+    """Address to listen on. The default is this machine only; another address needs `token`."""
+
     token: SecretStr | None = None
+    """Bearer token: every request but `/healthz`, `/readyz` and `/version` must carry it, and
+    services and `hone` send it. None: no authentication, and loopback only."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages that are logged."""
+
     log_format: Literal["json", "console"] = "json"
+    """"json": one object per line, for machines; "console": for people."""
+
     max_body_mib: int = Field(default=1024, gt=0)
+    """Largest request body, in MiB. A step's batch is one body, 9 bytes per token."""
+
     operation_deadline_s: float = Field(default=3600.0, gt=0)
+    """Seconds after which a service gives up work that a request asked for. Not less than the
+    longest deadline of a caller."""
+
     runs_dir: Path = Path("runs")
+    """Where jobs leave their results, one folder per job. Orchestrator, trainer and sampler share
+    it."""
 
     # where each service is, for those that call it and for itself (its port)
+
     orchestrator_url: str = f"http://127.0.0.1:{PORTS['orchestrator']}"
+    """Where `hone` finds the orchestrator. If it is not set, a stack of `hone up` comes first."""
+
     rollout_url: str = f"http://127.0.0.1:{PORTS['rollout']}"
+    """Where the orchestrator finds the sampler."""
+
     trainer_url: str = f"http://127.0.0.1:{PORTS['trainer']}"
+    """Where the orchestrator finds the trainer: node 0, of several."""
+
     reward_url: str = f"http://127.0.0.1:{PORTS['reward']}"
+    """Where the orchestrator and `hone grade` find the reward service."""
+
     orchestrator_port: int = Field(default=PORTS["orchestrator"], ge=0, le=65535)
+    """Port that the orchestrator listens on."""
+
     rollout_port: int = Field(default=PORTS["rollout"], ge=0, le=65535)
+    """Port that the sampler listens on."""
+
     trainer_port: int = Field(default=PORTS["trainer"], ge=0, le=65535)
+    """Port that the trainer listens on."""
+
     reward_port: int = Field(default=PORTS["reward"], ge=0, le=65535)
+    """Port that the reward service listens on."""
 
     # orchestrator
+
     redis_url: SecretStr | None = None
+    """Redis, for example redis://:password@host:6379/0. It must have `appendonly yes`, `appendfsync
+    always` and `maxmemory-policy noeviction`. None: only `hone up` works, which starts one."""
+
     lease_s: float = Field(default=30.0, gt=0)
+    """Seconds without a heartbeat after which another orchestrator takes a job over. Long enough
+    for a pause of Redis or of the process, short enough that a job soon goes on."""
+
     patience_s: float = Field(default=90.0, gt=0)
+    """Seconds on end that a service may be away (unreachable, or answering 503) before a call to it
+    fails. Long enough for a restart."""
+
     generate_deadline_s: float = Field(default=1800.0, gt=0)
+    """Seconds for sampling one group, its wait for the step's other groups included."""
+
     score_deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds for grading one group, its wait for other groups included."""
+
     train_deadline_s: float = Field(default=3600.0, gt=0)
+    """Seconds for training on one batch."""
+
     sync_deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds each for publishing weights, for loading them, and for writing a checkpoint."""
+
     start_deadline_s: float = Field(default=1800.0, gt=0)
+    """Seconds for loading a job's model into trainer or sampler, its download included."""
+
     max_missing_rewards: float = Field(default=0.5, ge=0, le=1)
+    """Share of a batch's rewards, from 0 to 1, that may be missing. Beyond it the job pauses rather
+    than learn from what few graders still answered."""
 
     # rollout
-    rollout_model: str | None = None
-    kv_cache_gib: int = Field(default=1, gt=0)
-    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    max_num_seqs: int = Field(default=256, ge=1)
-    shm_dir: Path = Path(f"/dev/shm/hone-{os.getuid()}")
 
-    # trainer: `trainer_ranks` processes on each node (one a GPU), of `trainer_threads` threads.
-    # Ranks that die are started again, at most `trainer_restarts` times in ten minutes. On
-    # `trainer_nodes` machines this is number `trainer_node_rank`, from 0; they meet at
-    # `trainer_rendezvous`, <host>:<port> of node 0, speak over the network `trainer_interface` (a
-    # private one: nothing on it is encrypted or asks for a token), and share `runs_dir`. HTTP is on
-    # node 0
+    rollout_model: str | None = None
+    """Model folder or Hugging Face id that the sampler loads at its start, to serve it by hand.
+    None: it waits for a job's."""
+
+    kv_cache_gib: int = Field(default=1, gt=0)
+    """GiB of memory for attention's keys and values where vLLM runs on a CPU."""
+
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    """Share of a GPU's memory that vLLM takes, weights and cache together."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that the sampler's model is split over. 1 is fastest for a model that fits."""
+
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Sequences that vLLM samples at once; others wait. More need a larger cache."""
+
+    shm_dir: Path = Path(f"/dev/shm/hone-{os.getuid()}")
+    """Folder in shared memory for weights on their way to the sampler (`weight_sync = "shm"`); it
+    holds two versions. Trainer and sampler must see the same one."""
+
+    # trainer
+
     trainer_ranks: int = Field(default=1, ge=1)
+    """Processes on each node, one per GPU."""
+
     trainer_threads: int | None = Field(default=None, ge=1)
+    """CPU threads per rank. None: the cores of the node, shared out."""
+
     trainer_restarts: int = Field(default=3, ge=0)
+    """How often in ten minutes ranks that died are started again. Beyond it the trainer ends, for
+    what always fails would fail again."""
+
     trainer_nodes: int = Field(default=1, ge=1)
+    """Machines that the trainer runs on. They share `runs_dir`; HTTP is on node 0."""
+
     trainer_node_rank: int = Field(default=0, ge=0)
+    """Number of this machine among them, from 0."""
+
     trainer_rendezvous: str | None = None
+    """Where the nodes meet, the same on each: <host>:<port> of node 0. Needed from two nodes on."""
+
     trainer_interface: str | None = None
+    """Network interface that the nodes reach each other by, for example eth0. It must be of a
+    private network: nothing on it is encrypted or authenticated. Needed from two nodes on."""
 
     # reward
+
     sandbox: Literal["auto", "local", "modal", "unsafe"] = "auto"
+    """Where model-written code runs. "auto" is "local": in namespaces of this host, or not at all.
+    "modal": in Modal Sandboxes. "unsafe": in plain processes with resource limits only."""
+
     sandbox_slots: int | None = Field(default=None, ge=1)
+    """Programs that run at once. None: two per core but at most 8, or 32 on Modal."""
+
     sandbox_packages: Annotated[tuple[str, ...], NoDecode] = ()
+    """Installed packages that model-written code may import, as "numpy,sympy". Empty: the
+    standard library only."""
+
     sandbox_image: str | None = None
+    """Container image of Modal Sandboxes. None: Debian with Python."""
+
     allow_job_code: bool = True
+    """Whether jobs may bring their own reward code, which runs in a sandbox of its own."""
+
     reward_cache_mib: int = Field(default=64, ge=0)
+    """MiB of verdicts that are kept for completions that come again. 0 keeps none."""
+
     max_queued_completions: int = Field(default=32_768, ge=1)
+    """Completions that may wait for grading or be graded. Beyond it the answer is 429, and callers
+    ask again later."""
+
     max_queued_programs: int = Field(default=4096, ge=1)
+    """Programs of `/execute` that may wait or run. Beyond it the answer is 429."""
+
     judge_url: str | None = None
+    """OpenAI-compatible endpoint of the language models that judge. None: OpenAI's, if
+    `judge_api_key` is set."""
+
     judge_api_key: SecretStr | None = None
+    """API key of that endpoint."""
 
     @field_validator("sandbox_packages", mode="before")
     @classmethod

@@ -58,6 +58,18 @@ def _model_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] |
     return current
 
 
+def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """Returns `model` and every model that its fields lead to, each once."""
+    found, queue = list[type[BaseModel]](), [model]
+    while queue:
+        current = queue.pop(0)
+        if current not in found:
+            found.append(current)
+            fields = current.model_fields.values()
+            queue += [part for field in fields if (part := _model_in(field.annotation))]
+    return found
+
+
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation

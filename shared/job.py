@@ -1,7 +1,7 @@
-"""The job: what to train, as one TOML file, section by section. Where it runs is in `config.py`;
-the two never mix.
+"""The job: what to train, as one TOML file, section by section. `job_file.py` reads the file; where
+the job runs is in `config.py`, and the two never mix.
 
-`job_file.py` reads the file.
+The text under a key is its documentation: `hone explain` and the OpenAPI document show it.
 """
 
 from __future__ import annotations
@@ -17,64 +17,113 @@ MAX_SOURCE_BYTES = 1 << 20
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class DataSpec(Section):
-    """Training and held-out problems: a `.jsonl`, `.json`, `.csv` or `.parquet` file on the
-    orchestrator's host, or a Hugging Face dataset id with its split.
-
-    `prompt_column` holds a string, or a list of chat messages, which the model's chat template
-    renders. A string is sent as it is unless `system_prompt` is set, which makes a system and a
-    user message of it.
-    """
+    """Training and held-out problems, one per row. The columns beside the prompt go to the
+    graders."""
 
     train: str
+    """The training problems: a `.jsonl`, `.json`, `.csv` or `.parquet` file on the orchestrator's
+    host, or a Hugging Face dataset id. Each pass over them is shuffled anew."""
+
     train_split: str = "train"
+    """Split of a Hugging Face dataset to train on. Files have none."""
+
     eval: str | None = None
+    """The held-out problems, never trained on: a file or a dataset id, as for `train`. None: the
+    job does no evaluation."""
+
     eval_split: str = "test"
+    """Split of a Hugging Face dataset to evaluate on. Files have none."""
+
     config: str | None = None
+    """Configuration of a Hugging Face dataset that has several, for example "main" of
+    openai/gsm8k. It counts for `train` and `eval`."""
+
     revision: str | None = None
+    """Commit, tag or branch of a Hugging Face dataset, for `train` and `eval`. None: the newest
+    one, so a run that must be repeatable names a commit."""
+
     prompt_column: str = "prompt"
+    """The column with the prompt: text, or a list of chat messages (`role`, `content`). Text goes
+    to the model as it is; messages go through the model's chat template."""
+
     system_prompt: str | None = None
+    """A system message before every prompt. Prompts that are text become a user message after it,
+    so they go through the chat template too. None: no system message is added."""
 
 
 class SamplingSpec(Section):
-    """A step samples `group_size` completions for each of `prompts_per_step` prompts, of up to
-    `max_tokens` tokens.
-
-    Prompts whose group has no signal (all rewards equal) are replaced by further ones, in up to
-    `refills` rounds a step (the dynamic sampling of DAPO, arXiv 2503.14476).
-    """
+    """How completions are sampled: `prompts_per_step * group_size` rollouts per step."""
 
     prompts_per_step: int = Field(default=32, ge=1)
+    """Prompts per step. With the default `group_size` a step has 256 rollouts."""
+
     group_size: int = Field(default=8, ge=1, le=1024)
+    """Completions per prompt, compared with each other. A group of 1 has nothing to be compared
+    with and trains nothing; 8 to 16 are usual."""
+
     max_tokens: int = Field(default=512, ge=1)
+    """Longest completion, in tokens. A completion that reaches it ends with `finish_reason`
+    "length"."""
+
     temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits; the trainer divides its own by the same. 1 samples the policy itself."""
+
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Samples only from the most likely tokens that together have this probability. 1 samples from
+    the whole vocabulary, so the distribution that is sampled is the one that is trained."""
+
     top_k: int = Field(default=0, ge=0)
+    """Samples only from this many most likely tokens. 0 samples from the whole vocabulary."""
+
     stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the model's own end token."""
+
     refills: int = Field(default=0, ge=0, le=10)
+    """Rounds per step in which groups without signal (all rewards equal) are replaced by groups of
+    further prompts: the dynamic sampling of DAPO, arXiv 2503.14476. 0 replaces none, because each
+    round costs sampling time."""
 
 
 class RewardSpec(Section):
-    """One reward. `grader` names a registered one, which takes `params`; or `file` and `function`
-    name your own.
-
-    Your own is a Python function as TRL has it, `def reward(completions, **kwargs) -> list[float]`,
-    with the dataset's columns as keyword arguments; or a class (docs/rewards.md). `load_job` sends
-    the file's text along as `source`. A `shaping` reward (length, form) counts in the sum but not
-    in judging whether a group has any signal: groups that differ in nothing else are dropped.
-    """
+    """One reward: a grader by name, with its `params`, or your own code by `file` and `function`
+    (docs/rewards.md)."""
 
     grader: str = "function"
+    """Name of a grader; `GET /graders` of the reward service lists them. "function" is your own
+    code in `file`."""
+
     name: str | None = None
+    """What metrics and stored rollouts call this reward; no two of a job have the same name. None:
+    the grader's name, or the function's."""
+
     weight: float = 1.0
+    """Factor of this reward in the sum that is the rollout's reward. Below 0 it is a penalty."""
+
     shaping: bool = False
+    """The reward is for form only (length, format). It counts in the sum, but not in judging if a
+    group has signal: groups that differ in nothing else are not trained on."""
+
     params: dict[str, Any] = {}
+    """Parameters of the grader, checked when the job is submitted. `GET /graders` has their
+    schema."""
+
     file: str | None = None
+    """Python file with your own reward, relative to the job file or to the working directory. Its
+    text travels with the job."""
+
     function: str = "reward"
+    """Name in `file` of a function `def reward(completions, **columns) -> list[float]`, as TRL has
+    it, or of a class."""
+
     source: str | None = Field(default=None, max_length=MAX_SOURCE_BYTES)
+    """Text of `file`, at most 1 MiB, which `load_job` fills in. A job that is not submitted from a
+    file sets it in place of `file`."""
 
     @property
     def label(self) -> str:
@@ -111,9 +160,10 @@ class TrainingSpec(Section):
     `loss` and its equations: services/trainer/learning/loss.py. `clip_low`, `clip_high` bound the
     importance ratio to `[1 - low, 1 + high]`, token by token or of the whole sequence
     (`importance`; "gspo" is always of the sequence); its logarithm is within
-    +-`max_log_ratio` anyway. `dual_clip` bounds the loss of tokens with a negative advantage to that multiple of it (arXiv
-    1912.09729). Of these "cispo" has `clip_high` only (3 to 4 is usual there) and "sapo" none, but its temperatures
-    `tau_positive` and `tau_negative` (arXiv 2511.20347).
+    +-`max_log_ratio` anyway. `dual_clip` bounds the loss of tokens with a negative advantage to
+    that multiple of it (arXiv 1912.09729). Of these "cispo" has `clip_high` only (3 to 4 is usual
+    there) and "sapo" none, but its temperatures `tau_positive` and `tau_negative` (arXiv
+    2511.20347).
 
     `beta` weighs the KL divergence to the model that the job began with, estimated by `kl`; 0 loads
     no reference model. The gradient of "k1" is zero in expectation, that of "k3_true" the
@@ -177,93 +227,175 @@ class CorrectionSpec(Section):
 
 
 class LoraSpec(Section):
-    """Train low-rank adapters (arXiv 2106.09685) and not the model. "all-linear" is every linear
-    layer but the output head."""
+    """Trains low-rank adapters (arXiv 2106.09685) in place of the model's own weights."""
 
     rank: int = Field(default=16, ge=1)
+    """Rank r of the update B A that is added to each target layer's weight."""
+
     alpha: float = Field(default=32.0, gt=0)
+    """The update is scaled by alpha / rank. The default is twice the default rank, as is usual."""
+
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which an input of an adapter is dropped in training. 0: the policy that is
+    trained is exactly the one that was sampled."""
+
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the layers that get adapters, for example ["q_proj", "v_proj"]. "all-linear": every
+    linear layer but the output head."""
 
 
 class MemorySpec(Section):
-    """How an update fits into memory. Nothing here changes its result.
-
-    `micro_batch_tokens` bounds the tokens of one forward pass, padding included, `chunk_tokens`
-    those whose logits exist at a time. `zero_stage`: what the ranks share out (arXiv 1910.02054): 0
-    nothing, 1 optimizer state, 2 gradients as well, 3 weights as well. `packing` puts several
-    sequences into one row; "auto" where the attention implementation takes them apart without cost.
-    `deepspeed` is merged over the configuration given to DeepSpeed, key by key.
-    """
+    """How an update fits into memory. Nothing here changes its result, rounding apart."""
 
     micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Most tokens in one forward and backward pass of a rank, padding included. Lower it first when
+    memory runs out. A single sequence that is longer has a pass of its own."""
+
     chunk_tokens: int = Field(default=1024, ge=1)
+    """Tokens whose logits exist at a time: a chunk of them by a part of the vocabulary, in
+    float32."""
+
     gradient_checkpointing: bool = False
+    """Keeps only each layer's input and computes the layer again in the backward pass: a third more
+    time, about, and a fraction of the activation memory."""
+
     zero_stage: Literal[0, 1, 2, 3] = 2
+    """What the ranks share out, each stage including those before (arXiv 1910.02054): 0 nothing, 1
+    optimizer state, 2 gradients, 3 weights."""
+
     offload_optimizer: bool = False
+    """Keeps master weights and optimizer state in host memory, and updates them there with
+    DeepSpeed's CPU Adam. Needs `zero_stage` 1, 2 or 3 and a C++ compiler."""
+
     packing: Literal["auto", "on", "off"] = "auto"
+    """Puts several sequences into one row instead of padding. "auto": where the model runs flash
+    attention, which keeps the sequences of a row apart at no cost."""
+
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """The attention implementation, by its name in transformers. "auto": the one that transformers
+    chooses for the model."""
+
     deepspeed: dict[str, Any] = {}
+    """Merged over the configuration given to DeepSpeed, key by key. Keys that another field sets or
+    that would change the loss's denominators are refused."""
 
 
 class EvaluationSpec(Section):
-    """Held-out accuracy: `num_prompts` problems of `data.eval` every `every` steps, and always
-    before and after training.
-
-    `temperature` 0 is greedy decoding. `num_prompts` None takes all of them.
-    """
+    """Held-out accuracy: the mean reward of problems of `data.eval`, before training, every `every`
+    steps and after the last."""
 
     every: int = Field(default=50, ge=1)
+    """Steps between two evaluations."""
+
     num_prompts: int | None = Field(default=None, ge=1)
+    """How many problems, from the first row on. None: all of them."""
+
     samples: int = Field(default=1, ge=1)
+    """Completions per problem. More than 1 needs a `temperature` above 0 to make a difference."""
+
     temperature: float = Field(default=0.0, ge=0)
+    """Divides the logits. 0: greedy decoding, which gives the same answer each time."""
+
     max_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion, in tokens. None: that of training, `sampling.max_tokens`."""
 
 
 class CheckpointSpec(Section):
-    """A checkpoint every `every` steps (0: only the last), from which training can go on. The
-    newest `keep_last` are kept, and of older ones those whose step divides by `keep_every` (0:
-    none)."""
+    """Checkpoints: Hugging Face folders from which training also goes on."""
 
     every: int = Field(default=50, ge=0)
+    """Steps between two checkpoints. The last step always has one; 0: only the last."""
+
     keep_last: int = Field(default=2, ge=1)
+    """How many of the newest checkpoints are kept. The default survives damage to the newest."""
+
     keep_every: int = Field(default=0, ge=0)
+    """Of older checkpoints, those whose step is divisible by this are kept too. 0: none."""
 
 
 class WandbSpec(Section):
-    """Log to Weights & Biases. The key comes from the orchestrator's WANDB_API_KEY; "offline" needs
-    none."""
+    """Logs metrics to Weights & Biases as well. The key is the orchestrator's WANDB_API_KEY."""
 
     project: str
+    """Project to log to."""
+
     entity: str | None = None
+    """User or team that owns the project. None: the default of the key."""
+
     mode: Literal["online", "offline"] = "online"
+    """"offline" writes to the run folder only, and needs no key."""
+
     tags: tuple[str, ...] = ()
+    """Tags of the run."""
 
 
 class Job(Section):
-    """Everything that is trained, by one name. `max_staleness` (steps) 0 samples and trains in
-    turn; k >= 1 lets sampling run ahead, so that a batch is sampled by weights at most k steps
-    old."""
+    """Everything that is trained, under one name."""
 
     name: str = Field(pattern=JOB_ID, max_length=40)
+    """Begins the job's id and its run folder; `runs/<name>` points at the newest run of the name.
+    Lower-case letters, digits, "-" and "_", at most 40."""
+
     model: str
+    """The model that training begins with: a folder in Hugging Face format, which trainer and
+    sampler both see, or a Hugging Face id."""
+
     model_revision: str | None = None
+    """Commit, tag or branch of a Hugging Face model. None: the newest one, so a run that must be
+    repeatable names a commit."""
+
     steps: int = Field(ge=1)
+    """Batches to train on. Each is one optimizer step unless `training.epochs` or
+    `training.minibatches` make more of it."""
+
     seed: int = Field(default=0, ge=0)
+    """Seeds the order of prompts, sampling, the deal into minibatches and dropout."""
+
     max_model_len: int | None = Field(default=None, gt=0)
+    """Most tokens of prompt and completion together. None: what the model was made for. A lower
+    bound lets the sampler's cache hold more sequences."""
+
     max_staleness: int = Field(default=0, ge=0, le=64)
+    """Most steps by which the weights that sampled a batch may be older than those it trains. 0
+    samples and trains in turn; from 1 on sampling runs while the trainer trains."""
+
     weight_sync: Literal["shm", "disk"] = "shm"
+    """How weights reach the sampler: "shm", shared memory of one host; "disk", a folder under
+    `HONE_RUNS_DIR` that the hosts share."""
+
     data: DataSpec
+    """The problems."""
+
     sampling: SamplingSpec = SamplingSpec()
+    """How completions are sampled."""
+
     rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    """What completions are rewarded for: at least one, each a `[[rewards]]` table. A rollout's
+    reward is their weighted sum."""
+
     advantages: AdvantageSpec = AdvantageSpec()
+    """From rewards to advantages."""
+
     training: TrainingSpec = TrainingSpec()
+    """The update."""
+
     correction: CorrectionSpec = CorrectionSpec()
+    """What is done about sampler and trainer giving a token different log-probs."""
+
     lora: LoraSpec | None = None
+    """Low-rank adapters. None: all weights are trained."""
+
     memory: MemorySpec = MemorySpec()
+    """How an update fits into memory."""
+
     evaluation: EvaluationSpec = EvaluationSpec()
+    """Held-out accuracy."""
+
     checkpoints: CheckpointSpec = CheckpointSpec()
+    """When checkpoints are written, and which are kept."""
+
     wandb: WandbSpec | None = None
+    """Weights & Biases. None: metrics are only in the run folder."""
 
     @model_validator(mode="after")
     def _reward_names_differ(self) -> Job:

@@ -1,0 +1,34 @@
+"""Every key of a job and every setting is documented under it, in its own words."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.config import Settings
+from shared.explain import sections
+from shared.job import AdvantageSpec, CorrectionSpec, Job, TrainingSpec
+
+UNDER_WAY = {AdvantageSpec, CorrectionSpec, TrainingSpec}
+MODELS = [model for model in (*sections(Job), Settings) if model not in UNDER_WAY]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_every_field_has_a_docstring_of_its_own(model: type[Job]) -> None:
+    texts = {name: field.description or "" for name, field in model.model_fields.items()}
+    assert [name for name, text in texts.items() if not text.endswith((".", '"'))] == []
+    assert len(set(texts.values())) == len(texts)
+
+
+def test_all_sections_of_a_job_are_found() -> None:
+    assert {model.__name__ for model in sections(Job)} == {
+        *("Job", "DataSpec", "SamplingSpec", "RewardSpec", "AdvantageSpec", "TrainingSpec"),
+        *("CorrectionSpec", "LoraSpec", "MemorySpec", "EvaluationSpec", "CheckpointSpec"),
+        "WandbSpec",
+    }
+
+
+def test_the_openapi_schema_of_a_job_shows_the_same_texts() -> None:
+    schema = Job.model_json_schema()
+    assert schema["properties"]["steps"]["description"] == Job.model_fields["steps"].description
+    group_size = schema["$defs"]["SamplingSpec"]["properties"]["group_size"]
+    assert group_size["description"].startswith("Completions per prompt")
