@@ -293,7 +293,7 @@ def in_fork(forks: asyncio.Queue[ForkAlone]) -> Run:
 async def started_forks() -> asyncio.Queue[ForkAlone]:
     forks: asyncio.Queue[ForkAlone] = asyncio.Queue()
     for number in range(max(AT_ONCE)):
-        fork = ForkAlone(number, mode="jobs", isolated=False)
+        fork = ForkAlone(number, isolated=False)
         await fork.start()
         forks.put_nowait(fork)
     return forks

@@ -17,13 +17,14 @@ from collections.abc import AsyncGenerator
 
 from prometheus_client import Counter
 
-from services.reward import graders, registry, runs
-from services.reward.admission import Admission
-from services.reward.functions import FunctionWorkers
-from services.reward.registry import Tools
+from services.reward import graders
+from services.reward.grading import registry, runs
+from services.reward.grading.admission import Admission
+from services.reward.grading.registry import Tools
+from services.reward.grading.scoring import Scorer
+from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox import backends
 from services.reward.sandbox.base import Sandbox
-from services.reward.scoring import Scorer
 from shared.config import Settings
 from shared.service import Service
 from shared.wire import (

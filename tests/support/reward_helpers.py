@@ -9,8 +9,8 @@ import signal
 from pathlib import Path
 
 from services.reward import graders
-from services.reward.functions import FunctionWorkers
-from services.reward.registry import Tools
+from services.reward.grading.registry import Tools
+from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox, Worker
 from shared.config import Settings
 from shared.errors import Failed
@@ -41,7 +41,7 @@ class ScriptedSandbox(Sandbox):
         self.asked.append(request)
         return self.answer
 
-    async def open_worker(self) -> Worker:
+    async def open_worker(self, module: str) -> Worker:
         raise Failed("a scripted sandbox has no workers")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.reward.registry import Column, Grader, GradingFailed, Params, grader
+from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
 from shared.wire import Part, ScoreItem
 
 

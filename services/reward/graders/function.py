@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import Field
 
-from services.reward.functions import LOAD_DEADLINE_S
-from services.reward.registry import Grader, Params, Tools, grader, no_column
+from services.reward.grading.registry import Grader, Params, Tools, grader, no_column
+from services.reward.job_code.workers import LOAD_DEADLINE_S
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem

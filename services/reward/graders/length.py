@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from services.reward.registry import Params, grader
+from services.reward.grading.registry import Params, grader
 from shared.wire import Part, ScoreItem
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from pydantic import Field, model_validator
 
-from services.reward.registry import Grader, GradingFailed, Params, grader
+from services.reward.grading.registry import Grader, GradingFailed, Params, grader
 from shared.wire import Part, ScoreItem
 
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from services.reward.graders.programs import KEEP_CHARS, fault
-from services.reward.registry import Grader, GradingFailed, Params, grader
+from services.reward.grading.programs import KEEP_CHARS, fault
+from services.reward.grading.registry import Grader, GradingFailed, Params, grader
 from shared.errors import BadRequest
 from shared.job import MAX_SOURCE_BYTES
 from shared.wire import ExecuteRequest, Part, ScoreItem

@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import Field
 
-from services.reward.graders.compare import same
-from services.reward.graders.programs import KEEP_CHARS, fault, program_of
-from services.reward.registry import Column, Grader, GradingFailed, Params, grader
+from services.reward.grading.compare import same
+from services.reward.grading.programs import KEEP_CHARS, fault, program_of
+from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
 from shared.wire import ExecuteRequest, Part, ScoreItem
 
 MAX_EXPRESSION_CHARS = 1000

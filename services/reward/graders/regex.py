@@ -15,7 +15,7 @@ from typing import Literal
 import regex
 from pydantic import Field, model_validator
 
-from services.reward.registry import Column, Grader, GradingFailed, Params, grader
+from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
 from shared.wire import Part, ScoreItem
 
 

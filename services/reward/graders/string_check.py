@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from services.reward.graders import templates
-from services.reward.registry import Grader, Params, grader
+from services.reward.grading import templates
+from services.reward.grading.registry import Grader, Params, grader
 from shared.wire import Part, ScoreItem
 
 

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from services.reward.graders import templates
-from services.reward.registry import Grader, Params, grader
+from services.reward.grading import templates
+from services.reward.grading.registry import Grader, Params, grader
 from shared.errors import BadRequest
 from shared.wire import Part, ScoreItem
 

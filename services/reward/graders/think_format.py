@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.reward.registry import grader
+from services.reward.grading.registry import grader
 from shared.wire import Part, ScoreItem
 
 OPEN, CLOSE = "<think>", "</think>"

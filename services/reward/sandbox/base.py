@@ -50,8 +50,9 @@ class Sandbox(ABC):
         Raises Failed with `problem()` where nothing can be run at all."""
 
     @abstractmethod
-    async def open_worker(self) -> Worker:
-        """Returns a new worker, in a sandbox of its own. Raises Failed as `execute` does."""
+    async def open_worker(self, module: str) -> Worker:
+        """Returns a new worker, in a sandbox of its own, that runs `serve(channel)` of `module`.
+        Raises Failed as `execute` does."""
 
     async def run(self, requests: Sequence[ExecuteRequest]) -> list[Execution]:
         """Returns one Execution a request, in order. Identical requests run once."""

@@ -53,7 +53,6 @@ class LocalSandbox(Sandbox):
         self._slots = [
             Slot(
                 number,
-                mode="jobs",
                 isolated=self._isolated,
                 packages=self._packages,
                 group=groups.make(),
@@ -100,12 +99,12 @@ class LocalSandbox(Sandbox):
         finally:
             self._idle.put_nowait(slot)
 
-    async def open_worker(self) -> Worker:
+    async def open_worker(self, module: str) -> Worker:
         if self._problem:
             raise Failed(self._problem)
         self._num_workers += 1
         worker = Slot(
-            self._num_slots + self._num_workers % 1000, mode="function", isolated=self._isolated
+            self._num_slots + self._num_workers % 1000, isolated=self._isolated, worker=module
         )
         await worker.start()
         return worker

@@ -126,7 +126,7 @@ class ModalSandbox(Sandbox):
                     get_logger().warning("Modal Sandbox failed", reason=reason)
         return Execution(verdict="sandbox_error", stderr=f"Modal failed twice: {reason}")
 
-    async def open_worker(self) -> Worker:
+    async def open_worker(self, module: str) -> Worker:
         raise Failed(
             "a job's own reward functions need HONE_SANDBOX=local; the Modal backend runs "
             "model-written programs only"

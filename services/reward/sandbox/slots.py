@@ -46,8 +46,8 @@ class CannotImport(CannotIsolate):
 
 
 class Slot(Worker):
-    """A slot in `mode` "jobs" runs programs; in mode "function" it is the worker for a job's own
-    function."""
+    """A slot runs programs, one at a time; with `worker`, the name of a module, it runs that
+    module's `serve` instead, which keeps a job's own code loaded."""
 
     module = "services.reward.sandbox.inside.zygote"
     """Whose `main` the process runs."""
@@ -56,14 +56,14 @@ class Slot(Worker):
         self,
         number: int,
         *,
-        mode: str,
         isolated: bool,
+        worker: str | None = None,
         packages: Packages = NO_PACKAGES,
         group: Group | None = None,
     ) -> None:
         self._number = number
-        self._mode = mode
         self._isolated = isolated
+        self._worker = worker
         self._packages = packages
         self._group = group
         self._idle_bytes = 0
@@ -183,11 +183,11 @@ class Slot(Worker):
         config = {
             "service_pid": os.getpid(),
             "home": _HOME,
-            "mode": self._mode,
+            "worker": self._worker,
             "isolated": self._isolated,
             "control_fd": theirs.fileno(),
             "uid": _outside_uid(self._number),
-            "binds": visible.binds(packages=self._mode == "function") | self._packages.binds,
+            "binds": visible.binds(packages=self._worker is not None) | self._packages.binds,
             "links": visible.links(),
             "entrances": self._group.entrances() if self._group else [],
             "meters": self._group.meters() if self._group else [None, None],

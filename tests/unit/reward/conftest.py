@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.registry import Tools
+from services.reward.grading.registry import Tools
 from shared.wire import Execution
 from tests.support.reward_helpers import ScriptedSandbox, tools_of
 

@@ -307,7 +307,7 @@ async def test_without_the_client_or_an_account_it_says_what_to_do(
     with pytest.raises(Failed, match="needs the Modal client"):
         await sandbox.execute(ExecuteRequest(code="1"))
     with pytest.raises(Failed, match="HONE_SANDBOX=local"):
-        await sandbox.open_worker()
+        await sandbox.open_worker("any.module")
 
 
 def test_an_execution_is_the_same_kind_of_thing_on_every_backend() -> None:

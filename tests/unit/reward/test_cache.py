@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from services.reward import calling
-from services.reward.failures import GradingFailed
-from services.reward.registry import Grader, Params, grader
-from services.reward.remembered import Remembered, key_of
-from services.reward.scoring import Scorer
+from services.reward.grading import calling
+from services.reward.grading.cache import VerdictCache, key_of
+from services.reward.grading.failures import GradingFailed
+from services.reward.grading.registry import Grader, Params, grader
+from services.reward.grading.scoring import Scorer
 from shared.errors import BadRequest, Busy, Failed
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem, ScoreRequest
@@ -104,7 +104,7 @@ async def test_alike_items_of_a_request_are_graded_once() -> None:
     ]
 
 
-async def test_a_verdict_is_remembered_by_params_and_content() -> None:
+async def test_a_verdict_is_cached_by_params_and_content() -> None:
     once = scorer()
     await parts(once, "aa", job_id="one")
     (again,) = await parts(once, "aa", job_id="two")
@@ -115,7 +115,7 @@ async def test_a_verdict_is_remembered_by_params_and_content() -> None:
 
 
 @pytest.mark.parametrize("params", [{"pure": False}, {"how": "time_limit"}, {"how": "fail"}])
-async def test_what_the_next_try_may_not_repeat_is_not_remembered(params: dict[str, Any]) -> None:
+async def test_what_the_next_try_may_not_repeat_is_not_cached(params: dict[str, Any]) -> None:
     once = scorer()
     for _ in range(2):
         (part,) = await parts(once, "a", **params)
@@ -123,7 +123,7 @@ async def test_what_the_next_try_may_not_repeat_is_not_remembered(params: dict[s
     assert Probe.calls == [["a"], ["a"]]
 
 
-async def test_a_cache_of_no_size_remembers_nothing() -> None:
+async def test_a_cache_of_no_size_keeps_nothing() -> None:
     once = scorer(reward_cache_mib=0)
     await parts(once, "a")
     await parts(once, "a")
@@ -131,19 +131,19 @@ async def test_a_cache_of_no_size_remembers_nothing() -> None:
 
 
 def test_the_cache_forgets_what_was_used_least_recently() -> None:
-    remembered = Remembered(3 * 1100)
+    cache = VerdictCache(3 * 1100)
     for key in (b"1", b"2", b"3"):
-        remembered.put(key, Part(value=1.0))
-    assert remembered.get(b"1") is not None
-    remembered.put(b"4", Part(value=1.0))
-    assert [remembered.get(key) is not None for key in (b"1", b"2", b"3", b"4")] == [
+        cache.put(key, Part(value=1.0))
+    assert cache.get(b"1") is not None
+    cache.put(b"4", Part(value=1.0))
+    assert [cache.get(key) is not None for key in (b"1", b"2", b"3", b"4")] == [
         True,
         False,
         True,
         True,
     ]
-    remembered.put(b"5", Part(value=1.0, stdout="x" * 10_000))
-    assert len(remembered) == 0, "what does not fit at all is not kept"
+    cache.put(b"5", Part(value=1.0, stdout="x" * 10_000))
+    assert len(cache) == 0, "what does not fit at all is not kept"
 
 
 def test_content_differs_where_types_differ() -> None:

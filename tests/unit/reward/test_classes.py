@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator
 import pytest
 import pytest_asyncio
 
-from services.reward import answers
-from services.reward.failures import GradingFailed
-from services.reward.functions import FunctionWorkers
+from services.reward.grading.failures import GradingFailed
+from services.reward.job_code import answers
+from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
 from shared.job import RewardSpec

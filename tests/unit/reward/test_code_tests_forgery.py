@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward import registry
-from services.reward.registry import GradingFailed
+from services.reward.grading import registry
+from services.reward.grading.registry import GradingFailed
 from services.reward.sandbox.local import LocalSandbox
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem

@@ -12,9 +12,8 @@ from collections.abc import AsyncGenerator
 import pytest
 import pytest_asyncio
 
-from services.reward import functions
-from services.reward.failures import GradingFailed
-from services.reward.functions import FunctionWorkers
+from services.reward.grading.failures import GradingFailed
+from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.local import LocalSandbox
 from shared.job import RewardSpec
 from shared.wire import Part
@@ -74,7 +73,7 @@ async def outcome(workers: FunctionWorkers, spec: RewardSpec, *completions: str)
 async def test_workers_used_least_recently_are_closed(
     workers: FunctionWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(functions, "MAX_WORKERS", 2)
+    monkeypatch.setattr("services.reward.job_code.workers.MAX_WORKERS", 2)
     before = len(processes_of(os.getpid()))
     for value in (1.0, 2.0, 3.0, 4.0, 1.0):
         assert await call(workers, constant(value), "a", "b") == [value, value]
@@ -84,7 +83,7 @@ async def test_workers_used_least_recently_are_closed(
 async def test_a_busy_worker_is_never_closed_for_another_one(
     workers: FunctionWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(functions, "MAX_WORKERS", 1)
+    monkeypatch.setattr("services.reward.job_code.workers.MAX_WORKERS", 1)
     before = processes_of(os.getpid())
     slow = "import time\nLOADED = time.time()\ndef reward(completions):\n    time.sleep(0.5)\n    return [LOADED]"
     loaded = (await call(workers, RewardSpec(source=slow), "a"))[0]

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hone.cli import app
-from services.reward import registry
 from services.reward.app import build
+from services.reward.grading import registry
 from shared.config import PREFIX, Settings
 from shared.job import RewardSpec
 from shared.wire import Execution

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.reward import registry
-from services.reward.graders import templates
 from services.reward.graders.text_similarity import similarity
-from services.reward.registry import GradingFailed, Tools
+from services.reward.grading import registry, templates
+from services.reward.grading.registry import GradingFailed, Tools
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem

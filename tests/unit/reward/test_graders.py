@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.reward import registry
-from services.reward.registry import GradingFailed, Tools
+from services.reward.grading import registry
+from services.reward.grading.registry import GradingFailed, Tools
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import ScoreItem

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward import registry
-from services.reward.registry import Grader
+from services.reward.grading import registry
+from services.reward.grading.registry import Grader
 from shared.job import RewardSpec
 from shared.wire import Execution, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox, tools_of

@@ -17,10 +17,10 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from services.reward import registry, runs
-from services.reward.functions import FunctionWorkers
-from services.reward.graders.judge import replies
-from services.reward.registry import Grader, GradingFailed, Tools
+from services.reward.grading import registry, runs
+from services.reward.grading.judge import replies
+from services.reward.grading.registry import Grader, GradingFailed, Tools
+from services.reward.job_code.workers import FunctionWorkers
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import RewardSpec

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward import registry
 from services.reward.graders.math import Math
 from services.reward.graders.math.answers import equal, final_answer, number
-from services.reward.registry import GradingFailed
+from services.reward.grading import registry
+from services.reward.grading.registry import GradingFailed
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox, is_alive, tools_of

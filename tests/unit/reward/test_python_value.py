@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.reward import registry
-from services.reward.graders.compare import same
-from services.reward.graders.programs import program_of
 from services.reward.graders.python_value import breach
-from services.reward.registry import GradingFailed
+from services.reward.grading import registry
+from services.reward.grading.compare import same
+from services.reward.grading.programs import program_of
+from services.reward.grading.registry import GradingFailed
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox, tools_of

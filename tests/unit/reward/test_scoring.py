@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.reward import registry
-from services.reward.registry import Column, Grader, Params, Tools, grader
-from services.reward.scoring import SAMPLER_FAILED, Scorer
+from services.reward.grading import registry
+from services.reward.grading.registry import Column, Grader, Params, Tools, grader
+from services.reward.grading.scoring import SAMPLER_FAILED, Scorer
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, Score, ScoreItem, ScoreRequest, ScoreResult

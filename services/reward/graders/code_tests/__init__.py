@@ -27,8 +27,8 @@ from services.reward.graders.code_tests.asserts import Case
 from services.reward.graders.code_tests.candidate import NO_VALUE, Candidate, Limits, Outcome
 from services.reward.graders.code_tests.evaluate import Failed, evaluate
 from services.reward.graders.code_tests.tests import Style, Tests, read
-from services.reward.graders.programs import program_of
-from services.reward.registry import Column, Grader, GradingFailed, Params, grader
+from services.reward.grading.programs import program_of
+from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
 from shared.errors import BadRequest
 from shared.wire import Part, ScoreItem, Verdict
 

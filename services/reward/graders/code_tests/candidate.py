@@ -9,7 +9,7 @@ from typing import Any
 
 from services.reward.graders.code_tests import inside
 from services.reward.graders.code_tests.codec import NotPlain, decode
-from services.reward.graders.programs import KEEP_CHARS, fault
+from services.reward.grading.programs import KEEP_CHARS, fault
 from services.reward.sandbox.base import Sandbox
 from shared.wire import Execution, Verdict
 

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from services.reward.graders.compare import same
+from services.reward.grading.compare import same
 
 MAX_SIZE = 1_000_000
 MAX_BITS = 100_000

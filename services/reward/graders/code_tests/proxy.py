@@ -20,8 +20,8 @@ from typing import Any
 from services.reward.graders.code_tests import inside
 from services.reward.graders.code_tests.asserts import BUILTINS, bound_names, loaded_names
 from services.reward.graders.code_tests.candidate import Candidate, Outcome
-from services.reward.graders.programs import fault
-from services.reward.registry import GradingFailed
+from services.reward.grading.programs import fault
+from services.reward.grading.registry import GradingFailed
 from shared.wire import ExecuteRequest, Verdict
 
 MAX_TURNS = 100

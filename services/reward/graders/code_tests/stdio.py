@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from services.reward.graders.code_tests.candidate import Candidate
-from services.reward.graders.programs import fault
+from services.reward.grading.programs import fault
 from shared.wire import ExecuteRequest, Verdict
 
 MAX_OUTPUT_BYTES = 60_000

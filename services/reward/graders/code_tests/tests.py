@@ -11,7 +11,7 @@ from services.reward.graders.code_tests import asserts
 from services.reward.graders.code_tests.asserts import Case
 from services.reward.graders.code_tests.proxy import TestCode, unconverted
 from services.reward.graders.code_tests.stdio import MAX_OUTPUT_BYTES, Pair
-from services.reward.registry import GradingFailed
+from services.reward.grading.registry import GradingFailed
 
 Style = Literal["asserts", "check", "stdio"]
 

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from services.reward.graders.math.answers import equal, final_answer, number
 from services.reward.graders.math.workers import Workers
-from services.reward.registry import Column, Grader, GradingFailed, Params, Tools, grader
+from services.reward.grading.registry import Column, Grader, GradingFailed, Params, Tools, grader
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
 

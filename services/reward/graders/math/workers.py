@@ -12,7 +12,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
 from typing import Any, Literal
 
-from services.reward.registry import GradingFailed
+from services.reward.grading.registry import GradingFailed
 
 _FILE = Path(__file__).with_name("worker.py")
 START_S = 60.0

@@ -19,6 +19,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import frames, isolation, kernel, program, seccomp
@@ -27,10 +28,6 @@ from services.reward.sandbox.inside.job import Job, ServiceGone, Surroundings, e
 WARM = """array ast bisect calendar cmath collections copy ctypes dataclasses datetime decimal enum fractions functools heapq
 io itertools json linecache math numbers operator queue random re statistics string struct textwrap threading time traceback
 types typing"""
-
-FUNCTION = "services.reward.sandbox.inside.function"
-"""Imported where it is used only, like whatever else is large: a fork copies the tables of every
-page that its parent has."""
 
 UNSAFE_FOLDER = "hone-unsafe-"
 """How the working directories of jobs without isolation begin; the service's pid follows."""
@@ -47,8 +44,9 @@ _ENVIRONMENT = {
 def main() -> None:
     """Entry of the slot process; its one argument is the configuration as JSON (see `slots.py`)."""
     config = json.loads(sys.argv[1])
-    if config["mode"] == "function":
-        importlib.import_module(FUNCTION)
+    # Imported where it is used only, like whatever else is large: a fork copies the tables of
+    # every page that its parent has.
+    worker = importlib.import_module(config["worker"]) if config["worker"] else None
     sys.dont_write_bytecode = True  # our own is written: compiling it would cost every slot memory
     sys.path.remove(config["home"])
     control: int = config["control_fd"]
@@ -62,8 +60,8 @@ def main() -> None:
         frames.send(control, {"not_importable": str(error)})
         os._exit(125)
     frames.send(control, {"ready": True})
-    if config["mode"] == "function":
-        zygote.become_function_worker()
+    if worker is not None:
+        zygote.become_worker(worker.serve)
     with contextlib.suppress(ServiceGone):
         zygote.serve()
     os._exit(0)  # with what it runs: it is pid 1
@@ -123,7 +121,7 @@ class Zygote:
         finally:
             self._folder.remove()
 
-    def become_function_worker(self) -> NoReturn:
+    def become_worker(self, serve: Callable[[int], None]) -> NoReturn:
         """Forks the worker, which talks to the service itself, and ends as it ends."""
         slot = self._surroundings
         pid = os.fork()
@@ -132,7 +130,7 @@ class Zygote:
             limits = program.standing_limits(files=1024, processes=128)
             limits |= program.within_own({resource.RLIMIT_AS: slot.own_bytes + (8 << 30)})
             program.give_up_everything([null, null, null, slot.control], limits, slot.system_calls)
-            sys.modules[FUNCTION].serve(3)
+            serve(3)
             os._exit(0)
         try:
             ended_within(pid, slot.control, None)

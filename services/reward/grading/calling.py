@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.reward import registry
-from services.reward.registry import Grader, GradingFailed, Tools
-from services.reward.remembered import Remembered, as_cached, key_of
+from services.reward.grading import registry
+from services.reward.grading.cache import VerdictCache, as_cached, key_of
+from services.reward.grading.registry import Grader, GradingFailed, Tools
 from shared.errors import BadRequest, HoneError
 from shared.job import RewardSpec
 from shared.logs import get_logger
@@ -32,16 +32,16 @@ Tell = Callable[[int, Part], None]
 class Caller:
     """One bound grader and its limits."""
 
-    def __init__(self, grader: Grader[Any], remembered: Remembered) -> None:
+    def __init__(self, grader: Grader[Any], cache: VerdictCache) -> None:
         self.grader = grader
-        self._remembered = remembered
+        self._cache = cache
         self._free = asyncio.Semaphore(grader.max_concurrency)
 
     async def grade(self, items: Sequence[ScoreItem], tell: Tell) -> None:
         """Tells each item's part as soon as it is known."""
         asked: list[_Alike] = []
         for alike in self._alike(items):
-            known = self._remembered.get(alike.key) if alike.key else None
+            known = self._cache.get(alike.key) if alike.key else None
             if known is None:
                 asked.append(alike)
             else:
@@ -66,7 +66,7 @@ class Caller:
             parts = await self._parts([items[alike.positions[0]] for alike in call])
         for alike, part in zip(call, parts, strict=True):
             if alike.key:
-                self._remembered.put(alike.key, part)
+                self._cache.put(alike.key, part)
             first, *others = alike.positions
             tell(first, part)
             for position in others:
@@ -111,7 +111,7 @@ class Callers:
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
-        self._remembered = Remembered(tools.settings.reward_cache_mib << 20)
+        self._cache = VerdictCache(tools.settings.reward_cache_mib << 20)
         self._kept: OrderedDict[tuple[str | None, str], _Kept] = OrderedDict()
 
     @contextlib.asynccontextmanager
@@ -139,7 +139,7 @@ class Callers:
         key = (job_id, spec.model_dump_json())
         if key not in self._kept:
             grader = registry.bind(spec, replace(self._tools, job_id=job_id))
-            self._kept[key] = _Kept(Caller(grader, self._remembered))
+            self._kept[key] = _Kept(Caller(grader, self._cache))
         self._kept.move_to_end(key)
         return self._kept[key]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from services.reward.registry import GradingFailed
+from services.reward.grading.registry import GradingFailed
 from shared.wire import Execution, Verdict
 
 KEEP_CHARS = 1000

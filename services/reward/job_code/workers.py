@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from services.reward import answers
-from services.reward.failures import GradingFailed
+from services.reward.grading.failures import GradingFailed
+from services.reward.job_code import answers
 from services.reward.sandbox import visible
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker
 from services.reward.sandbox.slots import CannotIsolate
@@ -26,6 +26,9 @@ from shared.errors import BadRequest, Failed
 from shared.job import RewardSpec
 from shared.logs import get_logger
 from shared.wire import ExecuteRequest, Part
+
+SERVE = "services.reward.job_code.inside.serve"
+"""The module whose `serve` a worker runs."""
 
 MAX_WORKERS = 8
 LOAD_DEADLINE_S = 120.0
@@ -205,7 +208,7 @@ class FunctionWorkers:
         if entry.worker is not None and entry.signature is not None:
             return entry.worker, entry.signature
         try:
-            worker = await self._sandbox.open_worker()
+            worker = await self._sandbox.open_worker(SERVE)
         except CannotIsolate as error:
             raise Failed(f"no sandbox could be started for {_named(spec)}: {error}") from error
         opening = {

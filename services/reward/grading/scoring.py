@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
-from services.reward.admission import Admission
-from services.reward.calling import Caller, Callers
-from services.reward.registry import Tools
+from services.reward.grading.admission import Admission
+from services.reward.grading.calling import Caller, Callers
+from services.reward.grading.registry import Tools
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, Score, ScoredItem, ScoreItem, ScoreRequest, ScoreResult

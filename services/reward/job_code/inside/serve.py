@@ -24,9 +24,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from services.reward.job_code.inside.printed import Printed
+from services.reward.job_code.inside.tools import WorkerTools
 from services.reward.sandbox.inside import frames
-from services.reward.sandbox.inside.printed import Printed
-from services.reward.sandbox.inside.tools import WorkerTools
 from shared.rewards import Outcome, Reward
 
 MAX_ERROR_CHARS = 500

@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from services.reward.job_code.inside.printed import Printed
 from services.reward.sandbox.inside import frames
-from services.reward.sandbox.inside.printed import Printed
 from services.reward.sandbox.inside.program import plain
 from shared.rewards import Outcome
 

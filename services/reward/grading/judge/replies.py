@@ -10,7 +10,7 @@ import json
 import math
 from typing import Any
 
-from services.reward.registry import GradingFailed
+from services.reward.grading.registry import GradingFailed
 
 MAX_CHARS = 4000
 """Of a reply, how much of its end is searched."""

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from services.reward import registry
-from services.reward.graders.formula import Formula, FormulaError
-from services.reward.registry import Grader, GradingFailed, Params, Tools, grader
+from services.reward.graders.multi.formula import Formula, FormulaError
+from services.reward.grading import registry
+from services.reward.grading.registry import Grader, GradingFailed, Params, Tools, grader
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem

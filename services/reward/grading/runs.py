@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.reward import registry
+from services.reward.grading import registry
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import (

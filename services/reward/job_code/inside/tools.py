@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from services.reward.job_code.inside.children import Children
 from services.reward.sandbox.inside import frames
-from services.reward.sandbox.inside.children import Children
 from shared.rewards import Outcome
 
 

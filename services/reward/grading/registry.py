@@ -29,8 +29,8 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from services.reward.failures import ErrorName, GradingFailed
-from services.reward.functions import FunctionWorkers
+from services.reward.grading.failures import ErrorName, GradingFailed
+from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox
 from shared.config import Settings
 from shared.errors import BadRequest

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from services.reward.graders.judge.memory import Memory
-from services.reward.registry import GradingFailed, Tools
+from services.reward.grading.judge.memory import Memory
+from services.reward.grading.registry import GradingFailed, Tools
 
 OPENAI_URL = "https://api.openai.com/v1"
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
-from services.reward.graders import templates
-from services.reward.graders.judge.client import Judge, Limits, Question
-from services.reward.registry import Grader, Params, Tools
+from services.reward.grading import templates
+from services.reward.grading.judge.client import Judge, Limits, Question
+from services.reward.grading.registry import Grader, Params, Tools
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem

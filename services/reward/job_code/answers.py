@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.reward.failures import ErrorName, GradingFailed
+from services.reward.grading.failures import ErrorName, GradingFailed
 from shared.explain import sentences
 from shared.wire import ExecuteRequest, Part
 

@@ -7,7 +7,7 @@ import hashlib
 from collections import OrderedDict
 from typing import Any
 
-from services.reward.registry import Grader
+from services.reward.grading.registry import Grader
 from shared.wire import Part, ScoreItem
 
 _OVERHEAD_BYTES = 1024
@@ -17,7 +17,7 @@ _BY_CHANCE = ("time_limit", "sandbox_error", "error")
 """Verdicts that the next try may not repeat; they are not remembered."""
 
 
-class Remembered:
+class VerdictCache:
     """Holds about `size_bytes` of verdicts; 0 remembers nothing."""
 
     def __init__(self, size_bytes: int) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from services.reward.registry import GradingFailed, no_column
+from services.reward.grading.registry import GradingFailed, no_column
 from shared.errors import BadRequest
 from shared.wire import ScoreItem
 
