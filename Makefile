@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up down test check format lock clean
+.PHONY: help setup demo up down test soak check format lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,14 +24,17 @@ up: $(VENV)/.ready ## start Redis and the four services here
 down: $(VENV)/.ready ## stop what `make up` started
 	$(BIN)/hone down
 
-test: $(VENV)/.ready ## every test: unit, contract, and the real stack (about 20 minutes on 2 cores)
+test: $(VENV)/.ready ## every test but the soak tests: unit, contract, and the real stack
 	$(BIN)/python -m pytest
+
+soak: $(VENV)/.ready ## the soak tests: long runs of the real stack, with faults
+	$(BIN)/python -m pytest -m soak
 
 check: $(VENV)/.ready ## lint, types and the fast tests (about four minutes)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -q -m "not system and not engine"
+	$(BIN)/python -m pytest -q -m "not system and not engine and not soak"
 
 format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .
