@@ -172,4 +172,5 @@ class Follower:
         shown = "none" if reward is None else f"{reward:.3f}"
         eta = event.data.get("eta_s")
         left = f"  ETA {duration(eta)}" if eta is not None else ""
-        return f"step {event.data['step']}/{event.data['steps']}  reward {shown}{curve}  {time_split(metrics)}{left}"
+        step = f"step {event.data['step']}/{event.data['steps']}"
+        return f"{step}  reward {shown}{curve}  {time_split(metrics)}{left}"

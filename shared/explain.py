@@ -11,9 +11,15 @@ from pydantic import BaseModel, ValidationError
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:
-    """Returns `; did you mean 'x'?` for a near miss, else the list of what is valid."""
+    """Returns `did you mean 'x'?` for a near miss, else the list of what is valid."""
+    close = closest(name, valid)
+    return f"did you mean {close!r}?" if close else f"valid keys are {', '.join(sorted(valid))}"
+
+
+def closest(name: str, valid: Sequence[str]) -> str | None:
+    """Returns the one of `valid` that `name` is probably a misspelling of."""
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"valid keys are {', '.join(sorted(valid))}"
+    return close[0] if close else None
 
 
 def sentences(

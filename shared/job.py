@@ -58,7 +58,7 @@ class DataSpec(Section):
 
 
 class SamplingSpec(Section):
-    """How completions are sampled: `prompts_per_step * group_size` rollouts per step."""
+    """A step samples `group_size` completions for each of `prompts_per_step` prompts."""
 
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts per step. With the default `group_size` a step has 256 rollouts."""

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from hone.cli import REWARDS_ONLY, _steps
+from hone import cli, commands
+from hone.cli import app
+from hone.commands.rollouts import steps_of
+from hone.shell import REWARDS_ONLY
 from shared.errors import BadRequest
 from shared.job_file import load_job
 
 
 @pytest.mark.parametrize(("text", "steps"), [("7", (7, 7)), ("3:9", (3, 9))])
 def test_steps_are_one_or_a_range(text: str, steps: tuple[int, int]) -> None:
-    assert _steps(text) == steps
+    assert steps_of(text) == steps
 
 
 @pytest.mark.parametrize("text", ["", "0", "0:4", "-1", "3:", ":4", "a:b", "1:2:3", "1.5"])
@@ -21,7 +24,7 @@ def test_what_is_no_range_is_a_sentence(text: str) -> None:
     with pytest.raises(
         BadRequest, match="expected a step such as 7, or a range of them such as 3:9"
     ):
-        _steps(text)
+        steps_of(text)
 
 
 def test_a_file_of_rewards_alone_is_read_as_in_a_job_with_its_functions_inlined(
@@ -40,3 +43,11 @@ def test_a_file_of_rewards_alone_is_read_as_in_a_job_with_its_functions_inlined(
     (tmp_path / "bad.toml").write_text('[[rewards]]\ngradr = "length"\n')
     with pytest.raises(BadRequest, match="did you mean 'grader'"):
         load_job(tmp_path / "bad.toml", REWARDS_ONLY)
+
+
+def test_every_module_of_commands_is_found_without_being_named() -> None:
+    modules = {path.stem for path in Path(commands.__path__[0]).glob("*.py")} - {"__init__"}
+    callbacks = [command.callback for command in app.registered_commands]
+    homes = {callback.__module__.rpartition(".")[2] for callback in callbacks if callback}
+    assert homes == modules
+    assert not [name for name in modules if f'"{name}"' in Path(cli.__file__).read_text()]

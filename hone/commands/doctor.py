@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx2 as httpx
+import typer
 from pydantic import BaseModel
+from rich.text import Text
 
 from hone import host, stack
+from hone.shell import Output, OutputOption, command, show
 from shared.config import Settings, load_settings
 from shared.errors import BadRequest
 
@@ -25,6 +28,7 @@ ENGINES = {
     "orchestrator": ("redis", "datasets"),
 }
 MIN_FREE_GIB = 2.0
+STYLES = {"ok": "green", "note": "yellow", "fault": "red"}
 
 
 class Check(BaseModel):
@@ -38,6 +42,22 @@ class Check(BaseModel):
 class Report(BaseModel):
     ok: bool
     checks: list[Check]
+
+
+@command
+def doctor(output: OutputOption = Output.table) -> None:
+    """Check this machine and the stack that runs on it. Exits 1 if something will not work."""
+    report = examine()
+    show(output, report, lambda: Text("\n").join(map(_line, report.checks)))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _line(check: Check) -> Text:
+    mark = "FAULT" if check.state == "fault" else check.state
+    return Text.assemble(
+        (f"{mark:5}", STYLES[check.state]), (f"{check.name}: ", "bold"), check.detail
+    )
 
 
 def examine() -> Report:
@@ -68,7 +88,10 @@ def _packages() -> list[Check]:
         found = [f"{name} {number}" for name in candidates if (number := _version(name))]
         if service == "orchestrator" and len(found) < len(candidates):
             found = []
-        missing = f"not installed: {' or '.join(candidates)} (pip install 'hone-rl[{service}]'); this machine cannot run the service"
+        missing = (
+            f"not installed: {' or '.join(candidates)} (pip install 'hone-rl[{service}]'); this "
+            "machine cannot run the service"
+        )
         checks.append(
             Check(
                 name=f"{service} packages",

@@ -1,5 +1,5 @@
-"""Tries rewards on one completion, on the service that jobs use: the one that runs, else one
-started here for the call."""
+"""`hone grade`: tries rewards on one completion, on the service that jobs use: the one that runs,
+else one started here for the call."""
 
 from __future__ import annotations
 
@@ -16,22 +16,70 @@ import time
 import tomllib
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Annotated, Any, cast
 
+import typer
 from rich.markup import escape
 from rich.table import Table
 
 from hone import stack
+from hone.shell import REWARDS_ONLY, Output, OutputOption, command, show
 from shared.client import Client
 from shared.config import PREFIX, load_settings
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.job import RewardSpec
+from shared.job_file import load_job
 from shared.wire import Score, ScoreItem, ScoreRequest, ScoreResult, VersionInfo
 
 PING_DEADLINE_S = 1.0
 START_DEADLINE_S = 60.0
 SCORE_DEADLINE_S = 900.0
-DEFAULT_ROW = "{}"
+
+
+@command
+def grade(
+    grader: Annotated[
+        str | None, typer.Argument(help="a grader's name, for example exact_match")
+    ] = None,
+    completion: Annotated[
+        str, typer.Option(help="what the model said; - reads it from stdin")
+    ] = "-",
+    row: Annotated[str, typer.Option(help="the dataset's row as JSON")] = "{}",
+    prompt: Annotated[str, typer.Option(help="what the model was asked")] = "",
+    num_tokens: Annotated[
+        int | None, typer.Option(help="the completion's length in tokens")
+    ] = None,
+    param: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE of the grader, may be repeated")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="your own rewards, with --function")] = None,
+    function: Annotated[str, typer.Option(help="the function or class in --file")] = "reward",
+    reward: Annotated[
+        Path | None, typer.Option(help="a TOML with [[rewards]]; a job file will do")
+    ] = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Try a grader, your own function, or a file of rewards on one completion. Exits 1 if it gives
+    no reward."""
+    if sum(source is not None for source in (grader, file, reward)) != 1:
+        raise BadRequest(
+            "name one of: a grader, --file with your own function, --reward with a TOML of rewards"
+        )
+    if reward is not None and param:
+        raise BadRequest(
+            "--param goes with a grader or --file; the rewards of --reward have their params in "
+            "the TOML"
+        )
+    if reward is not None:
+        rewards = load_job(reward, REWARDS_ONLY).rewards
+    else:
+        own = own_reward(file, function, param or []) if file else None
+        rewards = (own or named_reward(grader or "", param or []),)
+    text = sys.stdin.read() if completion == "-" else completion
+    result = score(item(text, prompt, row, num_tokens), rewards)
+    show(output, result, lambda: table(result))
+    if result.value is None:
+        raise typer.Exit(1)
 
 
 def own_reward(file: Path, function: str, params: Sequence[str]) -> RewardSpec:
@@ -77,7 +125,7 @@ def score(item: ScoreItem, rewards: Sequence[RewardSpec]) -> Score:
 
 
 def table(score: Score) -> Table:
-    """Returns a line a reward, and the sum."""
+    """Returns one line per reward, and the sum."""
     shown = Table("reward", "value", "verdict", "seconds", "why", box=None, pad_edge=False)
     for label, part in score.parts.items():
         why = ", ".join(text for text in (part.detail, *part.errors) if text)

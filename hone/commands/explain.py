@@ -1,0 +1,178 @@
+"""`hone explain`: what a key of a job or a setting means, its type, bounds and default. All of it
+is read off the models' JSON schema, so OpenAPI says the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
+
+from hone.shell import Output, OutputOption, command, show
+from shared.config import PREFIX, Settings
+from shared.errors import NotFound
+from shared.explain import closest
+from shared.job import Job
+
+JOB, SETTINGS = "job", "settings"
+"""What the whole of each is asked for by."""
+
+TYPES = {"string": "text", "boolean": "true or false", "object": "table"}
+FORMATS = {"path": "path", "password": "secret text"}
+BOUNDS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+    "minItems": "at least {} of them",
+    "maxLength": "at most {} characters",
+    "pattern": "of the form {}",
+}
+
+Schema = dict[str, Any]
+
+
+class Explanation(BaseModel):
+    """What is known of a key. `default` is None where there is none (`required`), or where nothing
+    is the default. `fields` are those of a section."""
+
+    key: str
+    type: str
+    bounds: str
+    default: Any
+    required: bool
+    text: str
+    fields: tuple[Explanation, ...] = ()
+
+
+@command
+def explain(
+    key: Annotated[
+        str,
+        typer.Argument(help="a key, a section or a setting: sampling.top_p, sampling, HONE_HOST"),
+    ] = JOB,
+    output: OutputOption = Output.table,
+) -> None:
+    """Explain a key of a job, or a setting. Without a key, all of a job; `settings` for all
+    settings."""
+    found = find(key)
+    show(output, found, lambda: _shown(found))
+
+
+def find(key: str) -> Explanation:
+    """Returns what `key` means: dotted, or its last part if no other key ends so; positions in
+    lists are skipped. Raises NotFound with the nearest key."""
+    known = {found.key: found for found in _all_keys()}
+    name = ".".join(part for part in key.strip().split(".") if not part.isdecimal())
+    if found := known.get(name) or known.get(name.upper()) or known.get(PREFIX + name.upper()):
+        return found
+    same = [full for full in known if full.endswith(f".{name}")]
+    if len(same) == 1:
+        return known[same[0]]
+    if same:
+        raise NotFound(f"several keys are called {name!r}: {', '.join(sorted(same))}")
+    ends = {full.rpartition(".")[2]: full for full in known}
+    near = closest(name, list(known)) or ends.get(closest(name, list(ends)) or "")
+    hint = f"did you mean {near!r}?" if near else "`hone explain` lists the keys of a job"
+    raise NotFound(f"no key {key!r}; {hint}")
+
+
+def _all_keys() -> Iterator[Explanation]:
+    settings = Settings.model_json_schema()
+    for name, title, schema in ((JOB, "", Job.model_json_schema()), (SETTINGS, PREFIX, settings)):
+        whole = _explanation(name, schema, schema, required=True, prefix=title)
+        yield whole
+        for field in whole.fields:
+            yield from _with_fields(field)
+
+
+def _with_fields(found: Explanation) -> Iterator[Explanation]:
+    yield found
+    for field in found.fields:
+        yield from _with_fields(field)
+
+
+def _explanation(
+    key: str, schema: Schema, root: Schema, *, required: bool, prefix: str
+) -> Explanation:
+    """Returns the explanation of a schema within `root`. `prefix` begins the keys of its fields."""
+    inner = _without_null(schema)
+    section = _section(inner, root)
+    fields: tuple[Explanation, ...] = ()
+    if section is not None:
+        fields = tuple(
+            _explanation(
+                f"{prefix}{name.upper() if prefix == PREFIX else name}",
+                field,
+                root,
+                required=name in section.get("required", ()),
+                prefix=f"{prefix}{name}.",
+            )
+            for name, field in section["properties"].items()
+        )
+    texts = [schema.get("description"), section.get("description") if section else None]
+    return Explanation(
+        key=key,
+        type=_type(inner, root),
+        bounds=", ".join(
+            text.format(inner[name]) for name, text in BOUNDS.items() if name in inner
+        ),
+        default=None if section else schema.get("default"),
+        required=required,
+        text="\n".join(dict.fromkeys(" ".join(text.split()) for text in texts if text)),
+        fields=fields,
+    )
+
+
+def _without_null(schema: Schema) -> Schema:
+    """Returns what a value that is given must be."""
+    branches = [branch for branch in schema.get("anyOf", ()) if branch.get("type") != "null"]
+    return branches[0] if len(branches) == 1 else schema
+
+
+def _section(schema: Schema, root: Schema) -> Schema | None:
+    """Returns the schema of the section that a value is, or is a list of."""
+    target = _target(schema.get("items") or schema, root)
+    return target if "properties" in target else None
+
+
+def _target(schema: Schema, root: Schema) -> Schema:
+    reference = schema.get("$ref")
+    return root["$defs"][reference.rpartition("/")[2]] if reference else schema
+
+
+def _type(schema: Schema, root: Schema) -> str:
+    target = _target(schema, root)
+    if "properties" in target:
+        return "section"
+    if branches := [branch for branch in target.get("anyOf", ()) if branch.get("type") != "null"]:
+        return " or ".join(_type(branch, root) for branch in branches)
+    if choices := target.get("enum") or ([target["const"]] if "const" in target else []):
+        return " or ".join(json.dumps(choice) for choice in choices)
+    if target.get("type") == "array":
+        inner = _type(target.get("items", {}), root)
+        return "list of sections" if inner == "section" else f"list of {inner}"
+    kind = str(target.get("type", "any value"))
+    return FORMATS.get(str(target.get("format"))) or TYPES.get(kind, kind)
+
+
+def _shown(found: Explanation) -> Group:
+    lines = [_entry(found)] if found.key not in (JOB, SETTINGS) else []
+    return Group(*lines, *map(_entry, found.fields))
+
+
+def _entry(found: Explanation) -> Group:
+    facts = [found.type, found.bounds, "required" if found.required else _default(found)]
+    heading = Text.assemble((found.key, "bold"), "  ", "; ".join(fact for fact in facts if fact))
+    return Group(heading, Padding(Text(found.text), (0, 0, 1, 4), expand=False))
+
+
+def _default(found: Explanation) -> str:
+    if found.type in ("section", "list of sections"):
+        return ""
+    return f"default {'none' if found.default is None else json.dumps(found.default)}"

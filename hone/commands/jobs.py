@@ -1,0 +1,94 @@
+"""Submitting, listing and changing jobs: `hone submit`, `ls`, `get`, `cancel`, `pause`,
+`resume`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hone import view
+from hone.commands.logs import follow
+from hone.shell import JobArgument, Output, OutputOption, command, connect, out, show
+from shared.job_file import load_job
+from shared.wire import TERMINAL
+
+
+@command
+def submit(
+    file: Annotated[Path, typer.Argument(help="a job as TOML")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="a.b=c, may be repeated")
+    ] = None,
+    following: Annotated[
+        bool, typer.Option("--follow", help="show progress until the job ends")
+    ] = False,
+    key: Annotated[
+        str | None, typer.Option(help="idempotency key: the same key and job submit once")
+    ] = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Submit a job."""
+    job = load_job(file, overrides or [])
+    with connect() as client:
+        record = client.submit(job, key=key)
+        if output is Output.json and not following:
+            view.as_json(out, record)
+            return
+        if output is Output.table:
+            accepted = f"job {record.id} accepted; results go to {record.run_dir}"
+            out.print(accepted, soft_wrap=True, highlight=False)
+        if following:
+            follow(client, record.id, output)
+        else:
+            out.print(f"  hone logs -f {record.id}    to watch it", highlight=False)
+            out.print(f"  hone cancel {record.id}     to stop it", highlight=False)
+
+
+@command
+def ls(
+    limit: Annotated[int, typer.Option(help="how many")] = 20,
+    output: OutputOption = Output.table,
+) -> None:
+    """List jobs, newest first."""
+    with connect() as client:
+        records = client.list(limit)
+    none = "no jobs yet; `hone submit JOB.toml` starts one"
+    show(output, records, lambda: view.job_table(records) if records else none)
+
+
+@command
+def get(job: JobArgument, output: OutputOption = Output.table) -> None:
+    """Show one job."""
+    with connect() as client:
+        record = client.get(job)
+    show(output, record, lambda: view.job_details(record))
+
+
+@command
+def cancel(job: JobArgument, output: OutputOption = Output.table) -> None:
+    """Cancel a job."""
+    with connect() as client:
+        record = client.cancel(job)
+    state = "cancelled" if record.status in TERMINAL else "being cancelled"
+    show(output, record, lambda: f"job {record.id} is {state}")
+
+
+@command
+def pause(job: JobArgument, output: OutputOption = Output.table) -> None:
+    """Pause a job: it lets go of the services, and keeps all it has."""
+    with connect() as client:
+        record = client.pause(job)
+    state = "paused" if record.status == "paused" else "being paused"
+    goes_on = f"`hone resume {record.id}` goes on from there"
+    show(output, record, lambda: f"job {record.id} is {state}; {goes_on}")
+
+
+@command
+def resume(job: JobArgument, output: OutputOption = Output.table) -> None:
+    """Let a paused job go on where it was."""
+    with connect() as client:
+        record = client.resume(job)
+    watches = f"`hone logs -f {record.id}` watches it"
+    show(output, record, lambda: f"job {record.id} is {record.status}; {watches}")

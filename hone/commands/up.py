@@ -1,0 +1,34 @@
+"""`hone up`, `hone down`: the stack on this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hone import stack
+from hone.shell import Output, OutputOption, command
+
+FolderOption = Annotated[Path, typer.Option("--dir", help="where logs and Redis's data are")]
+
+
+@command
+def up(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table) -> None:
+    """Start Redis and the four services on this machine, and wait until they are ready."""
+    if code := _local("up", folder, output):
+        raise typer.Exit(2 if code > 0 else 130)
+
+
+@command
+def down(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table) -> None:
+    """Stop what `hone up` started. Jobs that run go on at the next `hone up`."""
+    if code := _local("down", folder, output):
+        raise typer.Exit(code)
+
+
+def _local(action: str, folder: Path, output: Output) -> int:
+    arguments = [action, "--dir", str(folder), "--output", output]
+    return subprocess.call([sys.executable, "-m", "deploy.local", *arguments])

@@ -1,0 +1,86 @@
+"""What all commands share: the app that they register with, their options, where they print, and
+how they reach the orchestrator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Generator, Sequence
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from hone import stack, view
+from hone.client import Client
+from shared.errors import HoneError, Unavailable
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+out = Console(width=None if sys.stdout.isatty() else 160)
+err = Console(stderr=True)
+
+REWARDS_ONLY = ("name=rewards", "model=any/model", "steps=1", "data.train=any")
+"""Fills in what a file with nothing but `[[rewards]]` lacks of a job."""
+
+
+class Output(StrEnum):
+    table = "table"
+    json = "json"
+
+
+OutputOption = Annotated[
+    Output, typer.Option("-o", "--output", help="table for people, json for programs")
+]
+JobArgument = Annotated[
+    str, typer.Argument(help="a job's id, or its name for the newest of that name")
+]
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Registers a command under the function's name. Its HoneErrors become one sentence and exit
+    code 2."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except HoneError as error:
+            err.print(f"hone: {error.detail}", soft_wrap=True, markup=False, highlight=False)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(130) from error
+
+    return app.command(function.__name__)(run)
+
+
+@contextlib.contextmanager
+def connect() -> Generator[Client]:
+    """Yields a client of the orchestrator. Raises Unavailable at once if nothing answers."""
+    url, token = stack.orchestrator()
+    with Client(url, token=token) as client:
+        try:
+            client.ping()
+        except Unavailable as error:
+            raise Unavailable(
+                f"{error.detail}; `hone up` starts a stack on this machine, HONE_ORCHESTRATOR_URL "
+                "names another"
+            ) from error
+        yield client
+
+
+def show(
+    output: Output, body: BaseModel | Sequence[BaseModel], shown: Callable[[], RenderableType]
+) -> None:
+    """Prints `body` as JSON, or what `shown` makes of it for people: text unwrapped, anything else
+    as wide as the terminal."""
+    if output is Output.json:
+        view.as_json(out, body)
+    else:
+        content = shown()
+        out.print(content, soft_wrap=isinstance(content, str | Text), highlight=False)
