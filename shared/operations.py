@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import BaseModel
 
-from shared.errors import Conflict, Failed, HoneError, NotFound, Unavailable
+from shared.draining import Draining
+from shared.errors import Conflict, Failed, HoneError, NotFound
 from shared.logs import get_logger
 
 KEEP_S = 600.0
@@ -36,8 +38,9 @@ class Operations:
     """All operations of one process. Finished ones are kept `KEEP_S` seconds and at most
     `KEEP_COUNT` of them."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, draining: Draining) -> None:
         self._deadline_s = deadline_s
+        self._draining = draining
         self._by_id: dict[str, Operation] = {}
         self._by_key: dict[str, Operation] = {}
 
@@ -71,11 +74,24 @@ class Operations:
             code="no_operation",
         )
 
-    async def wait(self, operation: Operation, wait_s: float | None) -> BaseModel | None:
-        """Returns the result, or None if it is not there within `wait_s` seconds. Raises the work's
-        own HoneError."""
-        done, _ = await asyncio.wait({operation.task}, timeout=wait_s)
-        return operation.task.result() if done else None
+    async def wait(
+        self,
+        operation: Operation,
+        wait_s: float | None,
+        gone: Coroutine[Any, Any, None] | None = None,
+    ) -> BaseModel | None:
+        """Returns the result, or None if it is not there within `wait_s` seconds.
+
+        Raises the work's own HoneError, or Unavailable as soon as the service drains. If `gone`
+        ends first, which says that the client went away, the work ends too.
+        """
+        ended = await done_or(operation.task, self._draining.wait(), gone, timeout_s=wait_s)
+        if not operation.task.done() and self._draining.has_begun():
+            raise self._draining.error()
+        if not operation.task.done() and ended:
+            operation.task.cancel()
+            await asyncio.wait({operation.task})
+        return operation.task.result() if operation.task.done() else None
 
     def num_running(self) -> int:
         return sum(not operation.task.done() for operation in self._by_id.values())
@@ -100,9 +116,9 @@ class Operations:
         except HoneError:
             raise
         except asyncio.CancelledError as error:
-            raise Unavailable(
-                f"{name} was ended by the shutdown of the service", code="draining"
-            ) from error
+            if self._draining.has_begun():
+                raise self._draining.error() from error
+            raise Failed(f"{name} was ended: its client went away") from error
         except Exception as error:
             get_logger().exception("operation failed", operation=name)
             raise Failed(f"{name}: {type(error).__name__}: {error}", code="bug") from error
@@ -122,3 +138,19 @@ class Operations:
                 del self._by_id[op.id]
                 if op.key and self._by_key.get(op.key) is op:
                     del self._by_key[op.key]
+
+
+async def done_or(
+    work: asyncio.Task[Any],
+    *ends: Coroutine[Any, Any, None] | None,
+    timeout_s: float | None = None,
+) -> bool:
+    """Waits until the work is done, or any of `ends`, or the time is over. Returns whether one of
+    `ends` was; the others are cancelled, the work is not."""
+    watches = [asyncio.create_task(end) for end in ends if end is not None]
+    try:
+        await asyncio.wait({work, *watches}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return any(watch.done() for watch in watches)
+    finally:
+        for watch in watches:
+            watch.cancel()

@@ -1,5 +1,4 @@
-"""An answer in lines of JSON, one a result, as results come; and work that ends when the client
-that waits for it goes away."""
+"""An answer in lines of JSON, one per result, as results come."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 from fastapi import Request
@@ -15,19 +14,26 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from shared import codec
+from shared.draining import Draining
 from shared.errors import Failed, HoneError
 from shared.logs import get_logger
+from shared.operations import done_or
 
 LINES = "application/x-ndjson"
 
 
 async def answer(
-    results: AsyncGenerator[BaseModel], request: Request, name: str, deadline_s: float
+    results: AsyncGenerator[BaseModel],
+    request: Request,
+    name: str,
+    deadline_s: float,
+    draining: Draining,
 ) -> StreamingResponse:
     """Returns the response that streams `results`, which are those of the operation `name`.
 
-    A client that goes away ends the work. Raises what fails before the first result, so that it has
-    its own status; what fails after it is a problem document as the last line.
+    A client that goes away ends the work, as does the end of the service. Raises what fails before
+    the first result, so that it has its own status; what fails after it is a problem document as
+    the last line.
     """
     end = time.monotonic() + deadline_s
 
@@ -46,11 +52,20 @@ async def answer(
             raise Failed(f"{name}: {type(error).__name__}: {error}", code="bug") from error
         return None if result is None else codec.encode(result) + b"\n"
 
-    begun = asyncio.create_task(next_line())
-    await done_or_gone(begun, request)
-    if begun.cancelled():
-        raise Failed(f"{name} was ended: its client went away")
-    first = begun.result()
+    async def next_unless_over(gone: Coroutine[Any, Any, None] | None = None) -> bytes | None:
+        begun = asyncio.create_task(next_line())
+        try:
+            await done_or(begun, draining.wait(), gone)
+            if begun.done():
+                return begun.result()
+            if draining.has_begun():
+                raise draining.error()
+            raise Failed(f"{name} was ended: its client went away")
+        finally:
+            begun.cancel()
+            await asyncio.wait({begun})
+
+    first = await next_unless_over(client_gone(request))
 
     async def lines() -> AsyncGenerator[bytes]:
         async with contextlib.aclosing(results):
@@ -58,23 +73,14 @@ async def answer(
                 line = first
                 while line is not None:
                     yield line
-                    line = await next_line()
+                    line = await next_unless_over()
             except HoneError as error:
                 yield json.dumps(error.problem()).encode() + b"\n"
 
     return StreamingResponse(lines(), media_type=LINES)
 
 
-async def done_or_gone(work: asyncio.Task[Any], request: Request) -> None:
-    """Waits until the work is done, or its client gone, which ends it."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    watch = asyncio.create_task(gone())
-    await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-    watch.cancel()
-    if not work.done():
-        work.cancel()
-        await asyncio.wait({work})
+async def client_gone(request: Request) -> None:
+    """Returns once the client went away. The request's body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

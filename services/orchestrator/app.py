@@ -196,7 +196,7 @@ def _add_regrade_route(service: Service, settings: Settings, store: Store) -> No
             body.model_dump_json(),
             f"regrading {job_id}",
         )
-        return await service._answer(operation, request)
+        return await service.answer(operation, request)
 
 
 async def check_job(job: Job, settings: Settings) -> None:

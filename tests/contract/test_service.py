@@ -148,7 +148,7 @@ async def test_only_an_unknown_operation_is_asked_for_again(
     counter.seconds = 0.3
     task = asyncio.create_task(call(counter.client()))
     await asyncio.sleep(0.1)
-    counter.service.operations = Operations(10.0)  # as after a restart
+    counter.service.operations = Operations(10.0, counter.service.draining)  # as after a restart
     assert (await task).size_bytes == counter.runs == 2
     counter.error = NotFound("no operation of that kind: the sentence decides nothing")
     with pytest.raises(NotFound):

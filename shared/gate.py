@@ -1,0 +1,146 @@
+"""What every request passes: request id, Host and bearer check, body limit, timing, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import secrets
+import time
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared.config import Settings, is_loopback
+from shared.draining import Draining
+from shared.errors import BadRequest, HoneError, Unauthorized
+from shared.health import OPEN_PATHS
+from shared.logs import get_logger
+from shared.rendering import problem
+
+EVENT_STREAM = b"text/event-stream"
+
+
+class RequestMetrics:
+    """How many requests were answered, and in what time."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.count = Counter(
+            "hone_http_requests",
+            "Requests answered",
+            ["method", "path", "status"],
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "hone_http_request_seconds", "Time to answer", ["method", "path"], registry=registry
+        )
+
+
+class Gate:
+    """Plain ASGI middleware, so streams stream."""
+
+    def __init__(
+        self, app: ASGIApp, settings: Settings, metrics: RequestMetrics, draining: Draining
+    ) -> None:
+        self._app = app
+        self._token = settings.bearer()
+        self._max_body_bytes = settings.max_body_mib << 20
+        self._metrics = metrics
+        self._draining = draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
+        request_id = headers.get("x-request-id", "")
+        if not re.fullmatch(r"[\w.-]{1,64}", request_id):
+            request_id = secrets.token_hex(8)
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        status = 0
+        start = time.perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._note_stream(message)
+                message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
+            await send(message)
+
+        try:
+            self._check(scope["path"], headers)
+            await self._app(scope, self._bounded(receive), send_with_id)
+        except HoneError as error:
+            await problem(error)(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # by the end of the service: see `Service.server`
+            if not self._draining.has_begun():
+                raise
+            if not status:
+                await problem(self._draining.error())(scope, receive, send_with_id)
+        finally:
+            self._note_end(scope, status or 500, time.perf_counter() - start)
+
+    def _check(self, path: str, headers: dict[str, str]) -> None:
+        if self._token is None:
+            host = re.sub(r":\d+$", "", headers.get("host", ""))
+            if not is_loopback(host):
+                raise Unauthorized(
+                    f"Host is {host!r}; without HONE_TOKEN this service answers only requests to "
+                    "127.0.0.1 or localhost"
+                )
+        elif path not in OPEN_PATHS:
+            given = headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+                raise Unauthorized(
+                    "the header 'Authorization: Bearer <HONE_TOKEN>' is missing or wrong"
+                )
+        if self._draining.has_begun():
+            raise self._draining.error()
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > self._max_body_bytes:
+            raise self._too_long(length)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Returns `receive` for a body that may not say how long it is."""
+        taken = 0
+
+        async def bounded() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._max_body_bytes:
+                raise self._too_long(f"more than {self._max_body_bytes}")
+            return message
+
+        return bounded
+
+    def _too_long(self, length: str) -> BadRequest:
+        return BadRequest(
+            f"body of {length} bytes; at most {self._max_body_bytes} are taken (setting "
+            "HONE_MAX_BODY_MIB)"
+        )
+
+    def _note_stream(self, start: Message) -> None:
+        """A stream of events ends with the service: its reader comes back for those after."""
+        task = asyncio.current_task()
+        types = [value for name, value in start.get("headers", []) if name == b"content-type"]
+        if task and types and types[0].startswith(EVENT_STREAM):
+            self._draining.ends_stream(task)
+
+    def _note_end(self, scope: Scope, status: int, seconds: float) -> None:
+        path = getattr(scope.get("route"), "path", "other")
+        self._metrics.count.labels(scope["method"], path, status).inc()
+        self._metrics.seconds.labels(scope["method"], path).observe(seconds)
+        if path not in OPEN_PATHS and path != "/metrics":
+            get_logger().info(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                seconds=round(seconds, 4),
+            )

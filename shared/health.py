@@ -1,0 +1,58 @@
+"""The routes that say how a service is: /healthz, /readyz, /metrics, /version."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/version"})
+"""What is answered without a token."""
+
+Check = Callable[[], Awaitable[str | None]]
+"""Returns None when the dependency is ready, else a sentence saying what it waits for."""
+
+
+def hone_version() -> str:
+    try:
+        return version("hone-rl")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def add_health_routes(
+    app: FastAPI,
+    name: str,
+    readiness: Mapping[str, Check],
+    registry: CollectorRegistry,
+    version_info: Callable[[], dict[str, Any]],
+) -> None:
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """The process lives."""
+        return {"status": "ok", "service": name}
+
+    @app.get("/readyz")
+    async def readyz() -> JSONResponse:
+        """Every dependency, and whether the service is of use now: 200 or 503."""
+        details = {name: await check() for name, check in readiness.items()}
+        ready = not any(details.values())
+        shown = {
+            name: {"ok": detail is None, "detail": detail or "ready"}
+            for name, detail in details.items()
+        }
+        return JSONResponse({"ready": ready, "dependencies": shown}, 200 if ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def version_() -> dict[str, Any]:
+        """Versions of Hone and of the engine inside."""
+        return {"service": name, "hone": hone_version(), **version_info()}

@@ -1,0 +1,77 @@
+"""Between HTTP and typed bodies: media types, preferences, problem documents."""
+
+from __future__ import annotations
+
+import re
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from shared import codec
+from shared.errors import MEDIA_TYPE, BadRequest, Busy, HoneError, NotFound, from_problem
+
+MAX_WAIT_S = 60.0
+
+
+def media_type(request: Request, data: bytes) -> str:
+    """Returns the Content-Type of the body `data`. Raises BadRequest for one that is not read here,
+    which keeps out the forms of web pages."""
+    given = request.headers.get("content-type", "").partition(";")[0].strip()
+    if given in (codec.JSON, codec.MSGPACK) or (not data and not given):
+        return given or codec.JSON
+    raise BadRequest(f"Content-Type is {given!r}; expected {codec.JSON} or {codec.MSGPACK}")
+
+
+def render(result: BaseModel, request: Request) -> Response:
+    accepted = request.headers.get("accept", "")
+    kind = codec.MSGPACK if codec.MSGPACK in accepted else codec.JSON
+    return Response(codec.encode(result, kind), media_type=kind)
+
+
+def preferred_wait_s(request: Request) -> float | None:
+    """Returns how long to wait before answering 202: None (as long as it takes) unless the caller
+    prefers respond-async."""
+    prefer = request.headers.get("prefer", "")
+    if "respond-async" not in prefer:
+        return None
+    wait = re.search(r"wait=(\d+)", prefer)
+    return min(float(wait.group(1)), MAX_WAIT_S) if wait else 0.0
+
+
+def problem(error: HoneError) -> JSONResponse:
+    headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, Busy) else {}
+    return JSONResponse(error.problem(), error.status, headers, media_type=MEDIA_TYPE)
+
+
+async def answer_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HoneError)
+    return problem(error)
+
+
+async def answer_validation(_request: Request, error: Exception) -> Response:
+    """Answers for parameters that FastAPI parses; bodies are parsed by `codec`."""
+    assert isinstance(error, RequestValidationError)
+    faults = [
+        {
+            "pointer": "/" + "/".join(map(str, fault["loc"])),
+            "detail": f"{fault['loc'][-1]!r}: {fault['msg']}",
+        }
+        for fault in error.errors()
+    ]
+    return problem(BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults))
+
+
+async def answer_http(request: Request, error: Exception) -> Response:
+    """Answers for what Starlette refuses by itself, such as an unknown route or method."""
+    assert isinstance(error, HTTPException)
+    asked = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return problem(NotFound(f"no route {asked}"))
+    document = {"detail": f"{asked}: {error.detail}"}
+    refused = from_problem(error.status_code, document, "service").problem()
+    return JSONResponse(
+        refused | {"status": error.status_code}, error.status_code, media_type=MEDIA_TYPE
+    )
