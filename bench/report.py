@@ -36,7 +36,8 @@ class Figure:
         """What the table's last column says: the goal, and whether it was met."""
         if self.goal is None:
             return ""
-        return f"{'at least' if self.bound == 'min' else 'at most'} {self.goal:g}: {'met' if self.ok else 'MISSED'}"
+        bound = "at least" if self.bound == "min" else "at most"
+        return f"{bound} {self.goal:g}: {'met' if self.ok else 'MISSED'}"
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:

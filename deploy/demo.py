@@ -138,11 +138,11 @@ def _show(client: Client, record: JobRecord, console: Console, wall_s: float) ->
         record.name,
     )
     rollouts = client.rollouts(record.id)
-    one_a_prompt = rollouts.model_copy(
+    one_per_prompt = rollouts.model_copy(
         update={"rollouts": rollouts.rollouts[:: record.job.sampling.group_size]}
     )
-    console.print(rollout_table(one_a_prompt, SHOWN_ROLLOUTS))
-    seconds = summary["seconds_a_step"]
+    console.print(rollout_table(one_per_prompt, SHOWN_ROLLOUTS))
+    seconds = summary["seconds_per_step"]
     split = ", ".join(
         f"{name} {seconds[name]:.2f}"
         for name in ("generate", "reward", "store", "train", "sync")

@@ -5,7 +5,7 @@ shows its progress, and returns when every service is ready. `down` ends it and 
 started. The supervisor starts a service again if it dies, and if the supervisor itself is killed,
 the kernel ends what it started.
 
-Left out: more than one machine (docker/, deploy/modal/).
+Left out: more than one machine.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class Supervisor:
             child.start()
 
     def _stop_all(self) -> None:
-        """Ends the services, then Redis, which outlives them so that they can say goodbye."""
+        """Ends the services, then Redis, which outlives them because they still write to it."""
         for group in (
             [c for c in self._children if c.name != "redis"],
             [c for c in self._children if c.name == "redis"],

@@ -27,32 +27,35 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 from transformers.utils import logging
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-# Two digits each: the model learns to copy numbers of one width much sooner than numbers of two
-# widths.
 MIN_NUMBER, MAX_NUMBER = 10, 50
+"""Two digits each: a model learns to copy numbers of one width much sooner than of two widths."""
+
 NUM_TEST = 192
 
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
-# With the two special tokens 24 in all: a multiple of 8, so that every id the model can emit is a
-# character.
 CHARACTERS = "0123456789+-*/%()<=>: "
+"""With the two special tokens 24 in all: a multiple of 8, so that every id that the model can emit
+is a character."""
+
 MAX_LENGTH = 64
 BYTE_LEVEL_SPACE = "\u0120"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
-# The warm start ends once the model copies the numbers, which comes suddenly and not at the same
-# batch for every seed.
 WARM_START_MAX_BATCHES = 3000
+"""The warm start ends once the model copies the numbers, which comes suddenly and not at the same
+batch for every seed."""
+
 WARM_START_RISE = 100
 WARM_START_FALL = 150
 COPIED_ENOUGH = 0.98
 WARM_START_BATCH_SIZE = 32
 WARM_START_LR = 1.5e-3
 RIGHT_OPERATOR_SHARE = 0.2
-# The lean must outweigh the share of right operators, or greedy decoding would start out right: 0.8
-# * 0.6 > 0.2 + 0.8 * 0.2.
 BLIND_WEIGHTS = {"+": 0.6, "-": 0.2, "*": 0.2}
+"""The lean must outweigh the share of right operators, or greedy decoding would begin right:
+0.8 * 0.6 > 0.2 + 0.8 * 0.2."""
+
 IGNORED_LABEL = -100
 BATCHES_PER_REPORT = 100
 
@@ -96,11 +99,8 @@ def make_tokenizer() -> Qwen2Tokenizer:
     A byte pair encoding without merges, because `AutoTokenizer` loads a Qwen2 checkpoint's
     tokenizer as this class only.
     """
-    symbols = [
-        PAD,
-        EOS,
-        *CHARACTERS.replace(" ", BYTE_LEVEL_SPACE),
-    ]  # in the order of PAD_ID and EOS_ID
+    # the first two in the order of PAD_ID and EOS_ID
+    symbols = [PAD, EOS, *CHARACTERS.replace(" ", BYTE_LEVEL_SPACE)]
     return Qwen2Tokenizer(
         vocab={symbol: i for i, symbol in enumerate(symbols)},
         merges=[],
@@ -139,7 +139,7 @@ def warm_start(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], seed: int
 ) -> int:
     """Trains `model` in place to write mostly random expressions for `problems`, until it copies
-    the numbers it was given; returns the batches that took. Prints the loss, in nats a token."""
+    the numbers it was given; returns the batches that took. Prints the loss, in nats per token."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_START_LR, weight_decay=0.0)
     copied, end = 0.0, WARM_START_MAX_BATCHES
@@ -248,8 +248,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     logging.disable_progress_bar()
-    # So small a model gains little from more threads, and where the cores are busy loses minutes to
-    # them.
+    # so small a model gains little from more threads, and loses minutes where the cores are busy
     torch.set_num_threads(1)
     write_demo(args.out, args.seed)
 

@@ -120,7 +120,7 @@ def reasons(parts: Mapping[str, Part]) -> list[str]:
             f"printed {part.stdout.strip()!r}" if part.stdout.strip() else "",
         ]
         if any(facts) or part.verdict not in EXPECTED:
-            took = "remembered" if part.cached else f"{part.seconds:.2f} s"
+            took = "cached" if part.cached else f"{part.seconds:.2f} s"
             verdict = "" if part.verdict == "ok" else part.verdict
             told = "; ".join(fact for fact in (verdict, *facts, took) if fact)
             lines.append(f"{name}: {told}" if len(parts) > 1 else told)

@@ -134,7 +134,8 @@ def as_json(console: Console, body: BaseModel | Iterable[BaseModel]) -> None:
 
 
 class Follower:
-    """Shows a job's events as they come: on a terminal one live line, elsewhere a line an event."""
+    """Shows a job's events as they come: one live line on a terminal, elsewhere one line per
+    event."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

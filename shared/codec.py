@@ -38,7 +38,7 @@ def encode(body: BaseModel, media_type: str = JSON) -> bytes:
 
 
 def decode(model: type[M], data: bytes, media_type: str = JSON) -> M:
-    """Returns the model that `data` holds; raises BadRequest with one sentence a fault."""
+    """Returns the model that `data` holds; raises BadRequest with one sentence per fault."""
     try:
         if media_type != MSGPACK:
             return model.model_validate_json(data or b"{}")

@@ -25,7 +25,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     absolute.
 
     Paths of data and model that exist relative to the working directory become absolute; others are
-    taken as Hugging Face ids. Raises BadRequest with one sentence a fault.
+    taken as Hugging Face ids. Raises BadRequest with one sentence per fault.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))

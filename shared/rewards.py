@@ -3,7 +3,8 @@ sandbox imports it as well.
 
     class Runs(hone.Reward):
         def score_batch(self, prompts, completions, tests, **columns):
-            programs = [{"code": completion, "expression": test} for completion, test in zip(completions, tests)]
+            pairs = zip(completions, tests)
+            programs = [{"code": completion, "expression": test} for completion, test in pairs]
             return [float(run.value is True) for run in self.execute_batch_in_sandbox(programs)]
 
 See docs/rewards.md.
@@ -58,8 +59,11 @@ class Reward:
     """Base class of a job's own reward. Define one of these, plain or async; columns of the dataset
     come by name:
 
-        def score(self, prompt, completion, **columns)            a number, None (not applicable), or (number, why)
-        def score_batch(self, prompts, completions, **columns)    a list of these, one a completion
+        def score(self, prompt, completion, **columns)
+        def score_batch(self, prompts, completions, **columns)
+
+    `score` returns a number, None (not applicable) or (number, why); `score_batch` a list of these,
+    one per completion.
 
     One instance is made when the job's code is loaded, without arguments, and kept. The tools below
     may be called from any thread, and block until all is done.
@@ -72,12 +76,12 @@ class Reward:
 
         Options: `expression`, evaluated after it for the outcome's `value`; `inputs`, bound as
         globals first; `stdin`; limits `cpu_s` (4), `timeout_s` (30, wall clock) and `memory_mib`
-        (512). Raises ValueError for an option that is none.
+        (512). Raises ValueError for any other option.
         """
         return self.execute_batch_in_sandbox([{"code": code, **options}])[0]
 
     def execute_batch_in_sandbox(self, programs: Iterable[Mapping[str, Any]]) -> list[Outcome]:
-        """Returns one outcome a program; as many run at once as the service has sandboxes. A
+        """Returns one outcome per program; as many run at once as the service has sandboxes. A
         program is a dict of `code` and the options of `execute_in_sandbox`."""
         return self._tools().in_sandbox(list(programs))
 

@@ -1,5 +1,5 @@
-"""The rules of ARCHITECTURE section 1, as code: services meet only in `shared`, and each part
-imports only its own libraries."""
+"""The rules for imports in docs/architecture.md, as code: services meet only in `shared`, and each
+part imports only its own libraries."""
 
 from __future__ import annotations
 
@@ -74,13 +74,12 @@ def test_no_relative_imports() -> None:
 
 
 def test_shared_imports_without_the_engines() -> None:
-    code = "import sys, shared.service, shared.client, shared.wire; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
-        ).stdout.strip()
-        == "[]"
+    code = (
+        "import sys, shared.service, shared.client, shared.wire; "
+        "print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
     )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ended.stdout.strip() == "[]"
 
 
 def test_help_takes_less_than_a_second() -> None:

@@ -237,7 +237,7 @@ class Run:
             "reward_last": rows[-1].metrics.get("reward"),
             "train_s": round(train_s, 3),
             "wall_s": round(time.time() - self._created_at, 3),
-            "seconds_a_step": {
+            "seconds_per_step": {
                 name.removeprefix("time/"): sum(row.get(name, 0.0) for row in times) / len(times)
                 for name in stages
             },

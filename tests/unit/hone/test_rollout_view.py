@@ -47,7 +47,7 @@ def printed(shown: object) -> str:
 def test_a_grader_that_had_something_to_say_has_a_line_of_verdict_reason_output_and_time() -> None:
     assert reasons({"tests": LATE, "judge": FAILED, "form": PLAIN}) == [
         "tests: time_limit; test 3 of 5; printed 'still\\x1b[2J here'; 4.00 s",
-        "judge: error; 429; model_grader_server_error; remembered",
+        "judge: error; 429; model_grader_server_error; cached",
     ]
 
 
@@ -66,7 +66,7 @@ def test_a_reward_from_one_grader_is_shown_once_and_short() -> None:
         "7",
         "1",
         "1",
-        "evaluated to 7; remembered",
+        "evaluated to 7; cached",
     ]
     half = RolloutList(step=1, rollouts=(rollout(0.5, python_value=right),))
     assert "python_value" in printed(rollout_table(half, 1)), (
