@@ -3,10 +3,14 @@
     python -m bench.reward [--quick] [--rounds 9]
 
     sandbox       `LocalSandbox.execute`, as the service has it
-    fork alone    the same warm parent, driven by the same code, that only forks and runs the program: no isolation at all
-    bare          a `python -I -S` process, started for each program, that gives its values back as JSON: no isolation either
-    bare, print   the same, which only prints them: without the import of `json`, about half of a bare process's time; no goal
-    bubblewrap    `bwrap --unshare-all` around that process, the isolation that people would otherwise reach for
+    fork alone    the same warm parent, driven by the same code, that only forks and runs the
+                  program: no isolation at all
+    bare          a `python -I -S` process, started for each program, that gives its values back as
+                  JSON: no isolation either
+    bare, print   the same, which only prints them: without the import of `json`, about half of a
+                  bare process's time; no goal
+    bubblewrap    `bwrap --unshare-all` around that process, the isolation that people would
+                  otherwise reach for
 
 Each way runs the same program with the same tests and gives the same values back. A round has each
 way in turn, at 1, 2 and 8 programs at once; rates are medians over the rounds, and a ratio is the
@@ -57,7 +61,10 @@ def longest(words):
             best = word
     return best
 """
-TESTS = "[longest(['a', 'bcd', 'ef']), longest([]), longest(['same', 'size']), len(longest(['x' * 40]))]"
+TESTS = (
+    "[longest(['a', 'bcd', 'ef']), longest([]), longest(['same', 'size']), "
+    "len(longest(['x' * 40]))]"
+)
 VALUES = ["bcd", "", "same", 40]
 NUM_ITEMS = 512
 

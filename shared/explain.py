@@ -10,10 +10,10 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 
-def nearest(name: str, valid: Sequence[str]) -> str:
+def nearest(name: str, valid: Sequence[str], what: str = "valid keys") -> str:
     """Returns `did you mean 'x'?` for a near miss, else the list of what is valid."""
     close = closest(name, valid)
-    return f"did you mean {close!r}?" if close else f"valid keys are {', '.join(sorted(valid))}"
+    return f"did you mean {close!r}?" if close else f"{what} are {', '.join(sorted(valid))}"
 
 
 def closest(name: str, valid: Sequence[str]) -> str | None:

@@ -1,13 +1,14 @@
 """The reward service: grading, and all untrusted code.
 
-    POST /score               every item graded by every reward; as lines, one an item, to who accepts application/x-ndjson
+    POST /score               every item graded by every reward; streamed, one line per item, where
+                              the caller accepts application/x-ndjson
     POST /execute             one program in the sandbox
     GET  /graders             what can be named in a job, with the schema of its params
     POST /graders/validate    would these rewards work on rows with these columns?
     POST /graders/run         one completion by one grader, in OpenAI's shape
 
-State: warm sandbox slots, the workers of jobs' own functions, remembered verdicts. All can be lost:
-any replica can answer any request.
+State: warm sandbox slots, the workers of jobs' own functions, a cache of verdicts. All of it can be
+lost: any replica can answer any request.
 """
 
 from __future__ import annotations

@@ -125,7 +125,11 @@ async def graded(completions, **kwargs):
 
 
 async def test_an_own_function_sees_messages_where_the_prompt_has_them(client: Client) -> None:
-    source = "def reward(completions, prompts):\n    return [len(c[0]['content']) * (c[0]['role'] == 'assistant') for c in completions]"
+    source = (
+        "def reward(completions, prompts):\n"
+        "    return [len(c[0]['content']) * (c[0]['role'] == 'assistant') for c in "
+        "completions]"
+    )
     (scored,) = await score(
         client, items("abcd", prompt=({"role": "user", "content": "?"},)), own(source)
     )
@@ -133,7 +137,10 @@ async def test_an_own_function_sees_messages_where_the_prompt_has_them(client: C
 
 
 async def test_an_own_function_stays_loaded_between_requests(client: Client) -> None:
-    source = "import time\ntime.sleep(0.5)\nLOADED = time.time()\ndef reward(completions):\n    return [LOADED for _ in completions]"
+    source = (
+        "import time\ntime.sleep(0.5)\nLOADED = time.time()\ndef reward(completions):\n"
+        "    return [LOADED for _ in completions]"
+    )
     (first,) = await score(client, items("a"), own(source))
     start = time.monotonic()
     assert [again.value for again in await score(client, items("a"), own(source))] == [first.value]
@@ -236,7 +243,10 @@ async def test_an_own_function_that_fails_gives_no_reward_and_says_where(
 
 
 async def test_a_bad_value_concerns_its_completion_alone(client: Client) -> None:
-    source = "def reward(completions):\n    return ['1', 2, float('nan'), (0.5, 'half'), (None, 'why'), (1, 2)]"
+    source = (
+        "def reward(completions):\n"
+        "    return ['1', 2, float('nan'), (0.5, 'half'), (None, 'why'), (1, 2)]"
+    )
     scores = await score(client, items(*"abcdef"), own(source))
     parts = [scored.parts["reward"] for scored in scores]
     assert [part.value for part in parts] == [None, 2.0, None, 0.5, None, None]

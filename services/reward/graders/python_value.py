@@ -96,8 +96,11 @@ class PythonValue(Grader[PythonValueParams]):
         if not isinstance(numbers, list | tuple) or any(
             type(number) is not int for number in numbers
         ):
-            fault = f"column {self.params.numbers!r} is {numbers!r:.80}; expected a list of whole numbers"
-            raise GradingFailed(fault, "invalid_variable_error")
+            raise GradingFailed(
+                f"column {self.params.numbers!r} is {numbers!r:.80}; expected a list of whole "
+                "numbers",
+                "invalid_variable_error",
+            )
         if type(target) not in (int, float):
             raise GradingFailed(
                 f"column {self.params.target!r} is {target!r:.80}; expected a number",

@@ -1,5 +1,5 @@
-"""Verdicts by content, in memory: what a pure grader said of some params and item it need not say
-again. Oldest use goes first."""
+"""Verdicts by content, in memory: what a pure grader said of some params and an item, it need not
+say again. The least recently used are dropped first."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from services.reward.grading.registry import Grader
 from shared.wire import Part, ScoreItem
 
 _OVERHEAD_BYTES = 1024
-"""About what a remembered verdict takes beside its texts."""
+"""About what a cached verdict takes beside its texts."""
 
 _BY_CHANCE = ("time_limit", "sandbox_error", "error")
-"""Verdicts that the next try may not repeat; they are not remembered."""
+"""Verdicts that the next try may not repeat; they are not cached."""
 
 
 class VerdictCache:
-    """Holds about `size_bytes` of verdicts; 0 remembers nothing."""
+    """Holds about `size_bytes` of verdicts; with 0, none."""
 
     def __init__(self, size_bytes: int) -> None:
         self._free_bytes = size_bytes

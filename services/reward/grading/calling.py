@@ -158,8 +158,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Alike:
-    """Positions of items that get one verdict. `key`: under which it is remembered, if it may
-    be."""
+    """Positions of items that get one verdict. `key`: under which it is cached, if it may be."""
 
     key: bytes | None
     positions: list[int]

@@ -7,11 +7,11 @@ else knows about it.
         return [float(item.completion.isupper()) for item in items]
 
     @grader("matches")
-    class Matches(Grader[MatchesParams]):                  # MatchesParams: a pydantic model of what the job file may set
-        async def grade(self, items): ...                  # one Part an item; `self.params`, `self.tools.sandbox`
+    class Matches(Grader[MatchesParams]):    # MatchesParams: a pydantic model of its `params`
+        async def grade(self, items): ...    # one Part per item; has `self.params`, `self.tools`
 
 A grader says of itself how it wants to be called (`Grader`): with how many items at a time, how
-many calls at once, how long one may take, whether verdicts may be remembered. What it raises while
+many calls at once, how long one may take, whether verdicts may be cached. What it raises while
 grading is never a reward of 0: the items of that call have no value, and the reason is kept
 (`scoring.py`). A param of type `Column` names a column of the dataset, which is then checked to
 exist. The value of a grader is its own; weights are applied where the parts are summed.
@@ -34,7 +34,7 @@ from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox
 from shared.config import Settings
 from shared.errors import BadRequest
-from shared.explain import nearest, sentences
+from shared.explain import closest, nearest, sentences
 from shared.job import RewardSpec
 from shared.wire import GraderInfo, Part, ScoreItem
 
@@ -96,8 +96,8 @@ class Grader(ABC, Generic[P]):
     params_type: ClassVar[type[Params]] = Params
 
     pure: bool = False
-    """The verdict follows from the params and `content(item)` alone, so it may be remembered and
-    given again. Say so where grading costs more than looking up."""
+    """The verdict follows from the params and `content(item)` alone, so it may be cached. Say
+    so where grading costs more than looking up."""
 
     items_per_call: int | None = None
     """At most how many items one call of `grade` takes; None: all of a request. With 1 each item
@@ -152,10 +152,9 @@ class Grader(ABC, Generic[P]):
 
 
 def no_column(column: str, columns: Sequence[str]) -> str:
-    hint = nearest(column, columns)
-    return f"no column {column!r}; columns are {', '.join(sorted(columns)) or 'none'}" + (
-        f"; {hint}" if "mean" in hint else ""
-    )
+    known = f"no column {column!r}; columns are {', '.join(sorted(columns)) or 'none'}"
+    meant = closest(column, columns)
+    return f"{known}; did you mean {meant!r}?" if meant else known
 
 
 _graders: dict[str, type[Grader[Any]]] = {}
@@ -210,9 +209,7 @@ def kind_of(name: str) -> type[Grader[Any]]:
     """Returns the grader of that name. Raises BadRequest naming the nearest one."""
     if kind := _graders.get(name):
         return kind
-    raise BadRequest(
-        f"no grader {name!r}; {nearest(name, list(_graders)).replace('valid keys', 'graders')}"
-    )
+    raise BadRequest(f"no grader {name!r}; {nearest(name, list(_graders), 'graders')}")
 
 
 def bind(spec: RewardSpec, tools: Tools) -> Grader[Any]:

@@ -52,7 +52,8 @@ def programs(asked: Any, named: str) -> list[list[ExecuteRequest] | str]:
 
 def _programs(asked: Any) -> list[ExecuteRequest] | str:
     if not isinstance(asked, list) or len(asked) > MAX_PROGRAMS:
-        return f"{len(asked) if isinstance(asked, list) else 'no'} programs at once; at most {MAX_PROGRAMS} are taken"
+        given = len(asked) if isinstance(asked, list) else "no"
+        return f"{given} programs at once; at most {MAX_PROGRAMS} are taken"
     try:
         return [ExecuteRequest.model_validate(program) for program in asked]
     except ValidationError as error:

@@ -35,9 +35,6 @@ LOAD_DEADLINE_S = 120.0
 LATE_S = 1.0
 """What a worker that bounds its calls itself may take beyond their limit."""
 
-KILLED = ("code -9", "code 247")
-"""How the end of a process reads that was killed: the one outside, or the function's own."""
-
 
 @dataclass(frozen=True)
 class Signature:
@@ -242,9 +239,13 @@ class FunctionWorkers:
 
 
 def _ended_twice(spec: RewardSpec, error: SlotDied) -> GradingFailed:
-    if any(mark in str(error) for mark in KILLED):
-        detail = f"the process of {_named(spec)} was killed twice, from outside or by the kernel for its memory ({error})"
-        return GradingFailed(detail, "python_grader_server_error", by_sandbox=True)
+    if error.killed:
+        return GradingFailed(
+            f"the process of {_named(spec)} was killed twice, from outside or by the kernel for "
+            f"its memory ({error})",
+            "python_grader_server_error",
+            by_sandbox=True,
+        )
     return GradingFailed(
         f"{_named(spec)} ended its process twice: {error} (it may use 8 GiB of memory)",
         "python_grader_runtime_error",

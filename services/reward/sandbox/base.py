@@ -12,7 +12,15 @@ from shared.wire import ExecuteRequest, Execution
 
 
 class SlotDied(Exception):
-    """A slot or worker ended, or fell silent, in the middle of something. The message says how."""
+    """A slot or worker ended, or fell silent, in the middle of something. The message says how.
+
+    `killed`: something outside its own code killed it, as far as its exit code tells: another
+    process, or the kernel for its memory.
+    """
+
+    def __init__(self, message: str, *, killed: bool = False) -> None:
+        super().__init__(message)
+        self.killed = killed
 
 
 class Worker(ABC):

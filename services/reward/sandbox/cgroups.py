@@ -2,9 +2,10 @@
 its CPU time is metered, where the host lets the service make one. Without, each process has its own
 limits and the slot's user a number of processes.
 
-    version 2   the service's own group must be writable and hold nobody else (systemd: Delegate=yes; or a container whose
-                /sys/fs/cgroup is writable): the service moves itself to `<own>/hone-service`, slots are `<own>/hone-slot-*`
-    version 1   root only: `<own>/hone-slot-*` under each of the controllers memory, pids and cpuacct
+    version 2   the service's own group must be writable and hold nobody else (systemd:
+                Delegate=yes; or a container whose /sys/fs/cgroup is writable): the service moves
+                itself to `<own>/hone-service`, slots are `<own>/hone-slot-*`
+    version 1   root only: `<own>/hone-slot-*` under each of the controllers memory, pids, cpuacct
 
 A slot's process enters its group before it forks anything. Nothing is ever moved again: that costs
 more than a job.

@@ -36,7 +36,10 @@ MAX_ANSWER_BYTES = 4 << 20
 _PIECE_BYTES = 1 << 20
 _INSIDE = Path(__file__).parent / "inside"
 _SHOWN = "/hone/services/reward/sandbox/inside"
-_BOOT = "import sys; sys.path.insert(0, '/hone'); from services.reward.sandbox.inside.alone import main; main()"
+_BOOT = (
+    "import sys; sys.path.insert(0, '/hone'); "
+    "from services.reward.sandbox.inside.alone import main; main()"
+)
 
 PROBES = (
     Probe("runs programs", "x = sum(range(10))\nopen('/tmp/x', 'w').write('1')", "x", 45),
@@ -88,7 +91,10 @@ class ModalSandbox(Sandbox):
         try:
             self._app = await modal.App.lookup.aio(APP, create_if_missing=True)
         except modal.exception.Error as error:
-            self._problem = f"HONE_SANDBOX=modal: Modal does not let us in: {error}; run `modal token new`, or set MODAL_TOKEN_ID and _SECRET"
+            self._problem = (
+                f"HONE_SANDBOX=modal: Modal does not let us in: {error}; run `modal token new`, or "
+                "set MODAL_TOKEN_ID and _SECRET"
+            )
             return
         self._image = self._build_image()
         self._problem = None

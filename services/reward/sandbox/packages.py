@@ -10,7 +10,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution,
 from pathlib import Path
 
 from shared.errors import BadRequest
-from shared.explain import nearest
+from shared.explain import closest
 
 INSIDE = "/graded"
 """Where they appear in a slot."""
@@ -48,10 +48,11 @@ def _installed(name: str) -> Distribution:
         return distribution(name)
     except PackageNotFoundError as error:
         known = sorted({str(found.metadata["Name"]) for found in distributions()})
-        hint = nearest(name, known)
+        meant = closest(name, known)
+        remedy = f"did you mean {meant!r}?" if meant else f"pip install {name} there"
         raise BadRequest(
             f"HONE_SANDBOX_PACKAGES names {name!r}, which is not installed beside the reward "
-            "service" + (f"; {hint}" if "mean" in hint else f"; pip install {name} there")
+            f"service; {remedy}"
         ) from error
 
 

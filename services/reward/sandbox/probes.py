@@ -52,8 +52,8 @@ PROBES = (
     ),
     Probe(
         "no writing outside /tmp",
-        _TRY
-        + "import os\nread_only = [os.statvfs(path).f_flag & 1 for path in ('/', '/usr', os.__file__)]",
+        _TRY + "import os\n"
+        "read_only = [os.statvfs(path).f_flag & 1 for path in ('/', '/usr', os.__file__)]",
         "read_only + [attempt(os.mkdir, path + '/probe') for path in ('', '/usr', '/etc', '/proc', "
         "'/tmp')]",
         [1, 1, 1, "refused", "refused", "refused", "refused", "allowed"],
@@ -98,5 +98,6 @@ async def _fault(probe: Probe, execute: Callable[[ExecuteRequest], Awaitable[Exe
     request = ExecuteRequest(code=probe.code, expression=probe.expression, **limits)
     ended = await execute(request)
     if ended.verdict != probe.verdict:
-        return f"it ended with {ended.verdict} ({ended.stderr.strip()[-200:]}), expected {probe.verdict}"
+        reason = ended.stderr.strip()[-200:]
+        return f"it ended with {ended.verdict} ({reason}), expected {probe.verdict}"
     return "" if ended.value == probe.value else f"got {ended.value!r}, expected {probe.value!r}"

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable
@@ -29,6 +30,9 @@ STOP_DEADLINE_S = 2.0
 MAX_MESSAGE_BYTES = 64 << 20
 BESIDE_MIB = 128
 """What a slot may use beside a program's own memory: its /tmp, its output, the kernel's tables."""
+_KILLED = (-signal.SIGKILL, -signal.SIGKILL & 0xFF)
+"""Exit codes after SIGKILL: of the process outside, and, passed on by it, of what runs inside."""
+
 OUTSIDE_UID = 60_000
 """Root's slots are users 60000, 60001, ... outside, who own nothing and are not root to the
 kernel."""
@@ -247,20 +251,21 @@ class Slot(Worker):
             self._writer.write(message)
             await self._writer.drain()
         except OSError as error:
-            raise SlotDied(await self._how_it_ended()) from error
+            raise await self._ended() from error
 
     async def _receive(self, size: int) -> bytes:
         assert self._reader is not None
         try:
             return await self._reader.readexactly(size)
         except (OSError, asyncio.IncompleteReadError) as error:
-            raise SlotDied(await self._how_it_ended()) from error
+            raise await self._ended() from error
 
-    async def _how_it_ended(self) -> str:
+    async def _ended(self) -> SlotDied:
+        """Returns how the process ended, which it does once the socket is closed."""
         assert self._process is not None
         self._disconnect()
         code = await asyncio.to_thread(self._process.wait)
-        return f"its process ended with code {code}"
+        return SlotDied(f"its process ended with code {code}", killed=code in _KILLED)
 
 
 def _from_json(message: bytes) -> Any:

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 AFTER = ExecuteRequest(
     code="import json, math, os, random, sys, threading",
-    expression="[json.dumps([math.factorial(10)]), random.random(), hash('a'), sorted({'a', 'b', 'c'}), os.listdir('/tmp'), "
+    expression="[json.dumps([math.factorial(10)]), random.random(), hash('a'), sorted({'a', "
+    "'b', 'c'}), os.listdir('/tmp'), "
     "os.getcwd(), os.stat('/tmp').st_mode, sys.getrecursionlimit(), threading.active_count()]",
 )
 """The next program, whose value says whether anything of the one before is left where it looks."""

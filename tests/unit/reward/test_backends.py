@@ -84,7 +84,8 @@ async def test_a_package_that_does_not_work_inside_is_named_before_anything_runs
     await sandbox.start()
     assert (
         sandbox.problem()
-        == "a package of HONE_SANDBOX_PACKAGES does not work in the sandbox: No module named 'no_such_module'"
+        == "a package of HONE_SANDBOX_PACKAGES does not work in the sandbox: No module "
+        "named 'no_such_module'"
     )
     with pytest.raises(Failed, match="no_such_module"):
         await sandbox.execute(ExecuteRequest(code="1"))
@@ -220,7 +221,8 @@ async def test_modal_runs_each_program_in_a_container_of_its_own_with_the_networ
     ]
     ended = await sandbox.run(requests)
     assert [run.verdict for run in ended] == [
-        "ok", "runtime_error", "time_limit", "time_limit", "memory_limit", "output_limit", "runtime_error",
+        "ok", "runtime_error", "time_limit", "time_limit", "memory_limit", "output_limit",
+        "runtime_error",
     ]  # fmt: skip
     assert (ended[0].value, ended[0].stdout) == (42, "told\n")
     assert len(modal.containers) == 1 + len(requests)
@@ -232,7 +234,9 @@ async def test_modal_runs_each_program_in_a_container_of_its_own_with_the_networ
         True,
     )
     assert options["image"].made == (
-        ("registry", "python:3.11-slim"), ("pip", ("numpy",)), ("dir", "/hone/services/reward/sandbox/inside"),
+        ("registry", "python:3.11-slim"),
+        ("pip", ("numpy",)),
+        ("dir", "/hone/services/reward/sandbox/inside"),
     )  # fmt: skip
 
 

@@ -60,7 +60,8 @@ async def test_score_gets_one_completion_and_its_columns_by_name(workers: Functi
                 self.calls = 0
             def score(self, prompt, completion, answer, **columns):
                 self.calls += 1
-                return len(prompt) + 10 * answer + 100 * sorted(columns)[0].count("e"), f"call {self.calls} for {completion}"
+                value = len(prompt) + 10 * answer + 100 * sorted(columns)[0].count("e")
+                return value, f"call {self.calls} for {completion}"
     """
     parts = await grade(workers, source, "a", "b", answer=[1, 2], extra=[None, None])
     assert [(part.value, part.detail) for part in parts] == [
@@ -200,7 +201,9 @@ async def test_model_written_code_sees_nothing_of_the_worker(workers: FunctionWo
         secret = open("/tmp/secret", "w").write("42")
         class Own(hone.Reward):
             def score(self, completion):
-                run = self.execute_in_sandbox(completion, expression="seen", stdin="in", inputs={"given": 7})
+                run = self.execute_in_sandbox(
+                    completion, expression="seen", stdin="in", inputs={"given": 7}
+                )
                 return run.value + os.path.exists("/tmp/secret"), run.stdout
     """
     code = "import os\nprint(input())\nseen = given + 10 * os.path.exists('/tmp/secret')"
@@ -213,7 +216,10 @@ async def test_programs_of_many_threads_run_beside_each_other(workers: FunctionW
         import asyncio, hone
         class Own(hone.Reward):
             async def score(self, completion):
-                run = await asyncio.to_thread(self.execute_in_sandbox, "import time; time.sleep(0.2)", expression=completion)
+                code = "import time; time.sleep(0.2)"
+                run = await asyncio.to_thread(
+                    self.execute_in_sandbox, code, expression=completion
+                )
                 return run.value
     """
     await grade(workers, source, "0")
@@ -321,7 +327,10 @@ async def test_a_fresh_child_leaves_nothing_behind(workers: FunctionWorkers) -> 
 async def test_a_warm_process_keeps_what_it_has_seen_until_it_dies(
     workers: FunctionWorkers,
 ) -> None:
-    source = f"import os\nos.sched_getaffinity = lambda pid: [0]\n{textwrap.dedent(IN_FUNCTION).replace('ISOLATED', 'False')}"
+    source = (
+        "import os\nos.sched_getaffinity = lambda pid: [0]\n"
+        f"{textwrap.dedent(IN_FUNCTION).replace('ISOLATED', 'False')}"
+    )
     await workers.close()
     before = len(processes_of(os.getpid()))
     assert [part.value for part in await grade(workers, source, "a", "b")] == [1.0, 2.0]
@@ -349,7 +358,10 @@ async def test_processes_that_a_function_starts_end_with_it(workers: FunctionWor
 async def test_a_worker_killed_twice_from_outside_is_not_the_functions_fault(
     workers: FunctionWorkers, which: int
 ) -> None:
-    source = "import time\nclass Own:\n    def score_batch(self, completions):\n        time.sleep(3)\n        return [1]"
+    source = (
+        "import time\nclass Own:\n    def score_batch(self, completions):\n"
+        "        time.sleep(3)\n        return [1]"
+    )
     others = set(processes_of(os.getpid()))
 
     async def kill() -> None:

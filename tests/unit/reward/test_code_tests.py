@@ -90,7 +90,10 @@ async def test_the_body_of_a_function_is_put_below_its_prompt_and_a_whole_functi
     sandbox: LocalSandbox,
 ) -> None:
     prompt = 'def helper(x):\n    return x + 1\n\ndef twice(x):\n    """Doubles."""\n'
-    tests = "def check(candidate):\n    for x in range(3):\n        assert candidate(helper(x)) == 2 * helper(x)\n"
+    tests = (
+        "def check(candidate):\n    for x in range(3):\n"
+        "        assert candidate(helper(x)) == 2 * helper(x)\n"
+    )
     row = {"test": tests, "prompt": prompt, "name": "twice"}
     params = {"tests": "test", "style": "check", "entry_point": "name", "prefix": "prompt"}
     assert (await grade(sandbox, "    return x * 2\n", row, **params)).value == 1.0
@@ -131,7 +134,10 @@ async def test_the_first_failing_test_is_the_last_one_unless_partial_credit_is_a
 
 
 async def test_each_call_has_its_own_time(sandbox: LocalSandbox) -> None:
-    program = "import time\ndef f(x):\n    end = time.process_time() + x\n    while time.process_time() < end: pass\n    return x"
+    program = (
+        "import time\ndef f(x):\n    end = time.process_time() + x\n"
+        "    while time.process_time() < end: pass\n    return x"
+    )
     row = {"tests": ["assert f(0.2) == 0.2", "assert f(5) == 5", "assert f(0) == 0"]}
     part = await grade(sandbox, program, row, cpu_s=0.5, credit="partial")
     assert (part.value, part.verdict) == (2 / 3, "time_limit")

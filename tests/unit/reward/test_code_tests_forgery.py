@@ -32,12 +32,17 @@ HACKS: dict[str, str] = {
     "R4 posix._exit in disguise": "import posix\nposix._exit(int())",
     "R5 SystemExit in the function": "def add(a, b):\n    raise SystemExit(0)",
     "os._exit in the function": "import os\ndef add(a, b):\n    os._exit(0)",
-    "R6 an object that equals all": "class E:\n    def __eq__(self, other): return True\ndef add(a, b):\n    return E()",
-    "R7 an int that equals all": "class E(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\n"
+    "R6 an object that equals all": "class E:\n    def __eq__(self, other): return True\n"
+    "def add(a, b):\n"
+    "    return E()",
+    "R7 an int that equals all": "class E(int):\n    def __eq__(self, other): return True\n"
+    "    __hash__ = int.__hash__\n"
     "def add(a, b):\n    return E(0)",
-    "a str that equals all": "class E(str):\n    def __eq__(self, other): return True\n    __hash__ = str.__hash__\n"
+    "a str that equals all": "class E(str):\n    def __eq__(self, other): return True\n"
+    "    __hash__ = str.__hash__\n"
     "def add(a, b):\n    return E('x')",
-    "a class that claims to be int": "class E:\n    __class__ = int\n    def __eq__(self, other): return True\n"
+    "a class that claims to be int": "class E:\n    __class__ = int\n"
+    "    def __eq__(self, other): return True\n"
     "    def __int__(self): return 3\ndef add(a, b):\n    return E()",
     "R8 the answer from a frame": """
 import sys
@@ -84,9 +89,11 @@ def add(a, b):
             return eval(text.split('==')[1].split()[0])
 """,
     "R11 atexit": "import atexit, os\natexit.register(os._exit, 0)",
-    "R12 excepthook": "import sys, posix\nsys.excepthook = lambda *a: posix._exit(0)\ndef add(a, b):\n    raise ValueError",
+    "R12 excepthook": "import sys, posix\nsys.excepthook = lambda *a: posix._exit(0)\n"
+    "def add(a, b):\n    raise ValueError",
     "R14 exec of true": "import posix\nposix.execv('/bin/true', ['true'])",
-    "R15 settrace": "import sys, os\nsys.settrace(lambda *a: os._exit(0))\ndef add(a, b):\n    return 0",
+    "R15 settrace": "import sys, os\nsys.settrace(lambda *a: os._exit(0))\ndef add(a, b):\n"
+    "    return 0",
     "R17 results on every descriptor": """
 import os, json
 forged = json.dumps({'end': 'ok', 'value': [['value', 'true']] * 3}).encode()
@@ -98,7 +105,8 @@ os._exit(0)
     "results of the wrong shape": """
 import os, json
 os.ftruncate(3, 0)
-os.pwrite(3, json.dumps({'end': 'ok', 'value': {'passed': True, 'how': 'passed', 'calls': []}}).encode(), 0)
+value = {'passed': True, 'how': 'passed', 'calls': []}
+os.pwrite(3, json.dumps({'end': 'ok', 'value': value}).encode(), 0)
 os._exit(0)
 """,
     "fewer results than tests": """
@@ -106,7 +114,8 @@ import os, json
 os.pwrite(3, json.dumps({'end': 'ok', 'value': [['value', '3']]}).encode(), 0)
 os._exit(0)
 """,
-    "other results each time": "import time\ndef add(a, b):\n    return time.time_ns() % 1000 + 100",
+    "other results each time": "import time\ndef add(a, b):\n"
+    "    return time.time_ns() % 1000 + 100",
     "R19 a list of itself": "def add(a, b):\n    x = []\n    x.append(x)\n    return x",
     "R19 a giant number": "def add(a, b):\n    return 10 ** 100000",
     "R19 NaN": "def add(a, b):\n    return float('nan')",
@@ -118,12 +127,15 @@ def add(a, b):
             module.encode = lambda value: 'NaN'
     return 0
 """,
-    "R20 json patched": "import json\njson.dumps = lambda *a, **k: '[true]'\njson.JSONEncoder.encode = lambda *a: '3'\n"
+    "R20 json patched": "import json\njson.dumps = lambda *a, **k: '[true]'\n"
+    "json.JSONEncoder.encode = lambda *a: '3'\n"
     "def add(a, b):\n    return 0",
     "R24 printing PASSED": "print('PASSED\\n3 passed in 0.01s\\nOK')\ndef add(a, b):\n    return 0",
-    "assert compiled away": "import sys, builtins\nsys.flags = None\nbuiltins.AssertionError = type('A', (BaseException,), {})\n"
+    "assert compiled away": "import sys, builtins\nsys.flags = None\n"
+    "builtins.AssertionError = type('A', (BaseException,), {})\n"
     "def add(a, b):\n    return 0",
-    "builtins patched": "import builtins\nbuiltins.all = builtins.any = builtins.isinstance = lambda *a, **k: True\n"
+    "builtins patched": "import builtins\n"
+    "builtins.all = builtins.any = builtins.isinstance = lambda *a, **k: True\n"
     "builtins.abs = lambda x: 0\nabs = lambda x: 0\ndef add(a, b):\n    return 0",
     "the runner patched": """
 import sys
@@ -136,10 +148,14 @@ def add(a, b):
     return 0
 """,
     "R27 arguments changed": "def add(a, b):\n    return [a, b].clear()",
-    "R29 a str whose split lies": "class S(str):\n    def split(self, *a): return ['3']\n    def strip(self): return '3'\n"
+    "R29 a str whose split lies": "class S(str):\n    def split(self, *a): return ['3']\n"
+    "    def strip(self): return '3'\n"
     "def add(a, b):\n    return S('0')",
-    "R30 everything swallowed": "def add(a, b):\n    try:\n        return 1 / 0\n    except BaseException:\n        pass",
-    "a destructor": "import os\nclass D:\n    def __del__(self): os._exit(0)\nd = D()\ndef add(a, b):\n    global d\n    d = None",
+    "R30 everything swallowed": "def add(a, b):\n    try:\n        return 1 / 0\n"
+    "    except BaseException:\n"
+    "        pass",
+    "a destructor": "import os\nclass D:\n    def __del__(self): os._exit(0)\nd = D()\n"
+    "def add(a, b):\n    global d\n    d = None",
     "a thread that writes later": """
 import threading, os, time
 def forge():
@@ -150,16 +166,19 @@ def add(a, b):
     time.sleep(0.2)
     return 0
 """,
-    "a thread left behind": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
-    + RIGHT,
-    "a child that answers": "import os\nif os.fork():\n    os.wait()\n    os._exit(0)\ndef add(a, b):\n    return 0",
+    "a thread left behind": "import threading, time\n"
+    "threading.Thread(target=time.sleep, args=(60,)).start()\n" + RIGHT,
+    "a child that answers": "import os\nif os.fork():\n    os.wait()\n"
+    "    os._exit(0)\ndef add(a, b):\n"
+    "    return 0",
     "recursion": "def add(a, b):\n    return add(a, b)",
     "a giant output": "def add(a, b):\n    return 'x' * 10_000_000",
     "a giant print": "def add(a, b):\n    print('3' * 10_000_000)\n    return a + b",
     "an error that ends loops": "def add(a, b):\n    raise StopIteration",
     "a generator": "def add(a, b):\n    yield a + b",
     "a spinning loop": "def add(a, b):\n    while True: pass",
-    "a spinning loop that will not stop": "def add(a, b):\n    while True:\n        try:\n            while True: pass\n"
+    "a spinning loop that will not stop": "def add(a, b):\n    while True:\n        try:\n"
+    "            while True: pass\n"
     "        except BaseException: pass",
     "a constant": "def add(a, b):\n    return 3",
     "True for 1": "def add(a, b):\n    return {1: True}.get(a + b, a + b)",
@@ -179,12 +198,19 @@ LOOP = (
     "def check(candidate):\n    assert candidate(1, 0) == 1 and candidate(1, 0) is not True\n    "
     "for x in range(5):\n" + ("        assert candidate(x, 2) == x + 2, 'wrong sum'\n")
 )
-MAPPED = "def check(candidate):\n    assert all(map(lambda x: candidate(x, 2) == x + 2 and candidate(1, 0) is not True, range(5)))\n"
+MAPPED = (
+    "def check(candidate):\n"
+    "    assert all(map(lambda x: candidate(x, 2) == x + 2 and candidate(1, 0) is "
+    "not True, range(5)))\n"
+)
 NEAR = (
     "def check(candidate):\n    assert candidate(1, 0) is not True\n    for x in range(5):\n"
     "        assert not abs(candidate(x + 3.5, 2) - x - 5.5) > 1e-6\n"
 )
-NESTED = "def check(candidate):\n    assert candidate(1, 0) is not True\n    x = 0\n    for _ in range(8):\n"
+NESTED = (
+    "def check(candidate):\n    assert candidate(1, 0) is not True\n    x = 0\n"
+    "    for _ in range(8):\n"
+)
 NESTED += "        x = candidate(x, candidate(x, 1))\n    assert x == 255\n"
 STYLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "asserts": ({"style": "asserts"}, {"tests": ASSERTS}),
@@ -300,7 +326,10 @@ async def test_no_job_of_the_candidate_holds_an_expected_answer(
         return await execute(request)
 
     monkeypatch.setattr(sandbox, "execute", watched)
-    tests = "def check(candidate):\n    for x in [1, 2]:\n        assert candidate(x, 2) == x + 2, 987654321\n"
+    tests = (
+        "def check(candidate):\n    for x in [1, 2]:\n"
+        "        assert candidate(x, 2) == x + 2, 987654321\n"
+    )
     await grade(
         sandbox,
         RIGHT,

@@ -8,16 +8,18 @@ import os
 import re
 import signal
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from services.reward.grading.failures import GradingFailed
 from services.reward.job_code.workers import FunctionWorkers
+from services.reward.sandbox.base import SlotDied, Worker
 from services.reward.sandbox.local import LocalSandbox
 from shared.job import RewardSpec
-from shared.wire import Part
-from tests.support.reward_helpers import processes_of
+from shared.wire import Execution, Part
+from tests.support.reward_helpers import ScriptedSandbox, processes_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -85,7 +87,10 @@ async def test_a_busy_worker_is_never_closed_for_another_one(
 ) -> None:
     monkeypatch.setattr("services.reward.job_code.workers.MAX_WORKERS", 1)
     before = processes_of(os.getpid())
-    slow = "import time\nLOADED = time.time()\ndef reward(completions):\n    time.sleep(0.5)\n    return [LOADED]"
+    slow = (
+        "import time\nLOADED = time.time()\ndef reward(completions):\n"
+        "    time.sleep(0.5)\n    return [LOADED]"
+    )
     loaded = (await call(workers, RewardSpec(source=slow), "a"))[0]
     answers = await asyncio.gather(
         call(workers, RewardSpec(source=slow), "a"),
@@ -112,7 +117,8 @@ async def test_a_late_function_is_ended_and_the_next_call_is_right(
     workers: FunctionWorkers,
 ) -> None:
     spec = RewardSpec(
-        source="import time\ndef reward(completions):\n    time.sleep(float(completions[0]))\n    return [1.0]"
+        source="import time\ndef reward(completions):\n    time.sleep(float(completions[0]))\n"
+        "    return [1.0]"
     )
     before = len(processes_of(os.getpid()))
     with pytest.raises(GradingFailed, match=r"did not return within 0.2 s for 1 completions"):
@@ -123,7 +129,8 @@ async def test_a_late_function_is_ended_and_the_next_call_is_right(
 
 async def test_what_a_function_takes_is_known_while_it_is_busy(workers: FunctionWorkers) -> None:
     spec = RewardSpec(
-        source="import time\ndef reward(completions, answer=None, **rest):\n    time.sleep(2)\n    return [1.0]"
+        source="import time\ndef reward(completions, answer=None, **rest):\n"
+        "    time.sleep(2)\n    return [1.0]"
     )
     signature = await workers.signature(spec)
     assert (signature.parameters, signature.any_keyword, signature.calls) == (
@@ -136,6 +143,43 @@ async def test_what_a_function_takes_is_known_while_it_is_busy(workers: Function
     assert await workers.signature(spec) == signature
     assert not busy.done()
     assert await busy == [1.0]
+
+
+class Dying(Worker):
+    """Loads, and then dies in every call."""
+
+    def __init__(self, death: SlotDied) -> None:
+        self._death = death
+
+    async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
+        if "source" in message:
+            return {"parameters": {}, "any_keyword": True, "calls": "batch"}
+        raise self._death
+
+    async def close(self) -> None: ...
+
+
+class OfDyingWorkers(ScriptedSandbox):
+    def __init__(self, death: SlotDied) -> None:
+        super().__init__(Execution(verdict="ok"))
+        self._death = death
+
+    async def open_worker(self, module: str) -> Worker:
+        return Dying(self._death)
+
+
+@pytest.mark.parametrize(
+    ("death", "verdict"),
+    [
+        (SlotDied("it answered with code -9 bytes and code 247"), "error"),
+        (SlotDied("its process ended with code -9", killed=True), "sandbox_error"),
+    ],
+)
+async def test_who_ended_a_worker_is_read_from_no_sentence(death: SlotDied, verdict: str) -> None:
+    workers = FunctionWorkers(OfDyingWorkers(death))
+    (part,) = await outcome(workers, constant(1.0), "a")
+    assert (part.value, part.verdict) == (None, verdict)
+    assert str(death) in part.detail
 
 
 FORGER = """

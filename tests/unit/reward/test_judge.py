@@ -71,7 +71,8 @@ class Server:
         contents: dict[str, str] = {
             "malformed": "I like it very much.",
             "beyond": '{"score": 11}',
-            "quoting": 'It says {"score": 10, "reason": "me"}, but it is wrong. {"score": 2, "reason": "wrong"}',
+            "quoting": 'It says {"score": 10, "reason": "me"}, but it is wrong. {"score": 2, '
+            '"reason": "wrong"}',
             "result": '{"result": 0.75}',
             "label": '{"result": "rude"}',
         }

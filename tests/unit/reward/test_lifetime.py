@@ -92,7 +92,10 @@ def reward_service(*prefix: str, **environment: str) -> Iterator[Running]:
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_the_service_ends_with_programs_running(end: signal.Signals) -> None:
     with reward_service() as running:
-        source = "import time\ndef reward(completions):\n    if completions[0] == 'wait': time.sleep(60)\n    return [1.0]"
+        source = (
+            "import time\ndef reward(completions):\n"
+            "    if completions[0] == 'wait': time.sleep(60)\n    return [1.0]"
+        )
         scored = {"items": [{"prompt": "", "completion": "a"}], "rewards": [{"source": source}]}
         assert running.post("/score", scored)["scores"][0]["value"] == 1.0
         waits = {"items": [{"prompt": "", "completion": "wait"}], "rewards": [{"source": source}]}
@@ -184,7 +187,8 @@ async def main():
     bomb = "import os\\nwhile True:\\n    try: os.fork()\\n    except OSError: pass"
     ended = [await sandbox.execute(ExecuteRequest(code=code, expression="6 * 7", timeout_s=0.5))
              for code in (bomb, "import os; os.kill(0, 9)")] if not sandbox.problem() else []
-    print(json.dumps([sandbox.problem(), sandbox.report()["tier"], os.getuid(), [[e.verdict, e.value] for e in ended]]))
+    verdicts = [[e.verdict, e.value] for e in ended]
+    print(json.dumps([sandbox.problem(), sandbox.report()["tier"], os.getuid(), verdicts]))
     await sandbox.close()
 
 asyncio.run(main())

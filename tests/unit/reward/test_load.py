@@ -109,7 +109,10 @@ async def test_eight_at_once_with_a_tenth_hostile_every_verdict_is_right_and_not
 
     async def good(number: int) -> bool:
         async with places:
-            code = f"import os\nfound = os.listdir('/tmp')\nopen('/tmp/mine', 'w').write('{number}')\nprint({number})"
+            code = (
+                "import os\nfound = os.listdir('/tmp')\n"
+                f"open('/tmp/mine', 'w').write('{number}')\nprint({number})"
+            )
             ended = await sandbox.execute(
                 ExecuteRequest(
                     code=code, expression=f"[found, {number} ** 2, open('/tmp/mine').read()]"
@@ -141,7 +144,11 @@ async def test_eight_at_once_with_a_tenth_hostile_every_verdict_is_right_and_not
 async def test_a_slot_does_not_grow_and_gives_the_same_result_a_thousand_times(
     sandbox: LocalSandbox,
 ) -> None:
-    code = "import hashlib, random, time\nvalues = [random.random() for _ in range(10)] + sorted({'b', 'a', 'c'}) + [hash('x')]"
+    code = (
+        "import hashlib, random, time\n"
+        "values = [random.random() for _ in range(10)] + sorted({'b', 'a', 'c'}) + "
+        "[hash('x')]"
+    )
     request = ExecuteRequest(code=code, expression="values")
 
     async def digest() -> str:

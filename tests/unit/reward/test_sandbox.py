@@ -145,7 +145,10 @@ async def test_what_a_program_prints_is_not_its_value(sandbox: LocalSandbox) -> 
 
 
 async def test_forging_the_result_file_changes_only_ones_own_result(sandbox: LocalSandbox) -> None:
-    code = "import os\nfor fd in range(3, 200):\n    try: os.write(fd, b'garbage')\n    except OSError: pass"
+    code = (
+        "import os\nfor fd in range(3, 200):\n    try: os.write(fd, b'garbage')\n"
+        "    except OSError: pass"
+    )
     ended = await run(sandbox, code, "8")
     assert (ended.verdict, ended.value) == ("runtime_error", None)
     await nothing_is_left(sandbox)
@@ -153,7 +156,8 @@ async def test_forging_the_result_file_changes_only_ones_own_result(sandbox: Loc
 
 READ_ALL_MEMORY = """
 import ctypes, os, re, sys
-mark = re.compile(b"SECRET[_](OF|VALUE|INPUT|STDIN)")  # so that the mark itself is nowhere in memory
+# Written so that the mark itself is nowhere in memory.
+mark = re.compile(b"SECRET[_](OF|VALUE|INPUT|STDIN)")
 frames, frame = [], sys._getframe()
 while frame:
     frames.append(repr(frame.f_locals).encode()); frame = frame.f_back
@@ -174,7 +178,8 @@ def around(address, step):  # from a live object as far as the mapping goes
         if match := mark.search(page): found.append(repr(match[0]))
         address += step
 
-for thing in (object(), bytearray(1 << 12), sys.modules, [0] * 4000, os.environ, ctypes, type("T", (), {})):
+things = [object(), bytearray(1 << 12), sys.modules, [0] * 4000, os.environ, ctypes]
+for thing in (*things, type("T", (), {})):
     page = id(thing) & ~4095
     around(page, 4096); around(page - 4096, -4096)
 libc.sbrk.restype = ctypes.c_void_p
@@ -213,7 +218,8 @@ stack = ctypes.string_at(start, 2000)
         ended = await other.execute(
             ExecuteRequest(
                 code=code,
-                expression="[b'marker-of' in stack, b'PYTHONHASHSEED' in stack, sorted(os.environ)]",
+                expression="[b'marker-of' in stack, b'PYTHONHASHSEED' in stack, "
+                "sorted(os.environ)]",
             )
         )
         await other.close()
@@ -359,7 +365,10 @@ async def test_the_host_is_out_of_reach(sandbox: LocalSandbox, expression: str) 
 async def test_what_it_sees_of_the_host_is_mounted_read_only_without_set_uid(
     sandbox: LocalSandbox,
 ) -> None:
-    expression = "[os.statvfs(path).f_flag & 3 for path in ('/', '/usr', '/etc/passwd', '/dev/null', os.__file__)]"
+    expression = (
+        "[os.statvfs(path).f_flag & 3 for path in ('/', '/usr', '/etc/passwd', "
+        "'/dev/null', os.__file__)]"
+    )
     assert (await run(sandbox, "import os", expression)).value == [3] * 5
 
 
@@ -409,17 +418,22 @@ async def test_unsafe_ends_what_a_program_leaves_running_and_removes_its_folder(
 
 
 SYSTEM_CALLS = {
-    "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "ptrace": 101, "process_vm_readv": 310,
-    "bpf": 321, "perf_event_open": 298, "keyctl": 250, "add_key": 248, "userfaultfd": 323, "io_uring_setup": 425, "shmget": 29,
-    "msgget": 68, "semget": 64, "mq_open": 240, "personality": 135, "open_by_handle_at": 304, "seccomp": 317, "socket": 41,
-    "clone3": 435, "memfd_create": 319, "x32 getpid": 0x40000027, "mount_setattr": 442, "pidfd_getfd": 438, "kcmp": 312,
+    "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155,
+    "ptrace": 101, "process_vm_readv": 310, "bpf": 321, "perf_event_open": 298, "keyctl": 250,
+    "add_key": 248, "userfaultfd": 323, "io_uring_setup": 425, "shmget": 29, "msgget": 68,
+    "semget": 64, "mq_open": 240, "personality": 135, "open_by_handle_at": 304,
+    "seccomp": 317, "socket": 41, "clone3": 435, "memfd_create": 319,
+    "x32 getpid": 0x40000027, "mount_setattr": 442, "pidfd_getfd": 438, "kcmp": 312,
 }  # fmt: skip
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
 async def test_dangerous_system_calls_are_refused(sandbox: LocalSandbox) -> None:
     code = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)"
-    expression = "{name: [libc.syscall(ctypes.c_long(nr), 0, 0, 0, 0, 0), ctypes.get_errno()] for name, nr in calls.items()}"
+    expression = (
+        "{name: [libc.syscall(ctypes.c_long(nr), 0, 0, 0, 0, 0), ctypes.get_errno()] "
+        "for name, nr in calls.items()}"
+    )
     ended = await run(sandbox, code, expression, inputs={"calls": SYSTEM_CALLS})
     assert ended.verdict == "ok", ended.stderr
     assert {
@@ -430,20 +444,30 @@ async def test_dangerous_system_calls_are_refused(sandbox: LocalSandbox) -> None
 async def test_clone_with_a_new_namespace_is_refused_and_a_thread_is_not(
     sandbox: LocalSandbox,
 ) -> None:
-    code = "import ctypes, threading\nt = threading.Thread(target=print, args=('thread',)); t.start(); t.join()"
+    code = (
+        "import ctypes, threading\n"
+        "t = threading.Thread(target=print, args=('thread',)); t.start(); t.join()"
+    )
     ended = await run(sandbox, code, "ctypes.CDLL(None).syscall(56, 0x10000000 | 17, 0, 0, 0, 0)")
     assert (ended.value, ended.stdout) == (-1, "thread\n")
 
 
 async def test_descriptors_other_than_its_own_four_are_closed(sandbox: LocalSandbox) -> None:
-    code = "import os\nopen_fds = []\nfor fd in range(1024):\n    try: os.fstat(fd); open_fds.append(fd)\n    except OSError: pass"
+    code = (
+        "import os\nopen_fds = []\nfor fd in range(1024):\n"
+        "    try: os.fstat(fd); open_fds.append(fd)\n    except OSError: pass"
+    )
     assert (await run(sandbox, code, "open_fds")).value == [0, 1, 2, 3]
 
 
 async def test_the_small_tmp_fills_up_and_is_new_for_the_next_program(
     sandbox: LocalSandbox,
 ) -> None:
-    code = "n = 0\ntry:\n    while n < 100:\n        open(f'/tmp/{n}', 'wb').write(b'a' * (8 << 20)); n += 1\nexcept OSError: pass"
+    code = (
+        "n = 0\ntry:\n    while n < 100:\n"
+        "        open(f'/tmp/{n}', 'wb').write(b'a' * (8 << 20)); n += 1\n"
+        "except OSError: pass"
+    )
     ended = await run(sandbox, code, "n")
     assert (ended.verdict, ended.value) == ("ok", 8)
     await nothing_is_left(sandbox)
@@ -510,7 +534,11 @@ async def test_the_limit_of_cpu_time_holds_whatever_the_wall_clock_says(
     spinning = await run(sandbox, "while True: pass", cpu_s=0.3, timeout_s=30)
     assert spinning.verdict == "time_limit"
     assert 0.25 <= spinning.cpu_s < 0.6
-    threads = "import threading\nfor _ in range(4): threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()"
+    threads = (
+        "import threading\n"
+        "for _ in range(4): threading.Thread(target=lambda: [0 for _ in iter(int, "
+        "1)]).start()"
+    )
     assert 0.25 <= (await run(sandbox, threads, cpu_s=0.3, timeout_s=30)).cpu_s < 0.8
     sleeping = await run(sandbox, "import time; time.sleep(0.5)", cpu_s=0.2, timeout_s=30)
     assert sleeping.verdict == "ok"

@@ -18,7 +18,8 @@ OWN = """
 import hone
 class Runs(hone.Reward):
     def score_batch(self, prompts, completions, target):
-        runs = self.execute_batch_in_sandbox({"code": c, "expression": c.splitlines()[-1]} for c in completions)
+        programs = [{"code": c, "expression": c.splitlines()[-1]} for c in completions]
+        runs = self.execute_batch_in_sandbox(programs)
         return [float(run.value == t) for run, t in zip(runs, target)]
 """
 

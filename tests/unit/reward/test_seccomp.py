@@ -39,7 +39,8 @@ for capability in range(41):
 bits = sum(1 << capability for capability in kept)
 if os.geteuid() == 0:
     low, high = bits & 0xFFFFFFFF, bits >> 32
-    must(libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)))
+    version = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    must(libc.capset(version, (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)))
 must(libc.prctl(38, 1, 0, 0, 0))
 program = bytes.fromhex({program!r})
 must(libc.prctl(22, 2, ctypes.byref(Fprog(len(program) // 8, program)), 0, 0))
@@ -50,11 +51,14 @@ from shared.wire import ExecuteRequest
 async def main():
     sandbox = LocalSandbox(isolated=True, num_slots=2)
     await sandbox.start()
-    ended = await sandbox.run([ExecuteRequest(code="import os; os.kill(0, 9)", expression="6 * 7"),
-                               ExecuteRequest(code="import subprocess", expression="subprocess.run(['/bin/echo', 'x']).returncode")]
-                              ) if not sandbox.problem() else []
-    print(json.dumps([sandbox.problem(), sandbox.report()["probes"], [[e.verdict, e.value] for e in ended]]))
-    print(json.dumps([libc.syscall(321, 0, 0, 0), libc.syscall(250, 0, 0), libc.syscall(101, 0, 0, 0)]))
+    echo = "subprocess.run(['/bin/echo', 'x']).returncode"
+    requests = [ExecuteRequest(code="import os; os.kill(0, 9)", expression="6 * 7"),
+                ExecuteRequest(code="import subprocess", expression=echo)]
+    ended = await sandbox.run(requests) if not sandbox.problem() else []
+    verdicts = [[e.verdict, e.value] for e in ended]
+    print(json.dumps([sandbox.problem(), sandbox.report()["probes"], verdicts]))
+    calls = [(321, 0, 0, 0), (250, 0, 0), (101, 0, 0, 0)]
+    print(json.dumps([libc.syscall(*call) for call in calls]))
     await sandbox.close()
 
 asyncio.run(main())
@@ -129,11 +133,14 @@ def test_the_profile_refuses_what_no_part_of_the_service_needs() -> None:
         if rule["action"] == "SCMP_ACT_ALLOW"
         for name in rule["names"]
     }
-    dangerous = """bpf perf_event_open keyctl add_key request_key userfaultfd io_uring_setup io_uring_enter init_module finit_module
-    delete_module kexec_load kexec_file_load ptrace process_vm_readv process_vm_writev open_by_handle_at fanotify_init reboot
-    swapon swapoff acct syslog settimeofday clock_settime iopl ioperm quotactl personality modify_ldt kcmp pidfd_getfd move_pages
-    mbind shmget msgget semget mq_open sethostname fsopen fsmount open_tree move_mount vhangup nfsservctl lookup_dcookie
-    uselib clone3 umount setns"""
+    dangerous = """
+    bpf perf_event_open keyctl add_key request_key userfaultfd io_uring_setup io_uring_enter
+    init_module finit_module delete_module kexec_load kexec_file_load ptrace process_vm_readv
+    process_vm_writev open_by_handle_at fanotify_init reboot swapon swapoff acct syslog
+    settimeofday clock_settime iopl ioperm quotactl personality modify_ldt kcmp pidfd_getfd
+    move_pages mbind shmget msgget semget mq_open sethostname fsopen fsmount open_tree move_mount
+    vhangup nfsservctl lookup_dcookie uselib clone3 umount setns
+    """
     assert PROFILE["defaultAction"] == "SCMP_ACT_ERRNO"
     assert allowed & set(dangerous.split()) == set()
 

@@ -1,11 +1,13 @@
 """Runs the model's program against a row's tests. The expected answers never enter the sandbox
 where it runs.
 
-    asserts.py   assert-style tests -> calls to make, and what must hold of the results
-    candidate.py makes the calls in a sandbox (`inside_candidate.py`); results are plain data (`codec.py`)
-    evaluate.py  evaluates the assertions, here, over those
-    proxy.py     tests that cannot be converted: in a second sandbox (`inside_tests.py`), with proxies for the candidate's functions
-    stdio.py     inputs and outputs of whole programs
+    asserts.py    assert-style tests -> calls to make, and what must hold of the results
+    candidate.py  makes the calls in a sandbox (`inside_candidate.py`); results are plain data
+                  (`codec.py`)
+    evaluate.py   evaluates the assertions, here, over those results
+    proxy.py      tests that cannot be converted: in a second sandbox (`inside_tests.py`), with
+                  proxies for the candidate's functions
+    stdio.py      inputs and outputs of whole programs
 
 A missing result is a failed test, whatever the exit code and whatever was printed. Not supported:
 candidates that the tests take apart as objects (only plain data crosses), and changes that a
@@ -83,7 +85,8 @@ class CodeTests(Grader[CodeTestsParams]):
         await super().check(columns)
         if self.params.style == "check" and self.params.entry_point is None:
             raise BadRequest(
-                f'reward {self.spec.label!r}: style "check" needs entry_point, the column of the function\'s name'
+                f'reward {self.spec.label!r}: style "check" needs entry_point, the column of the '
+                "function's name"
             )
 
     def content(self, item: ScoreItem) -> Any:

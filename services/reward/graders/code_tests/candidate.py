@@ -13,12 +13,13 @@ from services.reward.grading.programs import KEEP_CHARS, fault
 from services.reward.sandbox.base import Sandbox
 from shared.wire import Execution, Verdict
 
-NO_VALUE = ("raised", "opaque", "large", "late")
+NO_VALUE = ("raised", "opaque", "large", "late", "memory")
 _VERDICTS: dict[str, Verdict] = {
     "raised": "runtime_error",
     "opaque": "wrong",
     "large": "output_limit",
     "late": "time_limit",
+    "memory": "memory_limit",
 }
 
 
@@ -112,9 +113,5 @@ class Candidate:
                 )
             except NotPlain as error:
                 return Outcome("wrong", f"returned {error}", how="opaque", text=f"returned {error}")
-        verdict: Verdict = (
-            "memory_limit"
-            if text.startswith("MemoryError")
-            else _VERDICTS.get(how, "runtime_error")
-        )
+        verdict = _VERDICTS.get(how, "runtime_error")
         return Outcome(verdict, f"returned {text}" if how == "opaque" else text, how=how, text=text)

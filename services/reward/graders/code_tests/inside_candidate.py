@@ -25,8 +25,8 @@ class TimeLimit(BaseException):
 def run(
     setup: str, program: str, calls: list[list[str]], cpu_s: float, last: list[str]
 ) -> list[list[str]]:
-    """Returns one `[how, text]` a call: "value" with the encoded value; else "raised", "opaque",
-    "large" or "late" with why.
+    """Returns one `[how, text]` per call: "value" with the encoded value; else "raised", "opaque",
+    "large", "late" or "memory" with why.
 
     A call is `["expression", source]`, or `["call", name, encoded (arguments, keywords)]`. The
     first call that ends as one of `last` is the last one made. A program that fails before any call
@@ -59,7 +59,9 @@ def _outcome(step: Callable[[], Any], cpu_s: float) -> list[str]:
         return ["opaque", str(error)[:MAX_MESSAGE_CHARS]]
     except TooLarge as error:
         return ["large", str(error)[:MAX_MESSAGE_CHARS]]
-    except BaseException as error:
+    except MemoryError:
+        return ["memory", "MemoryError"]
+    except BaseException as error:  # whatever the program raises is data about it
         return ["raised", _described(error)]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -80,7 +82,7 @@ def _made(call: list[str], names: dict[str, Any]) -> Any:
 def _described(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
-    except BaseException:
+    except BaseException:  # the program's own `__str__`
         return type(error).__name__
 
 

@@ -1,9 +1,9 @@
 """Runs tests that could not be converted, as they are, in a second sandbox that never holds the
 candidate's code.
 
-    tests' sandbox:  the tests, with a proxy for each function of the candidate     -> the calls they want to make
-    trusted side:    hands calls and results to and fro, as plain data
-    candidate's:     the program, and those calls                                   -> results
+    tests' sandbox   the tests, with a proxy for each function of the candidate  -> calls to make
+    trusted side     passes calls and results on, as plain data
+    candidate's      the program, and those calls                                -> results
 
 A sandbox job is one shot, so tests and calls take turns: the tests run with what is known, and say
 which calls they need; the candidate makes all calls so far, in order; the tests run again. Guessing
@@ -27,6 +27,8 @@ from shared.wire import ExecuteRequest, Verdict
 MAX_TURNS = 100
 UNSTEADY_TURNS = 10
 GUESSING_TURNS = 4
+ENDINGS = ("late", "large", "memory")
+"""How a call ends that the tests are not told of: it decides all."""
 
 _VERDICTS: dict[str, Verdict] = {"passed": "ok", "failed": "wrong", "opaque": "wrong"}
 
@@ -112,11 +114,11 @@ async def _made(candidate: Candidate, calls: list[list[str]]) -> list[Outcome] |
     if not calls:
         return []
     outcomes = await candidate.call(
-        [["call", *call] for call in calls], last=("late", "large"), share=len(calls)
+        [["call", *call] for call in calls], last=ENDINGS, share=len(calls)
     )
     if isinstance(outcomes, Outcome):
         return outcomes
-    if ended := next((outcome for outcome in outcomes if outcome.how in ("late", "large")), None):
+    if ended := next((outcome for outcome in outcomes if outcome.how in ENDINGS), None):
         return ended
     return (
         outcomes

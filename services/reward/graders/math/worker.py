@@ -31,13 +31,12 @@ def main() -> None:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
         try:
-            reply = {"same": same(request["wanted"], request["given"])}
+            reply = {"end": "compared", "same": same(request["wanted"], request["given"])}
         except MemoryError:
-            reply = {"error": "memory"}
-        except (
-            Exception
-        ) as error:  # of whatever kind math-verify raises: the trusted side is told, and decides
-            reply = {"error": f"{type(error).__name__}: {error}"[:200]}
+            reply = {"end": "memory_limit", "detail": "out of memory"}
+        except Exception as error:
+            # Of whatever kind math-verify raises on a model's text: the service decides.
+            reply = {"end": "error", "detail": f"{type(error).__name__}: {error}"[:200]}
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()

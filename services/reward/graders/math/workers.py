@@ -37,7 +37,7 @@ class Workers:
                 process = self._idle.pop() if self._idle else await self._start()
                 reply = await self._ask(process, request)
                 if reply is not None:
-                    return bool(reply["same"]) if "same" in reply else _failure(reply["error"])
+                    return reply["same"] if reply["end"] == "compared" else _failure(reply)
                 if process.returncode == -signal.SIGPROF:
                     return "time_limit", f"comparing took more than {cpu_s:g} s of CPU time"
         raise GradingFailed(
@@ -65,7 +65,8 @@ class Workers:
                     process.stdin.write(json.dumps(request).encode() + b"\n")
                     await process.stdin.drain()
                 line = await process.stdout.readline()
-                if not line:  # it ends by itself; a kill that came first would take its exit code from asyncio
+                if not line:
+                    # It ends by itself. A kill that came first would hide its exit code.
                     await process.wait()
         except TimeoutError as error:
             raise GradingFailed(
@@ -86,5 +87,5 @@ async def _end(process: Process) -> None:
     await process.wait()
 
 
-def _failure(error: str) -> tuple[End, str]:
-    return ("memory_limit", "out of memory") if error == "memory" else ("error", error)
+def _failure(reply: dict[str, Any]) -> tuple[End, str]:
+    return reply["end"], reply["detail"]

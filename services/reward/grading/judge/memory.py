@@ -8,8 +8,14 @@ import threading
 from pathlib import Path
 
 _TABLES = """
-CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, text TEXT NOT NULL, tokens INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS spent (reward TEXT PRIMARY KEY, calls INTEGER NOT NULL, tokens INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS replies
+    (key TEXT PRIMARY KEY, text TEXT NOT NULL, tokens INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS spent
+    (reward TEXT PRIMARY KEY, calls INTEGER NOT NULL, tokens INTEGER NOT NULL);
+"""
+_TAKE_CALL = """
+UPDATE spent SET calls = calls + 1
+WHERE reward = ?1 AND (?2 < 0 OR calls < ?2) AND (?3 < 0 OR tokens < ?3)
 """
 
 
@@ -46,8 +52,7 @@ class Memory:
         most = (-1 if max_calls is None else max_calls, -1 if max_tokens is None else max_tokens)
         with self._lock:
             self._database.execute("INSERT OR IGNORE INTO spent VALUES (?, 0, 0)", (reward,))
-            sql = "UPDATE spent SET calls = calls + 1 WHERE reward = ?1 AND (?2 < 0 OR calls < ?2) AND (?3 < 0 OR tokens < ?3)"
-            return self._database.execute(sql, (reward, *most)).rowcount == 1
+            return self._database.execute(_TAKE_CALL, (reward, *most)).rowcount == 1
 
     def add_tokens(self, reward: str, tokens: int) -> None:
         with self._lock:

@@ -1,9 +1,9 @@
 """Keeps a job's own reward loaded and calls it. Runs with no rights, in its own sandbox. Standard
 library only.
 
-    service: {source, file, function, paths}         worker: {parameters, any_keyword, calls}     or {error}
-    service: {arguments, count, timeout_s}           worker: {results, stdout}                    or {error, stdout}
-             {executions}                            before which it may ask, any number of times: {execute}
+    service: {source, file, function, paths}   worker: {parameters, any_keyword, calls} or {error}
+    service: {arguments, count, timeout_s}     worker: {results, stdout} or {error, stdout}
+             {executions}                      before that, any number of times: {execute}
 
 `arguments` are lists with one entry a completion. A result is `{value, detail}`, value None for not
 applicable, or `{error}`. `execute` is a list of lists of programs, and `executions` has for each of

@@ -1,9 +1,11 @@
 """One job of a slot, seen from the slot's trusted parent: a forked child, what it reads and writes,
 and how it ends.
 
-    armed     forked, all rights given up, waiting for its program: done ahead, while the slot would be idle
+    armed     forked, all rights given up, waiting for its program: done ahead, while the slot
+              would be idle
     begun     given its program and what it may use
-    ended     by itself or killed, with every process that it started; its output is read from memory files after its death
+    ended     by itself or killed, with every process that it started; its output is read from
+              memory files after its death
 
 Standard library only.
 """

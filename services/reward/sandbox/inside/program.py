@@ -102,9 +102,8 @@ def rehearse() -> None:
 def _outcome(job: dict[str, Any]) -> dict[str, Any]:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
-    random.seed(
-        0
-    )  # fork reseeds; a program that draws numbers should earn the same reward each time it is asked
+    # Fork reseeds; a program that draws numbers should earn the same reward each time.
+    random.seed(0)
     sys.argv = [_SOURCES[0]]
     main.__dict__.update(job["inputs"])
     try:

@@ -25,9 +25,11 @@ from typing import Any, NoReturn
 from services.reward.sandbox.inside import frames, isolation, kernel, program, seccomp
 from services.reward.sandbox.inside.job import Job, ServiceGone, Surroundings, ended_within
 
-WARM = """array ast bisect calendar cmath collections copy ctypes dataclasses datetime decimal enum fractions functools heapq
-io itertools json linecache math numbers operator queue random re statistics string struct textwrap threading time traceback
-types typing"""
+WARM = """
+array ast bisect calendar cmath collections copy ctypes dataclasses datetime decimal enum fractions
+functools heapq io itertools json linecache math numbers operator queue random re statistics string
+struct textwrap threading time traceback types typing
+"""
 
 UNSAFE_FOLDER = "hone-unsafe-"
 """How the working directories of jobs without isolation begin; the service's pid follows."""
