@@ -1,4 +1,5 @@
-"""The README shows what is there: the demo's job as it is, and commands that exist."""
+"""The pages show what is there: the demo's job as it is, and commands, settings and keys that
+exist."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from hone.cli import app
+from hone.commands.explain import find
 from shared.config import PREFIX, Settings
 from shared.job_file import parse_job
 
 ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]
+EXPLAINED = re.compile(r"(?:`|bin/)hone explain ([\w.]+)")
 README = (ROOT / "README.md").read_text()
 TRAINING = (ROOT / "docs/training.md").read_text()
 LEAST = {
@@ -29,19 +33,26 @@ def test_the_job_in_the_readme_is_the_demos() -> None:
     assert shown == (ROOT / "deploy/jobs/demo.toml").read_text()
 
 
-def test_every_command_and_target_in_the_readme_exists() -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_and_target_in_a_page_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
     commands = {command.name for command in app.registered_commands}
-    assert set(re.findall(r"`hone (\w+)", README)) <= commands
+    assert set(re.findall(r"(?:`|bin/)hone (\w+)", text)) <= commands
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"make (\w+)", README)) - {"and"} <= targets
+    assert set(re.findall(r"(?:`|^ +)make (\w+)", text, re.MULTILINE)) <= targets
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/training.md", "docs/rewards.md"])
-def test_every_setting_and_path_in_a_page_exists(page: str) -> None:
+def test_every_key_that_explain_is_shown_with_exists() -> None:
+    keys = {key for page in PAGES for key in EXPLAINED.findall((ROOT / page).read_text())}
+    assert {find(key).text != "" for key in keys} == {True}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_setting_and_link_in_a_page_exists(page: str) -> None:
     text = (ROOT / page).read_text()
     settings = {PREFIX + name.upper() for name in Settings.model_fields}
-    assert set(re.findall(r"HONE_[A-Z_]+", text)) <= settings
-    for path in re.findall(r"\]\(([\w/.-]+)\)", text):
+    assert set(re.findall(r"HONE_[A-Z_]+\b", text)) - {PREFIX} <= settings
+    for path in re.findall(r"\]\(([\w/.-]+)(?:#[\w-]+)?\)", text):
         assert (ROOT / page).parent.joinpath(path).exists(), path
 
 

@@ -5,7 +5,7 @@ life's folder in the run folder>`.
     HTTP thread     rank 0: uvicorn, so /healthz and GET /state answer during a training step
     signal thread   rank 0: SIGTERM ends it even while the main thread waits inside a collective
     watch thread    rank 0: a rank that failed where others wait for it ends the service, with a sentence
-    beat threads    with several nodes: each hears whether the others live (beats.py)
+    beat threads    with several nodes: each hears whether the others live (heartbeat.py)
 
 Any rank that dies ends all of its node (torchrun) and so those of the other nodes; the launchers
 start them again, and rank 0 loads the job that was loaded from its newest checkpoint.

@@ -1,0 +1,89 @@
+"""Files that texts name are in the project: docs, docstrings and comments send nobody astray."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+    capture_output=True,
+    text=True,
+    check=True,
+    cwd=ROOT,
+).stdout.split()
+FOLDERS = {"/".join(file.split("/")[:depth]) for file in FILES for depth in range(1, 6)}
+TOP = "services|shared|hone|deploy|docs|tests|bench|docker|requirements"
+NAMED = re.compile(
+    rf"(?<![\w/.<>-])((?:{TOP})/[\w./-]*\w|[\w-]+\.(?:py|md|svg))(?![\w*<{{-]|/\w|\.\w)"
+)
+ELSEWHERE = {"rewards.py", "your_rewards.py", "lengths.py", "near.py", "squares.py", "careful.py"}
+"""Files of a user's own, in examples."""
+
+PAGES = [file for file in FILES if file.endswith(".md")]
+MODULES = [file for file in FILES if file.endswith(".py")]
+
+
+def texts_of(source: str) -> Iterator[str]:
+    """Yields the docstrings, those of fields too, and the comments."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def missing(text: str, folder: str) -> set[str]:
+    """Returns the paths in a text that are neither files nor folders: below the root or `folder`,
+    or for a bare name anywhere."""
+    found: set[str] = set()
+    for name in set(NAMED.findall(text)) - ELSEWHERE:
+        here = f"{folder}/{name}"
+        known = {name, here} & (FOLDERS | set(FILES))
+        if not known and not ("/" not in name and any(f.endswith(f"/{name}") for f in FILES)):
+            found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_path_in_a_page_exists(page: str) -> None:
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert missing(text, str(Path(page).parent)) == set()
+
+
+def test_every_path_in_a_docstring_or_comment_exists() -> None:
+    found = {
+        file: paths
+        for file in MODULES
+        if (ROOT / file).is_file()
+        and (
+            paths := {
+                path
+                for text in texts_of((ROOT / file).read_text())
+                for path in missing(text, str(Path(file).parent))
+            }
+        )
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("see services/trainer/trainer.py, and `hone/cli.py`.", set()),
+        ("in `services/rollout/` and shared/wire.py's order", set()),
+        ("`beats.py` or services/rollout/reward.py", {"beats.py", "services/rollout/reward.py"}),
+        ("deploy/jobs/*.toml and /dev/shm/hone-1, runs/demo", set()),
+    ],
+)
+def test_what_counts_as_a_path(text: str, wrong: set[str]) -> None:
+    assert missing(text, ".") == wrong
