@@ -138,13 +138,11 @@ async def test_an_own_function_sees_messages_where_the_prompt_has_them(client: C
 
 async def test_an_own_function_stays_loaded_between_requests(client: Client) -> None:
     source = (
-        "import time\ntime.sleep(0.5)\nLOADED = time.time()\ndef reward(completions):\n"
+        "import time\nLOADED = time.time()\ndef reward(completions):\n"
         "    return [LOADED for _ in completions]"
     )
     (first,) = await score(client, items("a"), own(source))
-    start = time.monotonic()
     assert [again.value for again in await score(client, items("a"), own(source))] == [first.value]
-    assert time.monotonic() - start < 0.4
 
 
 async def test_an_own_function_has_no_network_and_no_host(client: Client) -> None:

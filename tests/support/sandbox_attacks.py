@@ -34,7 +34,7 @@ class Attack:
 
 def stopped(name: str, code: str, **limits: Any) -> Attack:
     """One that would not end: it uses CPU time up, or else waits."""
-    return Attack(name, code, "time_limit", limits={"cpu_s": 0.2, "timeout_s": 0.5} | limits)
+    return Attack(name, code, "time_limit", limits={"cpu_s": 0.2, "timeout_s": 0.3} | limits)
 
 
 def failed(

@@ -56,20 +56,20 @@ def test_a_package_brings_what_it_requires_and_nothing_else() -> None:
 @pytest.mark.parametrize("kind", ["local", "unsafe"])
 async def test_graded_code_imports_the_packages_of_the_setting(kind: Any) -> None:
     sandbox = backends.build(
-        Settings(sandbox=kind, sandbox_slots=1, sandbox_packages=("numpy", "sympy"))
+        Settings(sandbox=kind, sandbox_slots=1, sandbox_packages=("numpy", "mpmath"))
     )
     await sandbox.start()
     try:
-        code = "import sys\nwarm = 'numpy' in sys.modules\nimport numpy, sympy"
+        code = "import sys\nwarm = 'numpy' in sys.modules\nimport numpy, mpmath"
         ended = await sandbox.execute(
             ExecuteRequest(
-                code=code, expression="[warm, int(numpy.arange(5).sum()), str(sympy.sqrt(8))]"
+                code=code, expression="[warm, int(numpy.arange(5).sum()), str(mpmath.mpf(2))]"
             )
         )
         other = await sandbox.execute(ExecuteRequest(code="import pydantic"))
     finally:
         await sandbox.close()
-    assert (ended.verdict, ended.value) == ("ok", [True, 10, "2*sqrt(2)"])
+    assert (ended.verdict, ended.value) == ("ok", [True, 10, "2.0"])
     assert other.verdict == ("runtime_error" if kind == "local" else "ok")
 
 

@@ -189,6 +189,8 @@ def add(a, b):
 }
 
 PARAMS = {"timeout_s": 3.0, "cpu_s": 0.25, "memory_mib": 256}
+HASTY = {"timeout_s": 1.5}
+"""For tricks: some wait for as long as they may."""
 ASSERTS = [
     "assert add(1, 2) == 3",
     "assert add(-2, 3) == 1",
@@ -259,12 +261,11 @@ async def test_no_trick_earns_a_reward_and_the_next_program_is_judged_right(
 ) -> None:
     params, row = STYLES[style]
 
-    async def of(program: str) -> Part:
-        return await grade(sandbox, program, row, **params)
+    async def of(program: str, **limits: float) -> Part:
+        return await grade(sandbox, program, row, **params, **limits)
 
-    parts = dict(
-        zip(HACKS, await asyncio.gather(*(of(program) for program in HACKS.values())), strict=True)
-    )
+    graded = await asyncio.gather(*(of(program, **HASTY) for program in HACKS.values()))
+    parts = dict(zip(HACKS, graded, strict=True))
     assert {
         name: part
         for name, part in parts.items()

@@ -89,7 +89,7 @@ async def test_a_busy_worker_is_never_closed_for_another_one(
     before = processes_of(os.getpid())
     slow = (
         "import time\nLOADED = time.time()\ndef reward(completions):\n"
-        "    time.sleep(0.5)\n    return [LOADED]"
+        "    time.sleep(0.2)\n    return [LOADED]"
     )
     loaded = (await call(workers, RewardSpec(source=slow), "a"))[0]
     answers = await asyncio.gather(
@@ -130,7 +130,7 @@ async def test_a_late_function_is_ended_and_the_next_call_is_right(
 async def test_what_a_function_takes_is_known_while_it_is_busy(workers: FunctionWorkers) -> None:
     spec = RewardSpec(
         source="import time\ndef reward(completions, answer=None, **rest):\n"
-        "    time.sleep(2)\n    return [1.0]"
+        "    time.sleep(0.5)\n    return [1.0]"
     )
     signature = await workers.signature(spec)
     assert (signature.parameters, signature.any_keyword, signature.calls) == (

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from shared.config import PREFIX, Settings
 from shared.job import RewardSpec
 from shared.wire import Execution
 from tests.support.reward_helpers import ScriptedSandbox
-from tests.support.reward_service import running_service
 
 DOCS = (Path(__file__).parents[3] / "docs/rewards.md").read_text()
 COMMANDS = re.findall(r"^(hone grade .*?) +# (\S+)$", DOCS, re.MULTILINE)
@@ -27,12 +25,6 @@ COMMANDS = re.findall(r"^(hone grade .*?) +# (\S+)$", DOCS, re.MULTILINE)
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running_service(HONE_SANDBOX_SLOTS="1") as service:
-        yield service.url
 
 
 @pytest.fixture

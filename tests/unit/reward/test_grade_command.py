@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from hone.cli import app
-from tests.support.reward_service import running_service
 
 OWN = """
 import hone
@@ -30,12 +28,6 @@ weight = 2.0
 file = "own.py"
 function = "Lines"
 """
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running_service(HONE_SANDBOX_SLOTS="1") as service:
-        yield service.url
 
 
 @pytest.fixture

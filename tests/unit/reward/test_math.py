@@ -109,7 +109,7 @@ def test_a_completion_made_to_be_slow_to_read_is_not(part: str) -> None:
 @pytest_asyncio.fixture
 async def math() -> AsyncGenerator[Math]:
     bound = registry.bind(
-        RewardSpec(grader="math", params={"cpu_s": 1.5}),
+        RewardSpec(grader="math", params={"cpu_s": 0.7}),
         tools_of(ScriptedSandbox(Execution(verdict="ok"))),
     )
     assert isinstance(bound, Math)

@@ -14,6 +14,8 @@ from shared.wire import ScoreItem, ScoreRequest, ScoreResult
 from tests.support.reward_helpers import processes_in, processes_of, user_namespaces_of
 from tests.support.reward_service import free_port, running_service
 
+NUM_ITEMS = 24
+
 OWN = """
 import hone
 class Runs(hone.Reward):
@@ -31,7 +33,7 @@ async def test_a_batch_is_graded_once_although_the_service_is_killed_in_it(tmp_p
         ScoreItem(
             prompt="", completion=f"import time\ntime.sleep(0.05)\n{number}", row={"target": number}
         )
-        for number in range(40)
+        for number in range(NUM_ITEMS)
     )
     request = ScoreRequest(
         items=items, rewards=(programs, RewardSpec(file="own.py", function="Runs", source=OWN))
@@ -41,7 +43,7 @@ async def test_a_batch_is_graded_once_although_the_service_is_killed_in_it(tmp_p
             asked = asyncio.create_task(
                 client.call("POST", "/score", request, ScoreResult, deadline_s=200, key="batch")
             )
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.5)
             assert not asked.done(), "the batch is under way"
             namespaces = (
                 user_namespaces_of(processes_of(first.process.pid))
@@ -56,6 +58,6 @@ async def test_a_batch_is_graded_once_although_the_service_is_killed_in_it(tmp_p
         with running_service(port, HONE_SANDBOX_SLOTS="2", TMPDIR=str(tmp_path)) as second:
             result = await asked
             metrics = second.get("/metrics")
-    assert [score.value for score in result.scores] == [2.0] * 40
-    assert "hone_reward_completions 40.0" in metrics
+    assert [score.value for score in result.scores] == [2.0] * NUM_ITEMS
+    assert f"hone_reward_completions {NUM_ITEMS}.0" in metrics
     assert list(tmp_path.iterdir()) == []

@@ -147,13 +147,13 @@ class Job:
     def _end(self, *, by_force: bool) -> tuple[int, resource.struct_rusage]:
         """Returns the status and the resource usage of the child, which has ended unless this is
         `by_force`."""
-        with contextlib.suppress(ProcessLookupError):
-            if not self._slot.isolated:
-                os.killpg(
-                    self._pid, signal.SIGKILL
-                )  # what it left running; in a pid namespace its death ends that
-            elif by_force:
-                os.kill(self._pid, signal.SIGKILL)
+        if not self._slot.isolated:
+            # What it left running; in a pid namespace its death ends that.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+        if by_force:
+            # Also without isolation: it may have made no process group yet.
+            os.kill(self._pid, signal.SIGKILL)
         _, status, usage = os.wait4(self._pid, 0)
         self._ended = True
         return status, usage
