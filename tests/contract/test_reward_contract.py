@@ -3,7 +3,6 @@ of error, and twice is once."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
