@@ -1,0 +1,98 @@
+"""`hone ls`, `get`, `cancel`, `pause`, `resume`: what is printed of an orchestrator's answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from hone.cli import app
+from hone.commands import jobs
+from shared.errors import NotFound
+from shared.job import DataSpec, Job, RewardSpec
+from shared.wire import JobRecord
+
+JOB = Job(
+    name="demo",
+    model="m",
+    steps=9,
+    data=DataSpec(train="t.jsonl"),
+    rewards=(RewardSpec(grader="length"),),
+)
+
+
+def record(status: str) -> JobRecord:
+    return JobRecord.model_validate(
+        {
+            "id": "demo-1",
+            "name": "demo",
+            "status": status,
+            "job": JOB,
+            "run_dir": "/runs/demo-1",
+            "created_at": 1.0,
+            "step": 3,
+            "steps": 9,
+        }
+    )
+
+
+class Orchestrator:
+    """Answers as `hone.Client` does, for a job in one state."""
+
+    def __init__(self, status: str) -> None:
+        self.record = record(status)
+
+    def list(self, limit: int) -> tuple[JobRecord, ...]:
+        return (self.record,)[:limit]
+
+    def get(self, job: str) -> JobRecord:
+        if job not in (self.record.id, self.record.name):
+            raise NotFound(f"no job {job!r}")
+        return self.record
+
+    cancel = pause = resume = get
+
+
+def run(monkeypatch: pytest.MonkeyPatch, status: str, *arguments: str) -> tuple[int, str]:
+    @contextlib.contextmanager
+    def connect() -> Iterator[Orchestrator]:
+        yield Orchestrator(status)
+
+    monkeypatch.setattr(jobs, "connect", connect)
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    return result.exit_code, result.output
+
+
+def test_jobs_are_listed_for_people_and_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, shown = run(monkeypatch, "running", "ls")
+    assert code == 0 and shown.splitlines()[1].split()[:3] == ["demo-1", "running", "3/9"]
+    _, shown = run(monkeypatch, "running", "ls", "-o", "json")
+    assert [job["id"] for job in json.loads(shown)] == ["demo-1"]
+    _, shown = run(monkeypatch, "running", "ls", "--limit", "0")
+    assert shown == "no jobs yet; `hone submit JOB.toml` starts one\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "sentence"),
+    [
+        ("cancel", "cancelled", "job demo-1 is cancelled"),
+        ("cancel", "running", "job demo-1 is being cancelled"),
+        ("pause", "paused", "job demo-1 is paused; `hone resume demo-1` goes on from there"),
+        ("pause", "running", "job demo-1 is being paused; `hone resume demo-1` goes on from there"),
+        ("resume", "queued", "job demo-1 is queued; `hone logs -f demo-1` watches it"),
+    ],
+)
+def test_a_change_is_told_in_a_sentence_or_as_the_record(
+    monkeypatch: pytest.MonkeyPatch, command: str, status: str, sentence: str
+) -> None:
+    assert run(monkeypatch, status, command, "demo") == (0, sentence + "\n")
+    _, shown = run(monkeypatch, status, command, "demo", "-o", "json")
+    assert json.loads(shown)["status"] == status
+
+
+def test_an_error_is_one_sentence_and_exit_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, shown = run(monkeypatch, "queued", "get", "other")
+    assert (code, shown) == (2, "hone: no job 'other'\n")
