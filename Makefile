@@ -27,7 +27,7 @@ down: $(VENV)/.ready ## stop what `make up` started
 test: $(VENV)/.ready ## every test but the soak tests: unit, contract, and the real stack
 	$(BIN)/python -m pytest
 
-soak: $(VENV)/.ready ## the soak tests: long runs of the real stack, with faults
+soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 	$(BIN)/python -m pytest -m soak
 
 check: $(VENV)/.ready ## lint, types and the fast tests (about four minutes)
