@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -36,6 +35,7 @@ from deploy import redis_server
 from shared.config import Settings, load_settings
 from shared.errors import BadRequest, Failed, HoneError
 from shared.ports import check_port
+from shared.processes import ending_with_parent
 
 SERVICES = ("reward", "trainer", "rollout", "orchestrator")
 """In the order of starting; stopped the other way round."""
@@ -44,7 +44,6 @@ START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 30.0
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 600.0
-PR_SET_PDEATHSIG = 1
 
 STACK_LINK = "of-stack"
 """Beside the weights that a stack has in shared memory: a link to the folder of that stack."""
@@ -70,7 +69,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=ending_with_parent(),
             )
 
     def exit_code(self) -> int | None:
@@ -345,10 +344,6 @@ def running(folder: Path) -> dict[str, Any] | None:
 def _say(stream: IO[str], event: str, **fields: Any) -> None:
     stream.write(json.dumps({"event": event, **fields}) + "\n")
     stream.flush()
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _reachable(host: str) -> str:

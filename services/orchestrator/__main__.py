@@ -1,40 +1,24 @@
-"""`python -m services.orchestrator`: the jobs API and its worker."""
+"""`python -m services.orchestrator`: the jobs API and its worker, at HONE_ORCHESTRATOR_PORT."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
-
-from shared import logs
-from shared.config import load_settings
-from shared.errors import BadRequest, HoneError
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.startup import run_main
 
 
-async def serve() -> None:
+def main(settings: Settings) -> None:
     from services.orchestrator.app import create_service
     from services.orchestrator.queue.store import Store
 
-    settings = load_settings()
-    logs.configure("orchestrator", settings)
     if settings.redis_url is None:
         raise BadRequest(
             "HONE_REDIS_URL is not set: expected for example redis://127.0.0.1:6379/0 (`hone up` "
             "starts one itself)"
         )
     store = Store(settings.redis_url.get_secret_value())
-    service = create_service(settings, store)
-    server = service.server(settings.orchestrator_port)
-    await store.open()
-    await server.serve()
-
-
-def main() -> None:
-    try:
-        asyncio.run(serve())
-    except HoneError as error:
-        sys.stderr.write(f"orchestrator: {error.detail}\n")
-        sys.exit(2)
+    create_service(settings, store).run(settings.orchestrator_port, opening=store.open)
 
 
 if __name__ == "__main__":
-    main()
+    run_main("orchestrator", main)

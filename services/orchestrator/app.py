@@ -25,6 +25,7 @@ from shared import codec
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.job import Job
+from shared.models import model_folder
 from shared.service import Service, request_key
 from shared.wire import (
     TERMINAL,
@@ -42,7 +43,6 @@ from shared.wire import (
 
 SSE_WAIT_S = 15.0
 EVENT_ID = r"^\d+(-\d+)?$"
-EXPECTED_MODEL = "expected a folder with config.json and weights, or a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct"
 
 
 def create_service(settings: Settings, store: Store) -> Service:
@@ -208,11 +208,7 @@ async def check_job(job: Job, settings: Settings) -> None:
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
             "2 or more"
         )
-    path = Path(job.model)
-    if path.exists() and not (path / "config.json").is_file():
-        raise BadRequest(f"model {job.model!r} is not a model: {EXPECTED_MODEL}")
-    if not path.exists() and (path.is_absolute() or job.model.count("/") != 1):
-        raise BadRequest(f"no model at {job.model!r}: {EXPECTED_MODEL}")
+    model_folder(job.model)
     prompts = await asyncio.to_thread(load_prompts, job)
     await asyncio.to_thread(_check_prompts, prompts)
     peers = Peers(job, settings)

@@ -1,25 +1,16 @@
-"""`python -m services.reward`: serves grading and the sandbox at HONE_REWARD_PORT."""
+"""`python -m services.reward`: grading and the sandbox, at HONE_REWARD_PORT."""
 
 from __future__ import annotations
 
-import sys
-
-from shared import logs
-from shared.config import load_settings
-from shared.errors import HoneError
+from shared.config import Settings
+from shared.startup import run_main
 
 
-def main() -> None:
-    try:
-        settings = load_settings()
-        logs.configure("reward", settings)
-        from services.reward.app import build
+def main(settings: Settings) -> None:
+    from services.reward.app import create_service
 
-        build(settings).run(settings.reward_port)
-    except HoneError as error:
-        sys.stderr.write(f"{error.detail}\n")
-        raise SystemExit(2) from None
+    create_service(settings).run(settings.reward_port)
 
 
 if __name__ == "__main__":
-    main()
+    run_main("reward", main)

@@ -43,7 +43,7 @@ from shared.wire import (
 )
 
 
-def build(settings: Settings, sandbox: Sandbox | None = None) -> Service:
+def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Service:
     """Returns the service, not yet started. `sandbox` stands in for the one that the settings
     name."""
     graders.load()

@@ -1,33 +1,25 @@
-"""Runs the rollout service: `python -m services.rollout`. It listens within a second; vLLM is
-imported behind it."""
+"""`python -m services.rollout`: the sampler, at HONE_ROLLOUT_PORT. It listens within a second; vLLM
+is imported behind it."""
 
 from __future__ import annotations
 
-import sys
-
-from services.rollout.app import build
-from services.rollout.sampler import Sampler
-from services.rollout.starter import VllmStarter, local_folder
-from shared import logs
-from shared.config import load_settings
-from shared.errors import HoneError
+from shared.config import Settings
+from shared.models import model_folder
+from shared.startup import run_main
 
 
-def main() -> None:
-    try:
-        settings = load_settings()
-        logs.configure("rollout", settings)
-        if settings.rollout_model:
-            local_folder(settings.rollout_model)
-        starter = VllmStarter(settings)
-        sampler = Sampler(starter.find_model, starter.start, (settings.shm_dir, settings.runs_dir))
-        build(settings, sampler, before=starter.preload, after=starter.close).run(
-            settings.rollout_port
-        )
-    except HoneError as error:
-        sys.stderr.write(f"hone rollout: {error.detail}\n")
-        sys.exit(2)
+def main(settings: Settings) -> None:
+    from services.rollout.app import create_service
+    from services.rollout.sampler import Sampler
+    from services.rollout.starter import VllmStarter
+
+    if settings.rollout_model:
+        model_folder(settings.rollout_model)
+    starter = VllmStarter(settings)
+    sampler = Sampler(starter.find_model, starter.start, (settings.shm_dir, settings.runs_dir))
+    service = create_service(settings, sampler, before=starter.preload, after=starter.close)
+    service.run(settings.rollout_port)
 
 
 if __name__ == "__main__":
-    main()
+    run_main("rollout", main)

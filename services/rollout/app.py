@@ -36,7 +36,7 @@ class NoBody(Wire):
     """The empty body of `POST /pause` and `POST /resume`."""
 
 
-def build(
+def create_service(
     settings: Settings,
     sampler: Sampler,
     *,

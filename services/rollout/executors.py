@@ -13,29 +13,13 @@ itself vLLM's engine process outlives a killed service, with all its memory.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import signal
-import threading
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from services.rollout.processes import SERVICE_PID
-
-
-def die_with(pid: int) -> None:
-    """Kills this process as soon as process `pid` ends, however it ends, or now if it has."""
-
-    def watch() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            ended = select.poll()
-            ended.register(os.pidfd_open(pid), select.POLLIN)
-            ended.poll()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="die-with-service", daemon=True).start()
+from shared.processes import die_with
 
 
 class InProcessExecutor(UniProcExecutor):

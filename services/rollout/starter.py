@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import re
 import tempfile
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from services.rollout.processes import in_daemon_thread, root_cause, set_environ
 from services.rollout.weights import shapes_of
 from shared.config import Settings
 from shared.errors import BadRequest, Failed
+from shared.models import model_folder
 from shared.wire import EngineSpec, Sampling
-
-HUGGING_FACE_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class VllmStarter:
@@ -39,7 +37,7 @@ class VllmStarter:
     async def find_model(self, spec: EngineSpec) -> Path:
         """Returns the folder of the model's config.json. Raises BadRequest if there is no such
         model."""
-        folder = local_folder(spec.model)
+        folder = model_folder(spec.model)
         return folder or await in_daemon_thread(lambda: _hub_folder(spec))
 
     async def start(self, spec: EngineSpec, folder: Path) -> Engine:
@@ -85,30 +83,6 @@ class VllmStarter:
         return engine
 
 
-def local_folder(model: str) -> Path | None:
-    """Returns the folder that `model` names, or None if it is a Hugging Face id. Raises BadRequest
-    if it is neither."""
-    folder = Path(model)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise BadRequest(
-                f"'model': got {model!r}, a folder without config.json; expected a Hugging Face "
-                "model folder"
-            )
-        if not any(folder.glob("*.safetensors")):
-            raise BadRequest(
-                f"'model': got {model!r}, a folder without *.safetensors files; expected a Hugging "
-                "Face model folder"
-            )
-        return folder.resolve()
-    if not HUGGING_FACE_ID.fullmatch(model) or model.startswith("."):
-        raise BadRequest(
-            f"'model': got {model!r}, which is no folder here; expected a model folder or a "
-            "Hugging Face id"
-        )
-    return None
-
-
 def _hub_folder(spec: EngineSpec) -> Path:
     from transformers.utils.hub import cached_file
 
@@ -116,7 +90,7 @@ def _hub_folder(spec: EngineSpec) -> Path:
         config = cached_file(spec.model, "config.json", revision=spec.revision)
     except OSError as error:
         raise BadRequest(
-            f"'model': got {spec.model!r}, no folder here and not to be had: "
+            f"'model': got {spec.model!r}, no folder here and no model on the hub: "
             f"{' '.join(str(error).split())}"
         ) from error
     assert config is not None

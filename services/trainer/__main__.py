@@ -23,11 +23,10 @@ from types import FrameType
 
 from services.trainer.processes.launch_folder import LaunchFolder, Past
 from services.trainer.processes.nodes import check_nodes, interface_of
-from shared import logs
-from shared.config import Settings, load_settings
-from shared.errors import HoneError
+from shared.config import Settings
 from shared.logs import get_logger
-from shared.service import Service
+from shared.ports import check_port
+from shared.startup import run_main
 
 PR_SET_PDEATHSIG = 1
 STOP_S = 10
@@ -35,19 +34,13 @@ RESTART_WINDOW_S = 600.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
 
-def main() -> None:
-    try:
-        settings = load_settings()
-        logs.configure("trainer", settings)
-        check_nodes(settings)
-        if settings.trainer_node_rank == 0:
-            Service("trainer", settings).server(settings.trainer_port)
-    except HoneError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(2)
+def main(settings: Settings) -> int:
+    check_nodes(settings)
+    if settings.trainer_node_rank == 0:
+        check_port(settings.host, settings.trainer_port, "trainer")
     folder = LaunchFolder(Path(tempfile.mkdtemp(prefix="hone-trainer-")))
     try:
-        sys.exit(Launcher(settings, folder).run())
+        return Launcher(settings, folder).run()
     finally:
         shutil.rmtree(folder.path, ignore_errors=True)
 
@@ -152,4 +145,4 @@ def rank_environment(settings: Settings) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_main("trainer", main)

@@ -60,7 +60,7 @@ async def _up() -> str | None:
     return None  # HTTP starts once the ranks have met, and ends with any of them
 
 
-def make_service(
+def create_service(
     settings: Settings,
     trainer: Readable,
     run: Run,

@@ -201,8 +201,8 @@ async def test_an_ended_job_cannot_be_cancelled(stack: Stack) -> None:
     [
         ({"data": {"train": "/nope/train.jsonl"}}, "no dataset file at '/nope/train.jsonl'"),
         ({"data": {"train": "TRAIN", "prompt_column": "question"}}, "has no column 'question'"),
-        ({"model": "/nope/model"}, "no model at '/nope/model'"),
-        ({"model": "/"}, "is not a model: expected a folder with config.json"),
+        ({"model": "/nope/model"}, "there is no folder '/nope/model' here"),
+        ({"model": "/"}, "the folder '/' has no config.json"),
         (
             {"sampling": {"group_size": 1}},
             "sampling.group_size is 1: a lone completion has nothing to be compared with",

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from services.reward.app import build
+from services.reward.app import create_service
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, Unauthorized
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def app() -> AsyncGenerator[Any]:
-    service = build(Settings(sandbox_slots=2))
+    service = create_service(Settings(sandbox_slots=2))
     async with service.app.router.lifespan_context(service.app):
         yield service.app
 
@@ -385,7 +385,7 @@ async def test_ready_and_version_report_the_tier_reached(app: Any) -> None:
 
 
 async def test_a_token_is_asked_for() -> None:
-    service = build(Settings(token="secret-token", sandbox="unsafe", sandbox_slots=1))  # type: ignore[arg-type]
+    service = create_service(Settings(token="secret-token", sandbox="unsafe", sandbox_slots=1))  # type: ignore[arg-type]
     async with (
         service.app.router.lifespan_context(service.app),
         Client("reward", "http://localhost", transport=httpx2.ASGITransport(service.app)) as client,
@@ -395,7 +395,7 @@ async def test_a_token_is_asked_for() -> None:
 
 
 async def test_unsafe_runs_programs_when_asked_for_by_name_and_says_so() -> None:
-    service = build(Settings(sandbox="unsafe", sandbox_slots=1))
+    service = create_service(Settings(sandbox="unsafe", sandbox_slots=1))
     async with (
         service.app.router.lifespan_context(service.app),
         Client("reward", "http://localhost", transport=httpx2.ASGITransport(service.app)) as client,
@@ -435,7 +435,7 @@ async def test_a_host_that_cannot_isolate_refuses_code_and_grades_the_rest(
     monkeypatch.setattr(
         "services.reward.sandbox.visible.links", lambda: {"/usr": "never"}
     )  # one step of the setup must fail
-    service = build(Settings(sandbox_slots=1))
+    service = create_service(Settings(sandbox_slots=1))
     async with (
         service.app.router.lifespan_context(service.app),
         Client("reward", "http://localhost", transport=httpx2.ASGITransport(service.app)) as client,

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
-from services.rollout.app import NoBody, build
+from services.rollout.app import NoBody, create_service
 from services.rollout.sampler import Sampler
 from services.rollout.weights import digest_of
 from shared.client import Client
@@ -121,7 +121,7 @@ class Bench:
         self.engines: list[FakeEngine] = []
         self.start_error: BaseException | None = None
         self.sampler = Sampler(self.find_model, self.start_engine, (self.runs,))
-        self.service = build(Settings(runs_dir=self.runs), self.sampler)
+        self.service = create_service(Settings(runs_dir=self.runs), self.sampler)
         self.transport = httpx.ASGITransport(app=self.service.app)
         self.client = Client("rollout", "http://localhost", binary=True, transport=self.transport)
 
@@ -514,7 +514,7 @@ async def test_version_names_the_engines_packages(bench: Bench) -> None:
 
 async def test_a_configured_model_is_started_behind_the_first_requests(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    service = build(Settings(runs_dir=bench.runs, rollout_model="tiny"), bench.sampler)
+    service = create_service(Settings(runs_dir=bench.runs, rollout_model="tiny"), bench.sampler)
     async with service.app.router.lifespan_context(service.app):
         assert await bench.sampler.unready() == "starting the engine for 'tiny'"
         end = time.monotonic() + 5
@@ -528,7 +528,7 @@ async def test_a_configured_model_that_cannot_start_keeps_the_service_unready_an
     tmp_path: Path,
 ) -> None:
     bench = Bench(tmp_path)
-    service = build(Settings(runs_dir=bench.runs, rollout_model="missing"), bench.sampler)
+    service = create_service(Settings(runs_dir=bench.runs, rollout_model="missing"), bench.sampler)
     async with service.app.router.lifespan_context(service.app):
         await asyncio.sleep(0.01)
         assert await bench.sampler.unready() == "'model': got 'missing', which is no folder here"

@@ -9,7 +9,7 @@ import threading
 import httpx2
 import pytest
 
-from services.trainer.app import make_service
+from services.trainer.app import create_service
 from services.trainer.trainer import Trainer
 from shared.client import Client
 from shared.config import Settings
@@ -55,7 +55,7 @@ def rank(parts) -> OneRank:
 
 @pytest.fixture(params=[False, True], ids=["json", "msgpack"])
 async def client(rank, request):
-    service = make_service(Settings(), rank.trainer, rank.run, {"ranks": 1, "torch": "2"})
+    service = create_service(Settings(), rank.trainer, rank.run, {"ranks": 1, "torch": "2"})
     transport = httpx2.ASGITransport(app=service.app)
     async with Client(
         "trainer", "http://localhost", binary=request.param, transport=transport
@@ -197,7 +197,7 @@ async def test_versions_and_metrics_are_shown(client, parts):
 
 async def test_the_trainer_is_not_ready_while_it_loads_a_job_again(rank):
     reason = ["job 'a' is being loaded again"]
-    service = make_service(
+    service = create_service(
         Settings(), rank.trainer, rank.run, {}, lambda job: None if job else reason[0]
     )
     async with Client(

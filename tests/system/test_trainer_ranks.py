@@ -129,11 +129,11 @@ def test_a_model_that_is_none_is_a_sentence_and_the_loaded_job_stays(
     for path, sentence in (
         (
             tmp_path / "nowhere",
-            "there is no folder '.*nowhere'; expected a folder with config.json and weights",
+            "there is no folder '.*nowhere' here; expected a folder with config.json",
         ),
         (
             tmp_path / "empty",
-            "the folder '.*empty' holds no model; expected a folder with config.json",
+            r"the folder '.*empty' has no config\.json; expected a folder with config\.json",
         ),
     ):
         with pytest.raises(BadRequest, match=sentence):

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
-from services.trainer.processes.launch_folder import LaunchFolder
+from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import Place
 from shared.config import load_settings
 
@@ -44,6 +44,7 @@ def describe(failures: dict[int, ProcessFailure], first_rank: int) -> str:
 
 if __name__ == "__main__":
     launcher = os.getppid()
+    os.environ[AGENT_PID] = str(os.getpid())
     folder = LaunchFolder(Path(sys.argv[-1]).parent)
     try:
         main()

@@ -16,6 +16,9 @@ from pathlib import Path
 from shared import codec
 from shared.wire import TrainerJob
 
+AGENT_PID = "TRAINER_AGENT_PID"
+"""The variable that tells the ranks which process they must not outlive: see `agent.py`."""
+
 
 @dataclass(frozen=True)
 class Past:

@@ -14,7 +14,6 @@ start them again, and rank 0 loads the job that was loaded from its newest check
 from __future__ import annotations
 
 import contextvars
-import ctypes
 import os
 import signal
 import sys
@@ -29,11 +28,11 @@ import torch
 import torch.distributed as dist
 import uvicorn
 
-from services.trainer.app import make_service
+from services.trainer.app import create_service
 from services.trainer.processes import heartbeat as beats
 from services.trainer.processes.channel import COLLECTIVE_TIMEOUT, Channel, Notes
 from services.trainer.processes.commands import Inbox, RanksDiffer, Readiness, follow, watch
-from services.trainer.processes.launch_folder import LaunchFolder
+from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import Meeting, Place, meet, tell_libraries
 from services.trainer.processes.together import Ranks
 from services.trainer.trainer import Seams, Trainer
@@ -41,15 +40,15 @@ from shared import logs
 from shared.config import Settings, load_settings
 from shared.errors import Failed, HoneError, Unavailable
 from shared.logs import get_logger
+from shared.processes import end_with_parent
 
 STOP_S = 8.0
 FLUSH_S = 1.0
-PR_SET_PDEATHSIG = 1
 COMES_BACK = "the trainer starts its ranks again, from the newest checkpoint"
 
 
 def main() -> None:
-    die_with_parent()
+    end_with_parent(int(os.environ[AGENT_PID]))
     settings = load_settings()
     place = Place.of(settings, int(os.environ["LOCAL_RANK"]))
     if place.rank == 0:
@@ -82,13 +81,6 @@ def quieter(settings: Settings) -> Settings:
     return settings.model_copy(
         update={"log_level": "error" if settings.log_level == "error" else "warning"}
     )
-
-
-def die_with_parent() -> None:
-    """Asks the kernel to send this process SIGTERM when torchrun dies, however it dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == 1:
-        sys.exit("torchrun was gone before this rank began")
 
 
 def join(settings: Settings, place: Place, life: Path, folder: LaunchFolder) -> Meeting:
@@ -155,7 +147,7 @@ def lead(
     job that the ranks before had loaded comes first."""
     inbox = Inbox()
     readiness = Readiness(inbox, folder.job())
-    service = make_service(
+    service = create_service(
         settings, trainer, inbox.run, versions(channel.num_ranks), readiness.problem
     )
     server = service.server(settings.trainer_port)

@@ -16,9 +16,9 @@ from transformers.utils.hub import cached_file, cached_files
 
 from shared.errors import BadRequest
 from shared.job import Job
+from shared.models import EXPECTED, model_folder
 
 HUB_TIMEOUT_S = 10.0
-WEIGHT_FILES = ("*.safetensors", "*.bin")
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *(
@@ -31,9 +31,6 @@ TOKENIZER_FILES = (
         "chat_template.json",
     ),
 )
-EXPECTED = (
-    "expected a folder with config.json and weights (*.safetensors), or a Hugging Face model id"
-)
 
 
 def check_model(job: Job) -> None:
@@ -42,15 +39,8 @@ def check_model(job: Job) -> None:
 
     transformers would retry an unreachable hub for half a minute, on every rank; this asks once.
     """
-    folder = Path(job.model)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file() or not any(
-            any(folder.glob(pattern)) for pattern in WEIGHT_FILES
-        ):
-            raise BadRequest(f"the folder {job.model!r} holds no model; {EXPECTED}")
+    if model_folder(job.model):
         return
-    if folder.is_absolute() or job.model.startswith((".", "~")):
-        raise BadRequest(f"there is no folder {job.model!r}; {EXPECTED}")
     with contextlib.suppress(OSError, ValueError):  # not in the cache: the hub is asked next
         cached_file(job.model, "config.json", revision=job.model_revision, local_files_only=True)
         return

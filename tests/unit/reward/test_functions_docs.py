@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hone.cli import app
-from services.reward.app import build
+from services.reward.app import create_service
 from services.reward.grading import registry
 from shared.config import PREFIX, Settings
 from shared.job import RewardSpec
@@ -72,7 +72,7 @@ def test_every_grader_setting_and_metric_is_named_and_exists() -> None:
     assert set(re.findall(r"HONE_[A-Z_]+", DOCS)) <= {
         PREFIX + name.upper() for name in Settings.model_fields
     }
-    service = build(Settings(), ScriptedSandbox(Execution(verdict="ok")))
+    service = create_service(Settings(), ScriptedSandbox(Execution(verdict="ok")))
     names = {
         sample
         for metric in service.registry.collect()

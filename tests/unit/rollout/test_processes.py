@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from services.rollout.processes import in_daemon_thread, root_cause, set_environment
-from services.rollout.starter import local_folder
-from shared.errors import BadRequest
 
 
 @pytest.fixture(autouse=True)
@@ -74,27 +72,3 @@ async def test_the_loop_goes_on_while_a_thread_works() -> None:
     assert not waiting.done()
     release.set()
     assert await waiting is True
-
-
-def test_a_model_folder_is_found(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    assert local_folder(str(tmp_path)) == tmp_path
-
-
-def test_a_hugging_face_id_is_left_to_the_hub() -> None:
-    assert local_folder("Qwen/Qwen2.5-0.5B-Instruct") is None
-
-
-@pytest.mark.parametrize("model", ["/no/such/folder", "./missing", "../missing", "a/b/c", ""])
-def test_what_is_no_model_is_refused_by_name(model: str) -> None:
-    with pytest.raises(BadRequest, match="expected"):
-        local_folder(model or "a b")
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match=r"without config\.json"):
-        local_folder(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(BadRequest, match=r"without \*\.safetensors"):
-        local_folder(str(tmp_path))

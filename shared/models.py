@@ -1,0 +1,34 @@
+"""What `model` of a job or of an engine names: a folder, or a model on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shared.errors import BadRequest
+
+HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*")
+EXPECTED = (
+    "expected a folder with config.json and *.safetensors files, or a Hugging Face id such as "
+    "Qwen/Qwen2.5-0.5B-Instruct"
+)
+
+
+def model_folder(model: str) -> Path | None:
+    """Returns the folder that `model` names, or None if it is a Hugging Face id (whether the hub
+    has it is not asked).
+
+    A folder has to hold a configuration and safetensors files, which the weights of later versions
+    are compared with. Raises BadRequest if `model` is neither.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        for pattern in ("config.json", "*.safetensors"):
+            if not any(folder.glob(pattern)):
+                raise BadRequest(f"'model': the folder {model!r} has no {pattern}; {EXPECTED}")
+        return folder.resolve()
+    if folder.exists():
+        raise BadRequest(f"'model': {model!r} is a file; {EXPECTED}")
+    if not HUB_ID.fullmatch(model):
+        raise BadRequest(f"'model': there is no folder {model!r} here; {EXPECTED}")
+    return None

@@ -1,0 +1,22 @@
+"""How each of the four services begins: `python -m services.<name>`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from shared import logs
+from shared.config import Settings, load_settings
+from shared.errors import HoneError
+
+
+def run_main(name: str, main: Callable[[Settings], int | None]) -> None:
+    """Loads the settings, sets up logs, runs `main` and ends the process with its exit code. What
+    it cannot start with is one sentence on stderr and exit code 2."""
+    try:
+        settings = load_settings()
+        logs.configure(name, settings)
+        sys.exit(main(settings))
+    except HoneError as error:
+        sys.stderr.write(f"{error.detail}\n")
+        sys.exit(2)

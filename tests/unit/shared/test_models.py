@@ -1,0 +1,41 @@
+"""What `model` may name, checked alike by every service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.errors import BadRequest
+from shared.models import model_folder
+
+
+def test_a_folder_with_a_model_is_found(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert model_folder(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B-Instruct", "gpt2", "01-ai/Yi-6B"])
+def test_a_hugging_face_id_is_left_to_the_hub(model: str) -> None:
+    assert model_folder(model) is None
+
+
+@pytest.mark.parametrize(
+    "model", ["/no/such/folder", "./missing", "../missing", "~/model", "a/b/c", "a b", "a/", "/a"]
+)
+def test_what_is_neither_is_refused_by_name(model: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        model_folder(model)
+    assert raised.value.detail.startswith(f"'model': there is no folder {model!r} here; expected")
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"has no config\.json"):
+        model_folder(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(BadRequest, match=r"has no \*\.safetensors"):
+        model_folder(str(tmp_path))
+    with pytest.raises(BadRequest, match="is a file"):
+        model_folder(str(tmp_path / "config.json"))
