@@ -313,6 +313,15 @@ class CheckpointSpec(Section):
     """Of older checkpoints, those whose step is divisible by this are kept too. 0: none."""
 
 
+class RolloutsSpec(Section):
+    """Stored rollouts: what was sampled and how it was graded, a file for each step."""
+
+    keep_last: int = Field(default=1000, ge=0)
+    """Of how many of the newest steps rollouts are kept, at least; older ones cannot be looked at
+    or regraded any more. Those that a restart from any of the newest `checkpoints.keep_last`
+    checkpoints replays are always kept. 0: all. The default bounds a run's disk at a few GB."""
+
+
 class WandbSpec(Section):
     """Logs metrics to Weights & Biases as well. The key is the orchestrator's WANDB_API_KEY."""
 
@@ -393,6 +402,9 @@ class Job(Section):
 
     checkpoints: CheckpointSpec = CheckpointSpec()
     """When checkpoints are written, and which are kept."""
+
+    rollouts: RolloutsSpec = RolloutsSpec()
+    """Which stored rollouts are kept."""
 
     wandb: WandbSpec | None = None
     """Weights & Biases. None: metrics are only in the run folder."""

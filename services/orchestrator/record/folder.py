@@ -2,12 +2,14 @@
 
     runs/<job>/job.json           the job as it was submitted
                metrics.jsonl      one line a step
-               rollouts/000012.msgpack   the scored batch of step 12 (wire.Batch)
+               rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
+               rollouts/000012.ungraded.msgpack   the same before it was graded, if that must wait
                checkpoints/       Hugging Face checkpoints, written by the trainer
                summary.json       written once, at the end
     runs/<name>                   points at the newest job of that name
 
-A file is complete or absent: written aside, flushed to disk, renamed.
+A file is complete or absent (shared/disk.py). A scored batch is written once: whoever has another
+one for the step is a worker that was superseded, or about to be.
 """
 
 from __future__ import annotations
@@ -16,16 +18,23 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from shared import codec
+from shared import codec, disk
 from shared.errors import Failed, NotFound
 from shared.job import Job
 from shared.wire import Batch, MetricsRow
+
+BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
+
+
+class BatchExists(Exception):
+    """Another scored batch of the step is stored: another worker has the job."""
 
 
 class RunFolder:
@@ -36,7 +45,7 @@ class RunFolder:
         """Makes the folder and `job.json`, and points `runs/<name>` here. Doing it again changes
         nothing."""
         with _disk(self.path):
-            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+            disk.make_folder(self.path / "rollouts")
             self._write("job.json", job.model_dump_json(indent=2).encode())
             _point(self.path.parent / job.name, self.path.name)
 
@@ -68,35 +77,70 @@ class RunFolder:
         ]
 
     def write_batch(self, batch: Batch) -> None:
-        self._write(f"rollouts/{batch.step:06d}.msgpack", codec.encode(batch, codec.MSGPACK))
+        """Stores the step's batch. One that is graded takes the place of an ungraded one. Raises
+        BatchExists if another graded one is there; the same one is stored already."""
+        data = codec.encode(batch, codec.MSGPACK)
+        path, ungraded = self._batch_path(batch.step), self._ungraded_path(batch.step)
+        with _disk(self.path):
+            if not batch.graded:
+                disk.write_file(ungraded, data)
+                return
+            try:
+                disk.create_file(path, data)
+            except FileExistsError as error:
+                if self.batch(batch.step) != batch:
+                    raise BatchExists(
+                        f"another batch of step {batch.step} is stored in {str(path)!r}"
+                    ) from error
+            ungraded.unlink(missing_ok=True)
 
     def batch(self, step: int) -> Batch:
-        """Returns the scored batch of `step`; raises NotFound naming the steps there are."""
-        path = self.path / f"rollouts/{step:06d}.msgpack"
-        if not path.exists():
-            steps = self.batch_steps()
-            have = f"steps {steps[0]} to {steps[-1]} have" if steps else "no step has yet"
-            raise NotFound(f"step {step} has no stored rollouts; {have}")
-        return codec.decode(Batch, path.read_bytes(), codec.MSGPACK)
+        """Returns the scored batch of `step`, else the ungraded one; raises NotFound naming the
+        steps there are."""
+        for path in (self._batch_path(step), self._ungraded_path(step)):
+            if path.exists():
+                return codec.decode(Batch, path.read_bytes(), codec.MSGPACK)
+        steps = self.batch_steps()
+        have = f"steps {steps[0]} to {steps[-1]} have" if steps else "no step has yet"
+        raise NotFound(f"step {step} has no stored rollouts; {have}")
 
     def batch_steps(self) -> list[int]:
-        return sorted(int(path.stem) for path in (self.path / "rollouts").glob("*.msgpack"))
+        """Returns the steps with a stored batch, in order."""
+        return sorted({step for step, _ in self._batch_files()})
+
+    def prune_batches(self, first_step: int) -> None:
+        """Removes the batches of steps before `first_step`."""
+        with _disk(self.path):
+            for step, path in self._batch_files():
+                if step < first_step:
+                    path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Removes the folder, and the name that points at it. Doing it again changes nothing."""
+        with _disk(self.path):
+            for link in self.path.parent.iterdir() if self.path.parent.is_dir() else ():
+                if link.is_symlink() and link.readlink() == Path(self.path.name):
+                    link.unlink()
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self.path)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write("summary.json", json.dumps(summary, indent=2).encode())
 
+    def _batch_path(self, step: int) -> Path:
+        return self.path / f"rollouts/{step:06d}.msgpack"
+
+    def _ungraded_path(self, step: int) -> Path:
+        return self.path / f"rollouts/{step:06d}.ungraded.msgpack"
+
+    def _batch_files(self) -> Iterator[tuple[int, Path]]:
+        for path in (self.path / "rollouts").glob("*.msgpack"):
+            if found := BATCH_FILE.fullmatch(path.name):
+                yield int(found[1]), path
+
     def _write(self, name: str, data: bytes) -> None:
-        path = self.path / name
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         with _disk(self.path):
-            try:
-                with aside.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                aside.replace(path)
-            finally:
-                aside.unlink(missing_ok=True)
+            disk.write_file(self.path / name, data)
 
 
 def _metrics_line(row: MetricsRow) -> bytes:
@@ -111,6 +155,7 @@ def _point(link: Path, target: str) -> None:
     aside = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
     aside.symlink_to(target)
     aside.replace(link)
+    disk.flush(link.parent)
 
 
 @contextlib.contextmanager
@@ -123,7 +168,8 @@ def _disk(path: Path) -> Generator[None]:
             free_mib = shutil.disk_usage(_existing(path)).free >> 20
             raise Failed(
                 f"the disk of run folder {str(path)!r} is full ({free_mib} MiB free); free some "
-                "space and submit again"
+                "space",
+                code="disk_full",
             ) from error
         raise Failed(
             f"cannot write to run folder {str(path)!r}: {error.strerror or error}; check "

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.folder import BatchExists, RunFolder
+from services.orchestrator.record.retention import first_needed
 from shared.errors import Failed, NotFound
-from shared.job import Job
-from shared.wire import Batch, MetricsRow, Prompt, Rollout, RolloutGroup, Score, Span
+from shared.job import CheckpointSpec, Job, RolloutsSpec
+from shared.wire import Batch, MetricsRow, Prompt, Rollout, RolloutGroup, Score
 
 JOB = Job.model_validate(
     {
@@ -27,11 +28,7 @@ JOB = Job.model_validate(
 
 def make_batch(step: int = 1, text: str = "3*5") -> Batch:
     rollout = Rollout(
-        text=text,
-        token_ids=(1, 2),
-        logprobs=(-0.5, -0.25),
-        finish_reason="stop",
-        spans=(Span(version=0, start=0),),
+        text=text, token_ids=(1, 2), logprobs=(-0.5, -0.25), finish_reason="stop", versions=(0,)
     )
     group = RolloutGroup(prompt_token_ids=(7,), rollouts=(rollout,))
     prompt = Prompt(index=0, content="3 5 15", row={"target": 15})
@@ -118,3 +115,75 @@ def test_a_run_folder_that_cannot_be_made_names_the_setting(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(Failed, match="HONE_RUNS_DIR"):
         RunFolder(tmp_path / "file" / "demo-1").create(JOB)
+
+
+def test_a_scored_batch_is_written_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "demo-1")
+    folder.create(JOB)
+    folder.write_batch(make_batch(2))
+    folder.write_batch(make_batch(2))
+    with pytest.raises(BatchExists, match="another batch of step 2 is stored"):
+        folder.write_batch(make_batch(2, text="another worker's"))
+    assert folder.batch(2) == make_batch(2)
+    assert [path.name for path in (folder.path / "rollouts").iterdir()] == ["000002.msgpack"]
+
+
+def test_a_batch_waits_under_another_name_until_it_is_graded(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "demo-1")
+    folder.create(JOB)
+    waiting = make_batch(3).model_copy(update={"graded": False})
+    for text in ("3*5", "again"):
+        folder.write_batch(waiting.model_copy(update={"groups": make_batch(3, text).groups}))
+    assert not folder.batch(3).graded and folder.batch(3).groups == make_batch(3, "again").groups
+    assert folder.batch_steps() == [3]
+    folder.write_batch(make_batch(3))
+    assert folder.batch(3) == make_batch(3) and folder.batch_steps() == [3]
+    folder.write_batch(waiting)  # by a worker that was superseded
+    assert folder.batch(3) == make_batch(3)
+
+
+def test_batches_before_a_step_are_removed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "demo-1")
+    folder.create(JOB)
+    for step in range(1, 6):
+        folder.write_batch(make_batch(step))
+    folder.prune_batches(4)
+    assert folder.batch_steps() == [4, 5]
+    with pytest.raises(NotFound, match="step 3 has no stored rollouts; steps 4 to 5 have"):
+        folder.batch(3)
+
+
+def test_a_folder_is_removed_with_the_name_that_points_at_it(tmp_path: Path) -> None:
+    for job_id in ("demo-1", "demo-2"):
+        RunFolder(tmp_path / job_id).create(JOB)
+    for _ in range(2):
+        RunFolder(tmp_path / "demo-1").remove()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "demo-2"]
+    RunFolder(tmp_path / "demo-2").remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "keep_last", "checkpoint", "first"),
+    [
+        (0, 50, 2, 500, 1),  # all are kept
+        (10, 50, 2, 500, 451),  # replayed from the checkpoint of step 450
+        (10, 50, 1, 500, 491),
+        (100, 50, 2, 500, 401),
+        (10, 50, 2, 520, 501),  # the last step's checkpoint, and that of step 500
+        (10, 50, 3, 520, 451),
+        (10, 50, 2, 50, 1),  # the older one is the start
+        (10, 0, 2, 500, 1),  # there is only the last one
+        (10, 0, 1, 500, 491),
+    ],
+)
+def test_batches_are_kept_that_a_restart_may_replay(
+    keep: int, every: int, keep_last: int, checkpoint: int, first: int
+) -> None:
+    job = JOB.model_copy(
+        update={
+            "rollouts": RolloutsSpec(keep_last=keep),
+            "checkpoints": CheckpointSpec(every=every, keep_last=keep_last),
+        }
+    )
+    assert first_needed(job, checkpoint) == first
