@@ -94,6 +94,14 @@ class Settings(BaseSettings):
     """Seconds without a heartbeat after which another orchestrator takes a job over. Long enough
     for a pause of Redis or of the process, short enough that a job soon goes on."""
 
+    keep_jobs: int = Field(default=1000, ge=1)
+    """How many of the jobs that have ended are kept in Redis. Older ones are forgotten, with their
+    events; their run folders stay. The default keeps Redis at a few GB."""
+
+    keep_events: int = Field(default=20_000, ge=100)
+    """How many of the newest events of each job are kept, at least. The default is those of jobs of
+    some 15,000 steps."""
+
     patience_s: float = Field(default=90.0, gt=0)
     """Seconds on end that a service may be away (unreachable, or answering 503) before a call to it
     fails. Long enough for a restart."""

@@ -18,7 +18,6 @@ from shared.wire import (
     Checkpoint,
     CheckpointList,
     CheckpointRequest,
-    FolderWeights,
     PublishRequest,
     StepResult,
     TrainerJob,
@@ -93,8 +92,7 @@ def create_service(
 
     async def publish_weights(request: PublishRequest) -> WeightsRef:
         """Writes the weights of the last applied step where samplers can load them."""
-        weights = cast(FolderWeights, await run("publish_weights", request))
-        return WeightsRef(weights)
+        return cast(WeightsRef, await run("publish_weights", request))
 
     async def write_checkpoint(request: CheckpointRequest) -> Checkpoint:
         """Writes a Hugging Face checkpoint of the last applied step, from which training can go on;

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from services.orchestrator.api import history
 from services.orchestrator.loop.run import Run
-from services.orchestrator.queue.store import Lease
+from services.orchestrator.queue.store import Lease, Store
 from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, NotFound
-from shared.job import CheckpointSpec, Job
+from shared.job import CheckpointSpec, Job, RolloutsSpec
 from shared.wire import (
     TERMINAL,
     CheckpointList,
@@ -366,7 +367,7 @@ async def test_an_orchestrator_that_dies_loses_nothing(
                 ).status not in TERMINAL:
                     await asyncio.sleep(0.05)
             found = await client.get(f"/v1/jobs/{record.id}", JobRecord)
-    assert (found.status, found.attempt, found.step) == ("succeeded", 2, 8)
+    assert (found.status, found.attempts, found.step) == ("succeeded", 2, 8)
     assert [(request.job_id, request.step) for request in fakes.trained] == [
         (job_id, step) for job_id in (record.id, waiting.id) for step in range(1, 9)
     ]
@@ -386,7 +387,7 @@ async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(
         first, fakes.trained = fakes.trained, []
         fakes.job = None  # the trainer lost everything and starts from the beginning
         sampled = fakes.calls["generate"]
-        await Run(record, Lease(record.id, 1, "test"), SilentStore(), settings).run()  # type: ignore[arg-type]
+        await Run(record, Lease(record.id, 1, "test", 30), SilentStore(), settings).run()  # type: ignore[arg-type]
         assert fakes.trained == first
         assert fakes.calls["generate"] == sampled, (
             "nothing was sampled again, nor evaluated: the keys are the same"
@@ -398,3 +399,187 @@ class SilentStore:
 
     async def report(self, *_: Any, **__: Any) -> None:
         pass
+
+
+# --- what the queue promises, seen from the API
+
+
+async def test_an_orchestrator_that_is_stopped_gives_its_job_back_at_once(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    """With a lease of 30 s, another one goes on at once; the step under way is not trained
+    twice."""
+    fakes = FakeServices(settings)
+    reached, released = asyncio.Event(), asyncio.Event()
+
+    async def block(body: Any) -> None:
+        if body.step == 3:
+            reached.set()
+            await released.wait()
+
+    fakes.fault["train_step"] = block
+    async with fakes.running(settings) as settings:
+        async with orchestrator(settings, redis_url, stopped=True) as (_, transport):
+            client = Client("orchestrator", "http://localhost", transport=transport)
+            body = SubmitRequest(job=job)
+            record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=10)
+            await asyncio.wait_for(reached.wait(), 20)
+        released.set()
+        async with orchestrator(settings, redis_url) as (store, _):
+            async with asyncio.timeout(10):
+                while (found := await store.get(record.id)).attempts < 2:
+                    await asyncio.sleep(0.02)
+            async with asyncio.timeout(90):
+                while (found := await store.get(record.id)).status not in TERMINAL:
+                    await asyncio.sleep(0.02)
+    assert (found.status, found.attempts, found.step) == ("succeeded", 2, 8)
+    assert [request.step for request in fakes.trained] == list(range(1, 9))
+
+
+async def test_the_event_of_a_step_that_a_crash_left_out_is_there_after_it(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as settings:
+        async with orchestrator(settings, redis_url) as (store, transport):
+            report, cut = store.report, asyncio.Event()
+
+            async def cut_off(lease: Lease, type: str, *rest: Any, **fields: Any) -> None:
+                if type == "eval" and rest[1]["step"] == 4:
+                    cut.set()
+                    await asyncio.Event().wait()
+                await report(lease, type, *rest, **fields)
+
+            store.report = cut_off  # type: ignore[method-assign]
+            client = Client("orchestrator", "http://localhost", transport=transport)
+            body = SubmitRequest(job=job)
+            record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=10)
+            await asyncio.wait_for(cut.wait(), 30)
+        folder = RunFolder(Path(record.run_dir))
+        assert [row.step for row in folder.metrics()] == [0, 1, 2, 3, 4], "written, not yet said"
+        settings = settings.model_copy(update={"lease_s": 0.5})
+        store = Store(redis_url)
+        for lease_key in [key async for key in store._redis.scan_iter("hone:lease:*")]:
+            await store._redis.delete(lease_key)
+        await store.close()
+        async with orchestrator(settings, redis_url) as (store, _):
+            async with asyncio.timeout(90):
+                while (await store.get(record.id)).status not in TERMINAL:
+                    await asyncio.sleep(0.02)
+            events = await store.events(record.id, "0")
+    steps = [event.data["step"] for event in events if event.type == "step"]
+    evals = [event.data["step"] for event in events if event.type == "eval"]
+    assert steps == list(range(1, 9)) and evals == [0, 4, 8]
+
+
+async def test_another_workers_batch_ends_the_work_and_not_the_job(stack: Stack) -> None:
+    """As if a worker that was superseded had stored its batch at the last moment."""
+
+    async def slip_in(_: Any) -> None:
+        if stack.fakes.step == 3 and stack.fakes.job:
+            del stack.fakes.fault["generate"]
+            folder = stack.folder(stack.fakes.job.job_id)
+            folder.write_batch(folder.batch(3).model_copy(update={"step": 4}))
+
+    stack.settings.__dict__["lease_s"] = 0.5
+    stack.fakes.fault["generate"] = slip_in
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.attempts) == ("succeeded", 2)
+    stored = stack.folder(record.id).batch(4)
+    assert stored.groups == stack.folder(record.id).batch(3).groups, "what was there first"
+
+
+async def test_a_deleted_job_is_gone_and_its_files_stay_unless_they_are_asked_for(
+    stack: Stack,
+) -> None:
+    kept, removed = [await stack.until((await stack.submit()).id) for _ in range(2)]
+    for record, query, files in ((kept, "", False), (removed, "?files=true", True)):
+        for _ in range(2):
+            response = await stack.http.delete(f"/v1/jobs/{record.id}{query}")
+            assert response.status_code == 200
+            assert response.json() == {"id": record.id, "files": files}
+        assert Path(record.run_dir).exists() is not files
+        for path in ("", "/events", "/metrics", "/rollouts", "/checkpoints"):
+            assert (await stack.http.get(f"/v1/jobs/{record.id}{path}")).status_code == 404
+    assert (await stack.client.get("/v1/jobs", JobList)).jobs == ()
+    assert (await stack.http.delete("/v1/jobs/nope")).status_code == 404
+
+
+async def test_a_job_that_has_not_ended_is_not_deleted(stack: Stack) -> None:
+    blocked = asyncio.Event()
+    stack.fakes.fault["train_step"] = lambda _: blocked.wait()
+    running, queued = (await stack.submit()).id, (await stack.submit()).id
+    await stack.until(running, "running")
+    for job_id, status in ((running, "running"), (queued, "queued")):
+        response = await stack.http.delete(f"/v1/jobs/{job_id}?files=true")
+        assert response.status_code == 409
+        assert f"job {job_id!r} is {status}; cancel it" in response.json()["detail"]
+    assert stack.folder(running).path.exists()
+    await stack.post(f"{queued}/cancel")
+    assert (await stack.http.delete(f"/v1/jobs/{queued}")).status_code == 200
+    blocked.set()
+
+
+async def test_rollouts_are_kept_as_far_back_as_the_job_says(stack: Stack) -> None:
+    changes = {
+        "rollouts": RolloutsSpec(keep_last=2),
+        "checkpoints": CheckpointSpec(every=2, keep_last=2),
+    }
+    record = await stack.until((await stack.submit(stack.job.model_copy(update=changes))).id)
+    assert stack.folder(record.id).batch_steps() == [7, 8]
+    response = await stack.http.get(f"/v1/jobs/{record.id}/rollouts?step=3")
+    assert response.status_code == 404 and "steps 7 to 8 have" in response.json()["detail"]
+
+
+async def test_numbers_out_of_range_are_the_callers_fault(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    huge = "9" * 30
+    for path in (
+        f"/events?after={huge}",
+        f"/events?after={huge}-{huge}",
+        "/events?after=-",
+        f"/rollouts?step={huge}",
+        "/rollouts?step=-1",
+        f"/metrics?after_step={huge}",
+    ):
+        response = await stack.http.get(f"/v1/jobs/{record.id}{path}")
+        assert response.status_code == 422, (path, response.text)
+    headers = {"accept": "text/event-stream", "last-event-id": f"{huge}-0"}
+    response = await stack.http.get(f"/v1/jobs/{record.id}/events", headers=headers)
+    assert response.status_code == 422 and "Last-Event-ID" in response.json()["detail"]
+    assert (await stack.http.get(f"/v1/jobs/{record.id}:events")).status_code == 404
+    assert (await stack.http.get(f"/v1/jobs?after={huge}")).status_code == 404
+
+
+async def test_one_follower_too_many_is_told_to_come_back(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "MAX_FOLLOWERS", 0)
+    record = await stack.until((await stack.submit()).id)
+    accept = {"accept": "text/event-stream"}
+    response = await stack.http.get(f"/v1/jobs/{record.id}/events", headers=accept)
+    assert response.status_code == 429 and "follow events already" in response.json()["detail"]
+    monkeypatch.setattr(history, "MAX_FOLLOWERS", 1)
+    for _ in range(3):  # each leaves its place when it ends
+        response = await stack.http.get(f"/v1/jobs/{record.id}/events", headers=accept)
+        assert response.status_code == 200 and response.text.endswith("event: end\ndata: {}\n\n")
+
+
+async def test_a_job_that_cannot_be_read_is_paused_and_the_next_one_runs(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    store = Store(redis_url)
+    await store.open()
+    ids = [(await store.submit(job, settings.runs_dir, None)).id for _ in range(2)]
+    await store._redis.hset(f"hone:job:{ids[0]}", "job", '{"name": "demo"}')
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as settings, orchestrator(settings, redis_url):
+        async with asyncio.timeout(90):
+            while (await store.get(ids[1])).status not in TERMINAL:
+                await asyncio.sleep(0.02)
+        assert await store.status(ids[0]) == "paused"
+        last = (await store.events(ids[0], "0"))[-1]
+        assert last.level == "warning" and "cannot be read by this version" in last.message
+        page = await store.list(None, 10)
+    assert page.unreadable == (ids[0],) and [record.id for record in page.jobs] == [ids[1]]
+    await store.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.store import Lease, Store
 from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
@@ -58,7 +58,7 @@ async def test_a_paused_job_frees_the_worker_and_goes_on_where_it_was(stack: Sta
     sampled = stack.fakes.calls["generate"]
     assert (await stack.post(f"{first}/resume")).error is None
     done = await stack.until(first)
-    assert (done.status, done.step, done.attempt) == ("succeeded", 8, 2)
+    assert (done.status, done.step, done.attempts) == ("succeeded", 8, 2)
     assert [row.step for row in stack.folder(first).metrics()] == list(range(9))
     messages = [event.message for event in await stack.events(first) if event.type == "status"]
     assert messages == ["queued", "running", "paused on request", "queued", "running", "succeeded"]
@@ -77,11 +77,11 @@ async def test_pausing_and_resuming_twice_are_once_and_a_queued_job_is_paused_at
         assert (await stack.post(f"{queued}/pause")).status == "paused"
     gate.open()
     assert (await stack.until(running)).status == "succeeded"
-    assert (await stack.get(queued)).attempt == 0, "a paused job is not taken up"
+    assert (await stack.get(queued)).attempts == 0, "a paused job is not taken up"
     for _ in range(2):
         await stack.post(f"{queued}/resume")
     done = await stack.until(queued)
-    assert (done.status, done.attempt) == ("succeeded", 1)
+    assert (done.status, done.attempts) == ("succeeded", 1)
     messages = [event.message for event in await stack.events(queued) if event.type == "status"]
     assert messages == ["queued", "paused on request", "queued", "running", "succeeded"]
 
@@ -129,26 +129,26 @@ async def test_a_pause_that_is_called_off_before_it_comes_about_interrupts_nothi
         }
     )
 
-    async def running(job_id: str) -> Any:
-        await store.submit(job_id, job, settings.runs_dir, None)
-        lease = await store.take("worker", 30, 0.1)
+    async def running() -> Lease:
+        job_id = (await store.submit(job, settings.runs_dir, None)).id
+        lease = await store.take("worker", "http://trainer", 30)
         assert lease is not None and lease.job_id == job_id
         await store.pause(job_id)
         assert await store.beat(lease) == "pause"
         return lease
 
-    lease = await running("resumed")
-    await store.resume("resumed")
+    lease = await running()
+    await store.resume(lease.job_id)
     assert await store.beat(lease) is None
     await store.halt(lease, None)
-    assert (await store.get("resumed")).status == "queued"
-    again = await store.take("worker", 30, 0.1)
-    assert again is not None and (again.job_id, again.attempt) == ("resumed", 2)
+    assert (await store.get(lease.job_id)).status == "queued"
+    again = await store.take("worker", "http://trainer", 30)
+    assert again is not None and again.job_id == lease.job_id and again.attempt > lease.attempt
     await store.report(again, "status", "succeeded", status="succeeded")
-    lease = await running("cancelled")
-    await store.cancel("cancelled")
+    lease = await running()
+    await store.cancel(lease.job_id)
     await store.halt(lease, None)
-    assert (await store.get("cancelled")).status == "cancelled"
+    assert (await store.get(lease.job_id)).status == "cancelled"
     await store.close()
 
 
@@ -232,7 +232,7 @@ async def test_a_job_whose_rewards_are_still_missing_pauses_again(stack: Stack) 
     await stack.post(f"{job_id}/resume")
     assert (await stack.until(job_id, "paused", "running")).status in ("paused", "running")
     async with asyncio.timeout(90):
-        while (await stack.get(job_id)).attempt < 2:
+        while (await stack.get(job_id)).attempts < 2:
             await asyncio.sleep(0.02)
     again = await stack.until(job_id, "paused")
     assert again.error is not None and "100% of the rewards are missing" in again.error

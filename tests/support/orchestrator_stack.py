@@ -81,15 +81,21 @@ def job(tmp_path: Path) -> Job:
 
 @contextlib.asynccontextmanager
 async def orchestrator(
-    settings: Settings, redis_url: str
+    settings: Settings, redis_url: str, *, stopped: bool = False
 ) -> AsyncGenerator[tuple[Store, httpx.AsyncBaseTransport]]:
-    """The orchestrator's own application with its worker; leaving kills it without letting it say
-    goodbye."""
+    """The orchestrator's own application with its worker; leaving kills it without letting it give
+    its lease back, unless `stopped`."""
     store = Store(redis_url)
     await store.open()
     service = create_service(settings, store)
     async with service.app.router.lifespan_context(service.app):
         yield store, httpx.ASGITransport(app=service.app)
+        if not stopped:
+            store.halt = _never  # type: ignore[method-assign]
+
+
+async def _never(*_: object) -> None:
+    """What a killed process says."""
 
 
 async def finish(client: Client, job: Job) -> JobRecord:

@@ -8,14 +8,20 @@ import heapq
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
+
+from fastapi import Request
+from fastapi.responses import Response
 
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.tasks import all_of
+from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.graded import graded
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
+from shared.service import Service
 from shared.wire import (
     Batch,
     GradedRollout,
@@ -26,6 +32,23 @@ from shared.wire import (
 )
 
 TOLERANCE = 1e-6
+
+
+def add_route(service: Service, settings: Settings, store: Store) -> None:
+    @service.app.post("/v1/jobs/{job_id}/regrade", response_model=RegradeReport)
+    async def regrade_job(job_id: str, body: RegradeRequest, request: Request) -> Response:
+        """Grades stored rollouts by other rewards and says what would flip. Nothing is written to
+        the run."""
+        record = await store.get(job_id)
+        folder = RunFolder(Path(record.run_dir))
+        key = request.headers.get("idempotency-key")
+        operation = service.operations.start(
+            lambda: regrade(body, record.job, folder, settings),
+            f"regrade {job_id} {key}" if key else None,
+            body.model_dump_json(),
+            f"regrading {job_id}",
+        )
+        return await service.answer(operation, request)
 
 
 async def regrade(

@@ -25,6 +25,7 @@ from services.orchestrator.loop.recovery import MAX_RECOVERIES, can_recover
 from services.orchestrator.queue.store import Lease, Store, StoreUnavailable
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.progress import Progress
+from services.orchestrator.record.retention import first_needed
 from services.orchestrator.record.telemetry import step_metrics
 from services.orchestrator.record.tracking import Tracker
 from shared.config import Settings
@@ -45,7 +46,7 @@ class Run:
         self._store = store
         self._settings = settings
         self._folder = RunFolder(Path(record.run_dir))
-        self._peers = Peers(record.job, settings, record.id, lease.attempt)
+        self._peers = Peers(record.job, settings)
         self._tracker = Tracker(record.job, record.id, self._folder.path)
         self._created_at = record.created_at
         self._recoveries = record.recoveries
@@ -99,15 +100,14 @@ class Run:
     async def _prepare(self) -> TrainerState:
         """Loads the job into trainer and sampler, and makes both serve the trainer's last step,
         whatever they did before."""
-        self._peers.new_epoch()
         await self._log("loading the model into the trainer and the sampler")
         try:
-            state, _ = await asyncio.gather(self._peers.put_job(), self._peers.put_model())
+            state, _ = await asyncio.gather(self._peers.put_job(self._id), self._peers.put_model())
         except Conflict as error:
             raise Failed(error.detail) from error  # refused, and not out of order
         for sentence in state.damaged:
             await self._store.report(self._lease, "log", sentence, level="warning")
-        await sync_weights(self._peers, self._job, state.step)
+        await sync_weights(self._peers, self._id, self._job, state.step, rewind=True)
         message = f"{state.num_parameters:,} parameters, {state.dtype}, {state.num_ranks} trainer rank(s) on {state.device}"
         message += f"; going on after step {state.step}" if state.step else ""
         await self._store.report(self._lease, "log", message, step=state.step)
@@ -132,6 +132,8 @@ class Run:
         done = await asyncio.to_thread(self._folder.start_at, state.step)
         if done is None:
             await self._record(0, await self._evaluate(prompts, 0))
+        else:
+            await self._report_row(self._folder.metrics(after_step=done - 1)[0], missing_only=True)
         checkpoint = None
         self._began = self._began or time.monotonic()
         progress = Progress(done or 0, self._job.steps)
@@ -143,7 +145,7 @@ class Run:
                 )
                 since = time.monotonic()
         train_s = time.monotonic() - self._began
-        checkpoint = checkpoint or await self._peers.checkpoint(self._job.steps)
+        checkpoint = checkpoint or await self._peers.checkpoint(self._id, self._job.steps)
         return self._summary(train_s, checkpoint, await self._peers.versions())
 
     async def _after_step(
@@ -156,10 +158,11 @@ class Run:
         last = number == job.steps
         checkpoint = None
         if last or (job.checkpoints.every and number % job.checkpoints.every == 0):
-            checkpoint = await self._peers.checkpoint(number)
+            checkpoint = await self._peers.checkpoint(self._id, number)
             await self._store.report(
                 self._lease, "checkpoint", f"checkpoint {checkpoint.path}", checkpoint.model_dump()
             )
+            await asyncio.to_thread(self._folder.prune_batches, first_needed(job, number))
         if last or number % job.evaluation.every == 0:
             metrics |= await self._evaluate(prompts, number)
         await self._record(number, metrics, eta_s)
@@ -169,19 +172,38 @@ class Run:
         self, step: int, metrics: dict[str, float], eta_s: float | None = None
     ) -> None:
         """Writes the step's row, then says so: the store knows of nothing that is not on disk."""
-        await asyncio.to_thread(self._folder.append_metrics, MetricsRow(step=step, metrics=metrics))
+        row = MetricsRow(step=step, metrics=metrics)
+        await asyncio.to_thread(self._folder.append_metrics, row)
         await self._tracker.log(step, metrics)
+        await self._report_row(row, eta_s)
+
+    async def _report_row(
+        self, row: MetricsRow, eta_s: float | None = None, *, missing_only: bool = False
+    ) -> None:
+        """Adds the row's events. With `missing_only`, those that a crash after writing it left
+        out."""
+        step, metrics = row.step, row.metrics
         if "eval/reward" in metrics:
             message = f"step {step}: held-out reward {metrics['eval/reward']:.3f}"
             await self._store.report(
-                self._lease, "eval", message, {"step": step, "metrics": metrics}
+                self._lease,
+                "eval",
+                message,
+                {"step": step, "metrics": metrics},
+                missing_only=missing_only,
             )
         if step:
             reward = metrics.get("reward")
-            message = f"step {step}/{self._job.steps}: reward {'none' if reward is None else format(reward, '.3f')}"
-            data = {"step": step, "steps": self._job.steps, "eta_s": eta_s, "metrics": metrics}
+            shown = "none" if reward is None else format(reward, ".3f")
             await self._store.report(
-                self._lease, "step", message, data, step=step, eta_s=eta_s, reward=reward
+                self._lease,
+                "step",
+                f"step {step}/{self._job.steps}: reward {shown}",
+                {"step": step, "steps": self._job.steps, "eta_s": eta_s, "metrics": metrics},
+                missing_only=missing_only,
+                step=step,
+                eta_s=eta_s,
+                reward=reward,
             )
 
     async def _evaluate(self, prompts: Prompts, version: int) -> dict[str, float]:

@@ -1,175 +1,313 @@
-"""Every change of a job, as one atomic script each that Redis runs. Keys and the meaning of fields
-are those of `store.py`.
+"""Every change of a job, as one atomic script each that Redis runs. Keys are those of `keys.py`.
 
-    queued --start--> running --report--> succeeded, failed, cancelled
-      ^  |               |
-      |  +----pause------+----halt
-      |                  v
-      +----resume----- paused          cancel: queued and paused at once, running by way of the worker
+    queued --take--> running --report--> succeeded, failed, cancelled
+      ^ ^              |
+      | +-----halt-----+----halt
+      |                v
+      +----resume--- paused          cancel: queued and paused at once, running by way of the worker
 
-A worker shows its attempt number; with an old one, or once the job does not run any more, nothing
-is changed.
+A worker shows its lease: the job, the trainer and the attempt. Once the trainer's lease has expired
+or is another's, or the job does not run any more, nothing is changed.
+
+A script's arguments are one JSON object of texts, `call` in the script. A script of `once` changes
+things once however often it is sent: `hone:call:<call>` keeps its answer for the retries of a
+caller whose connection broke before the answer came.
 """
 
 from __future__ import annotations
 
-_SHARED = """
-local function event(job, type, level, message, data)
-  redis.call('XADD', job .. ':events', '*', 'type', type, 'level', level, 'message', message, 'data', data, 'time', ARGV[1])
-end
-local function ended(job)
-  local status = redis.call('HGET', job, 'status')
+from services.orchestrator.queue import keys
+
+CALL_TTL_S = 900
+"""Longer than a caller goes on retrying (store.py)."""
+
+_KEYS = f"""
+local JOBS, QUEUE, ENDED = '{keys.JOBS}', '{keys.QUEUE}', '{keys.ENDED}'
+local ATTEMPTS, LEASE = '{keys.ATTEMPTS}', '{keys.LEASE}'
+local KEY, DELETED = '{keys.KEY}', '{keys.DELETED}'
+local function job(id) return '{keys.JOB}' .. id end
+local function events(id) return job(id) .. '{keys.EVENTS}' end
+local function checkpoints(id) return job(id) .. '{keys.CHECKPOINTS}' end
+"""
+
+_SHARED = (
+    _KEYS
+    + """
+local call = cjson.decode(ARGV[1])
+
+local function field(id, name) return redis.call('HGET', job(id), name) end
+local function set(id, ...) redis.call('HSET', job(id), ...) end
+local function asked(id, what) return field(id, what .. '_requested') == '1' end
+
+-- Whether there is something that scripts can work on: not nothing, nor what is no job.
+local function is_job(id) return redis.call('TYPE', job(id)).ok == 'hash' end
+
+local function has_ended(id)
+  local status = field(id, 'status')
   return status == 'succeeded' or status == 'failed' or status == 'cancelled'
 end
-local function queue(job, id)
-  redis.call('HSET', job, 'status', 'queued', 'entry', redis.call('XADD', 'hone:todo', '*', 'job', id))
-  event(job, 'status', 'info', 'queued', '{"status": "queued"}')
+
+local function event(id, type, level, message, data)
+  redis.call('XADD', events(id), 'MAXLEN', '~', call.keep_events, '*', 'type', type,
+    'level', level, 'message', message, 'data', data, 'time', call.now)
 end
-local function drop(job)
-  local entry = redis.call('HGET', job, 'entry')
-  if entry then redis.call('XACK', 'hone:todo', 'workers', entry) redis.call('XDEL', 'hone:todo', entry) end
+
+-- Sets the status and says so.
+local function become(id, status, level, message)
+  set(id, 'status', status)
+  event(id, 'status', level, message, cjson.encode({status = status}))
 end
-local function leave(job, status, level, message)
-  redis.call('HSET', job, 'status', status)
-  redis.call('HDEL', job, 'pause_requested')
-  event(job, 'status', level, message, '{"status": "' .. status .. '"}')
-  drop(job)
+
+-- Whether the lease given last for the job is valid.
+local function is_leased(id)
+  local attempt, trainer = field(id, 'attempt'), field(id, 'trainer')
+  return attempt and trainer and redis.call('GET', LEASE .. trainer) == attempt
+end
+
+-- Whether the caller has the job.
+local function is_mine()
+  return is_job(call.id) and field(call.id, 'status') == 'running'
+    and field(call.id, 'attempt') == call.attempt and is_leased(call.id)
+end
+
+-- Frees the trainer, if it is the job's.
+local function free(id)
+  if is_leased(id) then redis.call('DEL', LEASE .. field(id, 'trainer')) end
+end
+
+-- Puts the job last into the queue.
+local function enqueue(id)
+  local last = redis.call('ZREVRANGE', QUEUE, 0, 0, 'WITHSCORES')[2] or '0'
+  redis.call('ZADD', QUEUE, tonumber(last) + 1, id)
+  become(id, 'queued', 'info', 'queued')
+end
+
+local function pause(id, level, why)
+  redis.call('ZREM', QUEUE, id)
+  redis.call('HDEL', job(id), 'pause_requested')
+  set(id, 'error', why)
+  become(id, 'paused', level, why)
+end
+
+local function forget(id)
+  local key = is_job(id) and field(id, 'key')
+  if key and string.find(redis.call('GET', KEY .. key) or '', id .. ' ', 1, true) == 1 then
+    redis.call('DEL', KEY .. key)
+  end
+  redis.call('DEL', job(id), events(id), checkpoints(id))
+  for _, list in ipairs({JOBS, QUEUE, ENDED}) do redis.call('ZREM', list, id) end
+end
+
+-- What a job that has just ended leaves. Of the ended ones the newest are kept.
+local function close(id)
+  set(id, 'finished_at', call.now)
+  redis.call('HDEL', job(id), 'pause_requested')
+  redis.call('ZREM', QUEUE, id)
+  redis.call('ZADD', ENDED, call.now, id)
+  for _, old in ipairs(redis.call('ZRANGE', ENDED, 0, -1 - tonumber(call.keep_jobs))) do
+    forget(old)
+  end
+end
+
+local function cancel(id)
+  redis.call('HDEL', job(id), 'error')
+  become(id, 'cancelled', 'info', 'cancelled')
+  close(id)
 end
 """
+)
 
-# KEYS: job, key ('' for none). ARGV: now, id, fingerprint, ttl, field, value, ...
-SUBMIT = (
+
+def once(body: str) -> str:
+    """Returns the script that runs `body` once for each call, and answers retries with what it
+    returned. An empty answer says that nothing was changed, and is not kept."""
+    return f"""{_SHARED}
+local function act()
+{body}
+end
+local known = redis.call('GET', KEYS[1])
+if known then return known end
+local answer = act()
+if answer ~= '' then redis.call('SET', KEYS[1], answer, 'EX', {CALL_TTL_S}) end
+return answer
+"""
+
+
+OPEN = (
     _SHARED
     + """
-if redis.call('EXISTS', KEYS[1]) == 1 then return ARGV[2] .. ' ' .. ARGV[3] end
-if KEYS[2] ~= '' then
-  local known = redis.call('GET', KEYS[2])
+redis.call('SETNX', ATTEMPTS, 0)
+for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
+  local status = is_job(id) and field(id, 'status')
+  if (status == 'queued' or status == 'running') and not redis.call('ZSCORE', QUEUE, id) then
+    enqueue(id)
+  elseif status and has_ended(id) then
+    redis.call('ZADD', ENDED, 'NX', field(id, 'finished_at') or call.now, id)
+  end
+end
+return ''
+"""
+)
+"""Makes the lists agree with the jobs, whose hashes are the truth. Returns ''."""
+
+SUBMIT = once("""
+  local known = call.key ~= '' and redis.call('GET', KEY .. call.key)
   if known then return known end
-  redis.call('SET', KEYS[2], ARGV[2] .. ' ' .. ARGV[3], 'EX', ARGV[4])
-end
-for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('ZADD', 'hone:jobs', ARGV[1], ARGV[2])
-queue(KEYS[1], ARGV[2])
-return ARGV[2] .. ' ' .. ARGV[3]
-"""
-)
+  if redis.call('EXISTS', job(call.id)) == 1 then return 'taken' end
+  for name, value in pairs(call.fields) do set(call.id, name, value) end
+  redis.call('ZADD', JOBS, call.now, call.id)
+  enqueue(call.id)
+  local answer = call.id .. ' ' .. call.fingerprint
+  if call.key ~= '' then redis.call('SET', KEY .. call.key, answer, 'EX', call.key_ttl_s) end
+  return answer
+""")
+"""call: id, key ('' for none), key_ttl_s, fingerprint, fields. Returns id and fingerprint of the
+job that the key made, or 'taken' if the id is another job's."""
 
-# KEYS: job. ARGV: now, owner, most tries without a step done, to-do entry. Returns the attempt, or
-# 0 if there is nothing to do.
-START = (
+TAKE = once("""
+  if redis.call('EXISTS', ATTEMPTS) == 0 then
+    redis.call('SET', ATTEMPTS, 0)
+    return 'emptied'
+  end
+  if redis.call('EXISTS', LEASE .. call.trainer) == 1 then return '' end
+
+  for _, id in ipairs(redis.call('ZRANGE', QUEUE, 0, -1)) do
+    local status = is_job(id) and field(id, 'status')
+    if status ~= 'queued' and status ~= 'running' then
+      redis.call('ZREM', QUEUE, id)
+    elseif status == 'queued' or not is_leased(id) then
+      if redis.call('HINCRBY', job(id), 'tries', 1) > tonumber(call.max_tries) then
+        local why = 'gave up after ' .. call.max_tries
+          .. ' attempts in a row that were cut off before a step was done'
+        set(id, 'error', why)
+        become(id, 'failed', 'error', why)
+        close(id)
+      else
+        local last, now = redis.call('INCR', ATTEMPTS), tonumber(redis.call('TIME')[1])
+        local attempt = string.format('%d', math.max(last, now))
+        redis.call('SET', ATTEMPTS, attempt)
+        redis.call('SET', LEASE .. call.trainer, attempt, 'PX', call.lease_ms)
+        set(id, 'attempt', attempt, 'trainer', call.trainer, 'owner', call.owner,
+          'status', 'running')
+        redis.call('HSETNX', job(id), 'started_at', call.now)
+        local attempts = redis.call('HINCRBY', job(id), 'attempts', 1)
+        event(id, 'status', 'info', 'running',
+          cjson.encode({status = 'running', attempts = attempts}))
+        return attempt .. ' ' .. id
+      end
+    end
+  end
+  return ''
+""")
+"""call: owner, trainer, lease_ms, max_tries. Gives the first job that nobody has to a worker that
+can have the trainer. Returns attempt and job id; '' if the trainer is taken or nothing waits; or
+'emptied', once, if Redis lost what it had. Attempts are at least the Unix seconds, so that none is
+given twice even if Redis is emptied."""
+
+BEAT = (
     _SHARED
     + """
-local status = redis.call('HGET', KEYS[1], 'status')
-if redis.call('HGET', KEYS[1], 'entry') ~= ARGV[4] or not (status == 'queued' or status == 'running') then
-  redis.call('XACK', 'hone:todo', 'workers', ARGV[4]) redis.call('XDEL', 'hone:todo', ARGV[4])
-  return 0
-end
-local attempt = redis.call('HINCRBY', KEYS[1], 'attempt', 1)
-if redis.call('HINCRBY', KEYS[1], 'tries', 1) > tonumber(ARGV[3]) then
-  local why = 'gave up after ' .. ARGV[3] .. ' attempts in a row that were cut off before a step was done'
-  redis.call('HSET', KEYS[1], 'error', why, 'finished_at', ARGV[1])
-  leave(KEYS[1], 'failed', 'error', why)
-  return 0
-end
-redis.call('HSET', KEYS[1], 'status', 'running', 'owner', ARGV[2])
-redis.call('HSETNX', KEYS[1], 'started_at', ARGV[1])
-event(KEYS[1], 'status', 'info', 'running', '{"status": "running", "attempt": ' .. attempt .. '}')
-return attempt
+if not is_mine() then return 'lost' end
+redis.call('PEXPIRE', LEASE .. call.trainer, call.lease_ms)
+if asked(call.id, 'cancel') then return 'cancel' end
+return asked(call.id, 'pause') and 'pause' or ''
 """
 )
+"""call: id, attempt, trainer, lease_ms. Renews the lease. Returns what was asked for ('cancel',
+'pause' or ''), or 'lost'."""
 
-# KEYS: job. ARGV: now, attempt, owner. Returns -1 if the lease is lost, 1 if cancelling was asked
-# for, 2 if pausing was, else 0.
-BEAT = """
-if redis.call('HGET', KEYS[1], 'attempt') ~= ARGV[2] or redis.call('HGET', KEYS[1], 'status') ~= 'running' then return -1 end
-redis.call('XCLAIM', 'hone:todo', 'workers', ARGV[3], 0, redis.call('HGET', KEYS[1], 'entry'), 'JUSTID')
-if redis.call('HGET', KEYS[1], 'cancel_requested') == '1' then return 1 end
-return redis.call('HGET', KEYS[1], 'pause_requested') == '1' and 2 or 0
-"""
+REPORT = once("""
+  if not is_mine() then return 'lost' end
+  local last = 'last_' .. call.type
+  if call.step then
+    if call.missing_only and tonumber(field(call.id, last) or '-1') >= tonumber(call.step) then
+      return 'ok'
+    end
+    set(call.id, last, call.step)
+  end
+  for name, value in pairs(call.fields) do set(call.id, name, value) end
+  if call.type == 'step' then set(call.id, 'tries', 0) end
+  if call.type == 'checkpoint' then
+    redis.call('HSET', checkpoints(call.id), call.step, call.data)
+  end
+  event(call.id, call.type, call.level, call.message, call.data)
+  if has_ended(call.id) then
+    free(call.id)
+    close(call.id)
+  end
+  return 'ok'
+""")
+"""call: id, attempt, type, level, message, data; perhaps step (of the event) and missing_only (do
+nothing if that step has an event of the type); fields of the record. Returns 'ok' or 'lost'."""
 
-# KEYS: job. ARGV: now, attempt, type, level, message, data, field, value, ... Returns 0 if the
-# lease is lost.
-REPORT = (
-    _SHARED
-    + """
-if redis.call('HGET', KEYS[1], 'attempt') ~= ARGV[2] or redis.call('HGET', KEYS[1], 'status') ~= 'running' then return 0 end
-for i = 7, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-if ARGV[3] == 'step' then redis.call('HSET', KEYS[1], 'tries', 0) end
-event(KEYS[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
-if ended(KEYS[1]) then
-  redis.call('HDEL', KEYS[1], 'pause_requested')
-  drop(KEYS[1])
-end
-return 1
-"""
-)
+HALT = once("""
+  if not is_mine() then return 'lost' end
+  free(call.id)
+  if asked(call.id, 'cancel') then
+    cancel(call.id)
+  elseif call.why then
+    pause(call.id, 'warning', call.why)
+  elseif asked(call.id, 'pause') then
+    pause(call.id, 'info', call.paused)
+  else
+    redis.call('HINCRBY', job(call.id), 'tries', -1)
+    become(call.id, 'queued', 'info', 'queued')
+  end
+  return 'ok'
+""")
+"""call: id, attempt, paused (the reason of a pause on request); perhaps why. The worker has let go:
+the job is cancelled if that was asked for, else paused if there is a reason why or that was asked
+for, else queued where it was. Returns 'ok' or 'lost'."""
 
-# KEYS: job. ARGV: now, attempt, why, whether it was asked for ('1' or '0'). Returns 0 if the lease
-# is lost. The worker has let go: the job is paused, unless it was cancelled meanwhile, or resumed
-# before the pause that it was asked for came about.
-HALT = (
-    _SHARED
-    + """
-if redis.call('HGET', KEYS[1], 'attempt') ~= ARGV[2] or redis.call('HGET', KEYS[1], 'status') ~= 'running' then return 0 end
-if redis.call('HGET', KEYS[1], 'cancel_requested') == '1' then
-  redis.call('HSET', KEYS[1], 'finished_at', ARGV[1])
-  leave(KEYS[1], 'cancelled', 'info', 'cancelled')
-elseif ARGV[4] == '1' and redis.call('HGET', KEYS[1], 'pause_requested') ~= '1' then
-  drop(KEYS[1])
-  queue(KEYS[1], redis.call('HGET', KEYS[1], 'id'))
-else
-  redis.call('HSET', KEYS[1], 'error', ARGV[3])
-  leave(KEYS[1], 'paused', ARGV[4] == '1' and 'info' or 'warning', ARGV[3])
-end
-return 1
-"""
-)
+PAUSE = once("""
+  if not is_job(call.id) then return '' end
+  local status = field(call.id, 'status')
+  if status == 'queued' then
+    pause(call.id, 'info', call.paused)
+  elseif status == 'running' and not asked(call.id, 'pause') then
+    set(call.id, 'pause_requested', '1')
+    event(call.id, 'log', 'info', 'pausing', '{}')
+  end
+  return status
+""")
+"""call: id, paused (the reason). Returns the status before, or '' if there is no such job."""
 
-# KEYS: job. ARGV: now, why. Returns the status before.
-PAUSE = (
-    _SHARED
-    + """
-local status = redis.call('HGET', KEYS[1], 'status')
-if status == 'queued' then
-  redis.call('HSET', KEYS[1], 'error', ARGV[2])
-  leave(KEYS[1], 'paused', 'info', ARGV[2])
-elseif status == 'running' and redis.call('HGET', KEYS[1], 'pause_requested') ~= '1' then
-  redis.call('HSET', KEYS[1], 'pause_requested', '1')
-  event(KEYS[1], 'log', 'info', 'pausing', '{}')
-end
-return status
-"""
-)
+RESUME = once("""
+  if not is_job(call.id) then return '' end
+  local status = field(call.id, 'status')
+  if status == 'paused' then
+    set(call.id, 'tries', 0, 'recoveries', 0)
+    redis.call('HDEL', job(call.id), 'error')
+    enqueue(call.id)
+  elseif status == 'running' and redis.call('HDEL', job(call.id), 'pause_requested') == 1 then
+    event(call.id, 'log', 'info', 'not pausing after all', '{}')
+  end
+  return status
+""")
+"""call: id. Returns the status before, or '' if there is no such job."""
 
-# KEYS: job. ARGV: now. Returns the status before.
-RESUME = (
-    _SHARED
-    + """
-local status = redis.call('HGET', KEYS[1], 'status')
-if status == 'paused' then
-  redis.call('HSET', KEYS[1], 'tries', 0, 'recoveries', 0)
-  redis.call('HDEL', KEYS[1], 'error')
-  queue(KEYS[1], redis.call('HGET', KEYS[1], 'id'))
-elseif status == 'running' and redis.call('HDEL', KEYS[1], 'pause_requested') == 1 then
-  event(KEYS[1], 'log', 'info', 'not pausing after all', '{}')
-end
-return status
-"""
-)
+CANCEL = once("""
+  if not is_job(call.id) then return '' end
+  local status = field(call.id, 'status')
+  if status == 'queued' or status == 'paused' then
+    set(call.id, 'cancel_requested', '1')
+    cancel(call.id)
+  elseif status == 'running' and not asked(call.id, 'cancel') then
+    set(call.id, 'cancel_requested', '1')
+    event(call.id, 'log', 'info', 'cancelling after the call under way', '{}')
+  end
+  return status
+""")
+"""call: id. Returns the status before, or '' if there is no such job."""
 
-# KEYS: job. ARGV: now. Returns the status before.
-CANCEL = (
-    _SHARED
-    + """
-local status = redis.call('HGET', KEYS[1], 'status')
-if status == 'queued' or status == 'paused' then
-  redis.call('HSET', KEYS[1], 'cancel_requested', '1', 'finished_at', ARGV[1])
-  redis.call('HDEL', KEYS[1], 'error')
-  leave(KEYS[1], 'cancelled', 'info', 'cancelled')
-elseif status == 'running' and redis.call('HGET', KEYS[1], 'cancel_requested') ~= '1' then
-  redis.call('HSET', KEYS[1], 'cancel_requested', '1')
-  event(KEYS[1], 'log', 'info', 'cancelling after the call under way', '{}')
-end
-return status
-"""
-)
+DELETE = once("""
+  if redis.call('EXISTS', job(call.id)) == 0 then
+    return redis.call('EXISTS', DELETED .. call.id) == 1 and 'deleted' or ''
+  end
+  if is_job(call.id) and not has_ended(call.id) then return field(call.id, 'status') or '?' end
+  forget(call.id)
+  redis.call('SET', DELETED .. call.id, '1', 'EX', call.deleted_ttl_s)
+  return 'deleted'
+""")
+"""call: id, deleted_ttl_s. Returns 'deleted', also if it was before; the status if the job has not
+ended; '' if there is no such job."""

@@ -1,45 +1,66 @@
-"""Jobs in Redis. Truth is a job's hash; the stream is only the to-do list; every change is one
-atomic script (scripts.py).
+"""Jobs in Redis. Truth is a job's hash; every change is one atomic script (scripts.py), which a
+retry does not repeat. The keys are in keys.py.
 
-    hone:jobs              zset    every job id by creation time
-    hone:job:<id>          hash    the record; `attempt` is the fencing token, `entry` the job's entry in the to-do stream
-    hone:job:<id>:events   stream  what happened, in order
-    hone:todo              stream  consumer group `workers`; an entry stays until its job has ended or is paused
-    hone:key:<key>         string  idempotency key -> job id and body fingerprint, for a day
-
-A worker's lease is its entry's idle time: `beat` renews it, `take` reclaims an entry whose lease
-lapsed. A worker that lost its lease holds an old attempt number, with which every script refuses
-it.
+A worker that takes a job gets a lease on one trainer, which expires unless `beat` renews it. With
+the lease comes an attempt, a number that grows with every lease given to anybody. Whoever shows an
+old one, or one that has expired, is refused.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
+import re
+import secrets
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from services.orchestrator.queue import scripts
-from shared.errors import BadRequest, Conflict, NotFound, Unavailable
-from shared.job import Job
-from shared.wire import TERMINAL, Event, JobList, JobRecord
+from services.orchestrator.queue import keys, scripts
+from services.orchestrator.queue.ids import new_job_id
+from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
+from shared.job import JOB_ID, Job
+from shared.logs import get_logger
+from shared.wire import TERMINAL, Checkpoint, Event, JobDeleted, JobList, JobRecord
 
-JOBS, TODO, GROUP = "hone:jobs", "hone:todo", "workers"
+SCHEMA = 1
+"""Version of what is written into a job's hash. Readers ignore fields that they do not know."""
+
 MAX_TRIES = 20
+"""Attempts in a row, without a step done, after which a job fails: it is what kills its workers."""
+
 PAUSED_ON_REQUEST = "paused on request"
+
 SOCKET_TIMEOUT_S = 30.0
-MAX_CONNECTIONS = 4096
-"""Each follower of a job's events holds one while it waits."""
+"""More than a follower waits for events, and than a slow disk delays an answer."""
+
+RETRIES = 6
+"""With SOCKET_TIMEOUT_S below scripts.CALL_TTL_S in all."""
+
+MAX_CONNECTIONS = 64
+"""For everything but heartbeats and followers. Who finds none free waits for one."""
+
+MAX_BEAT_CONNECTIONS = 2
+"""Heartbeats have connections of their own, so that nobody keeps them waiting."""
+
+MAX_FOLLOWERS = 512
+"""Clients that follow jobs' events at a time. Each holds a connection while it waits."""
+
 KEY_TTL_S = 24 * 3600
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+
+EVENT_ID = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?")
+MAX_ID_PART = 2**64 - 1
+"""An event's id is two whole numbers of 64 bits: Unix milliseconds, and one that counts."""
+
+Asked = Literal["cancel", "pause"]
 
 
 class StoreUnavailable(Unavailable):
@@ -47,120 +68,143 @@ class StoreUnavailable(Unavailable):
 
 
 class LeaseLost(Exception):
-    """Another worker took the job over; this one must stop at once and change nothing more."""
+    """The lease expired or another worker took the job over; this one must stop at once and change
+    nothing more."""
+
+
+class Unreadable(Failed):
+    """What is stored of a job is not what this version of Hone can read."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to work on a job: valid while `attempt` is the job's newest."""
+    """The right to work on a job with a trainer, for `lease_s` seconds from each heartbeat.
+    `attempt` fences: it is larger than that of any lease given before."""
 
     job_id: str
     attempt: int
-    owner: str
+    trainer: str
+    lease_s: float
 
 
 class Store:
     """All of the orchestrator's state. Every method raises StoreUnavailable when Redis cannot be
-    reached."""
+    reached. Of the jobs that ended the newest `keep_jobs` are kept, and of each job the newest
+    `keep_events` events or some more."""
 
-    def __init__(self, url: str) -> None:
-        retry = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=6)
-        self._redis: Any = redis.from_url(
-            url,
-            decode_responses=True,
-            max_connections=MAX_CONNECTIONS,
-            retry=retry,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=5,
-        )
+    def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
+        self._limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
+        patient = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=RETRIES)
+        self._redis = _client(url, MAX_CONNECTIONS, patient)
+        self._beats = _client(url, MAX_BEAT_CONNECTIONS, Retry(NoBackoff(), retries=0))
+        self._followers = _client(url, MAX_FOLLOWERS, patient)
         self._submit = self._redis.register_script(scripts.SUBMIT)
-        self._start = self._redis.register_script(scripts.START)
-        self._beat = self._redis.register_script(scripts.BEAT)
+        self._take = self._redis.register_script(scripts.TAKE)
+        self._beat = self._beats.register_script(scripts.BEAT)
         self._report = self._redis.register_script(scripts.REPORT)
         self._halt = self._redis.register_script(scripts.HALT)
         self._pause = self._redis.register_script(scripts.PAUSE)
         self._resume = self._redis.register_script(scripts.RESUME)
         self._cancel = self._redis.register_script(scripts.CANCEL)
+        self._delete = self._redis.register_script(scripts.DELETE)
 
     async def open(self) -> None:
-        """Checks that Redis keeps what it accepts. Raises Unavailable if it cannot be reached,
-        BadRequest if it is set up to lose data."""
-        try:
-            for key, wanted in REQUIRED.items():
-                found = (await self._redis.config_get(key)).get(key)
-                if found != wanted:
-                    raise BadRequest(
-                        f"Redis has {key} {found!r}, so it can lose jobs; set '{key} {wanted}' and "
-                        "start again"
-                    )
-            try:
-                await self._redis.xgroup_create(TODO, GROUP, id="0", mkstream=True)
-            except ResponseError as error:
-                if "BUSYGROUP" not in str(error):
-                    raise
-        except RedisError as error:
-            raise _unavailable(error) from error
+        """Checks that Redis keeps what it accepts, and that every job that waits is in the queue.
+        Raises Unavailable if Redis cannot be reached, BadRequest if it is set up to lose data."""
+        for key, wanted in REQUIRED.items():
+            found = (await self._do(self._redis.config_get(key))).get(key)
+            if found != wanted:
+                raise BadRequest(
+                    f"Redis has {key} {found!r}, so it can lose jobs; set '{key} {wanted}' and "
+                    "start again"
+                )
+        await self._call(self._redis.register_script(scripts.OPEN))
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        for client in (self._redis, self._beats, self._followers):
+            await client.aclose()
 
     async def ping(self) -> None:
-        try:
-            await self._redis.ping()
-        except RedisError as error:
-            raise _unavailable(error) from error
+        await self._do(self._redis.ping())
 
-    async def submit(self, job_id: str, job: Job, run_dir: Path, key: str | None) -> JobRecord:
+    # --- by the API
+
+    async def submit(self, job: Job, runs_dir: Path, key: str | None) -> JobRecord:
         """Returns the queued job's record, or that of the job already submitted with `key`. The job
-        is on disk when this returns. Raises Conflict for a key that came with another job
-        before."""
+        is in Redis, on disk, when this returns; its folder will be in `runs_dir`. Raises Conflict
+        for a key that came with another job before."""
+        job_id = new_job_id(job.name)
         spec = job.model_dump_json()
         fingerprint = hashlib.sha256(spec.encode()).hexdigest()
-        now = time.time()
         fields = {
+            "schema": SCHEMA,
             "id": job_id,
             "name": job.name,
-            "status": "queued",
-            "created_at": now,
+            "created_at": time.time(),
             "steps": job.steps,
             "step": 0,
-            "attempt": 0,
-            "run_dir": str(run_dir),
+            "run_dir": (runs_dir / job_id).resolve(),
             "job": spec,
+            "key": key,
         }
-        flat = [part for pair in fields.items() for part in pair]
-        keys = [_job(job_id), f"hone:key:{key}" if key else ""]
-        known_id, known = (
-            await self._call(self._submit, keys, [now, job_id, fingerprint, KEY_TTL_S, *flat])
-        ).split(" ")
+        answer = await self._call(
+            self._submit,
+            id=job_id,
+            key=key or "",
+            key_ttl_s=KEY_TTL_S,
+            fingerprint=fingerprint,
+            fields=fields,
+        )
+        if answer == "taken":
+            raise Conflict(f"there is a job {job_id!r} already; submit again for another id")
+        known_id, known = answer.split(" ")
         if known != fingerprint:
             raise Conflict(
                 f"Idempotency-Key {key!r} was used for job {known_id!r} with other content; use a "
-                "new key"
+                "new key",
+                code="body_differs",
             )
         return await self.get(known_id)
 
     async def get(self, job_id: str) -> JobRecord:
-        fields = await self._do(self._redis.hgetall(_job(job_id)))
+        """Raises NotFound, or Unreadable for a record that this version cannot read."""
+        fields = await self._hash(keys.job(job_id)) if re.fullmatch(JOB_ID, job_id) else {}
         if not fields:
-            raise NotFound(f"no job {job_id!r}; GET /v1/jobs lists them")
-        return _record(fields)
+            raise _no_job(job_id)
+        return _record(job_id, fields)
+
+    async def status(self, job_id: str) -> str | None:
+        """Returns the job's status, or None if there is no such job (any more)."""
+        return await self._do(self._redis.hget(keys.job(job_id), "status"))
 
     async def list(self, after: str | None, limit: int) -> JobList:
-        """Returns up to `limit` jobs, newest first, older than job `after`."""
-        rank = await self._do(self._redis.zrevrank(JOBS, after)) if after else -1
+        """Returns up to `limit` jobs, newest first, older than job `after`. Those whose records
+        cannot be read are named."""
+        rank = await self._do(self._redis.zrevrank(keys.JOBS, after)) if after else -1
         if rank is None:
             raise NotFound(f"no job {after!r} to list jobs after")
-        ids = await self._do(self._redis.zrevrange(JOBS, rank + 1, rank + limit + 1))
-        records = tuple([await self.get(job_id) for job_id in ids[:limit]])
-        return JobList(jobs=records, next_after=records[-1].id if len(ids) > limit else None)
+        ids = await self._do(self._redis.zrevrange(keys.JOBS, rank + 1, rank + limit + 1))
+        shown = ids[:limit]
+        records: list[JobRecord] = []
+        unreadable: list[str] = []
+        for job_id in shown:
+            try:
+                records.append(await self.get(job_id))
+            except NotFound:  # deleted since
+                continue
+            except Unreadable:
+                unreadable.append(job_id)
+        return JobList(
+            jobs=tuple(records),
+            next_after=shown[-1] if len(ids) > limit else None,
+            unreadable=tuple(unreadable),
+        )
 
     async def cancel(self, job_id: str) -> JobRecord:
         """Returns the record of the job, which is cancelled now if it was queued or paused and soon
         if it runs. Cancelling twice is cancelling once. Raises Conflict if it has ended
         otherwise."""
-        await self.get(job_id)
-        before = await self._call(self._cancel, [_job(job_id)], [time.time()])
+        before = await self._call(self._cancel, id=_known(job_id))
         if before in ("succeeded", "failed"):
             raise Conflict(
                 f"job {job_id!r} has {before}; only a queued, running or paused job can be "
@@ -171,8 +215,7 @@ class Store:
     async def pause(self, job_id: str) -> JobRecord:
         """Returns the record of the job, which is paused now if it was queued and soon if it runs.
         Pausing twice is pausing once. Raises Conflict if it has ended."""
-        await self.get(job_id)
-        before = await self._call(self._pause, [_job(job_id)], [time.time(), PAUSED_ON_REQUEST])
+        before = await self._call(self._pause, id=_known(job_id), paused=PAUSED_ON_REQUEST)
         if before in TERMINAL:
             raise Conflict(
                 f"job {job_id!r} {_has(before)}; only a queued or running job can be paused"
@@ -182,55 +225,85 @@ class Store:
     async def resume(self, job_id: str) -> JobRecord:
         """Returns the record of the job, which is queued again if it was paused; a pause that was
         asked for and did not come about yet is called off. Raises Conflict if it has ended."""
-        await self.get(job_id)
-        before = await self._call(self._resume, [_job(job_id)], [time.time()])
+        before = await self._call(self._resume, id=_known(job_id))
         if before in TERMINAL:
             raise Conflict(f"job {job_id!r} {_has(before)}; only a paused job can be resumed")
         return await self.get(job_id)
 
-    async def take(self, owner: str, lease_s: float, block_s: float) -> Lease | None:
-        """Returns a job to work on, or None after `block_s` seconds: one whose worker's lease
-        lapsed, or a new one if nobody holds any. So a job that was cut off goes on before the next
-        one takes the trainer from it."""
-        _, claimed, *_ = await self._do(
-            self._redis.xautoclaim(TODO, GROUP, owner, min_idle_time=int(lease_s * 1000), count=1)
-        )
-        if not claimed and (await self._do(self._redis.xpending(TODO, GROUP)))["pending"]:
-            await asyncio.sleep(block_s)
-            return None
-        if not claimed:
-            fresh = await self._do(
-                self._redis.xreadgroup(
-                    GROUP, owner, {TODO: ">"}, count=1, block=int(block_s * 1000)
-                )
-            )
-            claimed = fresh[0][1] if fresh else []
-        if not claimed:
-            return None
-        entry, fields = claimed[0]
-        job_id = fields["job"]
-        attempt = await self._call(
-            self._start, [_job(job_id)], [time.time(), owner, MAX_TRIES, entry]
-        )
-        return Lease(job_id, attempt, owner) if attempt else None
+    async def ended_run_dir(self, job_id: str) -> Path | None:
+        """Returns the run folder of an ended job, None if there is no such job (any more). Raises
+        Conflict for a job that has not ended."""
+        names = ["status", "run_dir"]
+        status, run_dir = await self._do(self._redis.hmget(keys.job(_known(job_id)), names))
+        if status and status not in TERMINAL:
+            raise _not_ended(job_id, status)
+        return Path(run_dir) if run_dir else None
 
-    async def beat(self, lease: Lease) -> Literal["cancel", "pause"] | None:
-        """Renews the lease; returns what was asked for, if anything. Raises LeaseLost."""
-        answer = await self._call(
-            self._beat, [_job(lease.job_id)], [time.time(), lease.attempt, lease.owner]
+    async def delete(self, job_id: str) -> JobDeleted:
+        """Forgets an ended job: record, events and idempotency key. Deleting twice is deleting
+        once. Raises Conflict for a job that has not ended."""
+        before = await self._call(self._delete, id=_known(job_id), deleted_ttl_s=KEY_TTL_S)
+        if not before:
+            raise _no_job(job_id)
+        if before != "deleted":
+            raise _not_ended(job_id, before)
+        return JobDeleted(id=job_id)
+
+    async def events(
+        self, job_id: str, after: str, *, block_s: float | None = None, count: int = 1000
+    ) -> list[Event]:
+        """Returns the events after id `after` ("0" for all); waits up to `block_s` seconds for the
+        first. Raises BadRequest for an id that is none."""
+        check_event_id(after, "after")
+        block = None if block_s is None else max(int(block_s * 1000), 1)
+        client = self._redis if block is None else self._followers
+        streams = await self._do(
+            client.xread({keys.events(job_id): after}, count=count, block=block)
         )
-        if answer < 0:
+        return [_event(job_id, id, fields) for id, fields in (streams[0][1] if streams else [])]
+
+    async def checkpoints(self, job_id: str) -> list[Checkpoint]:
+        """Returns all checkpoints that were ever reported, by step."""
+        found = [json.loads(text) for text in (await self._hash(keys.checkpoints(job_id))).values()]
+        checkpoints = [Checkpoint.model_validate(data, extra="ignore") for data in found]
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+
+    # --- by a worker
+
+    async def take(self, owner: str, trainer: str, lease_s: float) -> Lease | None:
+        """Returns a lease on `trainer` and on a job, if the trainer is free and a job waits: the
+        first in the queue that no worker has. A job that was cut off keeps its place, so it goes on
+        before others begin."""
+        answer = await self._call(
+            self._take,
+            owner=owner,
+            trainer=trainer,
+            lease_ms=int(lease_s * 1000),
+            max_tries=MAX_TRIES,
+        )
+        if answer == "emptied":
+            get_logger().error("Redis was emptied: the jobs it had are not known any more")
+        if answer in ("", "emptied"):
+            return None
+        attempt, job_id = answer.split(" ")
+        return Lease(job_id, int(attempt), trainer, lease_s)
+
+    async def beat(self, lease: Lease) -> Asked | None:
+        """Renews the lease; returns what was asked for, if anything. Tries once, for as long as the
+        caller waits. Raises LeaseLost."""
+        answer = await self._call(
+            self._beat, lease_ms=int(lease.lease_s * 1000), trainer=lease.trainer, **_by(lease)
+        )
+        if answer == "lost":
             raise LeaseLost(lease.job_id)
-        asked: dict[int, Literal["cancel", "pause"]] = {1: "cancel", 2: "pause"}
+        asked: dict[str, Asked] = {"cancel": "cancel", "pause": "pause"}
         return asked.get(answer)
 
     async def halt(self, lease: Lease, why: str | None) -> None:
-        """Pauses the job that the worker has let go of: as it was asked to, or for the reason
-        `why`. A job that was cancelled meanwhile is cancelled, and one resumed meanwhile is queued.
-        Raises LeaseLost."""
-        arguments = [time.time(), lease.attempt, why or PAUSED_ON_REQUEST, "0" if why else "1"]
-        if not await self._call(self._halt, [_job(lease.job_id)], arguments):
-            raise LeaseLost(lease.job_id)
+        """Gives the lease back. The job is paused for the reason `why`. Without one it is paused if
+        that was asked for, and else queued again where it was. If cancelling was asked for, it is
+        cancelled. Raises LeaseLost."""
+        await self._by_worker(self._halt, lease, why=why, paused=PAUSED_ON_REQUEST)
 
     async def report(
         self,
@@ -240,43 +313,45 @@ class Store:
         data: dict[str, Any] | None = None,
         *,
         level: str = "info",
+        missing_only: bool = False,
         **fields: Any,
     ) -> None:
-        """Adds an event and sets fields of the record (None is left alone), both or neither. Raises
+        """Adds an event and sets fields of the record (None is left alone), both or neither. With
+        `missing_only` does nothing if `data["step"]` has an event of the type already. Raises
         LeaseLost."""
-        flat = [
-            part
-            for name, value in fields.items()
-            if value is not None
-            for part in (name, _field(value))
-        ]
-        arguments = [
-            time.time(),
-            lease.attempt,
-            type,
-            level,
-            message,
-            json.dumps(data or {}),
-            *flat,
-        ]
-        if not await self._call(self._report, [_job(lease.job_id)], arguments):
+        data = data or {}
+        await self._by_worker(
+            self._report,
+            lease,
+            type=type,
+            level=level,
+            message=message,
+            data=json.dumps(data),
+            step=data.get("step"),
+            missing_only=missing_only or None,
+            fields=fields,
+        )
+
+    async def _by_worker(self, script: Any, lease: Lease, **arguments: Any) -> None:
+        if await self._call(script, **_by(lease), **arguments) == "lost":
             raise LeaseLost(lease.job_id)
 
-    async def events(
-        self, job_id: str, after: str, *, block_s: float | None = None, count: int = 1000
-    ) -> list[Event]:
-        """Returns the events after id `after` ("0" for all); waits up to `block_s` seconds for the
-        first."""
-        block = None if block_s is None else max(int(block_s * 1000), 1)
-        streams = await self._do(
-            self._redis.xread({f"{_job(job_id)}:events": after}, count=count, block=block)
-        )
-        return [
-            _event(job_id, entry, fields) for entry, fields in (streams[0][1] if streams else [])
-        ]
+    # --- Redis
 
-    async def _call(self, script: Any, keys: list[str], arguments: list[Any]) -> Any:
-        return await self._do(script(keys=keys, args=arguments))
+    async def _call(self, script: Any, **arguments: Any) -> str:
+        """Runs the script. Redis's client sends it again, the same call, where its connection
+        breaks."""
+        call = _texts({"now": time.time(), **self._limits, **arguments})
+        key = keys.CALL + secrets.token_hex(12)
+        return await self._do(script(keys=[key], args=[json.dumps(call)]))
+
+    async def _hash(self, key: str) -> dict[str, str]:
+        try:
+            return await self._redis.hgetall(key)
+        except ResponseError as error:
+            raise Unreadable(f"{key!r} in Redis is not what Hone keeps there: {error}") from error
+        except RedisError as error:
+            raise _unavailable(error) from error
 
     async def _do(self, command: Any) -> Any:
         try:
@@ -285,8 +360,61 @@ class Store:
             raise _unavailable(error) from error
 
 
-def _job(job_id: str) -> str:
-    return f"hone:job:{job_id}"
+def check_event_id(id: str, name: str) -> None:
+    """Raises BadRequest, naming the parameter, for what Redis would not take for an event's id."""
+    found = EVENT_ID.fullmatch(id)
+    if not found or any(int(part or 0) > MAX_ID_PART for part in found.groups()):
+        raise BadRequest(f"{name} is {id!r}; expected an event's id such as '1763700000000-0'")
+
+
+def _client(url: str, max_connections: int, retry: Retry) -> Any:
+    pool = redis.BlockingConnectionPool.from_url(
+        url,
+        max_connections=max_connections,
+        timeout=SOCKET_TIMEOUT_S,
+        decode_responses=True,
+        retry=retry,
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=5,
+    )
+    return redis.Redis.from_pool(pool)
+
+
+def _by(lease: Lease) -> dict[str, Any]:
+    return {"id": lease.job_id, "attempt": lease.attempt}
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a script takes: texts, in tables of one level; no None."""
+    return {name: _text(value) for name, value in values.items() if value is not None}
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _field(value) for name, value in value.items() if value is not None}
+    return _field(value)
+
+
+def _field(value: Any) -> str:
+    """Returns the value as a hash keeps it. A lone surrogate, which is no text, becomes `?`."""
+    if isinstance(value, dict | Sequence) and not isinstance(value, str):
+        return json.dumps(value)
+    return str(value).encode(errors="replace").decode()
+
+
+def _known(job_id: str) -> str:
+    """Returns the id; raises NotFound for what cannot be one."""
+    if not re.fullmatch(JOB_ID, job_id):
+        raise _no_job(job_id)
+    return job_id
+
+
+def _no_job(job_id: str) -> NotFound:
+    return NotFound(f"no job {job_id!r}; GET /v1/jobs lists them")
+
+
+def _not_ended(job_id: str, status: str) -> Conflict:
+    return Conflict(f"job {job_id!r} is {status}; cancel it before you delete it")
 
 
 def _has(status: str) -> str:
@@ -297,27 +425,32 @@ def _unavailable(error: RedisError) -> StoreUnavailable:
     return StoreUnavailable(f"Redis cannot be used: {error}; check that it runs at HONE_REDIS_URL")
 
 
-def _field(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, dict) else value
+def _record(job_id: str, fields: dict[str, str]) -> JobRecord:
+    try:
+        shown: dict[str, Any] = {**fields, "job": json.loads(fields["job"])}
+        if "summary" in fields:
+            shown["summary"] = json.loads(fields["summary"])
+        return JobRecord.model_validate(shown, extra="ignore")
+    except (KeyError, ValueError) as error:  # ValueError is also pydantic's and json's
+        raise Unreadable(
+            f"the record of job {job_id!r} (schema {fields.get('schema', '0')}) cannot be read by "
+            f"this version of Hone (schema {SCHEMA}): {_first_line(error)}; use the version that "
+            "wrote it, or cancel and delete the job"
+        ) from error
 
 
-def _record(fields: dict[str, str]) -> JobRecord:
-    shown: dict[str, Any] = {
-        name: value for name, value in fields.items() if name in JobRecord.model_fields
-    }
-    shown["job"] = json.loads(fields["job"])
-    if "summary" in fields:
-        shown["summary"] = json.loads(fields["summary"])
-    return JobRecord.model_validate(shown)
+def _event(job_id: str, id: str, fields: dict[str, str]) -> Event:
+    """Returns the event; one that cannot be read is shown as such, at its place."""
+    try:
+        shown = {**fields, "id": id, "job_id": job_id, "data": json.loads(fields["data"])}
+        return Event.model_validate(shown, extra="ignore")
+    except (KeyError, ValueError) as error:
+        message = f"this event cannot be read by this version of Hone: {_first_line(error)}"
+        time_s = int(id.split("-")[0]) / 1000
+        return Event(
+            id=id, job_id=job_id, time=time_s, type="log", level="warning", message=message
+        )
 
 
-def _event(job_id: str, entry: str, fields: dict[str, str]) -> Event:
-    return Event(
-        id=entry,
-        job_id=job_id,
-        time=float(fields["time"]),
-        type=cast(Any, fields["type"]),
-        level=cast(Any, fields["level"]),
-        message=fields["message"],
-        data=json.loads(fields["data"]),
-    )
+def _first_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,6 +1,6 @@
-"""Takes jobs from the queue and runs them, one at a time: there is one trainer.
+"""Takes jobs from the queue and runs them, one at a time, on the trainer that the settings name.
 
-While a job runs, its lease is renewed. A lease lost to another worker stops the work here at once,
+While a job runs, its lease is renewed (heartbeat.py). A lost lease stops the work here at once,
 without a word to the store.
 """
 
@@ -15,14 +15,27 @@ import time
 from services.orchestrator.loop.groups import MustPause
 from services.orchestrator.loop.run import Run
 from services.orchestrator.loop.tasks import stop
-from services.orchestrator.queue.store import Lease, LeaseLost, Store, StoreUnavailable
+from services.orchestrator.queue import heartbeat
+from services.orchestrator.queue.store import (
+    Lease,
+    LeaseLost,
+    Store,
+    StoreUnavailable,
+    Unreadable,
+)
+from services.orchestrator.record.folder import BatchExists
 from shared.config import Settings
-from shared.errors import HoneError, Unavailable
+from shared.errors import HoneError, NotFound, Unavailable
 from shared.logs import get_logger
 
-BLOCK_S = 1.0
-MAX_BEAT_S = 1.0
+POLL_S = 0.2
+"""Seconds between two looks into the queue."""
+
 PAUSE_S = 2.0
+"""Seconds until Redis is asked again that was away."""
+
+GOODBYE_S = 2.0
+"""Seconds in which a stopped worker gives its lease back; else it expires."""
 
 
 class Worker:
@@ -30,47 +43,65 @@ class Worker:
         self._store = store
         self._settings = settings
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._trainer = settings.trainer_url.rstrip("/")
+        self._lease: Lease | None = None
 
     async def run_forever(self) -> None:
         """Works until cancelled. While Redis is away it waits; a job whose work that cut off is
         taken up again later."""
         while True:
             try:
-                lease = await self._store.take(self._owner, self._settings.lease_s, BLOCK_S)
-                if lease:
-                    await self._work(lease)
+                asked_at = time.monotonic()
+                self._lease = await self._store.take(
+                    self._owner, self._trainer, self._settings.lease_s
+                )
+                if self._lease:
+                    await self._work(self._lease, asked_at)
+                else:
+                    await asyncio.sleep(POLL_S)
             except Unavailable as error:
                 get_logger().warning("queue unavailable", reason=error.detail)
                 await asyncio.sleep(PAUSE_S)
             except LeaseLost as error:
-                get_logger().warning("lease lost", job=str(error))
+                get_logger().warning("lease lost", reason=str(error))
 
-    async def _work(self, lease: Lease) -> None:
+    async def leave(self) -> None:
+        """Gives back the lease of the work that was cancelled, so that another worker need not wait
+        until it expires."""
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return
+        try:
+            async with asyncio.timeout(GOODBYE_S):
+                await self._store.halt(lease, None)
+        except (LeaseLost, Unavailable, TimeoutError) as error:
+            get_logger().warning("lease not given back", job=lease.job_id, reason=repr(error))
+
+    async def _work(self, lease: Lease, taken_at: float) -> None:
         get_logger().info("job started", job=lease.job_id, attempt=lease.attempt)
-        record = await self._store.get(lease.job_id)
+        try:
+            record = await self._store.get(lease.job_id)
+        except (Unreadable, NotFound) as error:
+            get_logger().error("job cannot be read", job=lease.job_id, reason=error.detail)
+            await self._store.halt(lease, error.detail)
+            return
         work = asyncio.create_task(Run(record, lease, self._store, self._settings).run())
-        beat = asyncio.create_task(self._keep(lease))
+        beat = asyncio.create_task(heartbeat.keep(self._store, lease, taken_at))
         try:
             await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 await stop(work)
-                if beat.result() == "pause":
-                    await self._store.halt(lease, None)
-                else:
-                    await self._end(lease, "cancelled", None)
+                beat.result()  # raises what ended it, if it was not that something was asked for
+                await self._store.halt(lease, None)
             else:
                 await self._finish(lease, work)
         finally:
             await stop(work, beat)
 
-    async def _keep(self, lease: Lease) -> str:
-        """Renews the lease; returns what is asked for, "cancel" or "pause", when it is."""
-        while not (asked := await self._store.beat(lease)):
-            await asyncio.sleep(min(self._settings.lease_s / 4, MAX_BEAT_S))
-        return asked
-
     async def _finish(self, lease: Lease, work: asyncio.Task[dict[str, object]]) -> None:
         error = work.exception()
+        if isinstance(error, BatchExists):
+            raise LeaseLost(f"{lease.job_id}: {error}") from error
         if isinstance(error, LeaseLost | StoreUnavailable):
             raise error
         if error is None:
@@ -81,7 +112,6 @@ class Worker:
                 "succeeded",
                 {"status": "succeeded"},
                 status="succeeded",
-                finished_at=time.time(),
                 summary=summary,
             )
         elif isinstance(error, MustPause):
@@ -106,12 +136,5 @@ class Worker:
         level = "error" if error else "info"
         message = error or status
         await self._store.report(
-            lease,
-            "status",
-            message,
-            {"status": status},
-            level=level,
-            status=status,
-            error=error,
-            finished_at=time.time(),
+            lease, "status", message, {"status": status}, level=level, status=status, error=error
         )

@@ -1,0 +1,131 @@
+"""What a job did: its events, metrics, rollouts and checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Query, Request
+from fastapi.responses import Response, StreamingResponse
+
+from services.orchestrator.queue.store import MAX_FOLLOWERS, Store, check_event_id
+from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.graded import graded
+from shared.errors import Busy
+from shared.service import Service
+from shared.wire import (
+    TERMINAL,
+    CheckpointList,
+    EventList,
+    MetricsList,
+    RolloutList,
+)
+
+SSE_WAIT_S = 15.0
+"""Seconds without an event after which a follower gets a comment, which keeps proxies from hanging
+up."""
+
+MAX_STEP = 10**9
+
+Step = Annotated[int, Query(ge=0, le=MAX_STEP)]
+
+
+def add_routes(service: Service, store: Store) -> None:
+    app = service.app
+    followers = Followers(store)
+
+    async def folder(job_id: str) -> RunFolder:
+        return RunFolder(Path((await store.get(job_id)).run_dir))
+
+    @app.get("/v1/jobs/{job_id}/events", response_model=None)
+    async def events(job_id: str, request: Request, after: str = "0") -> EventList | Response:
+        """What happened: a JSON page, or a stream of server-sent events to the job's end if that is
+        accepted. Either goes on after the id given by `after` or Last-Event-ID."""
+        await store.get(job_id)
+        if "text/event-stream" not in request.headers.get("accept", ""):
+            return EventList(events=tuple(await store.events(job_id, after)))
+        last = request.headers.get("last-event-id", after)
+        check_event_id(last, "Last-Event-ID")
+        followers.check_room()
+        return StreamingResponse(
+            followers.follow(job_id, last),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-store"},
+        )
+
+    @app.get("/v1/jobs/{job_id}/metrics")
+    async def metrics(
+        job_id: str, after_step: Annotated[int, Query(ge=-1, le=MAX_STEP)] = -1
+    ) -> MetricsList:
+        """A row of metrics per step; row 0 is the evaluation before training."""
+        return MetricsList(
+            rows=tuple(await asyncio.to_thread((await folder(job_id)).metrics, after_step))
+        )
+
+    @app.get("/v1/jobs/{job_id}/rollouts")
+    async def rollouts(
+        job_id: str, step: Step | None = None, limit: Annotated[int, Query(ge=1)] = 10_000
+    ) -> RolloutList:
+        """The graded rollouts of a step; of the newest one without `step`."""
+        record = await store.get(job_id)
+        run = RunFolder(Path(record.run_dir))
+        number = step if step is not None else max(run.batch_steps(), default=0)
+        batch = await asyncio.to_thread(run.batch, number)
+        return RolloutList(step=number, rollouts=graded(batch, record.job)[:limit])
+
+    @app.get("/v1/jobs/{job_id}/checkpoints")
+    async def checkpoints(job_id: str) -> CheckpointList:
+        """The checkpoints there are, oldest first: those written, without those that the trainer
+        has since removed."""
+        spec = (await store.get(job_id)).job.checkpoints
+        found = await store.checkpoints(job_id)
+        newest = found[-spec.keep_last :]
+        kept = [
+            checkpoint
+            for checkpoint in found
+            if checkpoint in newest or (spec.keep_every and checkpoint.step % spec.keep_every == 0)
+        ]
+        return CheckpointList(checkpoints=tuple(kept))
+
+
+class Followers:
+    """The streams of server-sent events that are open. Each holds a connection to Redis while it
+    waits, so their number is bounded."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._num_open = 0
+
+    def check_room(self) -> None:
+        """Raises Busy if one more would be too many."""
+        if self._num_open >= MAX_FOLLOWERS:
+            raise Busy(
+                f"{self._num_open} clients follow events already, and at most {MAX_FOLLOWERS} can; "
+                "ask for a page of events instead"
+            )
+
+    async def follow(self, job_id: str, last: str) -> AsyncGenerator[str]:
+        """Yields each event after `last` as server-sent text, a comment while nothing happens, and
+        `end` after the job's last event."""
+        self._num_open += 1
+        try:
+            while True:
+                ended = (await self._store.status(job_id)) in (None, *TERMINAL)
+                wait_s = None if ended else SSE_WAIT_S
+                found = await self._store.events(job_id, last, block_s=wait_s)
+                for event in found:
+                    last = event.id
+                    yield _sse(event.id, event.type, event.model_dump_json())
+                if ended and not found:
+                    yield _sse("", "end", "{}")
+                    return
+                if not found:
+                    yield ": waiting\n\n"
+        finally:
+            self._num_open -= 1
+
+
+def _sse(id: str, type: str, data: str) -> str:
+    return (f"id: {id}\n" if id else "") + f"event: {type}\ndata: {data}\n\n"

@@ -1,0 +1,96 @@
+"""Submitting jobs, looking at them, and changing what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import Query
+
+from services.orchestrator.loop.peers import Peers
+from services.orchestrator.loop.prompts import Prompts, load_prompts
+from services.orchestrator.queue.store import Store
+from services.orchestrator.record.folder import RunFolder
+from shared import codec
+from shared.config import Settings
+from shared.errors import BadRequest, Failed, Unavailable
+from shared.job import Job
+from shared.models import model_folder
+from shared.service import Service, request_key
+from shared.wire import JobDeleted, JobList, JobRecord, SubmitRequest
+
+
+def add_routes(service: Service, settings: Settings, store: Store) -> None:
+    async def submit(request: SubmitRequest) -> JobRecord:
+        """Accepts a job once its data, rewards and model have been checked. Accepted, it is on
+        disk."""
+        await check_job(request.job, settings)
+        return await store.submit(request.job, settings.runs_dir, request_key.get())
+
+    service.operation("POST", "/v1/jobs", submit)
+    app = service.app
+
+    @app.get("/v1/jobs")
+    async def list_jobs(
+        after: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 50
+    ) -> JobList:
+        """Jobs, newest first."""
+        return await store.list(after, limit)
+
+    @app.get("/v1/jobs/{job_id}")
+    async def get_job(job_id: str) -> JobRecord:
+        """One job."""
+        return await store.get(job_id)
+
+    @app.delete("/v1/jobs/{job_id}")
+    async def delete_job(job_id: str, files: bool = False) -> JobDeleted:
+        """Forgets a job that has ended, with its events; another one has to be cancelled first. Its
+        run folder, with the checkpoints in it, stays unless `files` is true."""
+        run_dir = await store.ended_run_dir(job_id)
+        if files and run_dir:
+            await asyncio.to_thread(RunFolder(run_dir).remove)
+        deleted = await store.delete(job_id)
+        return deleted.model_copy(update={"files": files})
+
+    @app.post("/v1/jobs/{job_id}/cancel")
+    async def cancel_job(job_id: str) -> JobRecord:
+        """Cancels a queued or paused job now, a running one within seconds."""
+        return await store.cancel(job_id)
+
+    @app.post("/v1/jobs/{job_id}/pause")
+    async def pause_job(job_id: str) -> JobRecord:
+        """Pauses a queued job now, a running one within seconds. The worker is then free for the
+        next job."""
+        return await store.pause(job_id)
+
+    @app.post("/v1/jobs/{job_id}/resume")
+    async def resume_job(job_id: str) -> JobRecord:
+        """Queues a paused job again. It goes on where it was."""
+        return await store.resume(job_id)
+
+
+async def check_job(job: Job, settings: Settings) -> None:
+    """Raises a sentence for what would fail the job later, or let it learn nothing: data that
+    cannot be read, a model folder that is none, groups of one, rewards that the reward service does
+    not know or that need columns the data lacks."""
+    if job.sampling.group_size == 1:
+        raise BadRequest(
+            "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
+            "2 or more"
+        )
+    model_folder(job.model)
+    prompts = await asyncio.to_thread(load_prompts, job)
+    await asyncio.to_thread(_check_prompts, prompts)
+    peers = Peers(job, settings)
+    try:
+        await peers.validate_rewards(prompts.columns)
+    except Failed as error:
+        raise Unavailable(error.detail) from error
+    finally:
+        await peers.close()
+
+
+def _check_prompts(prompts: Prompts) -> None:
+    """Makes the first step's and all held-out prompts, and tries whether they can be sent."""
+    for prompt in (*prompts.for_step(1), *prompts.held_out()):
+        codec.encode(prompt, codec.MSGPACK)

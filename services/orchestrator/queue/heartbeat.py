@@ -1,0 +1,52 @@
+"""A worker's heartbeat. It renews the lease, and ends the work where that does not succeed in time.
+
+While Redis cannot be reached nobody tells the worker that it lost its lease, so it goes by its own
+clock: it stops before Redis can have given the trainer to another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from services.orchestrator.queue.store import Asked, Lease, LeaseLost, Store, StoreUnavailable
+from shared.logs import get_logger
+
+MAX_INTERVAL_S = 1.0
+"""Seconds between two beats, so that what is asked for is heard soon. At most a fifth of the
+lease."""
+
+TIMEOUT = 0.2
+"""Share of the lease after which a beat without an answer is sent again, on another connection."""
+
+MARGIN = 0.2
+"""Share of the lease that is left to stop the work in."""
+
+
+async def keep(store: Store, lease: Lease, taken_at: float) -> Asked:
+    """Renews the lease; returns what is asked for, when it is. Raises LeaseLost once another worker
+    has it, or once the last beat that succeeded was sent a lease ago, less the margin. `taken_at`
+    (time.monotonic) is when the lease was asked for."""
+    interval_s = min(MAX_INTERVAL_S, lease.lease_s / 5)
+    renewed_at = taken_at
+    while True:
+        stop_at = renewed_at + lease.lease_s * (1 - MARGIN)
+        asked, renewed_at = await _beat_until(stop_at, store, lease, interval_s)
+        if asked:
+            return asked
+        await asyncio.sleep(interval_s)
+
+
+async def _beat_until(
+    stop_at: float, store: Store, lease: Lease, interval_s: float
+) -> tuple[Asked | None, float]:
+    """Returns what was asked for, and when the beat was sent that got through. Raises LeaseLost if
+    none did until `stop_at`."""
+    while (sent_at := time.monotonic()) < stop_at:
+        try:
+            async with asyncio.timeout(min(lease.lease_s * TIMEOUT, stop_at - sent_at)):
+                return await store.beat(lease), sent_at
+        except (TimeoutError, StoreUnavailable) as error:
+            get_logger().warning("no heartbeat", job=lease.job_id, reason=str(error) or "no answer")
+        await asyncio.sleep(max(0.0, sent_at + interval_s - time.monotonic()))
+    raise LeaseLost(f"{lease.job_id}: no heartbeat reached Redis for most of {lease.lease_s:g} s")

@@ -1,0 +1,50 @@
+"""Every key that the orchestrator has in Redis.
+
+    hone:jobs                    zset    every job id by creation time
+    hone:queue                   zset    the to-do list: ids of queued and running jobs, by position
+    hone:ended                   zset    ids of ended jobs by the time they ended, for retention
+    hone:attempts                string  the attempt of the lease given last, for all jobs
+    hone:job:<id>                hash    the record, and what only the scripts use (see below)
+    hone:job:<id>:events         stream  what happened, in order
+    hone:job:<id>:checkpoints    hash    step -> the checkpoint, as JSON
+    hone:lease:<trainer>         string  attempt of the worker that has the trainer; expires
+    hone:key:<idempotency key>   string  job id and fingerprint of its submission, for a day
+    hone:call:<call>             string  answer of a script's call, for a retry of the same call
+    hone:deleted:<id>            string  the job was deleted; for a day
+
+A job's hash has the fields of `wire.JobRecord`, and besides:
+
+    schema            version of what `store.py` wrote
+    attempt, trainer  the newest lease given for the job
+    owner             the worker that has it, for people
+    tries             how often a worker took the job up since a step was last done
+    key               the idempotency key of its submission
+    submission        the call that made it
+    last_step, last_eval   the newest step that has such an event
+"""
+
+from __future__ import annotations
+
+JOBS = "hone:jobs"
+QUEUE = "hone:queue"
+ENDED = "hone:ended"
+ATTEMPTS = "hone:attempts"
+JOB = "hone:job:"
+EVENTS = ":events"
+CHECKPOINTS = ":checkpoints"
+LEASE = "hone:lease:"
+KEY = "hone:key:"
+CALL = "hone:call:"
+DELETED = "hone:deleted:"
+
+
+def job(job_id: str) -> str:
+    return JOB + job_id
+
+
+def events(job_id: str) -> str:
+    return JOB + job_id + EVENTS
+
+
+def checkpoints(job_id: str) -> str:
+    return JOB + job_id + CHECKPOINTS

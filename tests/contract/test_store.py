@@ -1,0 +1,575 @@
+"""The queue on a real Redis: who gets a job, who is refused, and what a retry does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio as redis
+
+from services.orchestrator.queue import heartbeat, keys, scripts
+from services.orchestrator.queue import store as store_module
+from services.orchestrator.queue.ids import new_job_id
+from services.orchestrator.queue.store import (
+    MAX_TRIES,
+    Lease,
+    LeaseLost,
+    Store,
+    StoreUnavailable,
+    Unreadable,
+)
+from shared.errors import BadRequest, Conflict, NotFound
+from shared.job import Job
+from tests.support.stream_proxy import StreamProxy
+
+TRAINER = "http://trainer"
+JOB = Job.model_validate(
+    {
+        "name": "demo",
+        "model": "m/m",
+        "steps": 8,
+        "data": {"train": "x"},
+        "rewards": [{"grader": "length"}],
+    }
+)
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncGenerator[Store]:
+    store = Store(redis_url)
+    await store.open()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def other(redis_url: str) -> AsyncGenerator[Store]:
+    """Another orchestrator's."""
+    store = Store(redis_url)
+    await store.open()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def raw(redis_url: str) -> AsyncGenerator[Any]:
+    client = redis.from_url(redis_url, decode_responses=True)
+    yield client
+    await client.aclose()
+
+
+async def submit(store: Store, **changes: Any) -> str:
+    return (await store.submit(JOB.model_copy(update=changes), Path("/runs"), None)).id
+
+
+async def take(store: Store, trainer: str = TRAINER, lease_s: float = 30) -> Lease:
+    lease = await store.take("worker", trainer, lease_s)
+    assert lease is not None
+    return lease
+
+
+async def finish(store: Store, lease: Lease) -> None:
+    await store.report(lease, "status", "succeeded", {"status": "succeeded"}, status="succeeded")
+
+
+async def messages(store: Store, job_id: str) -> list[str]:
+    return [event.message for event in await store.events(job_id, "0")]
+
+
+# --- leases
+
+
+@pytest.mark.parametrize("order", ["AB", "BA"])
+async def test_one_trainer_is_given_to_one_worker(store: Store, other: Store, order: str) -> None:
+    first, second = (store, other) if order == "AB" else (other, store)
+    ids = [await submit(store) for _ in range(2)]
+    lease = await take(first)
+    assert lease.job_id == ids[0]
+    assert await second.take("b", TRAINER, 30) is None
+    assert await first.take("a", TRAINER, 30) is None
+    await finish(first, lease)
+    assert (await take(second)).job_id == ids[1]
+
+
+async def test_of_many_takers_at_once_one_gets_a_job(redis_url: str, store: Store) -> None:
+    for _ in range(8):
+        await submit(store)
+    stores = [Store(redis_url) for _ in range(8)]
+    for _ in range(5):
+        leases = await asyncio.gather(*(each.take("w", TRAINER, 30) for each in stores))
+        (lease,) = [lease for lease in leases if lease]
+        await finish(store, lease)
+    for each in stores:
+        await each.close()
+
+
+async def test_another_trainer_takes_another_job(store: Store, other: Store) -> None:
+    ids = [await submit(store) for _ in range(2)]
+    leases = [await take(store, "http://one"), await take(other, "http://two")]
+    assert [lease.job_id for lease in leases] == ids
+    assert await store.take("w", "http://three", 30) is None, "both jobs have a worker"
+
+
+async def test_attempts_grow_over_all_jobs_and_over_an_emptied_redis(
+    store: Store, raw: Any
+) -> None:
+    before = int(time.time())
+    attempts: list[int] = []
+    for _ in range(3):
+        await submit(store)
+        lease = await take(store)
+        attempts.append(lease.attempt)
+        await finish(store, lease)
+    assert attempts[0] >= before and attempts == sorted(set(attempts))
+    await raw.flushall()
+    assert await store.take("w", TRAINER, 30) is None
+    while time.time() < attempts[-1] + 1:  # in the long run, leases are rarer than one per second
+        await asyncio.sleep(0.1)
+    await submit(store)
+    assert (await take(store)).attempt > attempts[-1]
+
+
+async def test_a_lease_that_expired_can_do_nothing_even_if_nobody_took_over(store: Store) -> None:
+    job_id = await submit(store)
+    lease = await take(store, lease_s=0.2)
+    await asyncio.sleep(0.3)
+    for act in (
+        lambda: store.beat(lease),
+        lambda: store.report(lease, "log", "late"),
+        lambda: store.halt(lease, "late"),
+    ):
+        with pytest.raises(LeaseLost):
+            await act()
+    assert (await store.get(job_id)).status == "running"
+    again = await take(store)
+    assert again.job_id == job_id and again.attempt > lease.attempt
+
+
+async def test_beats_keep_a_lease_and_an_older_worker_is_refused(
+    store: Store, other: Store
+) -> None:
+    job_id = await submit(store)
+    first = await take(store, lease_s=0.5)
+    for _ in range(4):
+        await asyncio.sleep(0.2)
+        assert await store.beat(first) is None
+    assert await other.take("b", TRAINER, 30) is None
+    await asyncio.sleep(0.6)
+    second = await take(other)
+    assert (second.job_id, (await other.get(job_id)).attempts) == (job_id, 2)
+    for act in (
+        lambda: store.beat(first),
+        lambda: store.report(first, "step", "late", {"step": 7}, step=7),
+        lambda: store.halt(first, "late"),
+    ):
+        with pytest.raises(LeaseLost):
+            await act()
+    assert (await other.get(job_id)).step == 0 and "late" not in await messages(other, job_id)
+
+
+async def test_a_job_that_was_cut_off_goes_on_before_the_next_one(store: Store) -> None:
+    ids = [await submit(store) for _ in range(2)]
+    assert (await take(store, lease_s=0.1)).job_id == ids[0]
+    await asyncio.sleep(0.2)
+    assert (await take(store)).job_id == ids[0]
+
+
+async def test_a_lease_given_back_is_free_at_once(store: Store, other: Store) -> None:
+    ids = [await submit(store) for _ in range(2)]
+    lease = await take(store)
+    await store.halt(lease, None)
+    assert (await store.get(ids[0])).status == "queued"
+    again = await take(other)
+    assert again.job_id == ids[0] and again.attempt > lease.attempt
+    await store.cancel(ids[0])
+    await other.halt(again, None)
+    assert (await store.get(ids[0])).status == "cancelled"
+    paused = await take(other)
+    await other.halt(paused, "the judge is away")
+    record = await store.get(ids[1])
+    assert (record.status, record.error) == ("paused", "the judge is away")
+
+
+async def test_a_job_that_kills_its_workers_fails_and_the_next_one_runs(store: Store) -> None:
+    ids = [await submit(store) for _ in range(2)]
+    for _ in range(MAX_TRIES):
+        assert (await take(store, lease_s=0.005)).job_id == ids[0]
+        await asyncio.sleep(0.02)
+    assert (await take(store)).job_id == ids[1]
+    record = await store.get(ids[0])
+    assert record.status == "failed" and record.finished_at is not None
+    assert record.error is not None and record.error.startswith("gave up after 20 attempts")
+
+
+# --- heartbeat
+
+
+@contextlib.asynccontextmanager
+async def proxied(redis_url: str, folder: Path) -> AsyncGenerator[tuple[Store, StreamProxy]]:
+    async with StreamProxy(redis_url.removeprefix("unix://"), folder / "proxy.sock") as proxy:
+        store = Store(f"unix://{proxy.path}")
+        yield store, proxy
+        await store.close()
+
+
+async def test_a_worker_that_redis_cannot_be_reached_from_stops_within_its_lease(
+    redis_url: str, tmp_path: Path, other: Store
+) -> None:
+    """Its connections hang, as with a cut network; another worker takes the job over, and nothing
+    that the first one then sends counts."""
+    job_id = await submit(other)
+    async with proxied(redis_url, tmp_path) as (store, proxy):
+        taken_at = time.monotonic()
+        lease = await take(store, lease_s=2)
+        beat = asyncio.create_task(heartbeat.keep(store, lease, taken_at))
+        await asyncio.sleep(1)
+        assert not beat.done()
+        proxy.stall()
+        cut_at = time.monotonic()
+        with pytest.raises(LeaseLost, match="no heartbeat"):
+            await beat
+        stopped_at = time.monotonic()
+        assert 1.0 < stopped_at - cut_at < 2.0
+        while not (second := await other.take("b", TRAINER, 30)):
+            await asyncio.sleep(0.02)
+        assert second.job_id == job_id and time.monotonic() > stopped_at, "stopped before"
+        late = asyncio.create_task(store.report(lease, "log", "late"))
+        await asyncio.sleep(0.1)
+        proxy.go_on()
+        with pytest.raises(LeaseLost):
+            await late
+        assert "late" not in await messages(other, job_id)
+
+
+async def test_a_redis_that_stands_still_stops_the_worker_within_its_lease(
+    store: Store, raw: Any
+) -> None:
+    await submit(store)
+    pid = (await raw.info("server"))["process_id"]
+    taken_at = time.monotonic()
+    lease = await take(store, lease_s=1)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(LeaseLost, match="no heartbeat"):
+            await heartbeat.keep(store, lease, taken_at)
+        assert 0.5 < time.monotonic() - taken_at < 1.0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def test_a_short_silence_of_redis_costs_nothing(store: Store, raw: Any) -> None:
+    await submit(store)
+    pid = (await raw.info("server"))["process_id"]
+    taken_at = time.monotonic()
+    lease = await take(store, lease_s=3)
+    beat = asyncio.create_task(heartbeat.keep(store, lease, taken_at))
+    await asyncio.sleep(0.3)
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(1.2)
+    os.kill(pid, signal.SIGCONT)
+    await asyncio.sleep(2.5)
+    assert not beat.done() and await store.beat(lease) is None
+    await store.pause(lease.job_id)
+    assert await beat == "pause"
+
+
+async def test_followers_do_not_keep_heartbeats_waiting(
+    store: Store, monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_FOLLOWERS", 5)
+    crowded = Store(redis_url)
+    job_id = await submit(crowded)
+    lease = await take(crowded)
+    (last,) = (await crowded.events(job_id, "0"))[-1:]
+    followers = [
+        asyncio.create_task(crowded.events(job_id, last.id, block_s=20)) for _ in range(20)
+    ]
+    await asyncio.sleep(0.3)
+    async with asyncio.timeout(2):
+        assert await crowded.beat(lease) is None
+        assert (await crowded.get(job_id)).status == "running"
+    for follower in followers:
+        follower.cancel()
+    await asyncio.gather(*followers, return_exceptions=True)
+    await crowded.close()
+
+
+# --- ids, keys, retries
+
+
+def test_ids_have_65_random_bits_and_sort_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "n" * 40
+    assert len(new_job_id(long)) == 61
+    assert len({new_job_id("demo") for _ in range(20_000)}) == 20_000
+    random = {new_job_id("demo")[-13:] for _ in range(500)}
+    assert {digit for digits in random for digit in digits} == set(
+        "0123456789abcdefghjkmnpqrstvwxyz"
+    )
+    ids: list[str] = []
+    for now in (1_000_000_000, 1_763_700_000, 1_763_700_001, 4_102_444_800):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        ids.append(new_job_id("demo"))
+    assert ids == sorted(ids)
+
+
+async def test_an_id_that_is_another_jobs_is_never_answered_as_that_job(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "new_job_id", lambda name: f"{name}-same")
+    first = await store.submit(JOB, Path("/runs"), None)
+    for job in (JOB, JOB.model_copy(update={"steps": 3})):
+        with pytest.raises(Conflict, match="there is a job 'demo-same' already"):
+            await store.submit(job, Path("/runs"), "key")
+    assert (await store.list(None, 10)).jobs == (first,)
+
+
+async def twice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every script is sent again, as after an answer that was lost on its way."""
+    once = store._call
+
+    async def call(script: Any, **arguments: Any) -> str:
+        sent: list[dict[str, Any]] = []
+
+        async def send(**request: Any) -> str:
+            sent.append(request)
+            return await script(**request)
+
+        first = await once(send, **arguments)
+        again = await script(**sent[0])
+        assert again == first, "a retry is answered as the first time"
+        return first
+
+    monkeypatch.setattr(store, "_call", call)
+
+
+async def test_a_script_whose_answer_was_lost_is_sent_again_and_happens_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await twice(store, monkeypatch)
+    job_id = await submit(store)
+    assert len((await store.list(None, 10)).jobs) == 1
+    lease = await take(store)
+    await store.report(lease, "step", "step 1", {"step": 1}, step=1)
+    await store.pause(job_id)
+    await store.resume(job_id)
+    await store.pause(job_id)
+    await store.halt(lease, None)
+    await store.resume(job_id)
+    lease = await take(store)
+    assert (await store.get(job_id)).attempts == 2
+    await finish(store, lease)
+    await store.cancel(await submit(store))
+    assert await messages(store, job_id) == [
+        "queued",
+        "running",
+        "step 1",
+        "pausing",
+        "not pausing after all",
+        "pausing",
+        "paused on request",
+        "queued",
+        "running",
+        "succeeded",
+    ]
+    await store.delete(job_id)
+
+
+async def test_reports_at_the_same_time_all_arrive(store: Store) -> None:
+    job_id = await submit(store)
+    lease = await take(store)
+    await asyncio.gather(*(store.report(lease, "log", str(n)) for n in range(50)))
+    assert set(await messages(store, job_id)) >= {str(n) for n in range(50)}
+
+
+async def test_a_step_is_reported_again_only_if_its_event_is_missing(store: Store) -> None:
+    job_id = await submit(store)
+    lease = await take(store)
+
+    async def report(type: str, step: int, *, missing_only: bool = False) -> None:
+        message = f"{type} {step}"
+        await store.report(
+            lease, type, message, {"step": step}, step=step, missing_only=missing_only
+        )
+
+    await report("eval", 0, missing_only=True)
+    await report("step", 1)
+    await report("step", 1, missing_only=True)
+    await report("step", 2, missing_only=True)
+    await report("eval", 2, missing_only=True)
+    await report("step", 1)  # replayed after the trainer went back
+    await report("step", 2, missing_only=True)
+    shown = [text for text in await messages(store, job_id) if text.startswith(("step", "eval"))]
+    assert shown == ["eval 0", "step 1", "step 2", "eval 2", "step 1", "step 2"]
+
+
+# --- what is stored
+
+
+async def test_a_record_with_fields_of_another_version_is_read(store: Store, raw: Any) -> None:
+    job_id = await submit(store)
+    spec = json.loads(await raw.hget(keys.job(job_id), "job"))
+    spec["sampling"]["invented"] = 1
+    await raw.hset(keys.job(job_id), mapping={"job": json.dumps(spec), "later": "x"})
+    assert (await store.get(job_id)).job == JOB
+
+
+@pytest.mark.parametrize("damage", [{"job": "{}"}, {"job": "no json"}, {"steps": "many"}])
+async def test_a_record_that_cannot_be_read_is_named_and_hides_no_other(
+    store: Store, raw: Any, damage: dict[str, str]
+) -> None:
+    ids = [await submit(store) for _ in range(3)]
+    await raw.hset(keys.job(ids[1]), mapping=damage)
+    page = await store.list(None, 2)
+    assert [record.id for record in page.jobs] == [ids[2]]
+    assert page.unreadable == (ids[1],) and page.next_after == ids[1]
+    assert [record.id for record in (await store.list(page.next_after, 2)).jobs] == [ids[0]]
+    with pytest.raises(Unreadable, match=f"the record of job '{ids[1]}'.*cannot be read"):
+        await store.get(ids[1])
+    with pytest.raises(Unreadable):
+        await store.cancel(ids[1])
+    await store.delete(ids[1])
+    assert (await store.list(None, 10)).unreadable == ()
+
+
+async def test_what_is_no_job_does_not_stop_the_queue(store: Store, raw: Any) -> None:
+    ids = [await submit(store) for _ in range(3)]
+    await raw.delete(keys.job(ids[0]), keys.job(ids[1]))
+    await raw.set(keys.job(ids[1]), "a text")
+    assert (await store.list(None, 10)).unreadable == (ids[1],)
+    assert (await take(store)).job_id == ids[2]
+
+
+async def test_an_event_that_cannot_be_read_is_shown_at_its_place(store: Store, raw: Any) -> None:
+    job_id = await submit(store)
+    id = await raw.xadd(keys.events(job_id), {"type": "later", "data": "{}", "message": "m"})
+    await store.pause(job_id)
+    shown = await store.events(job_id, "0")
+    assert [event.message for event in shown][::2] == ["queued", "paused on request"]
+    assert (shown[1].id, shown[1].level) == (id, "warning")
+    assert "this event cannot be read" in shown[1].message
+
+
+async def test_jobs_that_fell_out_of_the_lists_are_put_back_at_the_start(
+    store: Store, other: Store, raw: Any
+) -> None:
+    ids = [await submit(store) for _ in range(2)]
+    await raw.delete(keys.QUEUE)
+    assert await store.take("w", TRAINER, 30) is None
+    await other.open()
+    assert (await take(store)).job_id == ids[0]
+
+
+async def test_an_emptied_redis_is_said_and_jobs_run_again(
+    store: Store, raw: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lease_before = await submit(store)
+    lease = await take(store)
+    await raw.flushall()
+    with pytest.raises(LeaseLost):
+        await store.report(lease, "log", "late")
+    with pytest.raises(NotFound):
+        await store.get(lease_before)
+    assert await store.take("w", TRAINER, 30) is None
+    assert capsys.readouterr().out.count("Redis was emptied") == 1
+    job_id = await submit(store)
+    assert (await take(store)).job_id == job_id
+
+
+@pytest.mark.parametrize("id", ["nope", "x:events", "X", "../x", "", "demo\n"])
+async def test_an_id_of_no_job_is_not_found(store: Store, id: str) -> None:
+    await submit(store)
+    for act in (store.get, store.cancel, store.pause, store.resume, store.delete):
+        with pytest.raises(NotFound, match="no job"):
+            await act(id)
+
+
+async def test_a_stream_of_a_job_is_not_a_job(store: Store) -> None:
+    job_id = await submit(store)
+    with pytest.raises(NotFound):
+        await store.get(f"{job_id}:events")
+
+
+@pytest.mark.parametrize(
+    "id", ["yesterday", "", "-1", "1-2-3", "18446744073709551616-0", "0-18446744073709551616", "١"]
+)
+async def test_a_bad_event_id_is_the_callers_fault(store: Store, id: str) -> None:
+    job_id = await submit(store)
+    with pytest.raises(BadRequest, match="expected an event's id"):
+        await store.events(job_id, id)
+
+
+async def test_the_largest_event_id_is_after_everything(store: Store) -> None:
+    job_id = await submit(store)
+    assert await store.events(job_id, f"{2**64 - 1}-{2**64 - 1}") == []
+
+
+# --- what is removed
+
+
+async def test_an_ended_job_is_deleted_with_all_its_keys(store: Store, raw: Any) -> None:
+    record = await store.submit(JOB, Path("/runs"), "key-1")
+    for status in ("queued", "running", "paused"):
+        if status == "running":
+            lease = await take(store)
+            await store.report(lease, "checkpoint", "c", {"step": 3, "path": "/c", "size_bytes": 1})
+            assert [c.step for c in await store.checkpoints(record.id)] == [3]
+        if status == "paused":
+            await store.halt(lease, "why")
+        with pytest.raises(Conflict, match=f"is {status}; cancel it before"):
+            await store.delete(record.id)
+    await store.cancel(record.id)
+    for _ in range(2):
+        assert (await store.delete(record.id)).id == record.id
+    left = set(await raw.keys("*"))
+    calls = {key for key in left if key.startswith(keys.CALL)}
+    assert left - calls == {keys.ATTEMPTS, keys.DELETED + record.id}
+    with pytest.raises(NotFound):
+        await store.get(record.id)
+    again = await store.submit(JOB, Path("/runs"), "key-1")
+    assert again.id != record.id, "its idempotency key is forgotten as well"
+
+
+async def test_of_the_ended_jobs_the_newest_are_kept(redis_url: str, store: Store) -> None:
+    limited = Store(redis_url, keep_jobs=2)
+    queued = await submit(limited)
+    ids = [await submit(limited) for _ in range(4)]
+    for job_id in (ids[1], ids[0], ids[3], ids[2]):
+        await limited.cancel(job_id)
+    assert [record.id for record in (await store.list(None, 10)).jobs] == [ids[3], ids[2], queued]
+    await limited.close()
+
+
+async def test_of_the_events_the_newest_are_kept(redis_url: str) -> None:
+    limited = Store(redis_url, keep_events=100)
+    await limited.open()
+    job_id = await submit(limited)
+    lease = await take(limited)
+    for number in range(500):
+        await limited.report(lease, "log", str(number))
+    shown = await messages(limited, job_id)
+    assert shown[-100:] == [str(number) for number in range(400, 500)]
+    assert len(shown) < 350, "Redis removes whole nodes of up to 100 entries"
+    await limited.close()
+
+
+def test_scripts_keep_a_calls_answer_longer_than_it_is_retried() -> None:
+    attempts = store_module.RETRIES + 1
+    assert attempts * (store_module.SOCKET_TIMEOUT_S + 5 + 2.0) < scripts.CALL_TTL_S
+
+
+async def test_a_redis_that_is_away_is_unavailable(tmp_path: Path) -> None:
+    store = Store(f"unix://{tmp_path}/nothing.sock")
+    lease = Lease("demo-1", 1, TRAINER, 1)
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="HONE_REDIS_URL"):
+        await store.beat(lease)
+    assert time.monotonic() - began < 1, "a beat does not retry"
+    await store.close()
