@@ -16,7 +16,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from shared.packed import Logprobs, TokenIds
 from shared.wire import Example
 
 PAD, EOS = 0, 1
@@ -92,8 +93,8 @@ def make_examples(task: Task) -> list[Example]:
     V`, so that ratios are near 1 and some are clipped."""
     random = torch.Generator().manual_seed(task.seed + 1)
 
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(2, task.vocab_size, (count,), generator=random).tolist())
+    def ids(count: int) -> TokenIds:
+        return TokenIds(torch.randint(2, task.vocab_size, (count,), generator=random).tolist())
 
     examples: list[Example] = []
     for _ in range(task.num_prompts):
@@ -106,7 +107,7 @@ def make_examples(task: Task) -> list[Example]:
                 Example(
                     prompt_token_ids=prompt,
                     token_ids=ids(length),
-                    old_logprobs=tuple((noise - math.log(task.vocab_size)).tolist()),
+                    old_logprobs=Logprobs((noise - math.log(task.vocab_size)).tolist()),
                     advantage=float(torch.randn((), generator=random)),
                 )
             )
@@ -226,8 +227,8 @@ def trl_step(task: Task, model: Any, examples: list[Example]) -> Step:
 def trl_inputs(examples: list[Example]) -> dict[str, Tensor]:
     """Returns the generation batch as TRL's trainer makes it."""
 
-    def padded(rows: list[tuple[Any, ...]], side: str, dtype: torch.dtype) -> Tensor:
-        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    def padded(rows: Sequence[Sequence[Any]], side: str, dtype: torch.dtype) -> Tensor:
+        tensors = [torch.tensor(list(row), dtype=dtype) for row in rows]
         return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side)
 
     prompts, completions = [e.prompt_token_ids for e in examples], [e.token_ids for e in examples]

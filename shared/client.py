@@ -1,9 +1,11 @@
-"""The one client: the only place that retries, and the only place with timeouts.
+"""The one client for the services: how a call to one waits, is retried and is given up, is written
+here and nowhere else.
 
 A call has a deadline. It asks with `Prefer: respond-async`, so work longer than a proxy's time
 limit is polled for; a dropped connection or a restarted service is asked again with the same
-idempotency key. Retried: connection failures, 503 and 429. Never: anything the service answered on
-purpose.
+idempotency key. Retried: connection failures, 503, 429, a 5xx that is not the service's own. Never:
+anything the service answered on purpose. (Redis and judges have clients of their own, which retry
+by their own rules.)
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from pydantic import BaseModel
 
 from shared import codec
 from shared.config import is_loopback
-from shared.errors import Busy, HoneError, NotFound, Unavailable, from_problem
+from shared.errors import Busy, HoneError, Unavailable, from_problem
 from shared.logs import get_logger
 
 WAIT_S = 20
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
+FIRST_REPORT_S, REPORT_S = 3.0, 10.0
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -146,24 +149,20 @@ class Client:
         headers = {"content-type": self._media_type} if content else {}
         if key:
             headers |= {"prefer": f"respond-async, wait={WAIT_S}", "idempotency-key": key}
+        request = self._http.build_request(method, path, content=content, headers=headers)
+        watch = _Watch(self.name, f"{method} {path}")
         end = time.monotonic() + deadline_s
         pause_s = FIRST_PAUSE_S
         away_since: float | None = None
         while True:
             asked_at = time.monotonic()
             try:
-                async with asyncio.timeout(max(end - time.monotonic(), 0.01)):
-                    response = await self._http.request(
-                        method, path, content=content, headers=headers
-                    )
-                    while response.status_code == 202 and "location" in response.headers:
-                        response = await self._http.get(
-                            response.headers["location"], params={"wait": WAIT_S}
-                        )
+                async with asyncio.timeout(max(end - asked_at, 0.01)):
+                    response = await self._finished(request, watch)
                 if response.status_code == 200:
                     media_type = response.headers.get("content-type", codec.JSON).partition(";")[0]
                     return codec.decode(result, response.content, media_type)
-                raise self._error(response)
+                problem = self._error(response)
             except TimeoutError as error:
                 raise Unavailable(
                     f"{self.name} at {self.url} did not finish {method} {path} within "
@@ -171,30 +170,27 @@ class Client:
                     code="deadline",
                 ) from error
             except httpx.TransportError as error:
-                problem: HoneError = self._unreachable(error)
-            except Unavailable as error:
-                problem = error
-            except NotFound as error:
-                if error.code != "no_operation":
-                    raise
-                problem = error
+                problem = self._unreachable(error)
+            if not (isinstance(problem, Unavailable) or problem.code == "no_operation"):
+                raise problem
             now = time.monotonic()
-            away_since = (
-                asked_at if away_since is None or now - asked_at > WAIT_S / 2 else away_since
-            )
+            if away_since is None or now - asked_at > WAIT_S / 2:
+                away_since = asked_at
             if isinstance(problem, Busy):
                 away_since = now + pause_s  # it is there
             if now + pause_s >= min(end, away_since + self._patience_s):
                 raise problem
-            if pause_s == MAX_PAUSE_S:
-                get_logger().warning(
-                    "waiting for a service",
-                    waits_for=self.name,
-                    to=f"{method} {path}",
-                    reason=problem.detail,
-                )
+            watch.waits_for_service(problem.detail)
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
+
+    async def _finished(self, request: httpx.Request, watch: _Watch) -> httpx.Response:
+        """Returns the answer, polled for while the operation is under way."""
+        response = await self._http.send(request)
+        while response.status_code == 202 and "location" in response.headers:
+            watch.waits_for_operation()
+            response = await self._http.get(response.headers["location"], params={"wait": WAIT_S})
+        return response
 
     def _error(self, response: httpx.Response) -> HoneError:
         try:
@@ -209,3 +205,33 @@ class Client:
         return Unavailable(
             f"cannot reach the {self.name} service at {self.url}: {why}", code="unreachable"
         )
+
+
+class _Watch:
+    """Says in the log, after `FIRST_REPORT_S` seconds and then every `REPORT_S`, what a call waits
+    for; whose call it is, the log's `service` says."""
+
+    def __init__(self, service: str, operation: str) -> None:
+        self._names = {"waits_for": service, "to": operation}
+        self._start = time.monotonic()
+        self._report_at = self._start + FIRST_REPORT_S
+
+    def waits_for_service(self, reason: str) -> None:
+        if self._is_time():
+            get_logger().warning(
+                "waiting for a service", **self._names, reason=reason, seconds=self._seconds()
+            )
+
+    def waits_for_operation(self) -> None:
+        if self._is_time():
+            get_logger().info("waiting for an operation", **self._names, seconds=self._seconds())
+
+    def _is_time(self) -> bool:
+        now = time.monotonic()
+        if now < self._report_at:
+            return False
+        self._report_at = now + REPORT_S
+        return True
+
+    def _seconds(self) -> int:
+        return round(time.monotonic() - self._start)

@@ -39,10 +39,22 @@ def encode(body: BaseModel, media_type: str = JSON) -> bytes:
 
 def decode(model: type[M], data: bytes, media_type: str = JSON) -> M:
     """Returns the model that `data` holds; raises BadRequest with one sentence per fault."""
+    return _validated(model, data, media_type, tolerant=False)
+
+
+def decode_stored(model: type[M], data: bytes, media_type: str = JSON) -> M:
+    """Returns the model that stored `data` holds, perhaps of another version of Hone: keys it
+    does not know are left out. Raises BadRequest as `decode` does."""
+    return _validated(model, data, media_type, tolerant=True)
+
+
+def _validated(model: type[M], data: bytes, media_type: str, *, tolerant: bool) -> M:
+    extra = "ignore" if tolerant else None
     try:
         if media_type != MSGPACK:
-            return model.model_validate_json(data or b"{}")
-        return model.model_validate(_msgpack.unpackb(data, raw=False, strict_map_key=False))
+            return model.model_validate_json(data or b"{}", extra=extra)
+        plain = _msgpack.unpackb(data, raw=False, strict_map_key=False)
+        return model.model_validate(plain, extra=extra)
     except ValidationError as error:
         faults = sentences(error, model)
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error

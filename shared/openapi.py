@@ -43,6 +43,12 @@ class Problem(BaseModel):
     error: OpenAIError
 
 
+class Accepted(BaseModel):
+    """The operation is under way; its result is at the response's Location."""
+
+    operation: str
+
+
 def problem_responses() -> dict[int | str, dict[str, Any]]:
     """Returns the responses that every route can give beside its own."""
     titles: dict[int | str, list[str]] = {}

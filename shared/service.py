@@ -121,7 +121,7 @@ class Service:
             methods=[method],
             name=handler.__name__,
             description=handler.__doc__ or "",
-            responses={200: {"model": result_type}},
+            responses={200: {"model": result_type}, 202: {"model": openapi.Accepted}},
         )
 
     def query(self, path: str, handler: Callable[[], Awaitable[BaseModel]]) -> None:
@@ -228,7 +228,7 @@ class _Server(uvicorn.Server):
 
 def _accepted(operation: Operation) -> Response:
     return JSONResponse(
-        {"operation": operation.id},
+        openapi.Accepted(operation=operation.id).model_dump(),
         202,
         {"location": f"/operations/{operation.id}", "preference-applied": "respond-async"},
     )

@@ -1,63 +1,26 @@
 """Every body that crosses between processes, in the order in which data flows. READ with
 services/orchestrator/loop/pipeline.py.
 
-    Job -> Prompt -> RolloutGroup -> Score -> (advantages) -> Example -> StepResult -> WeightsRef -> Event
+    Job -> Prompt -> RolloutGroup -> Score -> (advantages) -> Example -> StepResult -> WeightsRef
 
-All are frozen and refuse unknown keys. As JSON a token id is a number; as msgpack a list of token
-ids is the bytes of int32s and a list of log-probs the bytes of float32s (little endian), 8 bytes a
-token instead of about 30: see `codec.py`. The job's own sections are in `job.py`.
+All are frozen and refuse unknown keys. Token ids, log-probs and masks stay bytes from end to end
+(`packed.py`): in JSON a list of numbers, in msgpack 4, 4 and 1 bytes per token. The job's own
+sections are in `job.py`. What is stored is read tolerantly, see `codec.decode_stored`.
 """
 
 from __future__ import annotations
 
-import array
-import sys
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    SerializationInfo,
-)
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 from shared.job import JOB_ID, Job, RewardSpec
+from shared.packed import Logprobs, Mask, TokenIds
 
 
 class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-
-def _unpack(code: str) -> BeforeValidator:
-    def unpack(value: Any) -> Any:
-        if not isinstance(value, bytes):
-            return value
-        numbers: array.array[Any] = array.array(code)
-        numbers.frombytes(value)
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        return tuple(numbers)
-
-    return BeforeValidator(unpack)
-
-
-def _pack(code: str) -> PlainSerializer:
-    def pack(values: tuple[Any, ...], info: SerializationInfo) -> Any:
-        if not (info.context and info.context.get("packed")):
-            return list(values)
-        numbers: array.array[Any] = array.array(code, values)
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        return numbers.tobytes()
-
-    return PlainSerializer(pack)
-
-
-TokenIds = Annotated[tuple[int, ...], _unpack("i"), _pack("i")]
-Logprobs = Annotated[tuple[float, ...], _unpack("f"), _pack("f")]
-"""Log-probabilities in nats, one a token."""
 
 Message = dict[str, Any]
 """A chat message: at least `role` and `content`."""
@@ -65,9 +28,33 @@ Message = dict[str, Any]
 JobId = Annotated[str, Field(pattern=JOB_ID)]
 FinishReason = Literal["stop", "length", "error"]
 
+Fence = tuple[int, int]
+"""`(attempt, epoch)`; the greater one is the newer one."""
 
-# --- prompts
-# -----------------------------------------------------------------------------------------------------------
+
+class Fencing(Wire):
+    """How new whoever asks is. Whoever has been superseded is refused: Conflict, code "stale".
+
+    `attempt` is the number of the worker's lease, from one counter for all jobs, so it only grows.
+    `epoch` counts, within the attempt, how often the job was loaded into trainer and sampler: each
+    time is another life of its weights, in which versions may go back to that of a checkpoint.
+    """
+
+    attempt: int = Field(default=0, ge=0)
+    epoch: int = Field(default=0, ge=0)
+
+    @property
+    def fence(self) -> Fence:
+        return self.attempt, self.epoch
+
+
+class Fenced(Fencing):
+    """A body that only the job's newest worker may send."""
+
+    job_id: JobId
+
+
+# --- prompts -------------------------------------------------------------------------------------
 
 
 class Prompt(Wire):
@@ -79,12 +66,11 @@ class Prompt(Wire):
     row: dict[str, Any]
 
 
-# --- rollouts
-# ----------------------------------------------------------------------------------------------------------
+# --- rollouts ------------------------------------------------------------------------------------
 
 
 class EngineSpec(Wire):
-    """`PUT /model`: what the sampler must serve. Putting the same one twice starts nothing twice.
+    """What the sampler must serve.
 
     `max_model_len` bounds prompt plus completion, in tokens; None takes the model's own. `dtype`
     "auto" takes bfloat16 where the hardware has it and float32 elsewhere.
@@ -97,57 +83,116 @@ class EngineSpec(Wire):
     seed: int = 0
 
 
+class ModelRequest(EngineSpec, Fencing):
+    """`PUT /model`: serve this. Putting the same one twice starts nothing twice. A job names itself
+    and its fence, and older ones are refused from then on; who asks by hand names no job."""
+
+    job_id: JobId | None = None
+
+    @property
+    def spec(self) -> EngineSpec:
+        return EngineSpec.model_validate(self.model_dump(include=set(EngineSpec.model_fields)))
+
+
 class Sampling(Wire):
-    """How to sample. `n` completions; `temperature` 0 is greedy; `seed` makes a request repeatable
-    on one engine."""
+    """How to sample. `n` completions; `temperature` 0 is greedy; `top_k` 0 is the whole vocabulary;
+    `min_p` drops tokens less likely than that share of the likeliest; `seed` makes a request
+    repeatable on one engine."""
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: int = Field(default=256, ge=1)
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, le=1)
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
 
 
-class GenerateRequest(Wire):
-    """`POST /generate`: one prompt's group. Text, chat messages (rendered by the model's template)
-    or token ids.
+class GenerateRequest(Fencing):
+    """`POST /generate`: one prompt's group. Text, chat messages (rendered by the model's template,
+    with `template_args`) or token ids.
 
-    `min_version` refuses (409) to sample with weights older than that.
+    A job names itself and its fence, and is answered only by its own weights of that epoch, of
+    version `min_version` or later. Without `job_id`, whatever serves answers.
     """
 
+    job_id: JobId | None = None
+    min_version: int | None = None
     prompt: str | tuple[Message, ...] | None = None
     prompt_token_ids: TokenIds | None = None
+    template_args: dict[str, Any] = {}
     sampling: Sampling = Sampling()
-    min_version: int | None = None
+
+
+class AbortRequest(Fenced):
+    """`POST /abort`: ends whatever the job has under way up to this fence, and refuses what comes
+    of it later."""
+
+
+class Aborted(Wire):
+    """How many requests were ended."""
+
+    num_requests: int
+
+
+class Span(Wire):
+    """Tokens from index `start` on, up to the next span, were sampled by weights `version`."""
+
+    version: int
+    start: int = Field(ge=0)
 
 
 class Rollout(Wire):
-    """One completion. `token_ids` and `logprobs` have one entry a sampled token, the
-    end-of-sequence token included.
+    """One completion: everything after the prompt, of one turn or of several.
 
-    `logprobs` are of the distribution really sampled from (after temperature), in nats. `versions`
-    are the weight versions that sampled it, oldest first; more than one only if a sync happened
-    under way.
+    `token_ids` `[T]` include end-of-sequence tokens, and in a conversation what tools and
+    environment said. `sampled` `[T]` is 1 where the policy sampled the token; empty if it sampled
+    all. `logprobs` `[T]` are of the distribution really sampled from (after temperature), in nats,
+    and 0 where nothing was sampled; empty if nobody measured them. `spans` say which weights
+    sampled it, oldest first; more than one only if a sync happened under way.
+
+    `kept_counts` `[T]` is how many tokens could be sampled at each position under `top_p`, `top_k`
+    or `min_p`, and `kept_ids` are those, position by position; empty: the whole vocabulary.
+
+    `messages` are the turns after the prompt of a conversation, whose last answer is `text`. `info`
+    is the environment's. A rollout that went wrong has `finish_reason` "error" and says why.
     """
 
     text: str
     token_ids: TokenIds
-    logprobs: Logprobs
+    logprobs: Logprobs = Logprobs()
     finish_reason: FinishReason
-    versions: tuple[int, ...]
+    error: str | None = None
+    spans: tuple[Span, ...] = ()
+    sampled: Mask = Mask()
+    kept_ids: TokenIds = TokenIds()
+    kept_counts: TokenIds = TokenIds()
+    messages: tuple[Message, ...] = ()
+    info: dict[str, Any] = {}
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weight versions that sampled it, in order and each once."""
+        return tuple(dict.fromkeys(span.version for span in self.spans))
+
+    @property
+    def num_sampled(self) -> int:
+        """How many of its tokens the policy sampled."""
+        return sum(self.sampled) if len(self.sampled) else len(self.token_ids)
 
 
 class RolloutGroup(Wire):
-    """All completions of one prompt: `[G]` rollouts over the same `prompt_token_ids`."""
+    """All completions of one prompt: `[G]` rollouts over the same `prompt_token_ids`, by the
+    sampler `replica` ("": by nobody of ours)."""
 
     prompt_token_ids: TokenIds
     rollouts: tuple[Rollout, ...]
+    replica: str = ""
 
 
-# --- rewards
-# -----------------------------------------------------------------------------------------------------------
+# --- rewards -------------------------------------------------------------------------------------
 
 
 class ScoreItem(Wire):
@@ -230,6 +275,15 @@ class ScoredItem(Wire):
 
     index: int
     score: Score
+
+
+class ScoredGroup(Wire):
+    """A group that was sampled and scored elsewhere, to be trained on as if it had been sampled
+    here. Rollouts without log-probs are taken to be the trainer's own."""
+
+    prompt: Prompt
+    group: RolloutGroup
+    scores: tuple[Score, ...]
 
 
 class ExecuteRequest(Wire):
@@ -340,29 +394,43 @@ class GraderRun(Wire):
     model_grader_token_usage_per_model: dict[str, Any] = {}
 
 
-# --- examples, batch, loss
-# ---------------------------------------------------------------------------------------------
+# --- examples, batch, loss -----------------------------------------------------------------------
 
 
 class Example(Wire):
-    """One completion with its advantage, as the trainer eats it. `old_logprobs` `[T]` come from the
-    sampler, in nats."""
+    """One completion with its advantage, as the trainer eats it.
+
+    `token_ids`, `sampled`, `kept_ids` and `kept_counts` are those of `Rollout`; `old_logprobs`
+    `[T]` are the sampler's `logprobs`, in nats; empty: unknown, taken to be the trainer's own.
+    `advantages` `[T]` are per token, in place of the one `advantage`; empty: that one.
+    """
 
     prompt_token_ids: TokenIds
     token_ids: TokenIds
-    old_logprobs: Logprobs
+    old_logprobs: Logprobs = Logprobs()
     advantage: float
+    advantages: Logprobs = Logprobs()
+    sampled: Mask = Mask()
+    kept_ids: TokenIds = TokenIds()
+    kept_counts: TokenIds = TokenIds()
 
 
-class TrainerJob(Wire):
+class StepTotals(Wire):
+    """A batch as it was sampled, groups without signal included: what losses are divided by.
+    `num_tokens` counts sampled tokens."""
+
+    num_sequences: int = Field(ge=0)
+    num_tokens: int = Field(ge=0)
+
+
+class TrainerJob(Fenced):
     """`PUT /job`: load this job, from its newest checkpoint in the run folder or else at its start.
-    The same job again changes nothing; another one replaces it."""
+    The same job again changes nothing but the fence; another one replaces it."""
 
-    job_id: JobId
     job: Job
 
 
-class TrainerState(Wire):
+class TrainerState(Fencing):
     """`GET /state`: `step` is the last applied one; the weights' version is the same number. None:
     no job yet.
 
@@ -370,7 +438,7 @@ class TrainerState(Wire):
     steps that changed no weight, because a loss or gradient was not finite. `resumed_step` is the
     checkpoint that the job went on from, and `damaged` says which newer ones could not be used.
     `restarts` counts how often the ranks came back after a failure, the last of which is
-    `last_failure`.
+    `last_failure`. `boot_id` names this life of the ranks.
     """
 
     job_id: JobId | None
@@ -385,18 +453,20 @@ class TrainerState(Wire):
     damaged: tuple[str, ...] = ()
     restarts: int = 0
     last_failure: str | None = None
+    boot_id: str = ""
 
 
-class TrainStepRequest(Wire):
+class TrainStepRequest(Fenced):
     """`POST /train_step`: step `step` of the job, which must be the last applied one plus 1 (else
     409).
 
-    No examples (no group had any signal) is a step too: it changes no weight.
+    No examples (no group had any signal) is a step too: it changes no weight. `totals` None: those
+    of `examples`.
     """
 
-    job_id: JobId
     step: int = Field(ge=1)
     examples: tuple[Example, ...]
+    totals: StepTotals | None = None
 
 
 class StepResult(Wire):
@@ -419,11 +489,10 @@ class StepResult(Wire):
     metrics: dict[str, float] = {}
 
 
-class CheckpointRequest(Wire):
+class CheckpointRequest(Fenced):
     """`POST /checkpoints`: write the weights of `step` as a Hugging Face checkpoint into the job's
     run folder."""
 
-    job_id: JobId
     step: int = Field(ge=0)
 
 
@@ -440,48 +509,122 @@ class CheckpointList(Wire):
     checkpoints: tuple[Checkpoint, ...]
 
 
-# --- weights
-# -----------------------------------------------------------------------------------------------------------
+# --- weights -------------------------------------------------------------------------------------
 
 
-class PublishRequest(Wire):
+SyncMethod = Literal["shm", "disk", "reload", "restart", "http", "delta", "lora", "ipc", "nccl"]
+"""How weights get from trainer to sampler; which of them there are, the two services' tables
+say."""
+
+
+class PublishRequest(Fenced):
     """`POST /publish_weights`: make version `version` (the trainer's step; else 409) loadable by
     samplers."""
 
-    job_id: JobId
     version: int = Field(ge=0)
-    method: Literal["shm", "disk"]
+    method: SyncMethod
 
 
-class WeightsRef(Wire):
-    """One published version, and the body of `POST /reload_weights`. `digest` is of the bytes of
-    every weight file.
+class Canary(Wire):
+    """A fixed sequence and what the trainer's weights of the version give it: `logprobs` `[T - 1]`
+    of all its tokens but the first, in nats, at temperature 1."""
 
-    `rewind`: load it even where a newer version of the job serves, or other bytes of this one: the
-    trainer came back from a checkpoint.
+    token_ids: TokenIds
+    logprobs: Logprobs
+
+
+class Published(Fenced):
+    """What every published version has, whichever way it goes.
+
+    `digest` is of all tensors and `tensors` of each, by name: names, dtypes, shapes and bytes,
+    however they are spread over files (`shared/digest.py`). Whoever loads it computes it anew.
     """
 
-    job_id: JobId
     version: int = Field(ge=0)
-    method: Literal["shm", "disk"]
-    path: str
     digest: str
     size_bytes: int
-    rewind: bool = False
+    tensors: dict[str, str] = {}
+    canary: Canary | None = None
 
 
-class ServingWeights(Wire):
+class FolderWeights(Published):
+    """Safetensors files in a folder that the sampler sees: in shared memory ("shm") or on a shared
+    volume, loaded in place, after the engine's memory was freed ("reload"), or by a new engine
+    ("restart")."""
+
+    method: Literal["shm", "disk", "reload", "restart"]
+    path: str
+
+
+class WeightFile(Wire):
+    """A file below `url`, with the sha256 of its bytes."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class HttpWeights(Published):
+    """Safetensors files to fetch, in ranges if need be."""
+
+    method: Literal["http"]
+    url: str
+    files: tuple[WeightFile, ...]
+
+
+class DeltaWeights(Published):
+    """Files with the elements that differ from version `base_version`, whose digest was
+    `base_digest`."""
+
+    method: Literal["delta"]
+    url: str
+    files: tuple[WeightFile, ...]
+    base_version: int = Field(ge=0)
+    base_digest: str
+
+
+class AdapterWeights(Published):
+    """A LoRA adapter in a folder that the sampler sees; `adapter` is its name, never used again."""
+
+    method: Literal["lora"]
+    path: str
+    adapter: str
+
+
+class GpuWeights(Published):
+    """Through vLLM's weight-transfer engine; `transfer` is what that needs: addresses, handles,
+    names, dtypes and shapes."""
+
+    method: Literal["ipc", "nccl"]
+    transfer: dict[str, Any]
+
+
+AnyWeights = FolderWeights | HttpWeights | DeltaWeights | AdapterWeights | GpuWeights
+
+
+class WeightsRef(RootModel[Annotated[AnyWeights, Field(discriminator="method")]]):
+    """One published version, told apart by `method`: the answer to `POST /publish_weights` and the
+    body of `POST /reload_weights`. One of a newer fence may be older than what serves."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class ServingWeights(Fencing):
     """`GET /weights`, and the answer to a reload: what now serves. `version` None: no version of a
     job was loaded yet.
 
-    `digest` is of the bytes the sampler read, computed by the sampler.
+    `digest` is of the tensors the sampler read, computed by the sampler; `canary_logprobs` are its
+    own of the canary. `replica` names the sampler, `boot_id` this life of its engine.
     """
 
-    job_id: JobId | None
-    version: int | None
-    digest: str | None
-    model: str | None
+    job_id: JobId | None = None
+    version: int | None = None
+    digest: str | None = None
+    model: str | None = None
     load_s: float = 0.0
+    canary_logprobs: Logprobs = Logprobs()
+    replica: str = ""
+    boot_id: str = ""
 
 
 class PauseState(Wire):
@@ -498,8 +641,7 @@ class VersionInfo(BaseModel):
     hone: str
 
 
-# --- jobs
-# --------------------------------------------------------------------------------------------------------------
+# --- jobs ----------------------------------------------------------------------------------------
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
@@ -649,7 +791,7 @@ class Batch(Wire):
     `version` is the oldest weight version that sampled it. `dropped` `[D][G]` are the scores of
     groups without signal in whose place others were sampled. `graded` False: too many rewards were
     missing, so it was not trained on and will be graded again. With the job this is all a replay of
-    the step needs.
+    the step needs. `schema_version` is of this very class; older ones are read as they are.
     """
 
     step: int
@@ -659,3 +801,4 @@ class Batch(Wire):
     scores: tuple[tuple[Score, ...], ...]
     dropped: tuple[tuple[Score, ...], ...] = ()
     graded: bool = True
+    schema_version: int = 2

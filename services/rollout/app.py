@@ -20,8 +20,8 @@ from shared.errors import HoneError
 from shared.logs import get_logger
 from shared.service import Service
 from shared.wire import (
-    EngineSpec,
     GenerateRequest,
+    ModelRequest,
     PauseState,
     RolloutGroup,
     ServingWeights,
@@ -72,9 +72,9 @@ def create_service(
         tokens.inc(sum(len(rollout.token_ids) for rollout in group.rollouts))
         return group
 
-    async def put_model(spec: EngineSpec) -> ServingWeights:
+    async def put_model(request: ModelRequest) -> ServingWeights:
         """Serves this model: at once if it is served already, else by a new engine."""
-        return await sampler.put_model(spec)
+        return await sampler.put_model(request)
 
     async def reload_weights(ref: WeightsRef) -> ServingWeights:
         """Loads a published version in place, after proving its bytes and tensors."""
@@ -154,7 +154,7 @@ async def _begin(
         await before()
     if settings.rollout_model:
         try:
-            await sampler.put_model(EngineSpec(model=settings.rollout_model))
+            await sampler.put_model(ModelRequest(model=settings.rollout_model))
         except HoneError as error:
             sampler.refuse(error.detail)
             get_logger().error(

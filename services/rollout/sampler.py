@@ -25,21 +25,28 @@ from services.rollout.weights import (
     Shapes,
     has_tied_embeddings,
     published_folder,
-    shapes_of,
+    shapes,
     verify,
 )
-from shared.errors import BadRequest, Conflict, Failed, HoneError, Unavailable
+from shared.digest import stored_tensors
+from shared.errors import BadRequest, Conflict, Failed, HoneError, StateLost, Unavailable
 from shared.logs import get_logger
+from shared.packed import TokenIds
 from shared.wire import (
     EngineSpec,
+    Fence,
+    Fencing,
+    FolderWeights,
     GenerateRequest,
+    ModelRequest,
     PauseState,
+    Published,
     RolloutGroup,
     ServingWeights,
     WeightsRef,
 )
 
-NO_WEIGHTS = ServingWeights(job_id=None, version=None, digest=None, model=None)
+NO_WEIGHTS = ServingWeights()
 
 
 class Sampler:
@@ -60,15 +67,17 @@ class Sampler:
         self._unready: str | None = None
         self._fault: str | None = None
         self._paused = False
+        self._fence: Fence = (0, 0)
         self.serving = NO_WEIGHTS
 
-    # --- the engine
-    # ----------------------------------------------------------------------------------------------------
+    # --- the engine ------------------------------------------------------------------------------
 
-    async def put_model(self, spec: EngineSpec) -> ServingWeights:
-        """Serves `spec`: at once if it is already served, else by a new engine. A model that does
-        not exist stops nothing."""
+    async def put_model(self, request: ModelRequest) -> ServingWeights:
+        """Serves the model: at once if it is already served, else by a new engine. A model that does
+        not exist stops nothing. Raises Conflict, code "stale", for a superseded job."""
         async with self._change:
+            self._take_over(request)
+            spec = request.spec
             if self._engine and spec == self._spec and not await self._failure(self._engine):
                 return self.serving
             folder = await self._find_model(spec)
@@ -81,7 +90,7 @@ class Sampler:
                 self._unready = None
             self._spec, self._shapes, self._tied = (
                 spec,
-                shapes_of(folder),
+                shapes(stored_tensors(folder)),
                 has_tied_embeddings(folder),
             )
             self.serving = NO_WEIGHTS.model_copy(
@@ -107,7 +116,7 @@ class Sampler:
         if reason := await self.unready():
             raise Unavailable(reason)
         if self._engine is None:
-            raise Unavailable("no model is loaded; PUT /model loads one")
+            raise StateLost("no model is loaded; PUT /model loads one")
         return self._engine
 
     def num_running(self) -> int:
@@ -126,20 +135,22 @@ class Sampler:
     async def _failure(self, engine: Engine) -> str | None:
         return await engine.failure() or self._fault
 
-    # --- sampling
-    # ------------------------------------------------------------------------------------------------------
+    # --- sampling --------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> RolloutGroup:
         """Returns the prompt's group `[G]`, sampled by weights of at least `min_version`."""
         engine = await self.ready_engine()
+        self._check_owner(request)
         self._check_version(request.min_version)
         ids = prompt_ids(request, engine)
         rollouts = await engine.sample(
-            ids, request.sampling, salt=f"{self.serving.job_id}:{self.serving.version}"
+            ids,
+            request.sampling,
+            salt=f"{self.serving.job_id}:{self.serving.fence}:{self.serving.version}",
         )
         if self._fault:
             raise Unavailable(self._fault)
-        return RolloutGroup(prompt_token_ids=tuple(ids), rollouts=rollouts)
+        return RolloutGroup(prompt_token_ids=TokenIds(ids), rollouts=rollouts)
 
     async def pause(self) -> PauseState:
         """Freezes sampling: requests under way and new ones wait."""
@@ -156,6 +167,26 @@ class Sampler:
             await engine.resume()
         return PauseState(paused=False)
 
+    def _take_over(self, request: Fencing) -> None:
+        """Makes whoever is older than this request stale. Raises Conflict if it is so itself."""
+        if request.fence < self._fence:
+            raise _stale(request, self._fence)
+        self._fence = request.fence
+
+    def _check_owner(self, request: GenerateRequest) -> None:
+        """Raises Conflict unless the job asks of its own weights of its own epoch."""
+        if request.job_id is None:
+            return
+        if request.fence < self._fence:
+            raise _stale(request, self._fence)
+        if (request.job_id, request.fence) != (self.serving.job_id, self.serving.fence):
+            raise Conflict(
+                f"job {request.job_id!r} with attempt {request.attempt}, epoch {request.epoch} "
+                f"asks, but the weights are those of {self.serving.job_id!r} with "
+                f"{self.serving.attempt}, {self.serving.epoch}; reload the weights first",
+                code="out_of_order",
+            )
+
     def _check_version(self, min_version: int | None) -> None:
         version = self.serving.version
         if min_version is not None and (version is None or version < min_version):
@@ -168,26 +199,31 @@ class Sampler:
                 f"'min_version': got {min_version}, serving {have}; reload the weights first"
             )
 
-    # --- weights
-    # -------------------------------------------------------------------------------------------------------
+    # --- weights ---------------------------------------------------------------------------------
 
-    async def reload_weights(self, ref: WeightsRef) -> ServingWeights:
+    async def reload_weights(self, request: WeightsRef) -> ServingWeights:
         """Returns what serves once `ref` does. The version serving already is answered at once; an
         older one is refused."""
         async with self._change:
             engine = self._engine
             if engine is None:
-                raise Unavailable(self._unready or "no model is loaded; PUT /model loads one")
+                raise StateLost(self._unready or "no model is loaded; PUT /model loads one")
             if reason := await engine.failure():
                 raise Unavailable(reason)
+            ref = request.root
+            self._take_over(ref)
             if self._is_serving(ref):
                 return self.serving
             start = time.monotonic()
+            if not isinstance(ref, FolderWeights):
+                raise BadRequest(f"got method {ref.method!r}, expected one of {sorted(LOADERS)}")
             folder = published_folder(ref, self._weight_roots)
             digest = await asyncio.to_thread(verify, ref, folder, self._shapes, tied=self._tied)
             await self._load(engine, ref, folder)
             self.serving = ServingWeights(
                 job_id=ref.job_id,
+                attempt=ref.attempt,
+                epoch=ref.epoch,
                 version=ref.version,
                 digest=digest,
                 model=self.serving.model,
@@ -201,14 +237,12 @@ class Sampler:
             )
             return self.serving
 
-    def _is_serving(self, ref: WeightsRef) -> bool:
-        """Returns whether `ref` serves now. Raises Conflict if a newer version of its job does, or
-        other bytes of this one, unless `ref` is to replace these."""
+    def _is_serving(self, ref: Published) -> bool:
+        """Returns whether `ref` serves now. Raises Conflict if a newer version of its job and epoch
+        does, or other bytes of this one."""
         serving = self.serving
-        if serving.job_id != ref.job_id or serving.version is None:
+        if (serving.job_id, serving.fence) != (ref.job_id, ref.fence) or serving.version is None:
             return False
-        if ref.rewind:
-            return (ref.version, ref.digest) == (serving.version, serving.digest)
         if ref.version < serving.version:
             raise Conflict(
                 f"'version': got {ref.version}, serving {serving.version} of job {ref.job_id!r}; "
@@ -221,7 +255,7 @@ class Sampler:
             )
         return ref.version == serving.version
 
-    async def _load(self, engine: Engine, ref: WeightsRef, folder: Path) -> None:
+    async def _load(self, engine: Engine, ref: FolderWeights, folder: Path) -> None:
         """Loads between two tokens. If that fails, what the engine holds is unknown: it stays
         paused and /generate refuses."""
         await engine.pause()
@@ -237,7 +271,7 @@ class Sampler:
         if not self._paused:
             await engine.resume()
 
-    async def _distrust(self, engine: Engine, ref: WeightsRef, error: BaseException) -> str:
+    async def _distrust(self, engine: Engine, ref: Published, error: BaseException) -> str:
         """Makes the service unready, ends what was under way, and returns why."""
         self._fault = (
             f"loading version {ref.version} of job {ref.job_id!r} failed halfway "
@@ -278,6 +312,14 @@ def prompt_ids(request: GenerateRequest, engine: Engine) -> list[int]:
             f"the model holds {engine.max_model_len}"
         )
     return ids
+
+
+def _stale(request: Fencing, fence: Fence) -> Conflict:
+    return Conflict(
+        f"got attempt {request.attempt}, epoch {request.epoch}, superseded by {fence[0]}, "
+        f"{fence[1]}",
+        code="stale",
+    )
 
 
 def _sentence(error: BaseException) -> str:

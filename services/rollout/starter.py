@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from services.rollout.engine import Engine
 from services.rollout.processes import in_daemon_thread, root_cause, set_environment, stop_children
-from services.rollout.weights import shapes_of
 from shared.config import Settings
+from shared.digest import stored_tensors
 from shared.errors import BadRequest, Failed
 from shared.models import model_folder
 from shared.wire import EngineSpec, Sampling
@@ -74,7 +74,7 @@ class VllmStarter:
         from services.rollout.vllm_engine import VllmEngine
 
         engine = VllmEngine(spec, folder, self._settings, self._errors)
-        if not shapes_of(folder):
+        if not stored_tensors(folder):
             engine.shut_down()
             raise BadRequest(
                 f"model {spec.model!r} has no *.safetensors files, which weight sync compares "

@@ -30,7 +30,8 @@ from services.rollout.openai_routes import openai_app
 from services.rollout.processes import in_daemon_thread, root_cause, stop_children
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
-from shared.wire import EngineSpec, FinishReason, Message, Rollout, Sampling
+from shared.packed import Logprobs, TokenIds
+from shared.wire import EngineSpec, FinishReason, Message, Rollout, Sampling, Span
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -173,7 +174,9 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
         seed=sampling.seed,
         logprobs=0,
         flat_logprobs=True,
@@ -196,10 +199,10 @@ def rollout(completion: CompletionOutput) -> Rollout:
         )
     return Rollout(
         text=completion.text,
-        token_ids=tuple(token_ids),
-        logprobs=tuple(logprobs),
+        token_ids=TokenIds(token_ids),
+        logprobs=Logprobs(logprobs),
         finish_reason=finish_reason(completion.finish_reason),
-        versions=versions(completion),
+        spans=spans(completion),
     )
 
 
@@ -209,9 +212,11 @@ def finish_reason(reason: str | None) -> FinishReason:
     return "error"
 
 
-def versions(completion: CompletionOutput) -> tuple[int, ...]:
-    """Returns the weight versions that sampled it, oldest first; none for weights that no job has
+def spans(completion: CompletionOutput) -> tuple[Span, ...]:
+    """Returns which weight versions sampled it, oldest first; none for weights that no job has
     published."""
     return tuple(
-        int(span.version) for span in completion.weight_versions or () if span.version.isdecimal()
+        Span(version=int(span.version), start=span.start)
+        for span in completion.weight_versions or ()
+        if span.version.isdecimal()
     )

@@ -10,19 +10,16 @@ Left out: ipc, nccl, delta and lora, each of which is one more function here.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from services.rollout.engine import Engine
+from shared.digest import StoredTensor, digest, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed
-from shared.wire import WeightsRef
+from shared.wire import FolderWeights, Published
 
 TIED = "lm_head.weight"
-MAX_HEADER_BYTES = 100 << 20
-"""The safetensors format's own limit."""
 
 Shapes = dict[str, tuple[int, ...]]
 Loader = Callable[[Engine, Path], Awaitable[None]]
@@ -35,7 +32,7 @@ async def load_files(engine: Engine, folder: Path) -> None:
 LOADERS: dict[str, Loader] = {"shm": load_files, "disk": load_files}
 
 
-def published_folder(ref: WeightsRef, roots: Sequence[Path]) -> Path:
+def published_folder(ref: FolderWeights, roots: Sequence[Path]) -> Path:
     """Returns the real path of `ref.path`. Raises BadRequest unless it is a folder below one of
     `roots`, links resolved."""
     folder = Path(ref.path).resolve()
@@ -53,48 +50,26 @@ def published_folder(ref: WeightsRef, roots: Sequence[Path]) -> Path:
     return folder
 
 
-def verify(ref: WeightsRef, folder: Path, expected: Shapes, *, tied: bool) -> str:
-    """Returns the digest of the bytes in `folder`. Raises Failed if it is not `ref`'s or the
-    tensors are not the model's."""
-    digest = digest_of(folder)
-    if digest != ref.digest:
+def verify(ref: Published, folder: Path, expected: Shapes, *, tied: bool) -> str:
+    """Returns the digest of the tensors in `folder`. Raises Failed if it is not `ref`'s or the tensors
+    are not the model's."""
+    stored = stored_tensors(folder)
+    found = digest(tensor_digests(stored))
+    if found != ref.digest:
         raise Failed(
-            f"version {ref.version} in {str(folder)!r} has digest {digest}, expected {ref.digest}; "
+            f"version {ref.version} in {str(folder)!r} has digest {found}, expected {ref.digest}; "
             "it was not loaded"
         )
-    difference = compare(shapes_of(folder), expected, tied=tied)
-    if difference:
+    if difference := compare(shapes(stored), expected, tied=tied):
         raise Failed(
-            f"version {ref.version} in {str(folder)!r} does not fit the model: {difference}; it "
-            "was not loaded"
+            f"version {ref.version} in {str(folder)!r} does not fit the model: {difference}; "
+            "it was not loaded"
         )
-    return digest
+    return found
 
 
-def digest_of(folder: Path) -> str:
-    """Returns the sha256, in hex, of the bytes of each *.safetensors file in `folder`, in the order
-    of their names."""
-    total = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                total.update(block)
-    return total.hexdigest()
-
-
-def shapes_of(folder: Path) -> Shapes:
-    """Returns the shape of every tensor in the *.safetensors files of `folder`, by name; {} without
-    such files.
-
-    Reads only the headers: 8 bytes of length, then JSON. Raises Failed for a file that is not
-    safetensors.
-    """
-    shapes: Shapes = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, entry in _header(file).items():
-            if name != "__metadata__":
-                shapes[name] = tuple(entry["shape"])
-    return shapes
+def shapes(tensors: Mapping[str, StoredTensor]) -> Shapes:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def compare(
@@ -122,17 +97,3 @@ def has_tied_embeddings(folder: Path) -> bool:
             "tie_word_embeddings", False
         )
     )
-
-
-def _header(file: Path) -> dict[str, dict[str, list[int]]]:
-    with file.open("rb") as stream:
-        length = stream.read(8)
-        size_bytes = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
-        if not 2 <= size_bytes <= MAX_HEADER_BYTES:
-            raise Failed(
-                f"{str(file)!r} is not a safetensors file: its header would have {size_bytes} bytes"
-            )
-        try:
-            return json.loads(stream.read(size_bytes))
-        except ValueError as error:
-            raise Failed(f"{str(file)!r} is not a safetensors file: {error}") from error

@@ -18,6 +18,7 @@ from shared.wire import (
     Checkpoint,
     CheckpointList,
     CheckpointRequest,
+    FolderWeights,
     PublishRequest,
     StepResult,
     TrainerJob,
@@ -92,7 +93,8 @@ def create_service(
 
     async def publish_weights(request: PublishRequest) -> WeightsRef:
         """Writes the weights of the last applied step where samplers can load them."""
-        return cast(WeightsRef, await run("publish_weights", request))
+        weights = cast(FolderWeights, await run("publish_weights", request))
+        return WeightsRef(weights)
 
     async def write_checkpoint(request: CheckpointRequest) -> Checkpoint:
         """Writes a Hugging Face checkpoint of the last applied step, from which training can go on;

@@ -27,20 +27,20 @@ from services.trainer.processes.launch_folder import Past
 from services.trainer.processes.together import Ranks, SaveAll
 from shared import codec
 from shared.config import Settings
-from shared.errors import Conflict, HoneError
+from shared.errors import Conflict, HoneError, StateLost
 from shared.job import Job
 from shared.logs import get_logger
 from shared.wire import (
     Checkpoint,
     CheckpointList,
     CheckpointRequest,
+    Fenced,
+    FolderWeights,
     PublishRequest,
     StepResult,
     TrainerJob,
     TrainerState,
     TrainStepRequest,
-    WeightsRef,
-    Wire,
 )
 
 
@@ -89,12 +89,16 @@ class Trainer:
         The same job again changes nothing. Raises Conflict for checkpoints of another job or
         model."""
         loaded = self._loaded
+        if loaded and request.fence < loaded.request.fence:
+            raise _stale(request, loaded.request)
         if loaded and loaded.request.job_id == request.job_id:
-            if loaded.request != request:
+            if loaded.request.job != request.job:
                 raise Conflict(
                     f"job {request.job_id!r} is loaded with another body; the same job id must "
-                    "come with the same job"
+                    "come with the same job",
+                    code="body_differs",
                 )
+            loaded.request = request
             return self.state()
         self._ranks.together(lambda: self._seams.check_job(request.job))
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
@@ -120,7 +124,7 @@ class Trainer:
     def train_step(self, request: TrainStepRequest) -> StepResult:
         """Applies the next step. The last one again, with the same body, gives its result again and
         moves nothing."""
-        loaded = self._job(request.job_id)
+        loaded = self._job(request)
         fingerprint = _fingerprint(request)
         if loaded.last and request.step == loaded.step:
             if loaded.last[0] != fingerprint:
@@ -139,27 +143,25 @@ class Trainer:
         )
         return result
 
-    def publish_weights(self, request: PublishRequest) -> WeightsRef | None:
+    def publish_weights(self, request: PublishRequest) -> FolderWeights | None:
         """Returns the reference of the published weights on rank 0, None elsewhere."""
-        loaded = self._job(request.job_id)
+        loaded = self._job(request)
         if request.version != loaded.step:
             raise Conflict(
                 f"got version {request.version}, expected {loaded.step}, the last applied step"
             )
         engine, publisher = loaded.engine, loaded.publisher
 
-        def lead(save_all: SaveAll) -> WeightsRef:
+        def lead(save_all: SaveAll) -> FolderWeights:
             assert publisher is not None, "rank 0 has one"
-            return publisher.publish(
-                request.version, request.method, engine.weights_bytes, save_all
-            )
+            return publisher.publish(request, engine.weights_bytes, save_all)
 
         return self._ranks.write(lead, engine.save_weights)
 
     def write_checkpoint(self, request: CheckpointRequest) -> Checkpoint | None:
         """Returns the checkpoint on rank 0, None elsewhere. One that is there already is not
         written again; old ones go."""
-        loaded = self._job(request.job_id)
+        loaded = self._job(request)
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
         path = checkpoints.path_of(folder, request.step)
         known = self._ranks.from_rank_0(
@@ -207,6 +209,8 @@ class Trainer:
         engine = loaded.engine
         return TrainerState(
             job_id=loaded.request.job_id,
+            attempt=loaded.request.attempt,
+            epoch=loaded.request.epoch,
             step=loaded.step,
             dtype=engine.dtype,
             device=engine.device,
@@ -248,12 +252,23 @@ class Trainer:
             loaded.engine.close()
             get_logger().info("job unloaded", job=loaded.request.job_id, step=loaded.step)
 
-    def _job(self, job_id: str) -> Loaded:
+    def _job(self, request: Fenced) -> Loaded:
+        """Returns the loaded job. Raises StateLost without one, and Conflict unless it is the
+        request's, of the same fence."""
         if self._loaded is None:
-            raise Conflict(f"got job {job_id!r}, but no job is loaded; PUT /job first")
-        if self._loaded.request.job_id != job_id:
+            raise StateLost(f"got job {request.job_id!r}, but no job is loaded; PUT /job first")
+        current = self._loaded.request
+        if request.fence < current.fence:
+            raise _stale(request, current)
+        if current.job_id != request.job_id:
+            raise StateLost(
+                f"got job {request.job_id!r}, expected {current.job_id!r}, the one loaded"
+            )
+        if request.fence > current.fence:
             raise Conflict(
-                f"got job {job_id!r}, expected {self._loaded.request.job_id!r}, the one loaded"
+                f"got attempt {request.attempt}, epoch {request.epoch}, expected "
+                f"{current.attempt}, {current.epoch}; PUT /job first",
+                code="out_of_order",
             )
         return self._loaded
 
@@ -325,5 +340,15 @@ def checkpoint_bytes(engine: Engine) -> int:
     return 2 * engine.weights_bytes + 12 * engine.num_trainable
 
 
-def _fingerprint(body: Wire) -> str:
-    return hashlib.sha256(codec.encode(body, codec.MSGPACK)).hexdigest()
+def _stale(request: Fenced, current: Fenced) -> Conflict:
+    return Conflict(
+        f"job {request.job_id!r}: got attempt {request.attempt}, epoch {request.epoch}, which job "
+        f"{current.job_id!r} has superseded with {current.attempt}, {current.epoch}",
+        code="stale",
+    )
+
+
+def _fingerprint(body: TrainStepRequest) -> str:
+    """Returns a digest of what the step trains on, whoever asks for it."""
+    plain = body.model_copy(update={"attempt": 0, "epoch": 0})
+    return hashlib.sha256(codec.encode(plain, codec.MSGPACK)).hexdigest()

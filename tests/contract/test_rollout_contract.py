@@ -20,24 +20,26 @@ from starlette.types import ASGIApp
 
 from services.rollout.app import NoBody, create_service
 from services.rollout.sampler import Sampler
-from services.rollout.weights import digest_of
 from shared.client import Client
 from shared.config import Settings
-from shared.errors import BadRequest, Conflict, Failed, Unavailable
+from shared.digest import digest_of
+from shared.errors import BadRequest, Conflict, Failed, StateLost, Unavailable
 from shared.wire import (
     EngineSpec,
+    FolderWeights,
     GenerateRequest,
     Message,
+    ModelRequest,
     PauseState,
     Rollout,
     RolloutGroup,
     Sampling,
     ServingWeights,
-    WeightsRef,
+    Span,
 )
 
-SPEC = EngineSpec(model="tiny")
-OTHER = EngineSpec(model="other")
+SPEC = ModelRequest(model="tiny")
+OTHER = ModelRequest(model="other")
 
 
 @dataclass
@@ -67,13 +69,13 @@ class FakeEngine:
     ) -> tuple[Rollout, ...]:
         self.samples += 1
         await self.frozen.wait()
-        versions = () if self.version is None else (self.version,)
+        spans = () if self.version is None else (Span(version=self.version, start=0),)
         one = Rollout(
             text=salt,
             token_ids=(prompt_token_ids[-1],),
             logprobs=(-0.5,),
             finish_reason="stop",
-            versions=versions,
+            spans=spans,
         )
         return (one,) * sampling.n
 
@@ -141,7 +143,7 @@ class Bench:
     def engine(self) -> FakeEngine:
         return self.engines[-1]
 
-    def publish(self, version: int, job: str = "job", **tensors: np.ndarray) -> WeightsRef:
+    def publish(self, version: int, job: str = "job", **tensors: np.ndarray) -> FolderWeights:
         folder = self.runs / job / f"v{version}"
         folder.mkdir(parents=True, exist_ok=True)
         values = tensors or {
@@ -149,7 +151,7 @@ class Bench:
             "b": np.zeros(2, np.float32),
         }
         save_file(values, folder / "model.safetensors")
-        return WeightsRef(
+        return FolderWeights(
             job_id=job,
             version=version,
             method="disk",
@@ -158,10 +160,10 @@ class Bench:
             size_bytes=0,
         )
 
-    async def put(self, spec: EngineSpec = SPEC) -> ServingWeights:
+    async def put(self, spec: ModelRequest = SPEC) -> ServingWeights:
         return await self.client.call("PUT", "/model", spec, ServingWeights, deadline_s=5)
 
-    async def reload(self, ref: WeightsRef) -> ServingWeights:
+    async def reload(self, ref: FolderWeights) -> ServingWeights:
         return await self.client.call("POST", "/reload_weights", ref, ServingWeights, deadline_s=2)
 
     async def generate(
@@ -192,8 +194,7 @@ async def serving(bench: Bench) -> Bench:
     return bench
 
 
-# --- the model
-# ---------------------------------------------------------------------------------------------------------
+# --- the model -----------------------------------------------------------------------------------
 
 
 async def test_without_a_model_the_service_is_ready_and_generate_says_what_to_do(
@@ -201,11 +202,11 @@ async def test_without_a_model_the_service_is_ready_and_generate_says_what_to_do
 ) -> None:
     ready = await bench.raw("GET", "/readyz")
     assert (ready.status_code, ready.json()["dependencies"]["engine"]["ok"]) == (200, True)
-    with pytest.raises(Unavailable, match="no model is loaded; PUT /model loads one"):
+    with pytest.raises(StateLost, match="no model is loaded; PUT /model loads one"):
         await bench.generate()
     refused = await bench.raw("POST", "/reload_weights", json=bench.publish(1).model_dump())
     assert (refused.status_code, refused.json()["detail"]) == (
-        503,
+        409,
         "no model is loaded; PUT /model loads one",
     )
 
@@ -231,7 +232,7 @@ async def test_going_back_to_a_model_starts_it_again(serving: Bench) -> None:
 
 async def test_a_model_that_does_not_exist_leaves_the_old_one_serving(serving: Bench) -> None:
     with pytest.raises(BadRequest, match="got 'missing'"):
-        await serving.put(EngineSpec(model="missing"))
+        await serving.put(ModelRequest(model="missing"))
     assert (await serving.generate()).rollouts[0].finish_reason == "stop"
 
 
@@ -268,8 +269,7 @@ async def test_a_dead_engine_makes_the_service_unready_and_the_same_model_starts
     assert (await serving.generate()).prompt_token_ids == (1, 2)
 
 
-# --- generate
-# ----------------------------------------------------------------------------------------------------------
+# --- generate ------------------------------------------------------------------------------------
 
 
 async def test_generate_returns_a_group(serving: Bench) -> None:
@@ -335,11 +335,10 @@ async def test_weights_older_than_asked_for_do_not_sample(serving: Bench) -> Non
 
 async def test_cached_prefixes_are_salted_with_job_and_version(serving: Bench) -> None:
     await serving.reload(serving.publish(7))
-    assert (await serving.generate()).rollouts[0].text == "job:7"
+    assert (await serving.generate()).rollouts[0].text == "job:(0, 0):7"
 
 
-# --- weights
-# -----------------------------------------------------------------------------------------------------------
+# --- weights -------------------------------------------------------------------------------------
 
 
 async def test_a_reload_pauses_loads_labels_and_resumes(serving: Bench) -> None:
@@ -389,12 +388,12 @@ async def test_a_reload_that_goes_back_replaces_a_newer_version_and_other_bytes_
     serving: Bench,
 ) -> None:
     await serving.reload(serving.publish(5))
-    back = serving.publish(3).model_copy(update={"rewind": True})
+    back = serving.publish(3).model_copy(update={"epoch": 1})
     assert (await serving.reload(back)).version == 3
     await serving.reload(back)
     assert (await serving.generate()).rollouts[0].versions == (3,)
     other = serving.publish(3, w=np.ones((2, 2), np.float32), b=np.ones(2, np.float32)).model_copy(
-        update={"rewind": True}
+        update={"epoch": 2}
     )
     assert (await serving.reload(other)).digest == other.digest != back.digest
     assert serving.engine.calls == ["pause", "v5", 5, "resume"] + ["pause", "v3", 3, "resume"] * 2
@@ -467,8 +466,7 @@ async def test_the_same_model_put_after_a_failed_load_starts_anew(serving: Bench
     assert (await serving.generate()).rollouts[0].versions == ()
 
 
-# --- pause
-# -------------------------------------------------------------------------------------------------------------
+# --- pause ---------------------------------------------------------------------------------------
 
 
 async def test_while_paused_generate_waits(serving: Bench) -> None:
@@ -486,13 +484,12 @@ async def test_a_reload_does_not_end_a_pause(serving: Bench) -> None:
     assert "resume" not in serving.engine.calls
 
 
-# --- openai, metrics, versions
-# -----------------------------------------------------------------------------------------
+# --- openai, metrics, versions -------------------------------------------------------------------
 
 
-async def test_openai_routes_go_to_the_engine_or_answer_503_in_openais_shape(bench: Bench) -> None:
+async def test_openai_routes_go_to_the_engine_or_answer_in_openais_shape(bench: Bench) -> None:
     refused = await bench.raw("GET", "/v1/models")
-    assert refused.status_code == 503
+    assert refused.status_code == 409
     assert refused.json()["error"]["message"] == "no model is loaded; PUT /model loads one"
     await bench.put()
     assert (await bench.raw("GET", "/v1/models")).json() == {"from": "the engine"}

@@ -6,6 +6,7 @@ import asyncio
 
 import httpx2 as httpx
 import pytest
+import structlog
 from pydantic import SecretStr
 
 from shared import codec
@@ -189,6 +190,43 @@ async def test_a_service_that_stays_away_is_given_up_long_before_the_deadline(
     with pytest.raises(Unavailable, match="the engine process died"):
         await call(counter.client(patience_s=0.5), deadline_s=600)
     assert 2 <= counter.runs <= 5
+
+
+async def test_a_long_wait_names_who_is_waited_for_and_for_what(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.client.WAIT_S", 0)
+    monkeypatch.setattr("shared.client.FIRST_REPORT_S", 0.1)
+    counter = Counter(settings)
+    counter.seconds = 0.3
+    pair = {"waits_for": "trainer", "to": "POST /checkpoints", "seconds": 0}
+    with structlog.testing.capture_logs() as logs:
+        await call(counter.client())
+        counter.error, counter.seconds = Unavailable("starting"), 0.0
+        with pytest.raises(Unavailable):
+            await call(counter.client(patience_s=0.5))
+    waits = [line for line in logs if line["event"].startswith("waiting for")]
+    assert waits[0] == {"event": "waiting for an operation", "log_level": "info"} | pair
+    assert (
+        waits[-1]
+        == {
+            "event": "waiting for a service",
+            "log_level": "warning",
+            "reason": "starting",
+        }
+        | pair
+    )
+
+
+async def test_what_a_proxy_answers_is_retried(settings: Settings) -> None:
+    answers = iter([(502, b"<html>Bad Gateway</html>"), (500, b"Internal Server Error")])
+
+    async def proxy(request: httpx.Request) -> httpx.Response:
+        status, content = next(answers, (200, b'{"step":1,"path":"/x","size_bytes":7}'))
+        return httpx.Response(status, content=content)
+
+    client = Client("trainer", "http://localhost", transport=httpx.MockTransport(proxy))
+    assert (await call(client)).size_bytes == 7
 
 
 async def test_a_bad_body_is_a_problem_document_with_pointers(settings: Settings) -> None:

@@ -21,10 +21,12 @@ from shared.config import Settings
 from shared.errors import BadRequest, Conflict
 from shared.service import Service
 from shared.wire import (
+    AnyWeights,
     Checkpoint,
     CheckpointRequest,
-    EngineSpec,
+    FolderWeights,
     GenerateRequest,
+    ModelRequest,
     Part,
     PublishRequest,
     Rollout,
@@ -34,6 +36,7 @@ from shared.wire import (
     ScoreRequest,
     ScoreResult,
     ServingWeights,
+    Span,
     StepResult,
     TrainerJob,
     TrainerState,
@@ -53,7 +56,7 @@ class FakeServices:
         self.fault: dict[str, Callable[[Any], Awaitable[Any]]] = {}
         self.job: TrainerJob | None = None
         self.step = 0
-        self.serving = ServingWeights(job_id=None, version=None, digest=None, model=None)
+        self.serving = ServingWeights()
         self.trained: list[TrainStepRequest] = []
         self.grade: Callable[[ScoreItem], Part] = lambda item: Part(
             value=float(item.completion == "right")
@@ -63,7 +66,7 @@ class FakeServices:
         self.restarts = 0
         self.damaged: tuple[str, ...] = ()
         self.skipped: set[int] = set()
-        self.reloads: list[WeightsRef] = []
+        self.reloads: list[AnyWeights] = []
         self._services = {
             name: Service(name, settings) for name in ("rollout", "trainer", "reward")
         }
@@ -118,9 +121,9 @@ class FakeServices:
         if route in self.fault:
             await self.fault[route](body)
 
-    async def _put_model(self, spec: EngineSpec) -> ServingWeights:
+    async def _put_model(self, spec: ModelRequest) -> ServingWeights:
         await self._note("model", spec)
-        self.serving = ServingWeights(job_id=None, version=None, digest=None, model=spec.model)
+        self.serving = ServingWeights(model=spec.model)
         return self.serving
 
     async def _put_job(self, body: TrainerJob) -> TrainerState:
@@ -153,22 +156,29 @@ class FakeServices:
                 token_ids=(1, 2),
                 logprobs=(-0.5, -0.5),
                 finish_reason="stop",
-                versions=(version,),
+                spans=(Span(version=version, start=0),),
             )
             for r in right
         )
         return RolloutGroup(prompt_token_ids=(9,), rollouts=rollouts)
 
-    async def _reload(self, ref: WeightsRef) -> ServingWeights:
+    async def _reload(self, request: WeightsRef) -> ServingWeights:
+        ref = request.root
         await self._note("reload", ref)
         self.reloads.append(ref)
         serving = self.serving
-        if serving.job_id == ref.job_id and not ref.rewind and ref.version < (serving.version or 0):
+        same = (serving.job_id, serving.fence) == (ref.job_id, ref.fence)
+        if same and ref.version < (serving.version or 0):
             raise Conflict(
                 f"'version': got {ref.version}, serving {serving.version}; versions only go up"
             )
         self.serving = ServingWeights(
-            job_id=ref.job_id, version=ref.version, digest=ref.digest, model="m"
+            job_id=ref.job_id,
+            attempt=ref.attempt,
+            epoch=ref.epoch,
+            version=ref.version,
+            digest=ref.digest,
+            model="m",
         )
         return self.serving
 
@@ -176,7 +186,7 @@ class FakeServices:
         await self._note("train_step", body)
         if self.job is None:
             raise Conflict(f"got job {body.job_id!r}, but no job is loaded; PUT /job first")
-        if self.trained and body == self.trained[-1]:
+        if self.trained and body.step == self.step and _same(body, self.trained[-1]):
             return self._result(body)
         if body.step != self.step + 1:
             raise Conflict(f"got step {body.step}, expected {self.step + 1}")
@@ -203,14 +213,17 @@ class FakeServices:
             raise Conflict(
                 f"got version {body.version}, expected {self.step}, the last applied step"
             )
-        return WeightsRef(
+        weights = FolderWeights(
             job_id=body.job_id,
+            attempt=body.attempt,
+            epoch=body.epoch,
             version=body.version,
-            method=body.method,
+            method="shm",
             path="/w",
             digest=f"digest-{body.version}",
             size_bytes=1,
         )
+        return WeightsRef(weights)
 
     async def _checkpoint(self, body: CheckpointRequest) -> Checkpoint:
         await self._note("checkpoint", body)
@@ -229,6 +242,11 @@ class FakeServices:
         if body.rewards[0].grader == "lenght":
             raise BadRequest("unknown grader 'lenght'; did you mean 'length'?")
         return Validated(rewards=tuple(reward.label for reward in body.rewards))
+
+
+def _same(one: TrainStepRequest, other: TrainStepRequest) -> bool:
+    """Returns whether both train on the same, whoever asks."""
+    return (one.step, one.examples, one.totals) == (other.step, other.examples, other.totals)
 
 
 async def _serve(server: uvicorn.Server) -> None:

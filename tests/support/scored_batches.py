@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shared.job import Job
-from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score
+from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score, Span
 
 
 def make_job(*rewards: dict[str, Any], **advantages: Any) -> Job:
@@ -53,7 +53,7 @@ def make_batch(*scores_PG: tuple[Score, ...], cut_off: tuple[int, ...] = ()) -> 
                 token_ids=(1,),
                 logprobs=(-0.5,),
                 finish_reason="length" if index in cut_off else "stop",
-                versions=(0,),
+                spans=(Span(version=0, start=0),),
             )
             for index in range(len(scores_G))
         )

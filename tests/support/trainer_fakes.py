@@ -16,6 +16,7 @@ from shared.errors import BadRequest
 from shared.job import Job
 from shared.job_file import parse_job
 from shared.wire import Example, TrainerJob, TrainStepRequest
+from tests.support.safetensors_files import safetensors
 
 EXAMPLE = Example(
     prompt_token_ids=(1, 2), token_ids=(3, 4, 5), old_logprobs=(-1.0, -1.0, -1.0), advantage=1.0
@@ -51,7 +52,8 @@ class FakeEngine:
 
     def save_weights(self, folder: Path) -> None:
         if self.rank == 0:
-            (folder / "model.safetensors").write_bytes(b"weights %d" % self.num_updates)
+            data = safetensors(w=b"weights %d" % self.num_updates)
+            (folder / "model.safetensors").write_bytes(data)
 
     def save_checkpoint(self, folder: Path) -> None:
         self.save_weights(folder)

@@ -27,17 +27,17 @@ import httpx2 as httpx
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from services.rollout.weights import digest_of
 from shared.client import Client
+from shared.digest import digest_of
 from shared.errors import BadRequest, Conflict, Failed
 from shared.wire import (
-    EngineSpec,
+    FolderWeights,
     GenerateRequest,
+    ModelRequest,
     Rollout,
     RolloutGroup,
     Sampling,
     ServingWeights,
-    WeightsRef,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(600)]
@@ -84,7 +84,7 @@ class Running:
 
     def publish(
         self, version: int, model: Path, job: str = "job", drop: str | None = None
-    ) -> WeightsRef:
+    ) -> FolderWeights:
         """Publishes `model`'s weights as `version`, without the tensor `drop`."""
         folder = self.runs / job / "weights" / f"v{version}"
         folder.mkdir(parents=True)
@@ -93,7 +93,7 @@ class Running:
             {name: tensor for name, tensor in tensors.items() if name != drop},
             folder / "model.safetensors",
         )
-        return WeightsRef(
+        return FolderWeights(
             job_id=job,
             version=version,
             method="disk",
@@ -236,7 +236,7 @@ async def generate(client: Client, **request: object) -> RolloutGroup:
     return await client.call("POST", "/generate", body, RolloutGroup, deadline_s=60)
 
 
-async def reload(client: Client, ref: WeightsRef) -> ServingWeights:
+async def reload(client: Client, ref: FolderWeights) -> ServingWeights:
     return await client.call("POST", "/reload_weights", ref, ServingWeights, deadline_s=60)
 
 
@@ -450,7 +450,7 @@ async def test_a_dead_engine_is_noticed_and_another_model_takes_its_place(
     old = service.engine_pid()
     os.kill(old, signal.SIGKILL)
     wait_for(lambda: httpx.get(f"{service.url}/readyz").status_code == 503, 10, "readyz to be 503")
-    spec = EngineSpec(model=str(service.models / "untied"), dtype="float32")
+    spec = ModelRequest(model=str(service.models / "untied"), dtype="float32")
     await client.call("PUT", "/model", spec, ServingWeights, deadline_s=240)
     assert_sampled_by(
         service.models / "untied", await generate(client, sampling=Sampling(n=2, max_tokens=8))

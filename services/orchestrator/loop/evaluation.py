@@ -27,7 +27,7 @@ async def evaluate(
     )
 
     async def grade(prompt: Prompt, position: int) -> tuple[Score, ...]:
-        key = f"{job_id}:eval:{version}:{position}"
+        key = f"{peers.life}:eval:{version}:{position}"
         return await peers.score(
             prompt, await peers.generate(prompt, version, key=key, sampling=sampling), job_id=job_id
         )

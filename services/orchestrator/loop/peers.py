@@ -12,9 +12,10 @@ from shared.job import Job
 from shared.wire import (
     Checkpoint,
     CheckpointRequest,
-    EngineSpec,
     Example,
+    Fenced,
     GenerateRequest,
+    ModelRequest,
     Prompt,
     PublishRequest,
     RolloutGroup,
@@ -38,8 +39,11 @@ from shared.wire import (
 class Peers:
     """One job's view of the services. `close` ends the connections."""
 
-    def __init__(self, job: Job, settings: Settings) -> None:
+    def __init__(
+        self, job: Job, settings: Settings, job_id: str = "unnamed", attempt: int = 0
+    ) -> None:
         self._job = job
+        self._who = Fenced(job_id=job_id, attempt=attempt)
         self._settings = settings
         token = settings.bearer()
         patience_s = settings.patience_s
@@ -53,13 +57,23 @@ class Peers:
             "reward", settings.reward_url, token=token, binary=True, patience_s=patience_s
         )
 
+    def new_epoch(self) -> None:
+        """Makes every call from now on one of another life of the weights."""
+        self._who = self._who.model_copy(update={"epoch": self._who.epoch + 1})
+
+    @property
+    def life(self) -> str:
+        """Names the job and this life of its weights."""
+        return f"{self._who.job_id}:{self._who.attempt}:{self._who.epoch}"
+
     async def close(self) -> None:
         for client in (self._rollout, self._trainer, self._reward):
             await client.close()
 
     async def put_model(self) -> ServingWeights:
         job = self._job
-        spec = EngineSpec(
+        spec = ModelRequest(
+            **self._fence(),
             model=job.model,
             revision=job.model_revision,
             dtype=job.training.dtype,
@@ -71,8 +85,8 @@ class Peers:
             "PUT", "/model", spec, ServingWeights, deadline_s=deadline_s
         )
 
-    async def put_job(self, job_id: str) -> TrainerState:
-        body = TrainerJob(job_id=job_id, job=self._job)
+    async def put_job(self) -> TrainerState:
+        body = TrainerJob(**self._fence(), job=self._job)
         return await self._trainer.call(
             "PUT", "/job", body, TrainerState, deadline_s=self._settings.start_deadline_s
         )
@@ -84,7 +98,10 @@ class Peers:
         self, prompt: Prompt, min_version: int, *, key: str, sampling: Sampling | None = None
     ) -> RolloutGroup:
         body = GenerateRequest(
-            prompt=prompt.content, sampling=sampling or self._sampling(), min_version=min_version
+            **self._fence(),
+            prompt=prompt.content,
+            sampling=sampling or self._sampling(),
+            min_version=min_version,
         )
         deadline_s = self._settings.generate_deadline_s
         return await self._rollout.call(
@@ -116,16 +133,16 @@ class Peers:
         body = ValidateRequest(rewards=self._job.rewards, columns=columns)
         await self._reward.call("POST", "/graders/validate", body, Validated, deadline_s=60.0)
 
-    async def train_step(self, job_id: str, step: int, examples: tuple[Example, ...]) -> StepResult:
-        body = TrainStepRequest(job_id=job_id, step=step, examples=examples)
+    async def train_step(self, step: int, examples: tuple[Example, ...]) -> StepResult:
+        body = TrainStepRequest(**self._fence(), step=step, examples=examples)
         deadline_s = self._settings.train_deadline_s
         return await self._trainer.call(
             "POST", "/train_step", body, StepResult, deadline_s=deadline_s
         )
 
-    async def publish_weights(self, job_id: str, version: int, method: str) -> WeightsRef:
+    async def publish_weights(self, version: int, method: str) -> WeightsRef:
         body = PublishRequest.model_validate(
-            {"job_id": job_id, "version": version, "method": method}
+            {**self._fence(), "version": version, "method": method}
         )
         deadline_s = self._settings.sync_deadline_s
         return await self._trainer.call(
@@ -138,8 +155,8 @@ class Peers:
             "POST", "/reload_weights", ref, ServingWeights, deadline_s=deadline_s
         )
 
-    async def checkpoint(self, job_id: str, step: int) -> Checkpoint:
-        body = CheckpointRequest(job_id=job_id, step=step)
+    async def checkpoint(self, step: int) -> Checkpoint:
+        body = CheckpointRequest(**self._fence(), step=step)
         deadline_s = self._settings.sync_deadline_s
         return await self._trainer.call(
             "POST", "/checkpoints", body, Checkpoint, deadline_s=deadline_s
@@ -150,6 +167,9 @@ class Peers:
         clients = (self._rollout, self._trainer, self._reward)
         found = await asyncio.gather(*(client.get("/version", VersionInfo) for client in clients))
         return {info.service: info.model_dump(exclude={"service"}) for info in found}
+
+    def _fence(self) -> dict[str, Any]:
+        return self._who.model_dump()
 
     def _sampling(self) -> Sampling:
         spec = self._job.sampling

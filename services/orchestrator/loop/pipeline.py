@@ -124,7 +124,7 @@ class Pipeline:
 
         async def sample_group(prompt: Prompt, position: int) -> GradedGroup:
             group = await self.peers.generate(
-                prompt, min_version, key=f"{self.job_id}:{step}:{round}:{position}"
+                prompt, min_version, key=f"{self.peers.life}:{step}:{round}:{position}"
             )
             watch.lap("generate")
             return GradedGroup(prompt, group, await self._score(prompt, group))
@@ -142,9 +142,9 @@ class Pipeline:
         advantages_PG = batch_advantages(batch, self.job)
         examples = to_examples(batch.groups, advantages_PG)
         watch.lap("store")
-        result = await self.peers.train_step(self.job_id, batch.step, examples)
+        result = await self.peers.train_step(batch.step, examples)
         watch.lap("train")
-        await sync_weights(self.peers, self.job_id, self.job, batch.step)
+        await sync_weights(self.peers, self.job, batch.step)
         watch.lap("sync")
         return Step(
             batch,
@@ -156,18 +156,15 @@ class Pipeline:
         )
 
 
-async def sync_weights(
-    peers: Peers, job_id: str, job: Job, version: int, *, rewind: bool = False
-) -> ServingWeights:
+async def sync_weights(peers: Peers, job: Job, version: int) -> ServingWeights:
     """Makes the sampler serve the trainer's `version`; raises Failed unless it answers with that
-    version and its digest. `rewind`: also where it serves a newer one, of a trainer that has since
-    come back from a checkpoint."""
-    published = await peers.publish_weights(job_id, version, job.weight_sync)
-    serving = await peers.reload_weights(published.model_copy(update={"rewind": rewind}))
-    if (serving.version, serving.digest) != (version, published.digest):
+    version and its digest."""
+    published = await peers.publish_weights(version, job.weight_sync)
+    serving = await peers.reload_weights(published)
+    digest = published.root.digest
+    if (serving.version, serving.digest) != (version, digest):
         raise Failed(
-            f"weight sync: the trainer published version {version} with digest "
-            f"{published.digest[:12]}, but the sampler "
-            f"serves version {serving.version} with digest {str(serving.digest)[:12]}"
+            f"weight sync: the trainer published version {version} with digest {digest[:12]}, but "
+            f"the sampler serves version {serving.version} with digest {str(serving.digest)[:12]}"
         )
     return serving

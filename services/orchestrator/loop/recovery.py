@@ -9,7 +9,7 @@ import asyncio
 from services.orchestrator.loop.groups import MustPause
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.queue.store import StoreUnavailable
-from shared.errors import Conflict, Failed, HoneError, Unavailable
+from shared.errors import Conflict, Failed, HoneError, StateLost, Unavailable
 from shared.wire import TrainerState
 
 MAX_RECOVERIES = 3
@@ -30,7 +30,7 @@ async def can_recover(error: HoneError, trainer: TrainerState, peers: Peers) -> 
     """
     if isinstance(error, StoreUnavailable | MustPause):
         return False
-    if isinstance(error, Conflict):
+    if isinstance(error, Conflict | StateLost):
         return True
     if isinstance(error, Unavailable):
         return not isinstance(error.__cause__, TimeoutError)

@@ -46,7 +46,7 @@ class Run:
         self._store = store
         self._settings = settings
         self._folder = RunFolder(Path(record.run_dir))
-        self._peers = Peers(record.job, settings)
+        self._peers = Peers(record.job, settings, record.id, lease.attempt)
         self._tracker = Tracker(record.job, record.id, self._folder.path)
         self._created_at = record.created_at
         self._recoveries = record.recoveries
@@ -100,14 +100,15 @@ class Run:
     async def _prepare(self) -> TrainerState:
         """Loads the job into trainer and sampler, and makes both serve the trainer's last step,
         whatever they did before."""
+        self._peers.new_epoch()
         await self._log("loading the model into the trainer and the sampler")
         try:
-            state, _ = await asyncio.gather(self._peers.put_job(self._id), self._peers.put_model())
+            state, _ = await asyncio.gather(self._peers.put_job(), self._peers.put_model())
         except Conflict as error:
             raise Failed(error.detail) from error  # refused, and not out of order
         for sentence in state.damaged:
             await self._store.report(self._lease, "log", sentence, level="warning")
-        await sync_weights(self._peers, self._id, self._job, state.step, rewind=True)
+        await sync_weights(self._peers, self._job, state.step)
         message = f"{state.num_parameters:,} parameters, {state.dtype}, {state.num_ranks} trainer rank(s) on {state.device}"
         message += f"; going on after step {state.step}" if state.step else ""
         await self._store.report(self._lease, "log", message, step=state.step)
@@ -145,7 +146,7 @@ class Run:
                 )
                 since = time.monotonic()
         train_s = time.monotonic() - self._began
-        checkpoint = checkpoint or await self._peers.checkpoint(self._id, self._job.steps)
+        checkpoint = checkpoint or await self._peers.checkpoint(self._job.steps)
         return self._summary(train_s, checkpoint, await self._peers.versions())
 
     async def _after_step(
@@ -158,7 +159,7 @@ class Run:
         last = number == job.steps
         checkpoint = None
         if last or (job.checkpoints.every and number % job.checkpoints.every == 0):
-            checkpoint = await self._peers.checkpoint(self._id, number)
+            checkpoint = await self._peers.checkpoint(number)
             await self._store.report(
                 self._lease, "checkpoint", f"checkpoint {checkpoint.path}", checkpoint.model_dump()
             )

@@ -13,15 +13,16 @@ nccl, delta), and adapters apart.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from services.trainer.disk.folders import ASIDE, written_aside
+from shared import digest
 from shared.config import Settings
-from shared.wire import WeightsRef
+from shared.errors import BadRequest
+from shared.wire import FolderWeights, PublishRequest
 
 KEEP_VERSIONS = 2
 
@@ -37,26 +38,33 @@ class Publisher:
             "shm": settings.shm_dir / job_id,
             "disk": settings.runs_dir.resolve() / job_id / "weights",
         }
-        self._published: dict[Method, list[WeightsRef]] = {"shm": [], "disk": []}
+        self._published: dict[Method, list[FolderWeights]] = {"shm": [], "disk": []}
         self.close()
 
     def publish(
-        self, version: int, method: Method, size_bytes: int, save: Callable[[Path], None]
-    ) -> WeightsRef:
-        """Returns the reference of `version`, written by `save(folder)` unless it is published
-        already."""
+        self, request: PublishRequest, size_bytes: int, save: Callable[[Path], None]
+    ) -> FolderWeights:
+        """Returns the reference of the version, written by `save(folder)` unless it is published
+        already. Raises BadRequest for a method that is not there."""
+        version, method = request.version, cast(Method, request.method)
+        if method not in self._folders:
+            raise BadRequest(f"got method {method!r}, expected one of {sorted(self._folders)}")
         for ref in self._published[method]:
             if ref.version == version:
-                return ref
+                return ref.model_copy(update={"attempt": request.attempt, "epoch": request.epoch})
         folder = self._folders[method] / f"v{version}"
         with written_aside(folder, size_bytes, durable=method == "disk") as aside:
             save(aside)
-            ref = WeightsRef(
+            tensors = digest.tensor_digests(digest.stored_tensors(aside))
+            ref = FolderWeights(
                 job_id=self._job_id,
+                attempt=request.attempt,
+                epoch=request.epoch,
                 version=version,
                 method=method,
                 path=str(folder),
-                digest=digest(aside),
+                digest=digest.digest(tensors),
+                tensors=tensors,
                 size_bytes=sum(file.stat().st_size for file in aside.glob("*.safetensors")),
             )
         if method == "disk":
@@ -76,17 +84,6 @@ class Publisher:
         for folder in self._folders[method].iterdir():
             if folder.is_dir() and folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def digest(folder: Path) -> str:
-    """Returns the sha256, in hex, of the bytes of each *.safetensors file in `folder`, in the order
-    of their names."""
-    total = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                total.update(block)
-    return total.hexdigest()
 
 
 def _point(pointer: Path, name: str) -> None:

@@ -18,12 +18,15 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from shared.errors import BadRequest
+from shared.packed import Logprobs, Packed, TokenIds
 from shared.wire import Example
 
 
@@ -60,8 +63,15 @@ class MicroBatch:
         return dataclasses.replace(self, **tensors)
 
 
-DUMMY = Example(prompt_token_ids=(0,), token_ids=(0,), old_logprobs=(0.0,), advantage=0.0)
+DUMMY = Example(
+    prompt_token_ids=TokenIds([0]),
+    token_ids=TokenIds([0]),
+    old_logprobs=Logprobs([0.0]),
+    advantage=0.0,
+)
 """One token that reaches every parameter, with a gradient of exactly zero."""
+
+DTYPES = {"i": "<i4", "f": "<f4", "B": "u1"}
 
 ATTENTION_TOKENS = 16384
 """Length of a sequence whose attention costs as much as all the rest of the model: about 12 hidden
@@ -180,7 +190,10 @@ def collate(
     examples: Sequence[Example], weight: float = 1.0, *, packed: bool = False
 ) -> MicroBatch:
     """Returns the examples as one micro-batch: right-padded rows, or one packed row."""
-    sequences = [torch.tensor(example.prompt_token_ids + example.token_ids) for example in examples]
+    sequences = [
+        torch.cat([_tensor(example.prompt_token_ids), _tensor(example.token_ids)]).long()
+        for example in examples
+    ]
     lengths_S = torch.tensor([len(example.token_ids) for example in examples])
     sequences_N = torch.repeat_interleave(torch.arange(len(examples)), lengths_S)
     # Where each sequence begins in its row, and in it the token that predicts the completion's
@@ -200,12 +213,10 @@ def collate(
         attention_mask_BT=pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
         rows_N=torch.zeros_like(sequences_N) if packed else sequences_N,
         columns_N=torch.cat(columns),
-        targets_N=torch.cat([torch.tensor(example.token_ids) for example in examples]),
+        targets_N=torch.cat([_tensor(example.token_ids) for example in examples]).long(),
         sequences_N=sequences_N,
         num_sequences=len(examples),
-        sampler_logprobs_N=torch.cat(
-            [torch.tensor(example.old_logprobs, dtype=torch.float32) for example in examples]
-        ),
+        sampler_logprobs_N=torch.cat([_tensor(example.old_logprobs) for example in examples]),
         advantages_N=torch.tensor([example.advantage for example in examples], dtype=torch.float32)[
             sequences_N
         ],
@@ -215,3 +226,8 @@ def collate(
         if packed
         else None,
     )
+
+
+def _tensor(packed: Packed[Any]) -> Tensor:
+    """Returns the numbers `[T]` as int32 or float32."""
+    return torch.from_numpy(np.frombuffer(packed.data, DTYPES[packed.code]).copy())

@@ -132,8 +132,7 @@ def dr_grpo(x: LossInputs) -> Tensor:
     return mean_over_length_limit(x, weighted(x, clipped_losses(x)))
 
 
-# --- a token's loss
-# ----------------------------------------------------------------------------------------------------
+# --- a token's loss ------------------------------------------------------------------------------
 
 
 def clipped_losses(x: LossInputs) -> Tensor:
@@ -196,8 +195,7 @@ def weighted(x: LossInputs, losses_N: Tensor) -> Tensor:
     return torch.where(x.weights_N == 0, 0.0, x.weights_N * losses_N)
 
 
-# --- averages over tokens, as shares of the optimizer step's
-# ------------------------------------------------------------
+# --- averages over tokens, as shares of the optimizer step's -------------------------------------
 
 
 def mean_of_sequence_means(x: LossInputs, values_N: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from services.trainer.learning.batch import MicroBatch, collate
 from services.trainer.learning.head import as_scoring_head
 from shared.errors import BadRequest
 from shared.logs import get_logger
+from shared.packed import Logprobs, TokenIds
 from shared.wire import Example
 
 MAX_CHUNK_LOGITS = 1 << 26
@@ -201,9 +202,9 @@ def _canary(model: Any, *, packed: bool) -> MicroBatch:
         ids = tuple((7 * length + position) % vocab_size for position in range(length))
         examples.append(
             Example(
-                prompt_token_ids=ids[:2],
-                token_ids=ids[2:],
-                old_logprobs=(0.0,) * (length - 2),
+                prompt_token_ids=TokenIds(ids[:2]),
+                token_ids=TokenIds(ids[2:]),
+                old_logprobs=Logprobs((0.0,) * (length - 2)),
                 advantage=0.0,
             )
         )

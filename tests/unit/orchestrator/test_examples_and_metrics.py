@@ -20,7 +20,7 @@ def rollout(length: int, reason: str = "stop") -> Rollout:
             "token_ids": tuple(range(length)),
             "logprobs": (-0.5,) * length,
             "finish_reason": reason,
-            "versions": (3,),
+            "spans": ({"version": 3, "start": 0},),
         }
     )
 

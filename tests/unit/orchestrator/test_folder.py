@@ -13,7 +13,7 @@ from services.orchestrator.record.folder import BatchExists, RunFolder
 from services.orchestrator.record.retention import first_needed
 from shared.errors import Failed, NotFound
 from shared.job import CheckpointSpec, Job, RolloutsSpec
-from shared.wire import Batch, MetricsRow, Prompt, Rollout, RolloutGroup, Score
+from shared.wire import Batch, MetricsRow, Prompt, Rollout, RolloutGroup, Score, Span
 
 JOB = Job.model_validate(
     {
@@ -28,7 +28,11 @@ JOB = Job.model_validate(
 
 def make_batch(step: int = 1, text: str = "3*5") -> Batch:
     rollout = Rollout(
-        text=text, token_ids=(1, 2), logprobs=(-0.5, -0.25), finish_reason="stop", versions=(0,)
+        text=text,
+        token_ids=(1, 2),
+        logprobs=(-0.5, -0.25),
+        finish_reason="stop",
+        spans=(Span(version=0, start=0),),
     )
     group = RolloutGroup(prompt_token_ids=(7,), rollouts=(rollout,))
     prompt = Prompt(index=0, content="3 5 15", row={"target": 15})

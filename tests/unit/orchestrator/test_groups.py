@@ -7,7 +7,7 @@ import pytest
 from services.orchestrator.loop.groups import GradedGroup, refill, to_batch, too_many_missing
 from shared.errors import Failed
 from shared.job import Job
-from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score
+from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score, Span
 from tests.support.scored_batches import make_job, score
 
 
@@ -18,7 +18,11 @@ def refilling(rounds: int) -> Job:
 
 def graded(name: int, *rewards: float | None, versions: tuple[int, ...] = (3,)) -> GradedGroup:
     rollout = Rollout(
-        text="x", token_ids=(1,), logprobs=(-0.5,), finish_reason="stop", versions=versions
+        text="x",
+        token_ids=(1,),
+        logprobs=(-0.5,),
+        finish_reason="stop",
+        spans=tuple(Span(version=v, start=i) for i, v in enumerate(versions)),
     )
     group = RolloutGroup(prompt_token_ids=(1,), rollouts=(rollout,) * len(rewards))
     return GradedGroup(
@@ -78,12 +82,14 @@ async def test_nothing_is_replaced_for_rewards_that_are_missing() -> None:
 
 def test_a_batch_carries_its_oldest_version_and_what_was_dropped() -> None:
     batch = to_batch(
-        7, [graded(0, 1.0, versions=(4, 5)), graded(1, 0.0, versions=(5,))], [graded(2, 0.0)]
+        7,
+        [graded(0, 1.0, versions=(4, 5)), graded(1, 0.0, versions=(5,))],
+        [graded(2, 0.0)],
     )
     assert (batch.step, batch.version, [prompt.index for prompt in batch.prompts]) == (7, 4, [0, 1])
     assert batch.dropped == (graded(2, 0.0).scores,) and batch.graded
     with pytest.raises(Failed, match="step 7: no rollout says which weights sampled it"):
-        to_batch(7, [graded(0, 1.0, versions=())])
+        to_batch(7, [graded(0, 1.0, spans=())])
 
 
 def test_missing_rewards_are_told_with_their_share_and_the_first_reasons() -> None:

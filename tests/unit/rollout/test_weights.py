@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -13,48 +11,21 @@ from safetensors.numpy import save_file
 
 from services.rollout.weights import (
     compare,
-    digest_of,
     has_tied_embeddings,
     published_folder,
-    shapes_of,
     verify,
 )
+from shared.digest import digest_of
 from shared.errors import BadRequest, Failed
-from shared.wire import WeightsRef
+from shared.wire import FolderWeights
 
 MODEL = {"embed": (4, 2), "norm": (2,)}
 
 
-def ref(path: Path, digest: str = "") -> WeightsRef:
-    return WeightsRef(
+def ref(path: Path, digest: str = "") -> FolderWeights:
+    return FolderWeights(
         job_id="job", version=3, method="shm", path=str(path), digest=digest, size_bytes=0
     )
-
-
-def test_the_digest_is_sha256_over_the_files_in_the_order_of_their_names(tmp_path: Path) -> None:
-    for letter in "hbfdacge":
-        (tmp_path / f"{letter}.safetensors").write_bytes(letter.encode())
-    (tmp_path / "config.json").write_bytes(b"not counted")
-    assert digest_of(tmp_path) == hashlib.sha256(b"abcdefgh").hexdigest()
-
-
-def test_shapes_come_from_every_file(tmp_path: Path) -> None:
-    save_file(
-        {"embed": np.zeros((4, 2), np.float32)},
-        tmp_path / "1.safetensors",
-        metadata={"format": "pt"},
-    )
-    save_file({"norm": np.zeros(2, np.float16)}, tmp_path / "2.safetensors")
-    assert shapes_of(tmp_path) == MODEL
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"short", struct.pack("<Q", 1 << 40) + b"{}", struct.pack("<Q", 4) + b"nope"]
-)
-def test_a_file_that_is_not_safetensors_is_named(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "x.safetensors").write_bytes(data)
-    with pytest.raises(Failed, match=r"x\.safetensors' is not a safetensors file"):
-        shapes_of(tmp_path)
 
 
 def test_the_same_tensors_do_not_differ() -> None:
@@ -92,9 +63,9 @@ def test_the_output_matrix_is_optional_only_where_it_is_tied() -> None:
     )
 
 
-def test_verify_returns_the_digest_of_the_bytes(tmp_path: Path) -> None:
+def test_verify_returns_the_digest_of_the_tensors(tmp_path: Path) -> None:
     save_file({"norm": np.ones(2, np.float32)}, tmp_path / "m.safetensors")
-    digest = hashlib.sha256((tmp_path / "m.safetensors").read_bytes()).hexdigest()
+    digest = digest_of(tmp_path)
     assert verify(ref(tmp_path, digest), tmp_path, {"norm": (2,)}, tied=False) == digest
 
 

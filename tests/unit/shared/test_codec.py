@@ -53,8 +53,8 @@ def test_bytes_that_are_no_body_are_a_bad_request(media_type: str) -> None:
 
 
 def test_an_unknown_field_is_refused_by_name() -> None:
-    body = b'{"prompt_token_ids": [], "token_ids": [], "old_logprobs": [], "advantages": 1}'
-    with pytest.raises(BadRequest, match="unknown key 'advantages'; did you mean 'advantage'"):
+    body = b'{"prompt_token_ids": [], "token_ids": [], "old_logprobs": [], "advantagee": 1}'
+    with pytest.raises(BadRequest, match="unknown key 'advantagee'; did you mean 'advantage"):
         codec.decode(Example, body)
 
 

@@ -225,8 +225,7 @@ def test_a_batch_without_signal_is_that_of_trl(trl):
         assert_close(loss_and_gradient(x), trl(x))
 
 
-# --- correction
-# --------------------------------------------------------------------------------------------------------
+# --- correction ----------------------------------------------------------------------------------
 
 CORRECTIONS = {
     "token_tis": "token_truncate",
@@ -274,8 +273,7 @@ def test_infinite_sampler_log_probs_are_weighed_as_trl_does(trl, method, mode):
     torch.testing.assert_close(weights_N[1:], theirs.weights_N[1:])
 
 
-# --- accumulation
-# ------------------------------------------------------------------------------------------------------
+# --- accumulation --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", ["dapo", "cispo", "grpo", "sapo", "dr_grpo", "gspo"])
@@ -292,8 +290,7 @@ def test_trap_token_loss_scaling_two_updates_of_two_micro_batches_are_those_of_t
         assert_close(loss_and_gradient(micro_batch), theirs)
 
 
-# --- where we differ on purpose
-# -------------------------------------------------------------------------------------------
+# --- where we differ on purpose ------------------------------------------------------------------
 
 
 def test_bnpo_is_over_the_optimizer_step_and_trls_over_each_micro_batch(trl):

@@ -74,8 +74,7 @@ def train(job: Job, batches, learning_rate: float, folder: Path) -> list:
     return updates
 
 
-# --- several optimizer steps
-# -----------------------------------------------------------------------------------------------
+# --- several optimizer steps ---------------------------------------------------------------------
 
 
 LINEAR = {"max_grad_norm": 1e-7}
@@ -148,8 +147,7 @@ def test_before_the_first_update_the_ratio_is_exactly_one_with_and_without_a_fro
         )  # E|N(0, 0.2)|
 
 
-# --- stages, dtypes, memory
-# ------------------------------------------------------------------------------------------------
+# --- stages, dtypes, memory ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -209,8 +207,7 @@ def test_recomputed_layers_make_the_same_update(rank, model, examples, tmp_path,
     assert relative(recomputed, kept) < 2e-6
 
 
-# --- what goes wrong
-# -------------------------------------------------------------------------------------------------------
+# --- what goes wrong -----------------------------------------------------------------------------
 
 
 def disturbed(job: Job, examples, folder: Path, disturb: str) -> str:
@@ -431,8 +428,7 @@ def test_a_batch_with_a_nan_changes_nothing_and_is_refused_or_skipped(
         )
 
 
-# --- LoRA and the reference
-# ------------------------------------------------------------------------------------------------
+# --- LoRA and the reference ----------------------------------------------------------------------
 
 
 def train_adapters(job: Job, examples, folder: Path) -> tuple[list, bool]:

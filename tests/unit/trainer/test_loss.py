@@ -28,8 +28,7 @@ def spec(**changes) -> TrainingSpec:
     return TrainingSpec(**changes)
 
 
-# --- a token's loss
-# ----------------------------------------------------------------------------------------------------
+# --- a token's loss ------------------------------------------------------------------------------
 
 
 def test_clipped_losses_by_hand():
@@ -103,8 +102,7 @@ def test_the_gradient_of_a_sequences_ratio_reaches_all_its_tokens_alike():
     assert gradient.tolist() == pytest.approx([0.5] * 4)
 
 
-# --- averages
-# ----------------------------------------------------------------------------------------------------------
+# --- averages ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,8 +146,7 @@ def test_dr_grpo_does_not_reward_length():
     assert gradient.tolist() == pytest.approx([-1 / 32] * 6)
 
 
-# --- splits: the trap "token-loss scaling"
-# ------------------------------------------------------------------------------
+# --- splits: the trap "token-loss scaling" -------------------------------------------------------
 
 
 @pytest.mark.parametrize("importance", ["token", "sequence"])
@@ -166,8 +163,7 @@ def test_trap_token_loss_scaling_shares_of_any_split_add_up(loss, importance):
         )
 
 
-# --- the trap "explosive ratio", and other adversarial batches
-# ------------------------------------------------------------
+# --- the trap "explosive ratio", and other adversarial batches -----------------------------------
 
 
 def test_trap_explosive_ratio_is_clamped_and_has_no_gradient():
@@ -280,8 +276,7 @@ def test_an_infinite_log_prob_of_a_sequence_leaves_the_other_sequences_alone():
     assert gradient.tolist() == pytest.approx([0.0, 0.0, -0.5])
 
 
-# --- weights
-# -----------------------------------------------------------------------------------------------------------
+# --- weights -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", LOSSES)

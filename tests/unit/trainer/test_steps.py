@@ -3,7 +3,7 @@
 import pytest
 
 from services.trainer.processes.launch_folder import Past
-from shared.errors import BadRequest, Conflict, Failed
+from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.wire import CheckpointRequest, PublishRequest
 from tests.support.trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
 
@@ -85,7 +85,7 @@ def test_another_job_replaces_the_first_and_nothing_of_it_is_remembered(tmp_path
     trainer.train_step(step_request(1))
     trainer.load_job(job_request("b"))
     assert engines[0].closed
-    with pytest.raises(Conflict, match="got job 'a', expected 'b', the one loaded"):
+    with pytest.raises(StateLost, match="got job 'a', expected 'b', the one loaded"):
         trainer.train_step(step_request(2, job_id="a"))
     trainer.load_job(job_request("a"))
     assert trainer.state().step == 0
@@ -112,7 +112,7 @@ def test_without_a_job_every_command_says_so(tmp_path):
         "write_checkpoint": CheckpointRequest(job_id="a", step=0),
     }
     for name, request in requests.items():
-        with pytest.raises(Conflict, match="got job 'a', but no job is loaded; PUT /job first"):
+        with pytest.raises(StateLost, match="got job 'a', but no job is loaded; PUT /job first"):
             getattr(trainer, name)(request)
     assert trainer.list_checkpoints().checkpoints == ()
 
