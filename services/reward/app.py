@@ -21,7 +21,7 @@ from prometheus_client import Counter
 from services.reward import graders
 from services.reward.grading import registry, runs
 from services.reward.grading.admission import Admission
-from services.reward.grading.registry import Tools
+from services.reward.grading.registry import GraderTools
 from services.reward.grading.scoring import Scorer
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox import backends
@@ -48,7 +48,7 @@ def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Servic
     name."""
     graders.load()
     sandbox = sandbox or backends.build(settings)
-    tools = Tools(settings, sandbox, FunctionWorkers(sandbox))
+    tools = GraderTools(settings, sandbox, FunctionWorkers(sandbox))
     scorer = Scorer(tools)
 
     @contextlib.asynccontextmanager
@@ -75,7 +75,7 @@ def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Servic
     return service
 
 
-def _add_routes(service: Service, tools: Tools, scorer: Scorer) -> None:
+def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
     counts = _Counts(service)
     programs = Admission(
         "programs", service.settings.max_queued_programs, "HONE_MAX_QUEUED_PROGRAMS"

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 from services.reward import graders
-from services.reward.grading.registry import Tools
+from services.reward.grading.registry import GraderTools
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox, Worker
 from shared.config import Settings
@@ -45,8 +45,8 @@ class ScriptedSandbox(Sandbox):
         raise Failed("a scripted sandbox has no workers")
 
 
-def tools_of(sandbox: Sandbox, **settings: object) -> Tools:
-    return Tools(Settings(**settings), sandbox, FunctionWorkers(sandbox))  # type: ignore[arg-type]
+def tools_of(sandbox: Sandbox, **settings: object) -> GraderTools:
+    return GraderTools(Settings(**settings), sandbox, FunctionWorkers(sandbox))  # type: ignore[arg-type]
 
 
 def processes_of(service_pid: int) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
-from services.reward.grading.registry import Grader, Params, Tools, grader, no_column
+from services.reward.grading.registry import Grader, GraderTools, Params, grader, no_column
 from services.reward.job_code.workers import LOAD_DEADLINE_S
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -44,7 +44,7 @@ class Function(Grader[FunctionParams]):
 
     max_concurrency = 1
 
-    def __init__(self, spec: RewardSpec, params: FunctionParams, tools: Tools) -> None:
+    def __init__(self, spec: RewardSpec, params: FunctionParams, tools: GraderTools) -> None:
         super().__init__(spec, params, tools)
         self.deadline_s = LOAD_DEADLINE_S + MAX_LATE_CALLS * params.timeout_s
 

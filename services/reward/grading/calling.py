@@ -17,7 +17,7 @@ from typing import Any
 
 from services.reward.grading import registry
 from services.reward.grading.cache import VerdictCache, as_cached, key_of
-from services.reward.grading.registry import Grader, GradingFailed, Tools
+from services.reward.grading.registry import Grader, GraderTools, GradingFailed
 from shared.errors import BadRequest, HoneError
 from shared.job import RewardSpec
 from shared.logs import get_logger
@@ -89,7 +89,7 @@ class Caller:
             parts = [GradingFailed(error.detail, "invalid_variable_error").part()] * len(items)
         except HoneError:
             raise
-        except Exception as error:
+        except Exception as error:  # the last resort: a grader's bug costs its items, not the job
             if isinstance(error, TimeoutError) and deadline.expired():
                 failure = GradingFailed(
                     f"not done within {self.grader.deadline_s:g} s", "unresponsive_reward_error"
@@ -109,7 +109,7 @@ class Callers:
     """The graders that jobs use now, each bound once, with the `MAX_KEPT` last used ones. `close`
     closes all."""
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, tools: GraderTools) -> None:
         self._tools = tools
         self._cache = VerdictCache(tools.settings.reward_cache_mib << 20)
         self._kept: OrderedDict[tuple[str | None, str], _Kept] = OrderedDict()

@@ -42,9 +42,9 @@ __all__ = [
     "Column",
     "ErrorName",
     "Grader",
+    "GraderTools",
     "GradingFailed",
     "Params",
-    "Tools",
     "bind",
     "grader",
     "infos",
@@ -70,7 +70,7 @@ P = TypeVar("P", bound=Params)
 
 
 @dataclass(frozen=True)
-class Tools:
+class GraderTools:
     """What graders may use. `job_id` is the job that asks, None where none is named."""
 
     settings: Settings
@@ -110,7 +110,7 @@ class Grader(ABC, Generic[P]):
     """How long one call may take, its wait for a free sandbox included: a guard against hanging,
     above any limit in params."""
 
-    def __init__(self, spec: RewardSpec, params: P, tools: Tools) -> None:
+    def __init__(self, spec: RewardSpec, params: P, tools: GraderTools) -> None:
         self.spec = spec
         self.params = params
         self.tools = tools
@@ -212,7 +212,7 @@ def kind_of(name: str) -> type[Grader[Any]]:
     raise BadRequest(f"no grader {name!r}; {nearest(name, list(_graders), 'graders')}")
 
 
-def bind(spec: RewardSpec, tools: Tools) -> Grader[Any]:
+def bind(spec: RewardSpec, tools: GraderTools) -> Grader[Any]:
     """Returns the reward that `spec` names. Raises BadRequest naming an unknown grader or param and
     the nearest valid one."""
     kind = kind_of(spec.grader)

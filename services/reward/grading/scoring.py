@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from services.reward.grading.admission import Admission
 from services.reward.grading.calling import Caller, Callers
-from services.reward.grading.registry import Tools
+from services.reward.grading.registry import GraderTools
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, Score, ScoredItem, ScoreItem, ScoreRequest, ScoreResult
@@ -27,7 +27,7 @@ SAMPLER_FAILED = Part(
 class Scorer:
     """Grades by the graders that requests name, and takes only so many completions at a time."""
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, tools: GraderTools) -> None:
         self._callers = Callers(tools)
         self._admission = Admission(
             "completions", tools.settings.max_queued_completions, "HONE_MAX_QUEUED_COMPLETIONS"
@@ -99,7 +99,7 @@ async def _graded(
             await caller.grade(
                 items, lambda position, part: told.put_nowait((position, label, part))
             )
-        except Exception as error:
+        except Exception as error:  # raised again, where the request is answered
             told.put_nowait(error)
 
     tasks = [asyncio.create_task(run(caller)) for caller in callers]

@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from services.reward.grading.failures import ErrorName, GradingFailed
+from services.reward.job_code.inside.printed import KEEP_CHARS
 from shared.explain import sentences
 from shared.wire import ExecuteRequest, Part
 
 MAX_PROGRAMS = 4096
 MAX_PROGRAMS_IN_ALL = 16 * MAX_PROGRAMS
 MAX_DETAIL_CHARS = 1000
-MAX_PRINTED_CHARS = 2000
 
 
 def parts(answer: Any, count: int, named: str) -> list[Part]:
@@ -23,7 +23,7 @@ def parts(answer: Any, count: int, named: str) -> list[Part]:
     where the whole answer is an error or nonsense."""
     if not isinstance(answer, dict):
         raise _failed(f"{named} answered with something that is not a table")
-    printed = _text(answer.get("stdout", ""), MAX_PRINTED_CHARS)
+    printed = _text(answer.get("stdout", ""), KEEP_CHARS)
     if "error" in answer:
         raise _failed(
             f"{named} failed: {_text(answer['error'], MAX_DETAIL_CHARS)}"

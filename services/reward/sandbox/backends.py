@@ -13,9 +13,8 @@ def build(settings: Settings) -> Sandbox:
     isolate: nothing less safe is ever chosen for anyone. Raises BadRequest for packages that are
     not there."""
     if settings.sandbox == "modal":
-        from services.reward.sandbox.on_modal import (
-            ModalSandbox,  # its client is installed where it is used only
-        )
+        # Its client is installed where it is used only.
+        from services.reward.sandbox.on_modal import ModalSandbox
 
         return ModalSandbox(
             num_slots=settings.sandbox_slots,

@@ -56,9 +56,8 @@ class Group:
             return
         names = ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]
         now = int((memory / names[0]).read_text())
-        for name in (
-            names if size_bytes < now else names[::-1]
-        ):  # the first must never be above the second
+        # The first must never be above the second.
+        for name in names if size_bytes < now else names[::-1]:
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
                 (memory / name).write_text(str(size_bytes))
 
@@ -79,20 +78,25 @@ class Group:
 
 
 class Groups:
-    """Makes the groups of one service's slots. `problem` says why it makes none."""
+    """Makes the groups of one service's slots, below `parents` by controller. `problem` says why
+    it makes none."""
 
-    def __init__(self, root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> None:
-        self._parents: dict[str, Path] = {}
-        self._version = 0
+    def __init__(self, parents: dict[str, Path], version: int, problem: str = "") -> None:
+        self.parents = parents
+        self._version = version
+        self.problem = problem
+
+    @classmethod
+    def find(cls, root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> Groups:
+        """Returns the groups that this process may make, after moving it aside where that needs to
+        be, and after removing what killed services left."""
         try:
-            self._find(root, membership.read_text())
-            self.problem = ""
-            self._sweep()
+            version, parents = _parents(root, membership.read_text())
+            _sweep(set(parents.values()))
+            return cls(parents, version)
         except OSError as error:
-            self._parents = {}
-            self.problem = (
-                f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
-            )
+            reason = f"{error.strerror or error}: {error.filename}" if error.filename else error
+            return cls({}, 0, str(reason))
 
     @property
     def bounded(self) -> str:
@@ -108,7 +112,7 @@ class Groups:
         if self.problem:
             return None
         name = f"hone-slot-{os.getpid()}-{next(_numbers)}"
-        folders = {controller: parent / name for controller, parent in self._parents.items()}
+        folders = {controller: parent / name for controller, parent in self.parents.items()}
         for folder in set(folders.values()):
             folder.mkdir()
         group = Group(folders, self._version)
@@ -118,32 +122,30 @@ class Groups:
                 (folders["memory"] / "memory.swap.max").write_text("0")
         return group
 
-    def _sweep(self) -> None:
-        """Removes what services left that were killed: groups without processes."""
-        for parent in set(self._parents.values()):
-            for folder in parent.glob("hone-slot-*"):
-                if not Path("/proc", folder.name.split("-")[2]).exists():
-                    with contextlib.suppress(OSError):
-                        folder.rmdir()
 
-    def _find(self, root: Path, membership: str) -> None:
-        own = {
-            kinds: path
-            for _, kinds, path in (line.split(":", 2) for line in membership.splitlines())
-        }
-        if (root / "cgroup.controllers").exists():
-            self._version = 2
-            folder = _delegated(root / own[""].lstrip("/"))
-            self._parents = dict.fromkeys(_CONTROLLERS_1, folder)
-            return
-        self._version = 1
-        by_controller = {kind: path for kinds, path in own.items() for kind in kinds.split(",")}
-        for controller in _CONTROLLERS_1:
-            if controller not in by_controller:
-                raise OSError(f"the kernel has no controller {controller!r} of cgroups, version 1")
-            folder = root / controller / by_controller[controller].lstrip("/")
-            _try(folder)
-            self._parents[controller] = folder
+def _sweep(parents: set[Path]) -> None:
+    """Removes what killed services left: groups without processes."""
+    for folder in (folder for parent in parents for folder in parent.glob("hone-slot-*")):
+        if not Path("/proc", folder.name.split("-")[2]).exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _parents(root: Path, membership: str) -> tuple[int, dict[str, Path]]:
+    """Returns the version of the cgroups here and, by controller, the group below which slots can
+    have theirs. Raises OSError where they cannot."""
+    lines = (line.split(":", 2) for line in membership.splitlines())
+    own = {kinds: path for _, kinds, path in lines}
+    if (root / "cgroup.controllers").exists():
+        return 2, dict.fromkeys(_CONTROLLERS_1, _delegated(root / own[""].lstrip("/")))
+    by_controller = {kind: path for kinds, path in own.items() for kind in kinds.split(",")}
+    missing = [kind for kind in _CONTROLLERS_1 if kind not in by_controller]
+    if missing:
+        raise OSError(f"the kernel has no controller {missing[0]!r} of cgroups, version 1")
+    parents = {kind: root / kind / by_controller[kind].lstrip("/") for kind in _CONTROLLERS_1}
+    for folder in parents.values():
+        _try(folder)
+    return 1, parents
 
 
 def _delegated(own: Path) -> Path:

@@ -39,16 +39,15 @@ class LocalSandbox(Sandbox):
         self._bounded = ""
         self._slots: list[Slot] = []
         self._num_workers = 0
-        self._idle: asyncio.Queue[Slot] = (
-            asyncio.Queue()
-        )  # in turn, so that a slot has time to fork its next child
+        # In turn, so that a slot has time to fork its next child.
+        self._idle: asyncio.Queue[Slot] = asyncio.Queue()
         self._problem: str | None = "the sandbox was not started yet"
         self._probes: dict[str, str] = {}
 
     async def start(self) -> None:
         if not self._isolated:
             _sweep_unsafe_folders()
-        groups = Groups()
+        groups = Groups.find()
         self._bounded = groups.bounded
         self._slots = [
             Slot(

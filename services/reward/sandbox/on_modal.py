@@ -156,7 +156,7 @@ class ModalSandbox(Sandbox):
                     lines = await self._converse(container, request)
             except TimeoutError:
                 raise _NoAnswer(f"no container began within {START_GRACE_S:g} s") from None
-        return execution(lines, request, time.monotonic() - start)
+        return execution_of(lines, request, time.monotonic() - start)
 
     @contextlib.asynccontextmanager
     async def _container(self, request: ExecuteRequest) -> AsyncIterator[Any]:
@@ -200,7 +200,7 @@ class ModalSandbox(Sandbox):
         return [str(line) for line in told.splitlines()]
 
 
-def execution(lines: list[str], request: ExecuteRequest, wall_s: float) -> Execution:
+def execution_of(lines: list[str], request: ExecuteRequest, wall_s: float) -> Execution:
     """Returns the verdict on an answer. From "began" on the program may have written, or withheld,
     all of it: then it failed."""
     if len(lines) < 2:

@@ -172,9 +172,8 @@ class Slot(Worker):
         await self.close()
         if self._group:
             async with asyncio.timeout(STOP_DEADLINE_S):
-                while (
-                    not self._group.remove()
-                ):  # pid 1 is dead, and the kernel is still ending the others
+                # Pid 1 is dead, and the kernel is still ending the others.
+                while not self._group.remove():
                     await asyncio.sleep(0.01)
 
     def _disconnect(self) -> None:

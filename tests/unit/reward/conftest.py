@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.reward.grading.registry import Tools
+from services.reward.grading.registry import GraderTools
 from shared.wire import Execution
 from tests.support.reward_helpers import ScriptedSandbox, tools_of
 from tests.support.reward_service import running_service
@@ -20,6 +20,6 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-def scripted_tools() -> Tools:
+def scripted_tools() -> GraderTools:
     """Graders' tools with a sandbox that evaluates everything to 8."""
     return tools_of(ScriptedSandbox(Execution(verdict="ok", value=8)))

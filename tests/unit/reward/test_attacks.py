@@ -88,7 +88,7 @@ def group_bytes() -> int:
     """Returns the memory of all slots' groups, but for files that the kernel keeps while there is
     room; 0 on a host where slots have none."""
     total = 0
-    for parent in {Groups()._parents.get("memory")} - {None}:
+    for parent in {Groups.find().parents.get("memory")} - {None}:
         for folder in parent.glob(f"hone-slot-{os.getpid()}-*"):
             told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             total += int(told["anon"] if "anon" in told else told["rss"]) + int(told["shmem"])

@@ -324,5 +324,5 @@ def test_an_execution_is_the_same_kind_of_thing_on_every_backend() -> None:
         "stderr": "",
         "result": '{"end": "ok", "value": 5}',
     }
-    ended = on_modal.execution(["began", json.dumps(facts)], ExecuteRequest(expression="5"), 1.5)
+    ended = on_modal.execution_of(["began", json.dumps(facts)], ExecuteRequest(expression="5"), 1.5)
     assert ended == Execution(verdict="ok", value=5, stdout="a", wall_s=1.5, cpu_s=0.1)

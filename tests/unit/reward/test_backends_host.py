@@ -33,7 +33,7 @@ def version_2(root: Path, *, holds: str, controllers: str = "cpu memory pids") -
         (own / name).write_text(content + "\n")
     membership = root / "membership"
     membership.write_text("0::/own\n")
-    return Groups(root, membership)
+    return Groups.find(root, membership)
 
 
 def test_version_2_moves_the_service_aside_and_gives_each_slot_a_group(tmp_path: Path) -> None:
@@ -111,13 +111,13 @@ def test_what_a_killed_service_left_is_removed_by_the_next(tmp_path: Path) -> No
         (own / name).write_text(content)
     (tmp_path / "cgroup.controllers").write_text("memory pids")
     (tmp_path / "membership").write_text("0::/own")
-    assert Groups(tmp_path, tmp_path / "membership").problem == ""
+    assert Groups.find(tmp_path, tmp_path / "membership").problem == ""
     assert (left.exists(), of_another.exists()) == (False, True)
 
 
 async def test_a_program_and_its_children_share_one_bound_of_memory_and_of_cpu_time() -> None:
-    if Groups().problem:
-        pytest.skip(f"no control groups here: {Groups().problem}")
+    if Groups.find().problem:
+        pytest.skip(f"no control groups here: {Groups.find().problem}")
     sandbox = LocalSandbox(isolated=True, num_slots=1)
     await sandbox.start()
     try:

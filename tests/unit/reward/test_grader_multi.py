@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.reward.graders.multi.formula import Formula, FormulaError
+from services.reward.graders.multi.formula import FormulaError, parse
 from services.reward.grading import registry
-from services.reward.grading.registry import GradingFailed, Tools
+from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Execution, ScoreItem
@@ -28,7 +28,7 @@ from tests.support.reward_helpers import ScriptedSandbox, tools_of
     ],
 )
 def test_a_formula_is_arithmetic_over_names(source: str, value: float) -> None:
-    assert Formula(source).value({"a": 2.0, "b": 3.0}) == pytest.approx(value)
+    assert parse(source).value({"a": 2.0, "b": 3.0}) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_formula_is_arithmetic_over_names(source: str, value: float) -> None:
 )
 def test_anything_else_is_no_formula(source: str) -> None:
     with pytest.raises(FormulaError):
-        Formula(source)
+        parse(source)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_anything_else_is_no_formula(source: str) -> None:
 )
 def test_a_formula_without_a_finite_value_says_so(source: str) -> None:
     with pytest.raises(FormulaError):
-        Formula(source).value({"a": 0.0})
+        parse(source).value({"a": 0.0})
 
 
 def string_check(reference: str) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def string_check(reference: str) -> dict[str, Any]:
     ],
 )
 async def test_a_multi_that_cannot_work_is_refused(
-    scripted_tools: Tools, params: dict[str, Any], message: str
+    scripted_tools: GraderTools, params: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
         await registry.bind(RewardSpec(grader="multi", params=params), scripted_tools).check(["x"])

@@ -10,7 +10,7 @@ import pytest
 
 from services.reward.graders.text_similarity import similarity
 from services.reward.grading import registry, templates
-from services.reward.grading.registry import GradingFailed, Tools
+from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
@@ -18,7 +18,11 @@ from tests.support.reward_helpers import ScriptedSandbox, tools_of
 
 
 async def grade(
-    tools: Tools, grader: str, completion: str, row: dict[str, Any] | None = None, **params: Any
+    tools: GraderTools,
+    grader: str,
+    completion: str,
+    row: dict[str, Any] | None = None,
+    **params: Any,
 ) -> Part:
     bound = registry.bind(RewardSpec(grader=grader, params=params), tools)
     await bound.check(list(row or {}))
@@ -52,14 +56,16 @@ async def grade(
     ],
 )
 async def test_regex_finds_the_pattern_and_compares_its_group(
-    scripted_tools: Tools, params: dict[str, Any], completion: str, value: float
+    scripted_tools: GraderTools, params: dict[str, Any], completion: str, value: float
 ) -> None:
     assert (
         await grade(scripted_tools, "regex", completion, {"answer": "B"}, **params)
     ).value == value
 
 
-async def test_a_catastrophic_pattern_is_stopped_and_earns_nothing(scripted_tools: Tools) -> None:
+async def test_a_catastrophic_pattern_is_stopped_and_earns_nothing(
+    scripted_tools: GraderTools,
+) -> None:
     part = await grade(
         scripted_tools, "regex", "a" * 60 + "b", pattern=r"^(?:a|a|aa)+$", timeout_s=0.2
     )
@@ -80,7 +86,7 @@ async def test_a_catastrophic_pattern_is_stopped_and_earns_nothing(scripted_tool
     ],
 )
 def test_regex_refuses_a_pattern_that_cannot_work(
-    scripted_tools: Tools, params: dict[str, Any], message: str
+    scripted_tools: GraderTools, params: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(BadRequest, match=message):
         registry.bind(RewardSpec(grader="regex", params=params), scripted_tools)
@@ -91,7 +97,7 @@ def test_regex_refuses_a_pattern_that_cannot_work(
     [(0, 0.0), (800, 0.0), (801, -0.01), (850, -0.5), (900, -1.0), (901, -1.0), (5000, -1.0)],
 )
 async def test_overlong_is_equation_13_of_dapo(
-    scripted_tools: Tools, num_tokens: int, value: float
+    scripted_tools: GraderTools, num_tokens: int, value: float
 ) -> None:
     for penalty in (1.0, 0.5):
         params = {"max_tokens": 900, "buffer_tokens": 100, "penalty": penalty}
@@ -101,7 +107,7 @@ async def test_overlong_is_equation_13_of_dapo(
 
 
 async def test_overlong_without_a_count_is_missing_and_a_buffer_of_nothing_is_a_step(
-    scripted_tools: Tools,
+    scripted_tools: GraderTools,
 ) -> None:
     bound = registry.bind(
         RewardSpec(grader="overlong", params={"max_tokens": 9, "buffer_tokens": 0}), scripted_tools
@@ -130,7 +136,7 @@ async def test_overlong_without_a_count_is_missing_and_a_buffer_of_nothing_is_a_
     ],
 )
 async def test_string_check_compares_as_openai_says(
-    scripted_tools: Tools, operation: str, completion: str, value: float
+    scripted_tools: GraderTools, operation: str, completion: str, value: float
 ) -> None:
     params = {
         "type": "string_check",
@@ -144,7 +150,9 @@ async def test_string_check_compares_as_openai_says(
     ).value == value
 
 
-async def test_a_template_is_filled_once_and_says_what_it_lacks(scripted_tools: Tools) -> None:
+async def test_a_template_is_filled_once_and_says_what_it_lacks(
+    scripted_tools: GraderTools,
+) -> None:
     params = {"reference": "{{ item.a }}{{ item.b }}", "operation": "eq"}
     row = {"a": "{{ item.b }}", "b": [1, "ü"]}
     part = await grade(
@@ -203,7 +211,9 @@ def test_fuzzy_match_is_the_share_of_common_characters() -> None:
     assert similarity("fuzzy_match", "", "") == 1.0
 
 
-async def test_text_similarity_has_a_threshold_and_refuses_cosine(scripted_tools: Tools) -> None:
+async def test_text_similarity_has_a_threshold_and_refuses_cosine(
+    scripted_tools: GraderTools,
+) -> None:
     params = {"input": "{{ sample.output_text }}", "reference": "{{ item.answer }}"}
     row = {"answer": WANTED}
     part = await grade(
@@ -255,7 +265,7 @@ async def test_a_failing_python_grader_is_missing_under_openais_name(
 
 
 async def test_python_is_refused_where_job_code_is_or_where_it_is_not_python(
-    scripted_tools: Tools,
+    scripted_tools: GraderTools,
 ) -> None:
     forbidding = tools_of(ScriptedSandbox(Execution(verdict="ok")), allow_job_code=False)
     with pytest.raises(BadRequest, match="HONE_ALLOW_JOB_CODE=false"):

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry
-from services.reward.grading.registry import GradingFailed, Tools
+from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import ScoreItem
 
 
 async def values(
-    tools: Tools,
+    tools: GraderTools,
     grader: str,
     completions: list[str],
     params: dict[str, Any],
@@ -29,7 +29,9 @@ async def values(
     return [part.value for part in parts]
 
 
-async def test_length_step_is_one_inside_the_range_and_zero_outside(scripted_tools: Tools) -> None:
+async def test_length_step_is_one_inside_the_range_and_zero_outside(
+    scripted_tools: GraderTools,
+) -> None:
     texts = ["a", "ab", "abc", "abcd", "abcde"]
     assert await values(scripted_tools, "length", texts, {"min": 2, "max": 4}) == [
         0.0,
@@ -41,7 +43,7 @@ async def test_length_step_is_one_inside_the_range_and_zero_outside(scripted_too
 
 
 async def test_length_linear_falls_to_zero_at_nothing_and_at_twice_the_most(
-    scripted_tools: Tools,
+    scripted_tools: GraderTools,
 ) -> None:
     texts = ["", "a" * 5, "a" * 10, "a" * 20, "a" * 25, "a" * 40, "a" * 50]
     wanted = [0.0, 0.5, 1.0, 1.0, 0.75, 0.0, 0.0]
@@ -51,7 +53,7 @@ async def test_length_linear_falls_to_zero_at_nothing_and_at_twice_the_most(
     )
 
 
-async def test_length_target_is_the_only_right_length(scripted_tools: Tools) -> None:
+async def test_length_target_is_the_only_right_length(scripted_tools: GraderTools) -> None:
     assert await values(scripted_tools, "length", ["abc", "abcd", "abcde"], {"target": 4}) == [
         0.0,
         1.0,
@@ -62,13 +64,13 @@ async def test_length_target_is_the_only_right_length(scripted_tools: Tools) -> 
     ) == [0.75, 0.75]
 
 
-async def test_length_counts_characters_not_bytes(scripted_tools: Tools) -> None:
+async def test_length_counts_characters_not_bytes(scripted_tools: GraderTools) -> None:
     assert await values(scripted_tools, "length", ["äöü"], {"target": 3}) == [1.0]
 
 
 @pytest.mark.parametrize("params", [{}, {"target": 3, "min": 1}, {"min": 5, "max": 4}])
 def test_length_refuses_params_that_mean_nothing(
-    scripted_tools: Tools, params: dict[str, int]
+    scripted_tools: GraderTools, params: dict[str, int]
 ) -> None:
     with pytest.raises(BadRequest, match=r"set either target|expected min <= max"):
         registry.bind(RewardSpec(grader="length", params=params), scripted_tools)
@@ -99,7 +101,7 @@ THOUGHTS = {
 STRICTER = {"<think>a</think>": 0.0, "<think>a</think> \n": 0.0, "<think>a</think>b</think>c": 0.0}
 
 
-async def test_think_format_agrees_with_trl(scripted_tools: Tools) -> None:
+async def test_think_format_agrees_with_trl(scripted_tools: GraderTools) -> None:
     assert await values(scripted_tools, "think_format", list(THOUGHTS), {}) == list(
         THOUGHTS.values()
     )
@@ -107,13 +109,13 @@ async def test_think_format_agrees_with_trl(scripted_tools: Tools) -> None:
 
 
 async def test_think_format_wants_an_answer_and_one_end_where_trl_does_not(
-    scripted_tools: Tools,
+    scripted_tools: GraderTools,
 ) -> None:
     assert await values(scripted_tools, "think_format", list(STRICTER), {}) == [0.0, 0.0, 0.0]
     assert trl_think_format(list(STRICTER)) == [1.0, 1.0, 1.0]
 
 
-async def test_exact_match_strips_and_ignores_case_as_told(scripted_tools: Tools) -> None:
+async def test_exact_match_strips_and_ignores_case_as_told(scripted_tools: GraderTools) -> None:
     texts = ["Paris", " Paris\n", "paris", "Paris!"]
     row = {"answer": "Paris"}
     assert await values(scripted_tools, "exact_match", texts, {}, row) == [1.0, 1.0, 0.0, 0.0]
@@ -131,7 +133,9 @@ async def test_exact_match_strips_and_ignores_case_as_told(scripted_tools: Tools
     ]
 
 
-async def test_exact_match_takes_whole_numbers_and_refuses_the_rest(scripted_tools: Tools) -> None:
+async def test_exact_match_takes_whole_numbers_and_refuses_the_rest(
+    scripted_tools: GraderTools,
+) -> None:
     assert await values(scripted_tools, "exact_match", ["15", "16"], {}, {"answer": 15}) == [
         1.0,
         0.0,

@@ -79,7 +79,7 @@ async def sandbox() -> AsyncGenerator[LocalSandbox]:
     assert processes_of(os.getpid()) == []
     assert [
         folder
-        for parent in set(Groups()._parents.values())
+        for parent in set(Groups.find().parents.values())
         for folder in parent.glob(f"hone-slot-{os.getpid()}-*")
     ] == []
 

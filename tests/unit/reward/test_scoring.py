@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from services.reward.grading import registry
-from services.reward.grading.registry import Column, Grader, Params, Tools, grader
+from services.reward.grading.registry import Column, Grader, GraderTools, Params, grader
 from services.reward.grading.scoring import SAMPLER_FAILED, Scorer
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -45,7 +45,7 @@ def request(items: list[ScoreItem], *specs: RewardSpec) -> ScoreRequest:
     return ScoreRequest(items=tuple(items), rewards=specs)
 
 
-async def score(request: ScoreRequest, tools: Tools) -> ScoreResult:
+async def score(request: ScoreRequest, tools: GraderTools) -> ScoreResult:
     """The result without its times."""
     result = await Scorer(tools).score(request)
     untimed = [
@@ -64,7 +64,7 @@ BY_ROW = RewardSpec(grader="test_column", weight=0.5)
 SHOUTS = RewardSpec(grader="test_shouts", weight=2.0, name="loud")
 
 
-async def test_a_score_is_the_weighted_sum_of_its_parts(scripted_tools: Tools) -> None:
+async def test_a_score_is_the_weighted_sum_of_its_parts(scripted_tools: GraderTools) -> None:
     result = await score(
         request([item("A", reward=3.0), item("a", reward=1.0)], BY_ROW, SHOUTS), scripted_tools
     )
@@ -73,20 +73,20 @@ async def test_a_score_is_the_weighted_sum_of_its_parts(scripted_tools: Tools) -
 
 
 async def test_a_skipped_part_does_not_count_and_all_skipped_is_no_score(
-    scripted_tools: Tools,
+    scripted_tools: GraderTools,
 ) -> None:
     items = [item("", reward=3.0), item("", reward="skipped")]
     result = await score(request(items, BY_ROW, SHOUTS), scripted_tools)
     assert [score.value for score in result.scores] == [1.5, None]
 
 
-async def test_one_missing_part_makes_the_whole_score_missing(scripted_tools: Tools) -> None:
+async def test_one_missing_part_makes_the_whole_score_missing(scripted_tools: GraderTools) -> None:
     result = await score(request([item("A", reward="error")], BY_ROW, SHOUTS), scripted_tools)
     assert result.scores[0].value is None
     assert result.scores[0].parts["loud"].value == 1.0
 
 
-async def test_a_failed_completion_is_never_graded(scripted_tools: Tools) -> None:
+async def test_a_failed_completion_is_never_graded(scripted_tools: GraderTools) -> None:
     result = await score(
         request([item("A", "error", reward=1.0), item("A", reward=1.0)], SHOUTS), scripted_tools
     )
@@ -137,19 +137,19 @@ async def test_a_failing_sandbox_is_a_missing_reward_and_not_zero() -> None:
     ],
 )
 async def test_a_mistake_in_a_reward_is_named_with_the_nearest_right_thing(
-    scripted_tools: Tools, spec: RewardSpec, message: str
+    scripted_tools: GraderTools, spec: RewardSpec, message: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
         await Scorer(scripted_tools).check([spec], ["prompt", "answer"])
     assert message in caught.value.detail
 
 
-async def test_a_column_that_only_some_rows_have_is_not_there(scripted_tools: Tools) -> None:
+async def test_a_column_that_only_some_rows_have_is_not_there(scripted_tools: GraderTools) -> None:
     with pytest.raises(BadRequest, match="no column 'reward'; columns are none"):
         await score(request([item(reward=1.0), item()], BY_ROW), scripted_tools)
 
 
-async def test_two_rewards_of_one_name_are_refused(scripted_tools: Tools) -> None:
+async def test_two_rewards_of_one_name_are_refused(scripted_tools: GraderTools) -> None:
     with pytest.raises(BadRequest, match="two rewards are called 'test_shouts'"):
         await Scorer(scripted_tools).check([RewardSpec(grader="test_shouts")] * 2, [])
 

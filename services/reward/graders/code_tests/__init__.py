@@ -26,8 +26,8 @@ from pydantic import Field
 
 from services.reward.graders.code_tests import proxy, stdio
 from services.reward.graders.code_tests.asserts import Case
-from services.reward.graders.code_tests.candidate import NO_VALUE, Candidate, Limits, Outcome
-from services.reward.graders.code_tests.evaluate import Failed, evaluate
+from services.reward.graders.code_tests.candidate import NO_VALUE, CallEnd, Candidate, TestLimits
+from services.reward.graders.code_tests.evaluate import CannotHold, evaluate
 from services.reward.graders.code_tests.tests import Style, Tests, read
 from services.reward.grading.programs import program_of
 from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
@@ -107,7 +107,7 @@ class CodeTests(Grader[CodeTestsParams]):
         value = item.row[params.tests]
         entry, setup, prefix = (self._text(item, column) for column in self._columns[1:])
         tests = read(value, params.style, entry or None, setup, prefix)
-        limits = Limits(params.cpu_s, params.timeout_s, params.memory_mib)
+        limits = TestLimits(params.cpu_s, params.timeout_s, params.memory_mib)
         program = _completed(program_of(item.completion), prefix, entry)
         setup = f"{setup}\n{tests.imports}".strip()
         candidate = Candidate(
@@ -190,7 +190,7 @@ async def _judged(
     try, one by one, may tell more."""
     calls = [["expression", call] for case in cases for call in case.calls]
     outcomes = await candidate.call(calls, last=last, share=min(share, len(cases)))
-    if isinstance(outcomes, Outcome):
+    if isinstance(outcomes, CallEnd):
         return [(outcomes.verdict, outcomes.detail)] if len(cases) == 1 else None
     verdicts: list[tuple[Verdict, str]] = []
     start = 0
@@ -201,7 +201,7 @@ async def _judged(
     return verdicts
 
 
-def _verdict(case: Case, outcomes: list[Outcome]) -> tuple[Verdict, str]:
+def _verdict(case: Case, outcomes: list[CallEnd]) -> tuple[Verdict, str]:
     for outcome in outcomes:
         if outcome.verdict != "ok":
             return outcome.verdict, f"{outcome.detail} in {case.source:.100}"
@@ -212,7 +212,7 @@ def _verdict(case: Case, outcomes: list[Outcome]) -> tuple[Verdict, str]:
     try:
         holds = evaluate(case.test, values)
     except (
-        Failed,
+        CannotHold,
         ArithmeticError,
         LookupError,
         TypeError,

@@ -123,9 +123,8 @@ class _Extraction(ast.NodeTransformer):
         if isinstance(node, ast.expr) and self._is_result(node):
             self.calls.append(node)
             return ast.Name(f"_{len(self.calls) - 1}", ast.Load())
-        if isinstance(node, ast.Call) and isinstance(
-            node.func, ast.Attribute
-        ):  # a method of a result is called outside
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            # A method of a result is called outside.
             method: Any = self.visit(node.func.value)
             parts: list[Any] = [self.visit(part) for part in (*node.args, *node.keywords)]
             count = len(node.args)

@@ -24,7 +24,7 @@ _VERDICTS: dict[str, Verdict] = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class TestLimits:
     """Of one test: seconds of CPU, MiB of memory. Of all tests of a program together: `timeout_s`
     seconds of wall clock."""
 
@@ -34,7 +34,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallEnd:
     """What one call came to. `verdict` "ok": `value` counts, and `text` is that value encoded."""
 
     verdict: Verdict
@@ -51,7 +51,7 @@ class Candidate:
     sandbox: Sandbox
     setup: str
     program: str
-    limits: Limits
+    limits: TestLimits
     allow_nan: bool = False
     stdout: str = ""
     wall_s: float = 0.0
@@ -62,7 +62,7 @@ class Candidate:
 
     async def call(
         self, calls: Sequence[list[str]], *, last: Sequence[str] = (), share: int = 1
-    ) -> list[Outcome] | Outcome:
+    ) -> list[CallEnd] | CallEnd:
         """Returns the outcome of each call, up to the first that ends as one of `last`; or the one
         outcome that ended the whole process. All calls are made in one process, which may use the
         CPU time of `share` tests. Raises GradingFailed."""
@@ -76,7 +76,7 @@ class Candidate:
         execution = await self.execute(inside.candidate_job(arguments, **self.job_limits(share)))
         verdict, detail = fault(execution)
         if verdict != "ok":
-            return Outcome(verdict, detail)
+            return CallEnd(verdict, detail)
         return self._outcomes(execution.value, len(calls))
 
     async def execute(self, request: Any) -> Execution:
@@ -94,7 +94,7 @@ class Candidate:
             "memory_mib": self.limits.memory_mib,
         }
 
-    def _outcomes(self, answer: Any, num_calls: int) -> list[Outcome] | Outcome:
+    def _outcomes(self, answer: Any, num_calls: int) -> list[CallEnd] | CallEnd:
         pairs = answer if isinstance(answer, list) else []
         if not all(
             isinstance(pair, list) and len(pair) == 2 and all(type(part) is str for part in pair)
@@ -102,16 +102,16 @@ class Candidate:
         ):
             pairs = []
         if not pairs:
-            return Outcome("runtime_error", "the program gave no usable result")
+            return CallEnd("runtime_error", "the program gave no usable result")
         return [self._outcome(how, text) for how, text in pairs[:num_calls]]
 
-    def _outcome(self, how: str, text: str) -> Outcome:
+    def _outcome(self, how: str, text: str) -> CallEnd:
         if how == "value":
             try:
-                return Outcome(
+                return CallEnd(
                     "ok", value=decode(text, allow_nan=self.allow_nan), how=how, text=text
                 )
             except NotPlain as error:
-                return Outcome("wrong", f"returned {error}", how="opaque", text=f"returned {error}")
+                return CallEnd("wrong", f"returned {error}", how="opaque", text=f"returned {error}")
         verdict = _VERDICTS.get(how, "runtime_error")
-        return Outcome(verdict, f"returned {text}" if how == "opaque" else text, how=how, text=text)
+        return CallEnd(verdict, f"returned {text}" if how == "opaque" else text, how=how, text=text)

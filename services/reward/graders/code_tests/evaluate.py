@@ -21,7 +21,7 @@ MAX_SIZE = 1_000_000
 MAX_BITS = 100_000
 
 
-class Failed(Exception):
+class CannotHold(Exception):
     """The assertion cannot hold for these values; the message says why."""
 
 
@@ -31,7 +31,7 @@ def _range(*arguments: int) -> range:
 
 def _bounded(value: Any) -> Any:
     if isinstance(value, range | str | bytes | list | tuple) and len(value) > MAX_SIZE:
-        raise Failed(f"more than {MAX_SIZE} items")
+        raise CannotHold(f"more than {MAX_SIZE} items")
     return value
 
 
@@ -42,7 +42,7 @@ def _times(left: Any, right: Any) -> Any:
             and isinstance(count, int)
             and len(many) * count > MAX_SIZE
         ):
-            raise Failed(f"more than {MAX_SIZE} items")
+            raise CannotHold(f"more than {MAX_SIZE} items")
     return left * right
 
 
@@ -52,7 +52,7 @@ def _power(base: Any, exponent: Any) -> Any:
         and isinstance(exponent, int)
         and base.bit_length() * abs(exponent) > MAX_BITS
     ):
-        raise Failed(f"a number of more than {MAX_BITS} bits")
+        raise CannotHold(f"a number of more than {MAX_BITS} bits")
     return base**exponent
 
 
@@ -184,7 +184,7 @@ def _supported_function(node: ast.expr, names: frozenset[str]) -> bool:
 
 def evaluate(node: ast.expr, values: dict[str, Any]) -> Any:
     """Returns the value of a supported expression; `values` are those of its free names. Raises
-    Failed, or what Python would."""
+    CannotHold, or what Python would."""
     return _Evaluation(values).of(node)
 
 
@@ -226,7 +226,7 @@ class _Evaluation:
     def _binop(self, node: ast.BinOp) -> Any:
         left, right = self.of(node.left), self.of(node.right)
         if isinstance(node.op, ast.Mod) and isinstance(left, str | bytes):
-            raise Failed("text formatting")
+            raise CannotHold("text formatting")
         return _BINARY[type(node.op)](left, right)
 
     def _boolop(self, node: ast.BoolOp) -> Any:
@@ -281,5 +281,5 @@ def _holds(kind: ast.cmpop, left: Any, right: Any) -> bool:
         )
         return found is isinstance(kind, ast.In)
     if left != left or right != right:
-        raise Failed("NaN has no order")  # so that "not x > 3" does not hold for it
+        raise CannotHold("NaN has no order")  # so that "not x > 3" does not hold for it
     return _ORDER[type(kind)](left, right)

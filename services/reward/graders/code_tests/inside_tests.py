@@ -152,6 +152,6 @@ def run(
             module.__dict__["check"](proxies.of(entry))
     except Stop as stop:
         how, text = stop.how, stop.text
-    except BaseException as error:
+    except BaseException as error:  # whatever the tests raise is how they ended
         how, text = "failed", f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
     return {"calls": proxies.made, "how": "unknown" if proxies.unknown else how, "text": text}

@@ -19,7 +19,7 @@ from typing import Any
 
 from services.reward.graders.code_tests import inside
 from services.reward.graders.code_tests.asserts import BUILTINS, bound_names, loaded_names
-from services.reward.graders.code_tests.candidate import Candidate, Outcome
+from services.reward.graders.code_tests.candidate import CallEnd, Candidate
 from services.reward.grading.programs import fault
 from services.reward.grading.registry import GradingFailed
 from shared.wire import ExecuteRequest, Verdict
@@ -61,7 +61,7 @@ async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
     is_steady = True
     for turn in range(MAX_TURNS):
         outcomes = await _made(candidate, calls)
-        if isinstance(outcomes, Outcome):
+        if isinstance(outcomes, CallEnd):
             return outcomes.verdict, outcomes.detail
         before, known = (
             known,
@@ -85,9 +85,8 @@ async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
                 f"the tests use an object of the candidate's {answer['calls'][-1][0]}, and only "
                 "plain data crosses"
             )
-        in_order = (
-            answer["calls"] == calls[: len(answer["calls"])]
-        )  # else what a call gave may come of others before it
+        # Else what a call gave may come of others before it.
+        in_order = answer["calls"] == calls[: len(answer["calls"])]
         if answer["how"] != "unknown" and in_order:
             return _VERDICTS.get(answer["how"], "runtime_error"), answer["text"]
         is_short = answer["how"] == "unknown" and turn < GUESSING_TURNS
@@ -109,21 +108,21 @@ def _agree(before: list[list[str]], after: list[list[str]]) -> bool:
     return True
 
 
-async def _made(candidate: Candidate, calls: list[list[str]]) -> list[Outcome] | Outcome:
+async def _made(candidate: Candidate, calls: list[list[str]]) -> list[CallEnd] | CallEnd:
     """Returns the outcome of each call, or the one that decides all."""
     if not calls:
         return []
     outcomes = await candidate.call(
         [["call", *call] for call in calls], last=ENDINGS, share=len(calls)
     )
-    if isinstance(outcomes, Outcome):
+    if isinstance(outcomes, CallEnd):
         return outcomes
     if ended := next((outcome for outcome in outcomes if outcome.how in ENDINGS), None):
         return ended
     return (
         outcomes
         if len(outcomes) == len(calls)
-        else Outcome("runtime_error", "no result of some calls")
+        else CallEnd("runtime_error", "no result of some calls")
     )
 
 

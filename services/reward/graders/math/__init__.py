@@ -16,7 +16,14 @@ from pydantic import Field
 
 from services.reward.graders.math.answers import equal, final_answer, number
 from services.reward.graders.math.workers import Workers
-from services.reward.grading.registry import Column, Grader, GradingFailed, Params, Tools, grader
+from services.reward.grading.registry import (
+    Column,
+    Grader,
+    GraderTools,
+    GradingFailed,
+    Params,
+    grader,
+)
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
 
@@ -47,7 +54,7 @@ class Math(Grader[MathParams]):
     items_per_call = 1
     max_concurrency = 64
 
-    def __init__(self, spec: RewardSpec, params: MathParams, tools: Tools) -> None:
+    def __init__(self, spec: RewardSpec, params: MathParams, tools: GraderTools) -> None:
         super().__init__(spec, params, tools)
         self._workers = Workers(min(4, len(os.sched_getaffinity(0))))
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from services.reward.graders.multi.formula import Formula, FormulaError
+from services.reward.graders.multi.formula import FormulaError, parse
 from services.reward.grading import registry
-from services.reward.grading.registry import Grader, GradingFailed, Params, Tools, grader
+from services.reward.grading.registry import Grader, GraderTools, GradingFailed, Params, grader
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
@@ -35,7 +35,7 @@ class MultiParams(Params):
     @field_validator("calculate_output")
     @classmethod
     def _parses(cls, source: str) -> str:
-        Formula(source)
+        parse(source)
         return source
 
 
@@ -46,9 +46,9 @@ class Multi(Grader[MultiParams]):
     items_per_call = 1
     deadline_s = 900.0
 
-    def __init__(self, spec: RewardSpec, params: MultiParams, tools: Tools) -> None:
+    def __init__(self, spec: RewardSpec, params: MultiParams, tools: GraderTools) -> None:
         super().__init__(spec, params, tools)
-        self._formula = Formula(params.calculate_output)
+        self._formula = parse(params.calculate_output)
         self._graders = {
             name: _bound(spec, name, given, tools) for name, given in params.graders.items()
         }
@@ -73,9 +73,8 @@ class Multi(Grader[MultiParams]):
 
     async def _grade(self, item: ScoreItem) -> Part:
         grading = (part.grade([item]) for part in self._graders.values())
-        answers = await asyncio.gather(
-            *grading, return_exceptions=True
-        )  # so that none goes on after an error of another
+        # All are waited for, so that none goes on after an error of another.
+        answers = await asyncio.gather(*grading, return_exceptions=True)
         values: dict[str, float | None] = {}
         tokens: Counter[str] = Counter()
         for name, answer in zip(self._graders, answers, strict=True):
@@ -95,7 +94,7 @@ class Multi(Grader[MultiParams]):
         return Part(value=value, detail=detail, sub=given, tokens=dict(tokens))
 
 
-def _bound(spec: RewardSpec, name: str, given: dict[str, Any], tools: Tools) -> Grader[Any]:
+def _bound(spec: RewardSpec, name: str, given: dict[str, Any], tools: GraderTools) -> Grader[Any]:
     kind = given.get("type")
     if kind not in KINDS:
         raise BadRequest(

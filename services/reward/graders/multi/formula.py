@@ -10,6 +10,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 MAX_CHARS = 1000
@@ -41,33 +42,36 @@ class FormulaError(ValueError):
     """What is wrong with a formula, or with it for these values."""
 
 
+@dataclass(frozen=True)
 class Formula:
-    """A parsed formula. `names` are those of the values it needs. Raises FormulaError for anything
-    that is not arithmetic."""
+    """A parsed formula. `names` are those of the values it needs."""
 
-    def __init__(self, source: str) -> None:
-        if len(source) > MAX_CHARS:
-            raise FormulaError(
-                f"a formula of {len(source)} characters; at most {MAX_CHARS} are taken"
-            )
-        try:
-            self._tree = ast.parse(source.strip(), mode="eval").body
-            self.names = frozenset(_names(self._tree))
-        except FormulaError:
-            raise
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise FormulaError(f"formula {source!r:.80} cannot be read: {error}") from error
+    tree: ast.expr
+    names: frozenset[str]
 
     def value(self, values: dict[str, float]) -> float:
         """Returns the value for these `values` by name. Raises FormulaError where it is no finite
         number."""
         try:
-            result = _value(self._tree, {name: float(value) for name, value in values.items()})
+            result = _value(self.tree, {name: float(value) for name, value in values.items()})
         except (ArithmeticError, ValueError, TypeError) as error:
             raise FormulaError(f"the formula has no value for {values}: {error}") from error
         if isinstance(result, complex) or not math.isfinite(result):
             raise FormulaError(f"the formula is {result} for {values}")
         return float(result)
+
+
+def parse(source: str) -> Formula:
+    """Returns the formula. Raises FormulaError for anything that is not arithmetic."""
+    if len(source) > MAX_CHARS:
+        raise FormulaError(f"a formula of {len(source)} characters; at most {MAX_CHARS} are taken")
+    try:
+        tree = ast.parse(source.strip(), mode="eval").body
+        return Formula(tree, frozenset(_names(tree)))
+    except FormulaError:
+        raise
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise FormulaError(f"formula {source!r:.80} cannot be read: {error}") from error
 
 
 def _names(node: ast.expr) -> set[str]:

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field
 
 from services.reward.grading import templates
-from services.reward.grading.judge.client import Judge, Limits, Question
-from services.reward.grading.registry import Grader, Params, Tools
+from services.reward.grading.judge.client import Judge, JudgeLimits, Question
+from services.reward.grading.registry import Grader, GraderTools, Params
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
@@ -63,11 +63,11 @@ class JudgeGrader(Grader[J]):
 
     items_per_call = 1
 
-    def __init__(self, spec: RewardSpec, params: J, tools: Tools) -> None:
+    def __init__(self, spec: RewardSpec, params: J, tools: GraderTools) -> None:
         super().__init__(spec, params, tools)
         self.max_concurrency = params.concurrency
         self.deadline_s = params.deadline_s + 60.0
-        limits = Limits(
+        limits = JudgeLimits(
             params.retries, params.deadline_s, params.budget_calls, params.budget_tokens
         )
         self._judge = Judge(tools, spec.label, limits)

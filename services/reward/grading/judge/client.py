@@ -3,7 +3,7 @@ HONE_JUDGE_API_KEY, never the job's.
 
 For Gemini the endpoint is https://generativelanguage.googleapis.com/v1beta/openai/. The `openai`
 package retries what may pass (429, 5xx, no connection) after `Retry-After`, or with growing pauses.
-What was said is remembered by content, if it could be read, and costs nothing when asked again.
+Replies that could be read are cached by content, and cost nothing when asked for again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from services.reward.grading.judge.memory import Memory
-from services.reward.grading.registry import GradingFailed, Tools
+from services.reward.grading.judge.store import JudgeStore
+from services.reward.grading.registry import GraderTools, GradingFailed
 
 OPENAI_URL = "https://api.openai.com/v1"
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Limits:
+class JudgeLimits:
     """`retries` of one question, `deadline_s` of it with its retries; `calls` and `tokens` of a
     job, None without a bound."""
 
@@ -44,45 +44,44 @@ class Question:
 
 
 class Judge:
-    def __init__(self, tools: Tools, reward: str, limits: Limits) -> None:
+    def __init__(self, tools: GraderTools, reward: str, limits: JudgeLimits) -> None:
         self._tools = tools
         self._reward = reward
         self._limits = limits
         self._client: Any = None
-        self._memory: Memory | None = None
+        self._store: JudgeStore | None = None
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def ask(self, question: Question, read: Callable[[str], T]) -> tuple[T, int | None]:
         """Returns what `read` makes of the reply, and how many tokens it took, None if it was
-        remembered. Raises GradingFailed, as `read` may."""
-        if self._memory is None:
-            self._memory = Memory(self._tools.run_folder)
-        memory, key = self._memory, self._key(question)
-        async with self._asking.setdefault(
-            key, asyncio.Lock()
-        ):  # the same question at the same time is asked once
-            known = await asyncio.to_thread(memory.reply, key)
+        cached. Raises GradingFailed, as `read` may."""
+        if self._store is None:
+            self._store = JudgeStore.open(self._tools.run_folder)
+        store, key = self._store, self._key(question)
+        # The same question at the same time is asked once.
+        async with self._asking.setdefault(key, asyncio.Lock()):
+            known = await asyncio.to_thread(store.reply, key)
             if known is not None:
                 return read(known), None
             if not await asyncio.to_thread(
-                memory.take_call, self._reward, self._limits.calls, self._limits.tokens
+                store.take_call, self._reward, self._limits.calls, self._limits.tokens
             ):
-                calls, tokens = memory.spent(self._reward)
+                calls, tokens = store.spent(self._reward)
                 raise GradingFailed(
                     f"the judge's budget is spent: {calls} calls and {tokens} tokens by this job",
                     "other_error",
                 )
             text, tokens = await self._reply(question)
-            await asyncio.to_thread(memory.add_tokens, self._reward, tokens)
+            await asyncio.to_thread(store.add_tokens, self._reward, tokens)
             value = read(text)
-            await asyncio.to_thread(memory.remember, key, text, tokens)
+            await asyncio.to_thread(store.keep, key, text, tokens)
             return value, tokens
 
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
-        if self._memory is not None:
-            self._memory.close()
+        if self._store is not None:
+            self._store.close()
 
     def _key(self, question: Question) -> str:
         content = [self._url, question.model, question.messages, question.sampling]
@@ -94,9 +93,8 @@ class Judge:
 
     async def _reply(self, question: Question) -> tuple[str, int]:
         """Returns the text and how many tokens it cost, the question's included."""
-        openai: Any = await asyncio.to_thread(
-            importlib.import_module, "openai"
-        )  # takes a second or two, the first time
+        # The import takes a second or two, the first time.
+        openai: Any = await asyncio.to_thread(importlib.import_module, "openai")
         if self._client is None:
             self._client = openai.AsyncOpenAI(
                 base_url=self._url, api_key=self._api_key, max_retries=self._limits.retries

@@ -169,7 +169,7 @@ def _reply(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, 
         reply: dict[str, Any] = {"verdict": "ok", "value": plain(function(*arguments))}
     except MemoryError:
         reply = {"verdict": "memory_limit", "stderr": "MemoryError\n"}
-    except BaseException as error:
+    except BaseException as error:  # the job's own code: whatever it raises is its answer
         reply = {
             "verdict": "runtime_error",
             "stderr": "".join(traceback.format_exception(error))[-MAX_TRACE_CHARS:],

@@ -68,12 +68,12 @@ def serve(channel: int) -> None:
     try:
         own = _load(module, opening)
         frames.send(channel, own.signature())
-    except BaseException as error:
+    except BaseException as error:  # the job's file, run here for the first time
         frames.send(channel, {"error": explain(error, opening["file"])})
     while (message := frames.receive(channel)) is not None and own is not None:
         try:
             reply: dict[str, Any] = {"results": _results(own, message)}
-        except BaseException as error:
+        except BaseException as error:  # the job's function
             reply = {"error": explain(error, own.file)}
         frames.send(channel, reply | {"stdout": printed.take()})
 
@@ -147,7 +147,7 @@ async def _together(
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 value = await own.call(**item)
-        except Exception as error:
+        except Exception as error:  # the job's function; it concerns this completion alone
             late = isinstance(error, TimeoutError) and deadline.expired()
             return {
                 "error": f"it did not return within {timeout_s:g} s"
@@ -180,7 +180,7 @@ def _result(value_of: Callable[[], Any], position: int, file: str) -> dict[str, 
                 )
             value, detail = value
         return {"value": _number(value, position), "detail": detail}
-    except Exception as error:
+    except Exception as error:  # the job's function, or a value that is none
         return {"error": explain(error, file)}
 
 

@@ -31,9 +31,8 @@ class WorkerTools:
         self._children = Children(lambda name: vars(module)[name], lambda: os.close(channel))
 
     def in_sandbox(self, programs: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        plain = json.loads(
-            json.dumps([dict(program) for program in programs])
-        )  # what is not plain data fails here, and alone
+        # What is not plain data fails here, and alone.
+        plain = json.loads(json.dumps([dict(program) for program in programs]))
         answer: Future[list[Outcome]] = Future()
         with self._lock:
             self._asked.append((plain, answer))

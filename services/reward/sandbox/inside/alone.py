@@ -23,8 +23,6 @@ from typing import Any
 
 from services.reward.sandbox.inside import program
 
-KEEP_BYTES = 64 * 1024
-RESULT_BYTES = 256 * 1024
 _LOOK_S = 0.005
 
 
@@ -76,10 +74,10 @@ def _end(pid: int, job: dict[str, Any], files: list[int]) -> dict[str, Any]:
         "exit": os.waitstatus_to_exitcode(status),
         "limit": limit,
         "cpu_s": usage.ru_utime + usage.ru_stime,
-        "overflow": any(os.fstat(fd).st_size > KEEP_BYTES for fd in files[1:3]),
-        "stdout": _text(files[1], KEEP_BYTES),
-        "stderr": _text(files[2], KEEP_BYTES),
-        "result": _text(files[3], RESULT_BYTES),
+        "overflow": any(os.fstat(fd).st_size > program.KEEP_BYTES for fd in files[1:3]),
+        "stdout": _text(files[1], program.KEEP_BYTES),
+        "stderr": _text(files[2], program.KEEP_BYTES),
+        "result": _text(files[3], program.RESULT_BYTES),
     }
 
 

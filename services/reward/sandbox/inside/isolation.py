@@ -46,13 +46,11 @@ def enter(config: dict[str, Any]) -> Inside:
     if os.getppid() != config["service_pid"]:
         os._exit(0)  # the service died before the call above took effect
     with contextlib.suppress(OSError):
-        _write(
-            "/proc/self/oom_score_adj", "500"
-        )  # short of memory, the host ends programs before services
+        # Short of memory, the host ends programs before services.
+        _write("/proc/self/oom_score_adj", "500")
     _unshare_mapped(config["uid"])
-    sources = [
-        (os.open(source, os.O_PATH), target) for source, target in config["binds"].items()
-    ]  # while still allowed to see them
+    # While still allowed to see them.
+    sources = [(os.open(source, os.O_PATH), target) for source, target in config["binds"].items()]
     if config["uid"] is not None:
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
@@ -162,7 +160,7 @@ class Tmp:
     """The slot's /tmp, which each job finds empty, and its working directory."""
 
     def __init__(self) -> None:
-        self._untouched = self._looks()
+        self._untouched: tuple[object, ...] | None = None
 
     def renew(self) -> None:
         """Replaces /tmp by an empty one, unless nothing that a program could see of it has changed.

@@ -27,11 +27,6 @@ from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import frames, kernel, program
 
-KEEP_BYTES = 64 * 1024
-"""Kept of each of stdout and stderr; a program that writes more is told so."""
-
-RESULT_BYTES = 256 * 1024
-
 _RESULT, _PROGRAM = 3, 4
 """The job's own descriptors beside 0, 1, 2: where its result goes, and where its program comes
 from."""
@@ -69,7 +64,7 @@ class Surroundings:
     isolated: bool
     system_calls: kernel.Filter | None
     own_bytes: int
-    limits: program.Limits
+    limits: program.Rlimits
     cpu_meter: int | None
     oom_meter: int | None
     oom_score: int | None
@@ -78,18 +73,13 @@ class Surroundings:
 
 
 class Job:
-    """`Job(surroundings)` is armed; `run` gives it a program and says how it ended."""
+    """`with` arms it; `run` gives it a program and says how it ended."""
 
     def __init__(self, surroundings: Surroundings) -> None:
         self._slot = surroundings
+        self._files: list[int] = []
+        self._program = self._pid = -1
         self._ended = False
-        surroundings.began[0] = 0
-        self._files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "result")]
-        reading, self._program = os.pipe()
-        try:
-            self._pid = self._fork([*self._files, reading])
-        finally:
-            os.close(reading)
 
     def run(self) -> bool:
         """Takes a program from the service, and sends how it ended: plain facts, which
@@ -114,9 +104,9 @@ class Job:
         )
         _, stdout_size, stderr_size, result_size = [os.fstat(fd).st_size for fd in self._files]
         kept = (
-            min(stdout_size, KEEP_BYTES),
-            min(stderr_size, KEEP_BYTES),
-            min(result_size, RESULT_BYTES),
+            min(stdout_size, program.KEEP_BYTES),
+            min(stderr_size, program.KEEP_BYTES),
+            min(result_size, program.RESULT_BYTES),
         )
         facts = FACTS.pack(
             slot.began[0] == 1,
@@ -126,7 +116,7 @@ class Job:
             usage.ru_utime + usage.ru_stime,
             _UNKNOWN if ooms is None else ooms,
             usage.ru_maxrss << 10,
-            max(stdout_size, stderr_size) > KEEP_BYTES,
+            max(stdout_size, stderr_size) > program.KEEP_BYTES,
             *kept,
         )
         frames.send_bytes(slot.control, facts)
@@ -135,6 +125,13 @@ class Job:
         return True
 
     def __enter__(self) -> Job:
+        self._slot.began[0] = 0
+        self._files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "result")]
+        reading, self._program = os.pipe()
+        try:
+            self._pid = self._fork([*self._files, reading])
+        finally:
+            os.close(reading)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -161,17 +158,15 @@ class Job:
     def _fork(self, files: list[int]) -> int:
         slot = self._slot
         if slot.oom_score is not None:
-            os.pwrite(
-                slot.oom_score, b"1000", 0
-            )  # inherited: the kernel, short of memory, ends the job and not its slot
+            # Inherited: the kernel, short of memory, ends the job and not its slot.
+            os.pwrite(slot.oom_score, b"1000", 0)
         pid = kernel.fork_into_pid_namespace() if slot.isolated else kernel.fork()
         if not pid:
             try:
                 self._become_program(files)
             finally:
-                os._exit(
-                    126
-                )  # whatever the program did to the lines above, no child goes on as its parent
+                # Whatever the program did to the lines above, no child goes on as its parent.
+                os._exit(126)
         if slot.oom_score is not None:
             os.pwrite(slot.oom_score, b"500", 0)
         return pid
@@ -186,10 +181,8 @@ class Job:
             os.close(_PROGRAM)
             own = {
                 resource.RLIMIT_AS: slot.own_bytes + (job["memory_mib"] << 20),
-                resource.RLIMIT_CPU: 2
-                * math.ceil(
-                    job["cpu_s"]
-                ),  # the kernel counts it in ticks; `_watch` is the precise one
+                # The kernel counts it in ticks; `_watch` is the precise one.
+                resource.RLIMIT_CPU: 2 * math.ceil(job["cpu_s"]),
             }
             program.bind(program.within_own(own))
             slot.began[0] = 1
@@ -225,9 +218,8 @@ class Job:
         """Returns the CPU time of everything in the slot where that is metered, else of the job's
         first process."""
         if self._slot.cpu_meter is None:
-            return time.clock_gettime(
-                ~self._pid << 3 | 2
-            )  # its clock's number, as clock_getcpuclockid(3) makes it
+            # The number of its clock, as clock_getcpuclockid(3) makes it.
+            return time.clock_gettime(~self._pid << 3 | 2)
         told = os.pread(self._slot.cpu_meter, 64, 0).split()
         return int(told[1]) / 1e6 if told[0] == b"usage_usec" else int(told[0]) / 1e9
 

@@ -38,9 +38,8 @@ _INTO_PID_NAMESPACE = (
 )
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_with_lock = ctypes.PyDLL(
-    None, use_errno=True
-)  # keeps the interpreter's lock, so that a child has it
+_with_lock = ctypes.PyDLL(None, use_errno=True)
+"""Keeps the interpreter's lock, so that a child has it."""
 
 
 def _check(result: int, call: str) -> int:

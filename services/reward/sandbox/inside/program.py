@@ -22,6 +22,10 @@ from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import kernel
 
+KEEP_BYTES = 64 * 1024
+"""Kept of each of stdout and stderr; a program that writes more is told so."""
+
+RESULT_BYTES = 256 * 1024
 FILE_BYTES = 16 << 20
 REHEARSALS = 16
 MAX_DEPTH = 32
@@ -29,12 +33,12 @@ MAX_TRACE_CHARS = 8192
 _SOURCES = ("program.py", "expression")
 
 
-Limits = dict[int, tuple[int, int]]
+Rlimits = dict[int, tuple[int, int]]
 """Soft and hard limit by `resource.RLIMIT_*`."""
 
 
 def give_up_everything(
-    files: list[int], limits: Limits, system_calls: kernel.Filter | None
+    files: list[int], limits: Rlimits, system_calls: kernel.Filter | None
 ) -> None:
     """Leaves the process with `files` as its descriptors 0, 1, 2, ..., these limits, no capability
     and only `system_calls`."""
@@ -48,7 +52,7 @@ def give_up_everything(
         system_calls.install()
 
 
-def standing_limits(*, files: int, processes: int | None) -> Limits:
+def standing_limits(*, files: int, processes: int | None) -> Rlimits:
     """Returns the limits that are the same for every job. `processes` None: no limit of ours."""
     limits = {
         resource.RLIMIT_FSIZE: FILE_BYTES,
@@ -59,14 +63,14 @@ def standing_limits(*, files: int, processes: int | None) -> Limits:
     return within_own(limits if processes is None else limits | {resource.RLIMIT_NPROC: processes})
 
 
-def bind(limits: Limits) -> None:
+def bind(limits: Rlimits) -> None:
     for kind, limit in limits.items():
         resource.setrlimit(kind, limit)
 
 
-def within_own(limits: dict[int, int]) -> Limits:
+def within_own(limits: dict[int, int]) -> Rlimits:
     """Returns each limit, or what of it this process may still set."""
-    allowed: Limits = {}
+    allowed: Rlimits = {}
     for kind, limit in limits.items():
         most = resource.getrlimit(kind)[1]
         bound = limit if most == resource.RLIM_INFINITY else min(limit, most)
@@ -80,7 +84,7 @@ def run(job: dict[str, Any], result_fd: int) -> NoReturn:
     try:
         outcome = _outcome(job)
         encoded = json.dumps(outcome, allow_nan=False).encode()
-    except BaseException as error:
+    except BaseException as error:  # whatever the program raises is how it ended
         encoded = json.dumps(_failure(error, job)).encode()
     os.write(result_fd, encoded)
     _finish()
@@ -119,12 +123,8 @@ def _outcome(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compiled(source: str, name: str, mode: str) -> Any:
-    linecache.cache[name] = (
-        len(source),
-        None,
-        source.splitlines(keepends=True),
-        name,
-    )  # so that tracebacks show the line
+    # So that tracebacks show the line.
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     return compile(source, name, mode, dont_inherit=True)
 
 
@@ -143,7 +143,7 @@ def _failure(error: BaseException, job: dict[str, Any]) -> dict[str, Any]:
         error.__traceback__ = top.tb_next  # our own frames tell the reader nothing
     try:
         trace = "".join(traceback.format_exception(error))
-    except BaseException:
+    except BaseException:  # the program's own `__str__`
         trace = f"{type(error).__name__}\n"
     return {"end": "error", "trace": trace[-MAX_TRACE_CHARS:]}
 
@@ -155,7 +155,7 @@ def _finish() -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:
+    except BaseException:  # of the program's exit handlers
         os._exit(0)
 
 

@@ -53,7 +53,7 @@ def main() -> None:
     sys.path.remove(config["home"])
     control: int = config["control_fd"]
     try:
-        zygote = Zygote(control, config)
+        zygote = Zygote.enter(control, config)
     except OSError as error:
         reason = error.strerror or str(error)
         frames.send(control, {"fatal": f"{reason}: {error.filename}" if error.filename else reason})
@@ -70,26 +70,30 @@ def main() -> None:
 
 
 class Zygote:
-    def __init__(self, control: int, config: dict[str, Any]) -> None:
+    def __init__(self, surroundings: Surroundings, folder: isolation.Tmp | FolderOfItsOwn) -> None:
+        self._surroundings = surroundings
+        self._folder = folder
+
+    @classmethod
+    def enter(cls, control: int, config: dict[str, Any]) -> Zygote:
+        """Returns in a process that has its namespaces, its imports and nothing of the service.
+        Raises OSError where the host refuses a step, ImportError for a module of `config`."""
         for name in WARM.split():
             importlib.import_module(name)
         os.environ.clear()
         os.environ.update(_ENVIRONMENT)
-        isolated: bool = config["isolated"]
         for entrance in config["entrances"]:
             with open(entrance, "w") as file:
                 file.write("0")  # this process, and all it will fork
         cpu_meter, oom_meter = (
             os.open(path, os.O_RDONLY) if path else None for path in config["meters"]
         )
-        inside = isolation.enter(config) if isolated else None
-        if inside is None:
-            kernel.die_with_parent()
-            kernel.no_new_privileges()
+        inside = _inside(config)
         sys.path += config["package_paths"]
         for name in config["modules"]:
             importlib.import_module(name)
-        self._surroundings = Surroundings(
+        isolated = inside is not None
+        surroundings = Surroundings(
             control=control,
             isolated=isolated,
             system_calls=kernel.Filter(seccomp.build()) if isolated else None,
@@ -103,14 +107,11 @@ class Zygote:
             began=mmap.mmap(-1, 1),
             cores=len(os.sched_getaffinity(0)),
         )
-        self._folder = (
-            isolation.Tmp()
-            if inside
-            else FolderOfItsOwn(f"{UNSAFE_FOLDER}{config['service_pid']}-")
-        )
+        unsafe_folder = f"{UNSAFE_FOLDER}{config['service_pid']}-"
         program.rehearse()
         gc.collect()
         gc.freeze()  # so that a collection in a job copies no page of ours
+        return cls(surroundings, isolation.Tmp() if isolated else FolderOfItsOwn(unsafe_folder))
 
     def serve(self) -> None:
         """Runs jobs until the service closes the socket."""
@@ -164,6 +165,15 @@ class FolderOfItsOwn:
         if self._folder:
             os.chdir("/")
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _inside(config: dict[str, Any]) -> isolation.Inside | None:
+    """Enters the namespaces; returns None where the slot shall have none."""
+    if config["isolated"]:
+        return isolation.enter(config)
+    kernel.die_with_parent()
+    kernel.no_new_privileges()
+    return None
 
 
 def _own_bytes(statm: int) -> int:

@@ -19,18 +19,22 @@ WHERE reward = ?1 AND (?2 < 0 OR calls < ?2) AND (?3 < 0 OR tokens < ?3)
 """
 
 
-class Memory:
+class JudgeStore:
     """Safe to use from several threads, and from several processes on one file."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, folder: Path | None) -> JudgeStore:
+        """Returns the store in `folder`, which is made if it does not exist; None: in memory."""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        self._lock = threading.Lock()
         path = ":memory:" if folder is None else str(folder / "judge.sqlite")
-        self._database = sqlite3.connect(
-            path, timeout=30, check_same_thread=False, isolation_level=None
-        )
-        self._database.executescript(_TABLES)
+        database = sqlite3.connect(path, timeout=30, check_same_thread=False, isolation_level=None)
+        database.executescript(_TABLES)
+        return cls(database)
 
     def reply(self, key: str) -> str | None:
         """Returns what was said to this question, None if it was not asked yet."""
@@ -40,7 +44,7 @@ class Memory:
             ).fetchone()
         return row[0] if row else None
 
-    def remember(self, key: str, text: str, tokens: int) -> None:
+    def keep(self, key: str, text: str, tokens: int) -> None:
         with self._lock:
             self._database.execute(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", (key, text, tokens)
