@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 
 
 def nearest(name: str, valid: Sequence[str], what: str = "valid keys") -> str:
@@ -31,37 +32,82 @@ def sentences(
 
 
 def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[str, str]:
-    loc: tuple[Any, ...] = tuple(fault["loc"])
-    key = ".".join(str(part) for part in loc)
-    start = f"{where}: " if where else ""
+    path, _ = _followed(model, fault["loc"])
+    context = fault.get("ctx", {})
+    if fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        path.append(context["discriminator"].strip("'"))
+    key = ".".join(str(part) for part in path)
     if fault["type"] == "extra_forbidden":
-        owner = _model_at(model, loc[:-1])
-        hint = f"; {nearest(str(loc[-1]), list(owner.model_fields))}" if owner else ""
-        detail = f"{start}unknown key {key!r}{hint}"
+        _, parent = _followed(model, fault["loc"][:-1])
+        owner = _model_in(parent)
+        hint = f"; {nearest(str(path[-1]), list(owner.model_fields))}" if owner else ""
+        detail = f"unknown key {key!r}{hint}"
     elif fault["type"] == "missing":
-        detail = f"{start}{key!r} is missing and has no default"
+        detail = f"{key!r} is missing and has no default"
+    elif fault["type"] == "union_tag_not_found":
+        detail = f"{key!r} is missing; it says which kind this is"
+    elif fault["type"] == "union_tag_invalid":
+        detail = f"{key!r}: got {context['tag']!r}; expected one of {context['expected_tags']}"
     else:
-        message = fault["msg"].removeprefix("Value error, ")
-        value = fault.get("input")
-        shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-        detail = (
-            f"{start}{key!r}: got {shown}; {message[0].lower() + message[1:]}"
-            if key
-            else f"{start}{message}"
-        )
-    return {"pointer": "/" + "/".join(str(part) for part in loc), "detail": detail}
+        detail = _refused(key, fault)
+    start = f"{where}: " if where else ""
+    return {"pointer": "/" + "/".join(str(part) for part in path), "detail": start + detail}
 
 
-def _model_at(model: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:
-    """Returns the model class that the path `loc` leads to, or None where it leads into free
-    data."""
-    current: type[BaseModel] | None = model
+def _refused(key: str, fault: dict[str, Any]) -> str:
+    message = fault["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
+    shown = repr(fault.get("input"))
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return f"{key!r}: got {shown}; {message[0].lower() + message[1:]}"
+
+
+def _followed(model: Any, loc: tuple[int | str, ...]) -> tuple[list[int | str], Any]:
+    """Returns the path into the body that pydantic's `loc` stands for, and the type there (None
+    where it leads into free data): `loc` also names which of several types was tried."""
+    path: list[int | str] = []
+    annotation = model
     for part in loc:
-        if isinstance(part, int) or current is None:
+        kinds = _kinds(annotation)
+        if isinstance(part, str) and len(kinds) > 1:
+            annotation = next((kind for kind in kinds if _is_called(kind, part)), None)
             continue
-        field = current.model_fields.get(str(part))
-        current = _model_in(field.annotation) if field else None
-    return current
+        path.append(part)
+        annotation = _part_of(kinds[0], part) if kinds else None
+    return path, annotation
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """Returns the types that a value may be of, None left out."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in _kinds(part)]
+    if isinstance(annotation, type) and issubclass(annotation, RootModel):
+        return _kinds(annotation.model_fields["root"].annotation)
+    return [] if annotation in (None, type(None)) else [annotation]
+
+
+def _part_of(kind: Any, part: int | str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        field = kind.model_fields.get(str(part))
+        return field.annotation if field else None
+    arguments = get_args(kind)
+    if not arguments:
+        return None
+    return arguments[1] if get_origin(kind) is dict else arguments[0]
+
+
+def _is_called(kind: Any, name: str) -> bool:
+    """Whether pydantic calls the type so: by its name, or by its value of the discriminator."""
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return False
+    literals = [f.annotation for f in kind.model_fields.values()]
+    return kind.__name__ == name or any(
+        get_origin(literal) is Literal and name in get_args(literal) for literal in literals
+    )
 
 
 def sections(model: type[BaseModel]) -> list[type[BaseModel]]:

@@ -27,7 +27,7 @@ SERVICES: dict[str, Callable[[Settings], Service]] = {
 }
 BODIES = {
     "orchestrator": {("/v1/jobs", "post"): "SubmitRequest"},
-    "rollout": {("/generate", "post"): "GenerateRequest", ("/model", "put"): "EngineSpec"},
+    "rollout": {("/generate", "post"): "GenerateRequest", ("/model", "put"): "ModelRequest"},
     "trainer": {("/job", "put"): "TrainerJob", ("/train_step", "post"): "TrainStepRequest"},
     "reward": {("/score", "post"): "ScoreRequest"},
 }

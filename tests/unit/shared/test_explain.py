@@ -1,0 +1,73 @@
+"""Sentences about bodies that hold one of several kinds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
+
+from shared.explain import sentences
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Folder(Strict):
+    method: Literal["shm", "disk"]
+    path: str
+
+
+class File(Strict):
+    name: str
+
+
+class Http(Strict):
+    method: Literal["http"]
+    files: tuple[File, ...]
+
+
+class Ref(RootModel[Folder | Http]):
+    root: Folder | Http = Field(discriminator="method")
+
+
+class Job(Strict):
+    weights: Ref | None = None
+    named: dict[str, File] = {}
+    limit: int | Literal["none"] = "none"
+
+
+def faults(model: type[BaseModel], body: dict[str, Any]) -> list[tuple[str, str]]:
+    with pytest.raises(ValidationError) as raised:
+        model.model_validate(body)
+    return [(fault["pointer"], fault["detail"]) for fault in sentences(raised.value, model)]
+
+
+def test_the_pointer_of_a_kind_is_into_the_body() -> None:
+    assert faults(Ref, {"method": "shm", "pth": "/x"}) == [
+        ("/path", "'path' is missing and has no default"),
+        ("/pth", "unknown key 'pth'; did you mean 'path'?"),
+    ]
+    assert faults(Job, {"weights": {"method": "http", "files": [{"name": "a", "nam": "b"}]}}) == [
+        ("/weights/files/0/nam", "unknown key 'weights.files.0.nam'; did you mean 'name'?")
+    ]
+
+
+def test_an_unknown_kind_names_those_there_are() -> None:
+    assert faults(Ref, {"method": "smh"}) == [
+        ("/method", "'method': got 'smh'; expected one of 'shm', 'disk', 'http'")
+    ]
+    assert faults(Job, {"weights": {}}) == [
+        ("/weights/method", "'weights.method' is missing; it says which kind this is")
+    ]
+
+
+def test_a_table_of_names_is_looked_through() -> None:
+    assert faults(Job, {"named": {"a": {"nam": "b", "name": "c"}}}) == [
+        ("/named/a/nam", "unknown key 'named.a.nam'; did you mean 'name'?")
+    ]
+
+
+def test_each_way_a_value_may_be_points_to_the_value() -> None:
+    assert {pointer for pointer, _ in faults(Job, {"limit": "many"})} == {"/limit"}
