@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from pathlib import Path
 
 from services.reward import graders
 from services.reward.grading.registry import GraderTools
@@ -53,9 +52,11 @@ def processes_of(service_pid: int) -> list[int]:
     """Returns every live process inside, or at the door of, the sandboxes of a service: those in
     the user namespaces of its slots, whatever they have become by exec."""
     mark = f'"service_pid": {service_pid},'
-    slots = [pid for pid in _pids() if mark in _read(pid, "cmdline")]
-    namespaces = {_user_namespace(pid) for pid in slots} - {_user_namespace(os.getpid()), None}
-    return sorted({pid for pid in _pids() if _user_namespace(pid) in namespaces} | set(slots))
+    pids = {pid: _user_namespace(pid) for pid in _pids()}
+    slots = {pid for pid in pids if mark in _read(pid, "cmdline")}
+    namespaces = {pids[pid] for pid in slots} - {_user_namespace(os.getpid()), None}
+    inside = {pid for pid, namespace in pids.items() if namespace in namespaces}
+    return sorted(pid for pid in slots | inside if is_alive(pid))
 
 
 def is_alive(pid: int) -> bool:
@@ -75,15 +76,11 @@ def user_namespaces_of(pids: list[int]) -> set[str | None]:
 
 
 def processes_in(namespaces: set[str | None]) -> list[int]:
-    return [pid for pid in _pids() if _user_namespace(pid) in namespaces]
+    return [pid for pid in _pids() if _user_namespace(pid) in namespaces and is_alive(pid)]
 
 
 def _pids() -> list[int]:
-    return [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and is_alive(int(entry.name))
-    ]
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
 
 
 def _state(pid: int) -> str:
@@ -92,13 +89,14 @@ def _state(pid: int) -> str:
 
 def _read(pid: int, name: str) -> str:
     try:
-        return (Path("/proc") / str(pid) / name).read_text(errors="replace")
+        with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:  # noqa: PTH123 (asked often)
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
 
 
 def _user_namespace(pid: int) -> str | None:
     try:
-        return str((Path("/proc") / str(pid) / "ns" / "user").readlink())
+        return os.readlink(f"/proc/{pid}/ns/user")  # noqa: PTH115 (asked often)
     except OSError:
         return None

@@ -89,7 +89,7 @@ MEMORY = tuple(
         ("exception with a huge message", "raise Exception('a' * (1 << 30))", False),
         ("bomb of zeros, compressed", "import zlib\nb = zlib.compress(bytes(60 << 20))\nx = [zlib.decompress(b) for _ in range(9)]", False),
         ("100 GiB mapped", "import mmap; mmap.mmap(-1, 100 << 30)", True),
-        ("recursion into C's stack", "import sys; sys.setrecursionlimit(10 ** 9)\nf = lambda: f()\nf()", True),
+        ("recursion into C's stack", "import sys; sys.setrecursionlimit(10 ** 9)\nf = lambda x: max([1], key=f)\nf(1)", True),
         ("nested without end", "x = []\nwhile True: x = [x, bytearray(4096)]", False),
     )
 ) + (
@@ -102,6 +102,7 @@ for _ in range(12):
         time.sleep(9)
 time.sleep(0.4)
 """, ("ok", "memory_limit", "time_limit"), limits={"memory_mib": 64, "timeout_s": 3}),
+    failed("frames without end", "import sys; sys.setrecursionlimit(10 ** 9)\nf = lambda: f()\nf()", ("memory_limit", "runtime_error"), memory_mib=16),
     refused("memory file", "os.memfd_create, 'x'"),
     Attack("small folder filled", "n = 0\ntry:\n while True:\n  open(f'/tmp/{n}', 'wb').write(bytes(10 << 20)); n += 1\nexcept OSError: pass", "ok", True, "4 <= n <= 7"),
     Attack("small folder's inodes used up", "n = 0\ntry:\n while True:\n  open(f'/tmp/{n}', 'w').close(); n += 1\nexcept OSError: pass", "ok", True, "1000 < n < 4097"),
@@ -192,7 +193,7 @@ FORGERY = (
 )  # fmt: skip
 
 FILES = (
-    Attack("rm -rf /", "import shutil, os\nshutil.rmtree('/', ignore_errors=True)", "ok", True, "len(os.listdir('/usr/bin')) > 10"),
+    Attack("rm -rf /", "import shutil, os\nfor path in ('/etc', '/bin', '/usr/bin', '/usr/sbin', os.path.dirname(os.__file__) + '/json', '/tmp'):\n shutil.rmtree(path, ignore_errors=True)", "ok", True, "len(os.listdir('/usr/bin')) > 10"),
     refused("writing outside /tmp", *(f"open, {path!r}, 'a'" for path in ("/usr/lib/x", "/x", "/etc/passwd", "/dev/sda", "/proc/x")), "open, os.__file__, 'a'"),
     refused("secrets of the host", *(f"os.stat, {path!r}" for path in ("/etc/shadow", "/root/.ssh", "/proc/1/environ", "/var/run/docker.sock", "/sys/fs/cgroup", "/home", "/etc/hostname", "/run", "/boot"))),
     Attack("environment", "import os", "ok", ["HOME", "LANG", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH"], "sorted(os.environ)"),
