@@ -16,6 +16,7 @@ from shared.wire import (
     CheckpointList,
     Event,
     EventList,
+    JobDeleted,
     JobList,
     JobRecord,
     MetricsList,
@@ -28,6 +29,7 @@ from shared.wire import (
 
 SUBMIT_DEADLINE_S = 1800.0
 REGRADE_DEADLINE_S = 3600.0
+DELETE_DEADLINE_S = 600.0
 RECONNECT_S = 60.0
 PING_DEADLINE_S = 1.0
 
@@ -94,6 +96,14 @@ class Client:
     def resume(self, job: str) -> JobRecord:
         """Queues a paused job again; it goes on where it was."""
         return self._change(job, "resume")
+
+    def delete(self, job: str, *, files: bool = False) -> JobDeleted:
+        """Forgets a job that has ended, with its events. `files` removes its run folder and the
+        checkpoints in it as well. Raises Conflict for a job that has not ended."""
+        path = f"/v1/jobs/{self.get(job).id}?files={str(files).lower()}"
+        return self._background.run(
+            self._client.call("DELETE", path, None, JobDeleted, deadline_s=DELETE_DEADLINE_S)
+        )
 
     def metrics(self, job: str, after_step: int = -1) -> MetricsList:
         return self._background.run(

@@ -1,5 +1,5 @@
-"""Submitting, listing and changing jobs: `hone submit`, `ls`, `get`, `cancel`, `pause`,
-`resume`."""
+"""Submitting, listing and changing jobs: `hone submit`, `ls`, `get`, `cancel`, `pause`, `resume`,
+`rm`."""
 
 from __future__ import annotations
 
@@ -92,3 +92,18 @@ def resume(job: JobArgument, output: OutputOption = Output.table) -> None:
         record = client.resume(job)
     watches = f"`hone logs -f {record.id}` watches it"
     show(output, record, lambda: f"job {record.id} is {record.status}; {watches}")
+
+
+@command
+def rm(
+    job: JobArgument,
+    files: Annotated[
+        bool, typer.Option("--files", help="remove its run folder and checkpoints too")
+    ] = False,
+    output: OutputOption = Output.table,
+) -> None:
+    """Forget a job that has ended."""
+    with connect() as client:
+        deleted = client.delete(job, files=files)
+    what = "and its run folder are" if files else "is"
+    show(output, deleted, lambda: f"job {deleted.id} {what} removed")

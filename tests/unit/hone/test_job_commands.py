@@ -1,4 +1,4 @@
-"""`hone ls`, `get`, `cancel`, `pause`, `resume`: what is printed of an orchestrator's answer."""
+"""`hone ls`, `get`, `cancel`, `pause`, `resume`, `rm`: what is printed of what comes back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hone.cli import app
 from hone.commands import jobs
 from shared.errors import NotFound
 from shared.job import DataSpec, Job, RewardSpec
-from shared.wire import JobRecord
+from shared.wire import JobDeleted, JobRecord
 
 JOB = Job(
     name="demo",
@@ -55,6 +55,9 @@ class Orchestrator:
 
     cancel = pause = resume = get
 
+    def delete(self, job: str, *, files: bool) -> JobDeleted:
+        return JobDeleted(id=self.get(job).id, files=files)
+
 
 def run(monkeypatch: pytest.MonkeyPatch, status: str, *arguments: str) -> tuple[int, str]:
     @contextlib.contextmanager
@@ -91,6 +94,14 @@ def test_a_change_is_told_in_a_sentence_or_as_the_record(
     assert run(monkeypatch, status, command, "demo") == (0, sentence + "\n")
     _, shown = run(monkeypatch, status, command, "demo", "-o", "json")
     assert json.loads(shown)["status"] == status
+
+
+def test_a_job_is_removed_with_its_files_or_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, "failed", "rm", "demo") == (0, "job demo-1 is removed\n")
+    _, shown = run(monkeypatch, "failed", "rm", "demo", "--files")
+    assert shown == "job demo-1 and its run folder are removed\n"
+    _, shown = run(monkeypatch, "failed", "rm", "demo", "--files", "-o", "json")
+    assert json.loads(shown) == {"id": "demo-1", "files": True}
 
 
 def test_an_error_is_one_sentence_and_exit_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
