@@ -10,7 +10,7 @@ import pytest
 
 from services.reward.graders.code_tests.asserts import from_asserts, from_check
 from services.reward.graders.code_tests.codec import NotPlain, TooLarge, decode, encode
-from services.reward.graders.code_tests.evaluate import Failed, evaluate
+from services.reward.graders.code_tests.evaluate import CannotHold, evaluate
 from services.reward.graders.code_tests.stdio import agree
 
 
@@ -112,7 +112,7 @@ def test_assertions_are_evaluated_outside_over_plain_values(
     ["not _0 > 3", "_0 < 3", "[0] * 10**9 == _0", "_0 == 10**10**8", "list(range(10**9)) == _0"],
 )
 def test_nan_has_no_order_and_nothing_grows_without_bound(test: str) -> None:
-    with pytest.raises(Failed):
+    with pytest.raises(CannotHold):
         evaluate(ast.parse(test, mode="eval").body, {"_0": float("nan")})
 
 
