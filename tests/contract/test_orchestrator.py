@@ -347,7 +347,7 @@ async def test_an_orchestrator_that_dies_loses_nothing(
             await asyncio.sleep(0.2)
 
     fakes.fault["train_step"] = block
-    settings = settings.model_copy(update={"lease_s": 0.5})
+    settings = settings.model_copy(update={"lease_s": 3.0})
     async with fakes.running(settings) as settings:
         async with orchestrator(settings, redis_url) as (_, transport):
             client = Client("orchestrator", "http://localhost", transport=transport)
@@ -387,7 +387,8 @@ async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(
         first, fakes.trained = fakes.trained, []
         fakes.job = None  # the trainer lost everything and starts from the beginning
         sampled = fakes.calls["generate"]
-        await Run(record, Lease(record.id, 1, "test", 30), SilentStore(), settings).run()  # type: ignore[arg-type]
+        lease = Lease(record.id, first[0].attempt, settings.trainer_url, 30)
+        await Run(record, lease, SilentStore(), settings).run()  # type: ignore[arg-type]
         assert fakes.trained == first
         assert fakes.calls["generate"] == sampled, (
             "nothing was sampled again, nor evaluated: the keys are the same"
@@ -457,7 +458,7 @@ async def test_the_event_of_a_step_that_a_crash_left_out_is_there_after_it(
             await asyncio.wait_for(cut.wait(), 30)
         folder = RunFolder(Path(record.run_dir))
         assert [row.step for row in folder.metrics()] == [0, 1, 2, 3, 4], "written, not yet said"
-        settings = settings.model_copy(update={"lease_s": 0.5})
+        settings = settings.model_copy(update={"lease_s": 3.0})
         store = Store(redis_url)
         for lease_key in [key async for key in store._redis.scan_iter("hone:lease:*")]:
             await store._redis.delete(lease_key)
@@ -481,7 +482,7 @@ async def test_another_workers_batch_ends_the_work_and_not_the_job(stack: Stack)
             folder = stack.folder(stack.fakes.job.job_id)
             folder.write_batch(folder.batch(3).model_copy(update={"step": 4}))
 
-    stack.settings.__dict__["lease_s"] = 0.5
+    stack.settings.__dict__["lease_s"] = 3.0
     stack.fakes.fault["generate"] = slip_in
     record = await stack.until((await stack.submit()).id)
     assert (record.status, record.attempts) == ("succeeded", 2)

@@ -99,7 +99,7 @@ class RunFolder:
         steps there are."""
         for path in (self._batch_path(step), self._ungraded_path(step)):
             if path.exists():
-                return codec.decode(Batch, path.read_bytes(), codec.MSGPACK)
+                return codec.decode_stored(Batch, path.read_bytes(), codec.MSGPACK)
         steps = self.batch_steps()
         have = f"steps {steps[0]} to {steps[-1]} have" if steps else "no step has yet"
         raise NotFound(f"step {step} has no stored rollouts; {have}")
