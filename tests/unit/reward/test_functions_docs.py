@@ -63,12 +63,10 @@ def test_every_toml_shown_is_rewards_of_a_job() -> None:
     assert len(specs) == 3
 
 
-def test_every_grader_setting_and_metric_is_named_and_exists() -> None:
+def test_every_grader_setting_and_metric_that_is_named_exists() -> None:
     table = DOCS.partition("## Graders")[2].partition("## Your own function")[0]
-    ours = {info.name for info in registry.infos() if not info.name.startswith("test_")}
-    assert ours == set(
-        re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
-    )
+    named = " ".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", named)) <= {info.name for info in registry.infos()}
     assert set(re.findall(r"HONE_[A-Z_]+", DOCS)) <= {
         PREFIX + name.upper() for name in Settings.model_fields
     }

@@ -104,7 +104,7 @@ def string_check(reference: str) -> dict[str, Any]:
         ),
         (
             {"graders": {"a": {"type": "multi"}}, "calculate_output": "a"},
-            "grader 'a' has type 'multi'; expected one of string_check",
+            "grader 'a' has type 'multi'; expected one of label_model",
         ),
         (
             {"graders": {"a": string_check("x") | {"operatoin": 1}}, "calculate_output": "a"},

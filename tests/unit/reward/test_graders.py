@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.reward import graders
 from services.reward.grading import registry
 from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.errors import BadRequest
@@ -144,3 +146,30 @@ async def test_exact_match_takes_whole_numbers_and_refuses_the_rest(
         GradingFailed, match=r"column 'answer' is \[1\]; expected text or a whole number"
     ):
         await values(scripted_tools, "exact_match", ["1"], {}, {"answer": [1]})
+
+
+def test_each_file_is_the_grader_of_its_name() -> None:
+    files = {module.name for module in pkgutil.iter_modules(graders.__path__)}
+    named = {info.name for info in registry.infos() if not info.name.startswith("test_")}
+    assert named == files
+
+
+NEW = """
+from services.reward.grading.registry import grader
+
+@grader("test_of_a_new_file")
+def shouts(items):
+    return [float(item.completion.isupper()) for item in items]
+"""
+
+
+async def test_a_new_grader_is_one_new_file(
+    scripted_tools: GraderTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test_of_a_new_file.py").write_text(NEW)
+    monkeypatch.setattr(graders, "__path__", [*graders.__path__, str(tmp_path)])
+    graders.load()
+    bound = registry.bind(RewardSpec(grader="test_of_a_new_file"), scripted_tools)
+    (part,) = await bound.grade([ScoreItem(prompt="", completion="HA")])
+    assert part.value == 1.0
+    assert "test_of_a_new_file" in {info.name for info in registry.infos()}

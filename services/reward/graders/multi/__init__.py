@@ -21,8 +21,6 @@ from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
 
-KINDS = ("string_check", "text_similarity", "python", "score_model", "label_model")
-
 
 class MultiParams(Params):
     """`graders`: OpenAI's grader objects by name. `calculate_output`: a formula of those names."""
@@ -96,9 +94,16 @@ class Multi(Grader[MultiParams]):
 
 def _bound(spec: RewardSpec, name: str, given: dict[str, Any], tools: GraderTools) -> Grader[Any]:
     kind = given.get("type")
-    if kind not in KINDS:
+    if kind not in (known := _openai_graders()):
         raise BadRequest(
             f"reward {spec.label!r}: grader {name!r} has type {kind!r}; expected one of "
-            f"{', '.join(KINDS)}"
+            f"{', '.join(known)}"
         )
     return registry.bind(RewardSpec(grader=kind, name=f"{spec.label}.{name}", params=given), tools)
+
+
+def _openai_graders() -> list[str]:
+    """Returns the names of OpenAI's graders: those whose params have a `type`. Not `multi`: a
+    formula over formulas is one formula."""
+    openai = (info.name for info in registry.infos() if "type" in info.params["properties"])
+    return [name for name in openai if name != "multi"]
