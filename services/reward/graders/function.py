@@ -1,8 +1,8 @@
 """The job's own reward: a function as TRL has it, or a class (`shared/rewards.py`). See
 docs/rewards.md.
 
-A function gets `prompts`, `completions`, and each column of the dataset as a list with one entry a
-completion (None where a row lacks it). A text prompt gives text; a prompt of chat messages gives
+A function gets `prompts`, `completions`, and each column of the dataset as a list with one entry
+per completion (None where a row lacks it). A text prompt gives text; a prompt of chat messages gives
 messages, and its completion is `[{"role": "assistant", ...}]`.
 """
 
@@ -39,7 +39,7 @@ class Function(Grader[FunctionParams]):
     """Your own Python function or class (`file` and `function`), called with prompts, completions
     and dataset columns.
 
-    It returns one number a completion, None where it does not apply, or (number, why).
+    It returns one number per completion, None where it does not apply, or (number, why).
     """
 
     max_concurrency = 1

@@ -62,7 +62,7 @@ class TextSimilarity(Grader[TextSimilarityParams]):
         if self.params.evaluation_metric == "cosine":
             raise BadRequest(
                 f"reward {self.spec.label!r}: 'cosine' needs an embedding model, which this "
-                "service has not"
+                "service does not have"
             )
         for template in (self.params.input, self.params.reference):
             templates.check(template, columns, self.spec.label)

@@ -1,8 +1,8 @@
 """How graders are called: so many items at a time, so many calls at once, each call with a
 deadline, alike items once.
 
-A call that fails gives its items parts without a value, with the reason. Only what no grader can do
-anything about (the host cannot isolate programs) ends the request.
+A call that fails gives its items parts without a value, with the reason. Only what no grader can
+change (the host cannot isolate programs) ends the request.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Caller:
                 tell(position, as_cached(part))
 
     async def _parts(self, items: Sequence[ScoreItem]) -> list[Part]:
-        """Returns one part an item, whatever the grader does. Raises only what ends the whole
+        """Returns one part per item, whatever the grader does. Raises only what ends the whole
         request."""
         start = time.perf_counter()
         try:
@@ -118,8 +118,8 @@ class Callers:
     async def of(
         self, rewards: Sequence[RewardSpec], job_id: str | None
     ) -> AsyncGenerator[list[Caller]]:
-        """Yields a caller a reward; none is closed meanwhile. Raises BadRequest for a reward that
-        cannot be bound."""
+        """Yields one caller per reward; none is closed meanwhile. Raises BadRequest for a reward
+        that cannot be bound."""
         kept = [self._keep(spec, job_id) for spec in rewards]
         for one in kept:
             one.users += 1

@@ -101,7 +101,7 @@ class Grader(ABC, Generic[P]):
 
     items_per_call: int | None = None
     """At most how many items one call of `grade` takes; None: all of a request. With 1 each item
-    has a deadline of its own, fails alone, and is told as soon as it is done."""
+    has a deadline of its own, fails alone, and is reported as soon as it is done."""
 
     max_concurrency: int = 8
     """How many calls of `grade` may run at once, over all requests."""
@@ -139,7 +139,7 @@ class Grader(ABC, Generic[P]):
 
     @abstractmethod
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        """Returns one part an item, in order. What it raises makes the parts of all these items
+        """Returns one part per item, in order. What it raises makes the parts of all these items
         missing."""
 
     def content(self, item: ScoreItem) -> Any:
@@ -164,7 +164,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 def grader(name: str) -> Callable[[T], T]:
     """Registers a Grader class, or a quick function `(items)` or `(items, params)` that returns a
-    number, None (not applicable) or Part an item."""
+    number, None (not applicable) or Part per item."""
 
     def register(target: T) -> T:
         if name in _graders:

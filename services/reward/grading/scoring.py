@@ -1,4 +1,4 @@
-"""A request's items and rewards -> scores, each told as soon as all its parts are there.
+"""A request's items and rewards -> scores, each reported as soon as all its parts are there.
 
 What can be known to be wrong before grading (names, params, columns) is a BadRequest and costs
 nothing. What goes wrong in grading is a part without a value.
@@ -42,7 +42,7 @@ class Scorer:
             pass
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
-        """Returns one score an item, in order."""
+        """Returns one score per item, in order."""
         async with contextlib.aclosing(self.stream(request)) as lines:
             by_index = {line.index: line.score async for line in lines}
         return ScoreResult(scores=tuple(by_index[index] for index in range(len(request.items))))

@@ -92,7 +92,7 @@ class FunctionWorkers:
         """Returns a part for each of the `count` completions whose `arguments` these are.
 
         Arguments that it has no parameter for are left out. One call is ended after `timeout_s`;
-        there is one call for all, or one a completion where the function takes one at a time, which
+        there is one call for all, or one per completion where it takes one at a time, which
         then fails alone. Raises GradingFailed where all fail.
         """
         async with self._entry(spec) as entry:

@@ -12,7 +12,8 @@ from shared.wire import ExecuteRequest, Execution
 
 
 class SlotDied(Exception):
-    """A slot or worker ended, or fell silent, in the middle of something. The message says how.
+    """A slot or worker ended, or stopped answering, in the middle of something; the message says
+    how.
 
     `killed`: something outside its own code killed it, as far as its exit code tells: another
     process, or the kernel for its memory.
@@ -63,7 +64,7 @@ class Sandbox(ABC):
         Raises Failed as `execute` does."""
 
     async def run(self, requests: Sequence[ExecuteRequest]) -> list[Execution]:
-        """Returns one Execution a request, in order. Identical requests run once."""
+        """Returns one Execution per request, in order. Identical requests run once."""
         keys = [request.model_dump_json() for request in requests]
         distinct = dict(zip(keys, requests, strict=True))
         executions = await asyncio.gather(*(self.execute(request) for request in distinct.values()))

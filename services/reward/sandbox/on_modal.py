@@ -175,7 +175,7 @@ class ModalSandbox(Sandbox):
             await container.terminate.aio()
 
     async def _converse(self, container: Any, request: ExecuteRequest) -> list[str]:
-        """Returns the lines of the answer: fewer than two if the container fell silent after the
+        """Returns the lines of the answer: fewer than two if the container went silent after the
         program began."""
         task = {"program": request.model_dump(exclude={"stdin"}), "stdin": request.stdin}
         data = json.dumps(task).encode()

@@ -70,7 +70,7 @@ class _Lenient(ast.NodeTransformer):
 
 class Proxies:
     def __init__(self, known: list[list[str]], guess: bool) -> None:
-        """`known`: one `[name, encoded arguments, how, text]` a call made so far, in order."""
+        """`known`: one `[name, encoded arguments, how, text]` per call made so far, in order."""
         self._outcomes: dict[tuple[str, str], list[list[str]]] = {}
         for name, given, how, text in known:
             self._outcomes.setdefault((name, given), []).append([how, text])

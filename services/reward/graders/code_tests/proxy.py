@@ -129,8 +129,8 @@ async def _made(candidate: Candidate, calls: list[list[str]]) -> list[CallEnd] |
 async def _guessed_calls(
     candidate: Candidate, tests: TestCode, known: list[list[str]]
 ) -> list[list[str]]:
-    """Returns the calls that the tests will make, as far as guesses tell; none where a guess led
-    astray."""
+    """Returns the calls that the tests will make, as far as guesses tell; none where a guess was
+    wrong."""
     execution = await candidate.sandbox.execute(_job(candidate, tests, known, guess=True))
     return execution.value["calls"] if fault(execution)[0] == "ok" else []
 

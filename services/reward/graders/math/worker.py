@@ -1,8 +1,8 @@
 """One process that compares mathematical answers by math-verify: requests and replies are lines of
 JSON on stdin and stdout.
 
-Parsing a formula may take for ever or all memory. So this is no part of the service's process: the
-kernel ends it once one comparison has used `cpu_s` of CPU time (SIGPROF), and it cannot have more
+Parsing a formula may take unbounded time or memory. So this is no part of the service's process:
+the kernel ends it once one comparison has used `cpu_s` of CPU time (SIGPROF), and it cannot have more
 than `MEMORY_BYTES`. Run as a file, with no environment; it imports nothing of ours.
 """
 

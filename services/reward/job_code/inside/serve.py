@@ -5,8 +5,8 @@ library only.
     service: {arguments, count, timeout_s}     worker: {results, stdout} or {error, stdout}
              {executions}                      before that, any number of times: {execute}
 
-`arguments` are lists with one entry a completion. A result is `{value, detail}`, value None for not
-applicable, or `{error}`. `execute` is a list of lists of programs, and `executions` has for each of
+`arguments` are lists with one entry per completion. A result is `{value, detail}`, value None for
+not applicable, or `{error}`. `execute` is a list of lists of programs, and `executions` has for each of
 these a list of outcomes, or why it is refused. Everything is checked again on the trusted side.
 """
 
