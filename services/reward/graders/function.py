@@ -2,8 +2,8 @@
 docs/rewards.md.
 
 A function gets `prompts`, `completions`, and each column of the dataset as a list with one entry
-per completion (None where a row lacks it). A text prompt gives text; a prompt of chat messages gives
-messages, and its completion is `[{"role": "assistant", ...}]`.
+per completion (None where a row lacks it). A text prompt gives text; a prompt of chat messages
+gives messages, and its completion is `[{"role": "assistant", ...}]`.
 """
 
 from __future__ import annotations

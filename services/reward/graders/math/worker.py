@@ -2,8 +2,8 @@
 JSON on stdin and stdout.
 
 Parsing a formula may take unbounded time or memory. So this is no part of the service's process:
-the kernel ends it once one comparison has used `cpu_s` of CPU time (SIGPROF), and it cannot have more
-than `MEMORY_BYTES`. Run as a file, with no environment; it imports nothing of ours.
+the kernel ends it once one comparison has used `cpu_s` of CPU time (SIGPROF), and it cannot have
+more than `MEMORY_BYTES`. Run as a file, with no environment; it imports nothing of ours.
 """
 
 from __future__ import annotations

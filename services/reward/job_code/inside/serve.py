@@ -6,8 +6,9 @@ library only.
              {executions}                      before that, any number of times: {execute}
 
 `arguments` are lists with one entry per completion. A result is `{value, detail}`, value None for
-not applicable, or `{error}`. `execute` is a list of lists of programs, and `executions` has for each of
-these a list of outcomes, or why it is refused. Everything is checked again on the trusted side.
+not applicable, or `{error}`. `execute` is a list of lists of programs, and `executions` has for
+each of these a list of outcomes, or why it is refused. Everything is checked again on the trusted
+side.
 """
 
 from __future__ import annotations
