@@ -91,8 +91,9 @@ class Settings(BaseSettings):
     always` and `maxmemory-policy noeviction`. None: only `hone up` works, which starts one."""
 
     lease_s: float = Field(default=30.0, gt=0)
-    """Seconds without a heartbeat after which another orchestrator takes a job over. Long enough
-    for a pause of Redis or of the process, short enough that a job soon goes on."""
+    """Seconds that an orchestrator's lease on the trainer lasts without a heartbeat; then another
+    one takes its job over. Long enough for a pause of Redis or of the process, short enough that a
+    job soon goes on."""
 
     keep_jobs: int = Field(default=1000, ge=1)
     """How many of the jobs that have ended are kept in Redis. Older ones are forgotten, with their
