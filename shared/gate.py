@@ -18,8 +18,9 @@ from shared.errors import BadRequest, HoneError, Unauthorized
 from shared.health import OPEN_PATHS
 from shared.logs import get_logger
 from shared.rendering import problem
+from shared.streams import LINES
 
-EVENT_STREAM = b"text/event-stream"
+STREAMS = (b"text/event-stream", LINES.encode())
 
 
 class RequestMetrics:
@@ -63,12 +64,14 @@ class Gate:
         structlog.contextvars.bind_contextvars(request_id=request_id)
         status = 0
         start = time.perf_counter()
+        task = asyncio.current_task()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._note_stream(message)
+                if task and _is_stream(message):
+                    self._draining.ends_stream(task)
                 message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
             await send(message)
 
@@ -99,7 +102,7 @@ class Gate:
                 raise Unauthorized(
                     "the header 'Authorization: Bearer <HONE_TOKEN>' is missing or wrong"
                 )
-        if self._draining.has_begun():
+        if self._draining.has_begun() and path not in OPEN_PATHS:
             raise self._draining.error()
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > self._max_body_bytes:
@@ -125,13 +128,6 @@ class Gate:
             "HONE_MAX_BODY_MIB)"
         )
 
-    def _note_stream(self, start: Message) -> None:
-        """A stream of events ends with the service: its reader comes back for those after."""
-        task = asyncio.current_task()
-        types = [value for name, value in start.get("headers", []) if name == b"content-type"]
-        if task and types and types[0].startswith(EVENT_STREAM):
-            self._draining.ends_stream(task)
-
     def _note_end(self, scope: Scope, status: int, seconds: float) -> None:
         path = getattr(scope.get("route"), "path", "other")
         self._metrics.count.labels(scope["method"], path, status).inc()
@@ -144,3 +140,8 @@ class Gate:
                 status=status,
                 seconds=round(seconds, 4),
             )
+
+
+def _is_stream(start: Message) -> bool:
+    headers = dict(start.get("headers", []))
+    return headers.get(b"content-type", b"").startswith(STREAMS)

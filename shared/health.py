@@ -10,6 +10,8 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from shared.draining import Draining
+
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/version"})
 """What is answered without a token."""
 
@@ -29,6 +31,7 @@ def add_health_routes(
     name: str,
     readiness: Mapping[str, Check],
     registry: CollectorRegistry,
+    draining: Draining,
     version_info: Callable[[], dict[str, Any]],
 ) -> None:
     @app.get("/healthz")
@@ -40,6 +43,8 @@ def add_health_routes(
     async def readyz() -> JSONResponse:
         """Every dependency, and whether the service is of use now: 200 or 503."""
         details = {name: await check() for name, check in readiness.items()}
+        if draining.has_begun():
+            details["service"] = draining.error().detail
         ready = not any(details.values())
         shown = {
             name: {"ok": detail is None, "detail": detail or "ready"}

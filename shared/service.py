@@ -71,7 +71,9 @@ class Service:
         self._lifespan = lifespan
         self._bodies: dict[tuple[str, str], Any] = {}
         self.app = self._make_app()
-        add_health_routes(self.app, name, readiness or {}, self.registry, version_info)
+        add_health_routes(
+            self.app, name, readiness or {}, self.registry, self.draining, version_info
+        )
 
     def gauge(self, name: str, description: str) -> Gauge:
         return Gauge(f"hone_{self.name}_{name}", description, registry=self.registry)

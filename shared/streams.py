@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from typing import Any
+from collections.abc import AsyncGenerator
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -31,9 +30,9 @@ async def answer(
 ) -> StreamingResponse:
     """Returns the response that streams `results`, which are those of the operation `name`.
 
-    A client that goes away ends the work, as does the end of the service. Raises what fails before
-    the first result, so that it has its own status; what fails after it is a problem document as
-    the last line.
+    A client that goes away ends the work, as does the end of the service, which breaks the response
+    off. Raises what fails before the first result, so that it has its own status; what fails after
+    it is a problem document as the last line.
     """
     end = time.monotonic() + deadline_s
 
@@ -52,20 +51,15 @@ async def answer(
             raise Failed(f"{name}: {type(error).__name__}: {error}", code="bug") from error
         return None if result is None else codec.encode(result) + b"\n"
 
-    async def next_unless_over(gone: Coroutine[Any, Any, None] | None = None) -> bytes | None:
-        begun = asyncio.create_task(next_line())
-        try:
-            await done_or(begun, draining.wait(), gone)
-            if begun.done():
-                return begun.result()
-            if draining.has_begun():
-                raise draining.error()
-            raise Failed(f"{name} was ended: its client went away")
-        finally:
-            begun.cancel()
-            await asyncio.wait({begun})
-
-    first = await next_unless_over(client_gone(request))
+    begun = asyncio.create_task(next_line())
+    await done_or(begun, draining.wait(), client_gone(request))
+    if not begun.done():
+        begun.cancel()
+        await asyncio.wait({begun})
+        if draining.has_begun():
+            raise draining.error()
+        raise Failed(f"{name} was ended: its client went away")
+    first = begun.result()
 
     async def lines() -> AsyncGenerator[bytes]:
         async with contextlib.aclosing(results):
@@ -73,7 +67,7 @@ async def answer(
                 line = first
                 while line is not None:
                     yield line
-                    line = await next_unless_over()
+                    line = await next_line()
             except HoneError as error:
                 yield json.dumps(error.problem()).encode() + b"\n"
 

@@ -1,5 +1,5 @@
-"""What a service does when it is asked to end: those who wait are told to ask again, and the service
-that follows answers them."""
+"""What a service does when it is asked to end: those who wait are told to ask again, and the
+service that follows answers them."""
 
 from __future__ import annotations
 
@@ -193,16 +193,19 @@ async def test_an_event_stream_ends_at_once_and_not_as_if_complete(settings: Set
         assert time.monotonic() - start < 1.0
 
 
-async def test_lines_cut_off_end_with_a_problem(settings: Settings) -> None:
+async def test_lines_of_results_end_at_once_and_not_as_if_complete(settings: Settings) -> None:
     served = Served(settings)
     async with served.running(), served.http() as http:
         headers = {"accept": "application/x-ndjson"}
         lines: list[dict[str, object]] = []
-        async with http.stream("POST", "/checkpoints", json=BODY, headers=headers) as response:
-            async for line in response.aiter_lines():
-                lines.append(json.loads(line))
-                served.server.should_exit = True
-    assert lines[0]["step"] == 3 and lines[1]["code"] == "draining" and len(lines) == 2
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with http.stream("POST", "/checkpoints", json=BODY, headers=headers) as response:
+                async for line in response.aiter_lines():
+                    lines.append(json.loads(line))
+                    await until(lambda: served.events == ["working"])
+                    served.server.should_exit = True
+    assert [line["step"] for line in lines] == [3]
+    assert served.events == ["working", "cancelled"]
 
 
 async def test_nothing_new_is_begun_while_a_service_drains(settings: Settings) -> None:
@@ -210,7 +213,8 @@ async def test_nothing_new_is_begun_while_a_service_drains(settings: Settings) -
     transport = httpx.ASGITransport(app=served.service.app)
     served.service.draining.begin()
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-        answers = [await http.post("/checkpoints", json=BODY), await http.get("/readyz")]
-    assert [answer.status_code for answer in answers] == [503, 503]
-    assert [answer.json()["code"] for answer in answers] == ["draining", "draining"]
-    assert served.events == []
+        refused = await http.post("/checkpoints", json=BODY)
+        ready, alive = await http.get("/readyz"), await http.get("/healthz")
+    assert (refused.status_code, refused.json()["code"]) == (503, "draining")
+    assert ready.status_code == 503 and "shutting down" in str(ready.json()["dependencies"])
+    assert alive.status_code == 200 and served.events == []
