@@ -187,7 +187,9 @@ class FunctionWorkers:
                     "executions": await self._executed(answers.programs(answer["execute"], named))
                 }
 
-    async def _executed(self, lists: Sequence[Sequence[ExecuteRequest] | str]) -> list[Any]:
+    async def _executed(
+        self, lists: Sequence[Sequence[ExecuteRequest] | str]
+    ) -> list[list[dict[str, Any]] | str]:
         """Returns for each list of programs the list of their executions, and a refusal as it
         is."""
         requests = [

@@ -117,10 +117,10 @@ class LocalSandbox(Sandbox):
                 if not slot.alive:
                     await slot.start()
                 facts = await slot.run(request, request.timeout_s + GRACE_S)
-                if not facts["began"]:
+                if not facts.began:
                     raise SlotDied(
                         "a program could not be started: "
-                        f"{facts['stderr'].strip()[-200:] or facts['exit']}"
+                        f"{facts.stderr.strip()[-200:] or facts.exit}"
                     )
                 if verdicts.killed_from_outside(facts, request):
                     raise SlotDied("a program was killed from outside")

@@ -21,6 +21,7 @@ from typing import Any
 from services.reward.sandbox import verdicts
 from services.reward.sandbox.base import Sandbox, Worker
 from services.reward.sandbox.probes import Probe, failures
+from services.reward.sandbox.verdicts import Facts
 from shared.errors import Failed
 from shared.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
@@ -208,7 +209,7 @@ def execution_of(lines: list[str], request: ExecuteRequest, wall_s: float) -> Ex
             verdict="time_limit", stderr="TimeLimit: nothing came back\n", wall_s=wall_s
         )
     try:
-        facts = _checked(json.loads(lines[1])) | {"wall_s": wall_s, "ooms": None}
+        facts = _checked(json.loads(lines[1]), wall_s)
     except (ValueError, KeyError, TypeError, RecursionError):
         return Execution(
             verdict="runtime_error",
@@ -218,17 +219,19 @@ def execution_of(lines: list[str], request: ExecuteRequest, wall_s: float) -> Ex
     return verdicts.execution(facts, request)
 
 
-def _checked(told: dict[str, Any]) -> dict[str, Any]:
+def _checked(told: dict[str, Any], wall_s: float) -> Facts:
     """Returns the facts of `inside/alone.py`. Raises ValueError, KeyError or TypeError for what it
     does not write."""
-    facts = {name: str(told[name]) for name in ("stdout", "stderr", "result")}
     cpu_s = float(told["cpu_s"])
     if told["limit"] not in (None, "wall") or not math.isfinite(cpu_s):
         raise ValueError(told["limit"])
-    return {
-        **facts,
-        "exit": int(told["exit"]),
-        "limit": told["limit"],
-        "cpu_s": cpu_s,
-        "overflow": bool(told["overflow"]),
-    }
+    return Facts(
+        exit=int(told["exit"]),
+        limit=told["limit"],
+        wall_s=wall_s,
+        cpu_s=cpu_s,
+        overflow=bool(told["overflow"]),
+        stdout=str(told["stdout"]),
+        stderr=str(told["stderr"]),
+        result=str(told["result"]),
+    )

@@ -16,14 +16,17 @@ import socket
 import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from services.reward.sandbox import visible
 from services.reward.sandbox.base import SlotDied, Worker
 from services.reward.sandbox.cgroups import Group
 from services.reward.sandbox.inside import frames, job
 from services.reward.sandbox.packages import INSIDE, NO_PACKAGES, Packages
+from services.reward.sandbox.verdicts import Facts
 from shared.wire import ExecuteRequest
+
+T = TypeVar("T")
 
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 2.0
@@ -107,9 +110,8 @@ class Slot(Worker):
         its state is unknown."""
         return await self._exchange(frames.pack(message), self._message, deadline_s)
 
-    async def run(self, request: ExecuteRequest, deadline_s: float) -> dict[str, Any]:
-        """Returns the facts of a job (see `inside/job.py`) with its `stdout`, `stderr` and
-        `result`. Ends the slot where `ask` does."""
+    async def run(self, request: ExecuteRequest, deadline_s: float) -> Facts:
+        """Returns how a program ended. Ends the slot where `ask` does."""
         self._limit_memory(request.memory_mib)
         stdin = request.stdin.encode()
         program = json.dumps(request.model_dump(exclude={"stdin", "timeout_s"})).encode()
@@ -128,8 +130,8 @@ class Slot(Worker):
             self._memory_mib = memory_mib
 
     async def _exchange(
-        self, message: bytes, answer: Callable[[], Awaitable[Any]], deadline_s: float
-    ) -> Any:
+        self, message: bytes, answer: Callable[[], Awaitable[T]], deadline_s: float
+    ) -> T:
         """Sends, and returns what `answer` then receives."""
         answered = False
         try:
@@ -148,10 +150,10 @@ class Slot(Worker):
             raise SlotDied(f"it answered with {size} bytes, at most {MAX_MESSAGE_BYTES} are taken")
         return _from_json(await self._receive(size))
 
-    async def _facts(self) -> dict[str, Any]:
+    async def _facts(self) -> Facts:
         facts, sizes = job.facts_of(await self._receive(job.FACTS.size))
         texts = [(await self._receive(size)).decode("utf-8", "replace") for size in sizes]
-        return facts | dict(zip(("stdout", "stderr", "result"), texts, strict=True))
+        return Facts(**facts, stdout=texts[0], stderr=texts[1], result=texts[2])
 
     async def close(self) -> None:
         """Ends the process with all it runs, and waits for that."""

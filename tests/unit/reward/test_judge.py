@@ -157,7 +157,7 @@ async def test_a_judge_is_asked_by_the_rubric_and_its_score_is_brought_to_0_to_1
     await judge.close()
 
 
-async def test_what_was_asked_once_is_remembered_in_the_run_folder_and_at_the_same_time_asked_once(
+async def test_what_was_asked_once_is_cached_in_the_run_folder_and_asked_once_at_a_time(
     server: Server, tmp_path: Path
 ) -> None:
     judge = bound(server, tmp_path)
@@ -241,7 +241,7 @@ async def test_a_judge_that_gives_no_verdict_is_missing_and_says_why(
     assert len(server.bodies) == num_asked
 
 
-async def test_nothing_that_could_not_be_read_is_remembered(server: Server, tmp_path: Path) -> None:
+async def test_nothing_that_could_not_be_read_is_cached(server: Server, tmp_path: Path) -> None:
     server.mood = "malformed"
     judge = bound(server, tmp_path)
     with pytest.raises(GradingFailed):

@@ -170,7 +170,7 @@ async def test_a_slot_does_not_grow_and_gives_the_same_result_each_time(
 
 
 @pytest.mark.parametrize("which", ["the warm parent", "the process outside", "a program"])
-async def test_each_job_of_a_batch_is_graded_once_though_processes_are_killed_in_the_middle(
+async def test_each_program_of_a_batch_runs_once_though_processes_are_killed(
     sandbox: LocalSandbox, which: str
 ) -> None:
     await standing(NUM_SLOTS)

@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.slots import STOP_DEADLINE_S, Slot
+from services.reward.sandbox.verdicts import Facts
 from shared.wire import ExecuteRequest, Execution
 from tests.support.reward_helpers import is_alive, kill, processes_of
 
@@ -574,9 +575,19 @@ async def test_a_slot_killed_twice_is_a_sandbox_error(sandbox: LocalSandbox) -> 
 async def test_a_program_that_could_not_begin_is_a_sandbox_error_and_not_a_wrong_answer(
     sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = {"began": False, "exit": 125, "stderr": "capset(none): Operation not permitted"}
+    facts = Facts(
+        began=False,
+        exit=125,
+        limit=None,
+        wall_s=0.1,
+        cpu_s=0.0,
+        overflow=False,
+        stdout="",
+        stderr="capset(none): Operation not permitted",
+        result="",
+    )
 
-    async def run_nothing(*_: Any) -> dict[str, Any]:
+    async def run_nothing(*_: Any) -> Facts:
         return facts
 
     monkeypatch.setattr(Slot, "run", run_nothing)

@@ -16,9 +16,10 @@ import pytest
 import shared
 from services.reward.sandbox import inside, verdicts
 from services.reward.sandbox.inside import seccomp
+from services.reward.sandbox.verdicts import Facts
 from shared.wire import ExecuteRequest
 
-ENDED = {
+ENDED: dict[str, Any] = {
     "exit": 0,
     "limit": None,
     "ooms": None,
@@ -64,14 +65,19 @@ ENDED = {
     ],
 )
 def test_how_a_job_ended_is_its_verdict(facts: dict[str, Any], verdict: str, value: Any) -> None:
-    ended = verdicts.execution(ENDED | facts, ExecuteRequest(expression="x", timeout_s=4))
+    ended = verdicts.execution(Facts(**ENDED | facts), ExecuteRequest(expression="x", timeout_s=4))
     assert (ended.verdict, ended.value) == (verdict, value)
 
 
 def test_a_program_without_an_expression_may_leave_by_any_door() -> None:
-    assert verdicts.execution(ENDED | {"result": ""}, ExecuteRequest(code="x")).verdict == "ok"
     assert (
-        verdicts.execution(ENDED | {"result": "", "exit": 3}, ExecuteRequest(code="x")).verdict
+        verdicts.execution(Facts(**ENDED | {"result": ""}), ExecuteRequest(code="x")).verdict
+        == "ok"
+    )
+    assert (
+        verdicts.execution(
+            Facts(**ENDED | {"result": "", "exit": 3}), ExecuteRequest(code="x")
+        ).verdict
         == "runtime_error"
     )
 
@@ -174,13 +180,15 @@ def test_only_what_no_program_can_do_to_itself_is_a_kill_from_outside(
     facts: dict[str, Any], from_outside: bool
 ) -> None:
     assert (
-        verdicts.killed_from_outside(ENDED | facts, ExecuteRequest(expression="x")) is from_outside
+        verdicts.killed_from_outside(Facts(**ENDED | facts), ExecuteRequest(expression="x"))
+        is from_outside
     )
 
 
 def test_a_forged_reason_that_is_no_text_can_be_sent_on() -> None:
     ended = verdicts.execution(
-        ENDED | {"result": '{"end": "error", "trace": "\\ud800"}'}, ExecuteRequest(expression="x")
+        Facts(**ENDED | {"result": '{"end": "error", "trace": "\\ud800"}'}),
+        ExecuteRequest(expression="x"),
     )
     assert (ended.verdict, ended.stderr) == ("runtime_error", "?")
 

@@ -11,7 +11,7 @@ from services.reward.graders.code_tests import inside
 from services.reward.graders.code_tests.codec import NotPlain, decode
 from services.reward.grading.programs import KEEP_CHARS, fault
 from services.reward.sandbox.base import Sandbox
-from shared.wire import Execution, Verdict
+from shared.wire import ExecuteRequest, Execution, Verdict
 
 NO_VALUE = ("raised", "opaque", "large", "late", "memory")
 _VERDICTS: dict[str, Verdict] = {
@@ -79,7 +79,7 @@ class Candidate:
             return CallEnd(verdict, detail)
         return self._outcomes(execution.value, len(calls))
 
-    async def execute(self, request: Any) -> Execution:
+    async def execute(self, request: ExecuteRequest) -> Execution:
         """Returns how a job of this program ended, and takes note of its time and output."""
         execution = await self.sandbox.execute(request)
         self.wall_s += execution.wall_s

@@ -48,7 +48,7 @@ class Judge:
         self._tools = tools
         self._reward = reward
         self._limits = limits
-        self._client: Any = None
+        self._client: Any = None  # an openai.AsyncOpenAI, which takes more types than we send
         self._store: JudgeStore | None = None
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
