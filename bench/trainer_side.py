@@ -26,6 +26,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from shared.job import Job
 from shared.packed import Logprobs, TokenIds
 from shared.wire import Example
 
@@ -117,39 +118,45 @@ def make_examples(task: Task) -> list[Example]:
 def hone_step(task: Task, model: Any, examples: list[Example]) -> Step:
     """Returns what `services/trainer/zero/update.py` does between two optimizer steps, less
     DeepSpeed."""
-    from services.trainer.learning.batch import micro_batches_of_rank
     from services.trainer.learning.correction import resolve
     from services.trainer.learning.head import _Score  # pyright: ignore[reportPrivateUsage]
-    from services.trainer.learning.loss import LossInputs, total_loss
+    from services.trainer.learning.loss import total_loss
     from services.trainer.learning.metrics import StepMetrics
+    from services.trainer.learning.minibatches import plan
+    from services.trainer.learning.objective import loss_inputs
     from services.trainer.learning.policy import Policy
-    from shared.job import CorrectionSpec, TrainingSpec
 
-    work = Work()
-    training = TrainingSpec(loss="dapo", clip_low=0.2, clip_high=0.28)
-    policy = Policy(model, 1.0)
-    num_tokens = sum(len(example.token_ids) for example in examples)
     budget = task.rows * (longest(examples, "prompt_token_ids") + longest(examples, "token_ids"))
+    job = Job.model_validate(
+        {
+            "name": "bench",
+            "model": "random/qwen2",
+            "steps": 1,
+            "data": {"train": "none"},
+            "rewards": [{"grader": "none"}],
+            "sampling": {"max_tokens": MAX_TOKENS},
+            "training": {"loss": "dapo", "clip_low": 0.2, "clip_high": 0.28},
+            "correction": {"ratio_base": "sampler"},
+            "memory": {"micro_batch_tokens": budget},
+        }
+    )
+    work = Work()
+    correction = resolve(job.correction, 0)
+    policy = Policy(model, 1.0)
     time_head(_Score, work)
 
     def run() -> float:
-        metrics = StepMetrics(torch.device("cpu"), training, resolve(CorrectionSpec(), 0))
+        metrics = StepMetrics(torch.device("cpu"), job.training, correction)
         total = 0.0
-        for batch in micro_batches_of_rank(examples, 0, 1, budget):
+        (minibatch,) = plan(examples, None, job, rank=0, num_ranks=1, packed=False)
+        for batch in minibatch.micro_batches:
             logprobs_N, entropies_N = policy(batch)
-            x = LossInputs(
-                logprobs_N=logprobs_N,
-                old_logprobs_N=batch.sampler_logprobs_N,
-                reference_logprobs_N=None,
-                advantages_N=batch.advantages_N,
-                weights_N=torch.ones_like(logprobs_N, requires_grad=False),
-                sequences_N=batch.sequences_N,
-                lengths_N=batch.lengths_N,
-                num_tokens=num_tokens,
-                num_sequences=len(examples),
-                mean_tokens=num_tokens,
-                max_tokens=MAX_TOKENS,
-                training=training,
+            x = loss_inputs(
+                batch,
+                logprobs_N,
+                correction=correction,
+                denominators=minibatch.denominators,
+                training=job.training,
             )
             loss = total_loss(x)
             metrics.add(batch, x, entropies_N, loss)
@@ -286,7 +293,12 @@ def measure(side: str, task: Task) -> dict[str, Any]:
     model = make_model(task)
     make_step = {"hone": hone_step, "trl": trl_step}[side]
     short = [
-        e.model_copy(update={"token_ids": e.token_ids[:8], "old_logprobs": e.old_logprobs[:8]})
+        e.model_copy(
+            update={
+                "token_ids": TokenIds(e.token_ids[:8]),
+                "old_logprobs": Logprobs(e.old_logprobs[:8]),
+            }
+        )
         for e in make_examples(task)
     ]
     make_step(task, model, short[: task.rows]).run()

@@ -76,10 +76,12 @@ class SamplingSpec(Section):
 
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Samples only from the most likely tokens that together have this probability. 1 samples from
-    the whole vocabulary, so the distribution that is sampled is the one that is trained."""
+    the whole vocabulary, so the distribution that is sampled is the one that is trained; less needs
+    `correction.truncated_sampling`."""
 
     top_k: int = Field(default=0, ge=0)
-    """Samples only from this many most likely tokens. 0 samples from the whole vocabulary."""
+    """Samples only from this many most likely tokens. 0 samples from the whole vocabulary; else as
+    with `top_p`."""
 
     stop: tuple[str, ...] = ()
     """Texts that end a completion, besides the model's own end token."""
@@ -138,65 +140,121 @@ class RewardSpec(Section):
 
 
 class AdvantageSpec(Section):
-    """From rewards to advantages, `(reward - baseline) / std`, within each prompt's group.
-
-    `baseline`: "mean" of the group (arXiv 2402.03300), or "leave_one_out", the mean of the others
-    (RLOO, arXiv 2402.14740). `std`: of the "group", of the whole "batch" (arXiv 2508.08221), or
-    "none" (Dr.GRPO, arXiv 2503.20783). `combine`: several rewards are weighted and summed and the
-    sum normalized, or each is normalized in its group and then weighted and summed (GDPO, arXiv
-    2601.05242). `mask_truncated`: completions cut off by `max_tokens` count in the baseline but are
-    not trained on (arXiv 2503.14476).
-    """
+    """From rewards to advantages, `(reward - baseline) / std`, within each prompt's group."""
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What is subtracted from a reward: the "mean" of its group (arXiv 2402.03300), or
+    "leave_one_out", the mean of the others in it (RLOO, arXiv 2402.14740). The mean is GRPO's."""
+
     std: Literal["group", "batch", "none"] = "group"
+    """The standard deviation that the difference is divided by: of the "group", as in GRPO; of the
+    whole "batch" (arXiv 2508.08221); or "none" (Dr.GRPO, arXiv 2503.20783), where groups whose
+    rewards differ little also weigh little."""
+
     combine: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """With several rewards: their weighted sum is normalized, as in GRPO; or each is normalized in
+    its group and then weighted and summed (GDPO, arXiv 2601.05242)."""
+
     mask_truncated: bool = False
+    """Whether completions cut off by `sampling.max_tokens` are left out of training (overlong
+    filtering, arXiv 2503.14476). They count in the group's baseline and in the loss's number of
+    sequences, not in its number of tokens. Off: a completion that does not end is a failure to
+    learn from."""
 
 
 class TrainingSpec(Section):
-    """The update. Defaults are the usual ones for 0.5B to 8B models.
+    """The update: loss, optimizer and learning rate. Defaults are usual ones for 0.5B to 8B models.
 
-    `loss` and its equations: services/trainer/learning/loss.py. `clip_low`, `clip_high` bound the
-    importance ratio to `[1 - low, 1 + high]`, token by token or of the whole sequence
-    (`importance`; "gspo" is always of the sequence); its logarithm is within
-    +-`max_log_ratio` anyway. `dual_clip` bounds the loss of tokens with a negative advantage to
-    that multiple of it (arXiv 1912.09729). Of these "cispo" has `clip_high` only (3 to 4 is usual
-    there) and "sapo" none, but its temperatures `tau_positive` and `tau_negative` (arXiv
-    2511.20347).
-
-    `beta` weighs the KL divergence to the model that the job began with, estimated by `kl`; 0 loads
-    no reference model. The gradient of "k1" is zero in expectation, that of "k3_true" the
-    divergence's own. `epochs` passes over a batch in `minibatches` optimizer steps each, all
-    against the log-probs before the first.
-
-    `schedule` brings the learning rate from its peak to `min_learning_rate` at the last step;
-    `warmup_steps` up to it. `on_nonfinite`: a step whose loss or gradient is NaN or infinite
-    changes no weight; then the job ends, or skips it.
+    Losses and their equations are in services/trainer/learning/loss.py.
     """
 
     loss: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "gspo"] = "dapo"
+    """The policy loss. "dapo" averages over all tokens of the batch, so every token weighs the
+    same."""
+
     importance: Literal["token", "sequence"] = "token"
+    """The level of the importance ratio: of each token, as in PPO, or one per sequence, the
+    geometric mean over its tokens. "gspo" is always of the sequence."""
+
     clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The ratio is clipped to at least `1 - clip_low` where the advantage is negative; 0 to below
+    1. 0.2 is PPO's; for "gspo", whose ratios are near 1, 3e-4 is usual. "cispo" and "sapo" have no
+    lower bound."""
+
     clip_high: float = Field(default=0.28, ge=0)
+    """The ratio is clipped to at most `1 + clip_high` where the advantage is positive; 0 or more.
+    0.28 is DAPO's, above `clip_low` so that unlikely tokens can become likely. Usual are 4e-4 for
+    "gspo" and 3 to 4 for "cispo", which bounds the weight of every token; "sapo" has no bound."""
+
     dual_clip: float | None = Field(default=None, gt=1)
+    """The loss of a token with a negative advantage is at most this multiple of it (arXiv
+    1912.09729); above 1, 3 is usual. None: no such bound, as in GRPO and DAPO. Not in "cispo" and
+    "sapo"."""
+
     max_log_ratio: float = Field(default=20.0, gt=0, le=40)
+    """The ratio's logarithm is clamped to this on both sides, in nats; up to 40. 20 changes nothing
+    that a bound does not hold, and keeps e to its power finite in float32."""
+
     tau_positive: float = Field(default=1.0, gt=0)
+    """Temperature of the gate of "sapo" where the advantage is positive, above 0: a larger one
+    fades tokens out sooner as their ratio leaves 1. The default is the paper's (arXiv
+    2511.20347)."""
+
     tau_negative: float = Field(default=1.05, gt=0)
+    """The same where the advantage is negative. The paper's 1.05 fades these sooner, because their
+    gradient spreads over the whole vocabulary."""
+
     beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the model that the job began with, 0 or more. 0 loads no
+    reference model and is usual where rewards are verified; 0.001 to 0.04 hold the policy near its
+    start."""
+
     kl: Literal["k1", "k2", "k3", "k3_true"] = "k3"
+    """How that divergence is estimated (services/trainer/learning/kl.py). "k3" is GRPO's; the
+    gradient of "k1" is zero in expectation, that of "k3_true" the divergence's own."""
+
     epochs: int = Field(default=1, ge=1)
+    """Passes over each batch, all against the log-probs before the first. 1 trains on-policy, where
+    no bound is ever active."""
+
     minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per epoch, each on an equal share of the batch. 1: one step on all of it,
+    for the same reason."""
+
     learning_rate: float = Field(default=1e-6, ge=0)
+    """The peak learning rate. 1e-6 is usual for full weights from 0.5B on; LoRA takes 10 to 100
+    times that."""
+
     min_learning_rate: float = Field(default=0.0, ge=0)
+    """The rate of the last step, where `schedule` is not "constant"; up to `learning_rate`. 0
+    decays to nothing."""
+
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes from its peak to `min_learning_rate`. "constant" stays at the peak, so the
+    number of steps changes nothing of the earlier ones."""
+
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the rate rises from 0 to its peak. 0: none, a peak of 1e-6 needs none."""
+
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay per step and learning rate. 0: at such rates it would change little."""
+
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of AdamW's mean of gradients, 0 to below 1; PyTorch's default."""
+
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of AdamW's mean of squared gradients, 0 to below 1; PyTorch's default."""
+
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient of an optimizer step is scaled down to at most this L2 norm. 1 is usual."""
+
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a step whose loss or gradient is NaN or infinite does to the job. It changes no weight
+    in either case; "stop" shows the fault, "skip" counts it and goes on."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations; the optimizer's are float32 always. "auto" takes bfloat16 where
+    the hardware computes in it and float32 elsewhere."""
 
     @model_validator(mode="after")
     def _rates_in_order(self) -> TrainingSpec:
@@ -209,21 +267,52 @@ class TrainingSpec(Section):
 
 
 class CorrectionSpec(Section):
-    """What is done about sampler and trainer giving the same token different log-probs: weights on
-    the loss, from w = exp(trainer's log-prob - sampler's) before the first update. Measured always,
+    """What is done about sampler and trainer giving the same token different log-probs, from w =
+    exp(trainer's log-prob - sampler's) before the first update. The difference is measured always,
     whatever is done.
 
-    "token_tis": min(w, high) for each token. "sequence_tis": min(product of w, high) for the
-    sequence. "sequence_mask": sequences get their product, or 0 if it is outside `[low, high]`.
-    "icepop": tokens get w, or 0 if it is outside `[low, high]` (arXiv 2510.18855). "auto":
-    "token_tis" if `max_staleness` > 0, else "none". With "none" the loss's ratios are taken to the
-    sampler's log-probs, else to the trainer's. Bounds that are not set: high 2 for TIS, 3 for
-    sequence_mask, 5 for icepop; low 0.5 for icepop, else 0.
+    Equations are in services/trainer/learning/correction.py.
     """
 
     method: Literal["auto", "none", "token_tis", "sequence_tis", "sequence_mask", "icepop"] = "auto"
+    """Weights on the loss. "token_tis" gives each token w, bounded; "sequence_tis" each sequence W,
+    bounded; "sequence_mask" W, or 0 outside the bounds; "icepop" each token w, or 0 outside the
+    bounds (arXiv 2510.18855). "auto" is "token_tis" where `max_staleness` > 0 and "none" elsewhere,
+    where w is only the engines' rounding."""
+
+    sequence_ratio: Literal["product", "geometric_mean"] = "product"
+    """W of a sequence: the "product" of its w, the unbiased weight, which vanishes or explodes on
+    long completions; or their "geometric_mean", biased, and as near to 1 for a long completion as
+    for a short one."""
+
+    ratio_base: Literal["trainer", "sampler"] = "trainer"
+    """What the loss's importance ratio is taken to. With the "trainer"'s own log-probs before the
+    first update, the ratio of that update is exactly 1 and bounds hold only what training changed.
+    With the "sampler"'s, the ratio is also the correction, so `method` must be "auto" or "none",
+    and noise between the engines is clipped as if it were a change."""
+
     low: float | None = Field(default=None, ge=0)
+    """Lower bound of the weight, 0 or more. None: 0.5 for "icepop", 0.99 for "sequence_mask" of the
+    geometric mean, else 0."""
+
     high: float | None = Field(default=None, gt=0)
+    """Upper bound of the weight, above 0. None: 2 for the two TIS, 5 for "icepop", 3 for
+    "sequence_mask" of the product and 1.01 of the geometric mean."""
+
+    truncated_sampling: Literal["refuse", "accept"] = "refuse"
+    """Whether `sampling.top_p` < 1 or `sampling.top_k` > 0 may be trained on. The sampler's
+    log-probs are then of the tokens it kept, the trainer's of the whole vocabulary, and w is too
+    small by the probability that was cut off. "refuse", because the trained distribution would not
+    be the sampled one; "accept" leaves it to `method` to weigh the difference."""
+
+    @model_validator(mode="after")
+    def _corrects_once(self) -> CorrectionSpec:
+        if self.ratio_base == "sampler" and self.method not in ("auto", "none"):
+            raise ValueError(
+                f"ratio_base is \"sampler\" and method {self.method!r}: the mismatch would be "
+                'corrected twice; expected method "auto" or "none"'
+            )
+        return self
 
 
 class LoraSpec(Section):
@@ -416,5 +505,17 @@ class Job(Section):
         if twice:
             raise ValueError(
                 f'two rewards are called {twice[0]!r}; give one of them another name = "..."'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _whole_vocabulary(self) -> Job:
+        top_p, top_k = self.sampling.top_p, self.sampling.top_k
+        if (top_p < 1 or top_k) and self.correction.truncated_sampling == "refuse":
+            raise ValueError(
+                f"sampling.top_p is {top_p:g} and sampling.top_k {top_k}; expected 1 and 0: the "
+                "sampler does not say which tokens it could have sampled, so the trainer would "
+                "train another distribution than the one sampled from. To train all the same, "
+                'set correction.truncated_sampling = "accept"'
             )
         return self

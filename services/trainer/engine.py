@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shared.wire import Example
+from shared.wire import Example, StepTotals
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,12 @@ class Engine(Protocol):
     num_trainable: int
     weights_bytes: int
 
-    def update(self, examples: tuple[Example, ...], learning_rate: float) -> Update: ...
+    def update(
+        self,
+        examples: tuple[Example, ...],
+        learning_rate: float,
+        totals: StepTotals | None = None,
+    ) -> Update: ...
 
     def save_weights(self, folder: Path) -> None: ...
 

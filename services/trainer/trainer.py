@@ -22,6 +22,7 @@ from services.trainer.disk.folders import sweep, written_aside
 from services.trainer.disk.resume import Found, newest_whole
 from services.trainer.disk.weights import Publisher
 from services.trainer.engine import Engine, Update
+from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.schedule import learning_rate
 from services.trainer.processes.launch_folder import Past
 from services.trainer.processes.together import Ranks, SaveAll
@@ -311,7 +312,7 @@ class Trainer:
         update = Update(0.0, 0.0, {}, num_updates=0)
         if request.examples:
             try:
-                update = loaded.engine.update(request.examples, rate)
+                update = loaded.engine.update(request.examples, rate, request.totals)
             except HoneError:
                 raise
             except BaseException:
@@ -326,7 +327,7 @@ class Trainer:
             grad_norm=update.grad_norm,
             learning_rate=rate,
             num_examples=len(request.examples),
-            num_tokens=sum(len(example.token_ids) for example in request.examples),
+            num_tokens=sum(map(num_sampled, request.examples)),
             train_s=time.monotonic() - started,
             metrics=update.metrics,
             num_updates=update.num_updates,

@@ -1,4 +1,4 @@
-"""Batches for the tests of the losses: from lists, one a sequence, to `LossInputs`, and parts of
+"""Batches for the tests of the losses: from lists, one per sequence, to `LossInputs`, and parts of
 them."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.learning.loss import LossInputs, total_loss
+from services.trainer.learning.loss import Denominators, LossInputs, total_loss
 from shared.job import TrainingSpec
 
 DOUBLE = torch.float64
@@ -37,10 +37,7 @@ def loss_inputs(
         "weights_N": torch.ones(num_tokens, dtype=dtype),
         "sequences_N": torch.arange(num_sequences).repeat_interleave(lengths_S),
         "lengths_N": lengths_S.repeat_interleave(lengths_S),
-        "num_tokens": num_tokens,
-        "num_sequences": num_sequences,
-        "mean_tokens": float(num_tokens),
-        "max_tokens": 16,
+        "denominators": Denominators(num_sequences, num_tokens, num_tokens, max_tokens=16),
         "training": training or TrainingSpec(),
     }
     return LossInputs(**(fields | changes))
@@ -66,15 +63,15 @@ def random_batch(
     dtype: torch.dtype = DOUBLE,
     spread: float = 0.5,
 ) -> LossInputs:
-    """Log-probs from a normal distribution: old ones around -2, new and reference ones around
-    those. Random weights."""
+    """Old log-probs as completions have them, from -0.01 to -20 (log-uniform); new and reference
+    ones normally distributed around those. Random weights."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(size: int) -> Tensor:
         return torch.randn(size, generator=generator, dtype=DOUBLE)
 
     num_tokens = sum(lengths_S)
-    old_N = -2 + 0.3 * normal(num_tokens)
+    old_N = -0.01 * 2000 ** torch.rand(num_tokens, generator=generator, dtype=DOUBLE)
     x = loss_inputs(
         [[0.0] * length for length in lengths_S],
         [[0.0] * length for length in lengths_S],

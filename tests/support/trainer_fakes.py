@@ -15,7 +15,7 @@ from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job_file import parse_job
-from shared.wire import Example, TrainerJob, TrainStepRequest
+from shared.wire import Example, StepTotals, TrainerJob, TrainStepRequest
 from tests.support.safetensors_files import safetensors
 
 EXAMPLE = Example(
@@ -34,12 +34,18 @@ class FakeEngine:
         self.rank = rank
         self.num_updates = 0
         self.learning_rates: list[float] = []
+        self.totals: list[StepTotals | None] = []
         self.closed = False
         self.fault: BaseException | None = None
         self.save_fault: BaseException | None = None
         self.skip = False
 
-    def update(self, examples: tuple[Example, ...], learning_rate: float) -> Update:
+    def update(
+        self,
+        examples: tuple[Example, ...],
+        learning_rate: float,
+        totals: StepTotals | None = None,
+    ) -> Update:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
@@ -48,6 +54,7 @@ class FakeEngine:
             return Update(loss=0.5, grad_norm=0.0, metrics={}, skipped=True)
         self.num_updates += 1
         self.learning_rates.append(learning_rate)
+        self.totals.append(totals)
         return Update(loss=0.5, grad_norm=2.0, metrics={"entropy": 1.0})
 
     def save_weights(self, folder: Path) -> None:

@@ -21,7 +21,7 @@ class Engine:
     dtype, device, num_parameters, num_trainable, weights_bytes = "float32", "cpu", 1, 1, 1
     def __init__(self, job): pass
     def close(self): pass
-    def update(self, examples, learning_rate):
+    def update(self, examples, learning_rate, totals=None):
         if dist.get_rank() == 1 and "life-0" in sys.argv[1]:
             raise MemoryError("17 bytes short")
         dist.all_reduce(torch.zeros(1))

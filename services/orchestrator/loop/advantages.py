@@ -32,6 +32,8 @@ def batch_advantages(batch: Batch, job: Job) -> Advantages:
 
     None: its reward is missing, its group has no signal, or it was cut off and `mask_truncated` is
     set. Whatever is None for the last two reasons counts in baselines and deviations all the same.
+    With a KL term (`training.beta`), which every token has, a group without signal has advantages
+    of 0.
     """
     combine = (
         _normalized_then_summed
@@ -39,13 +41,16 @@ def batch_advantages(batch: Batch, job: Job) -> Advantages:
         else _summed_then_normalized
     )
     advantages_PG = combine(batch.scores, job)
+    without_signal = 0.0 if job.training.beta else None
     for group, scores_G, advantages_G in zip(
         batch.groups, batch.scores, advantages_PG, strict=True
     ):
         signal = has_signal(scores_G, job)
         for index, rollout in enumerate(group.rollouts):
-            if not signal or (job.advantages.mask_truncated and rollout.finish_reason == "length"):
+            if job.advantages.mask_truncated and rollout.finish_reason == "length":
                 advantages_G[index] = None
+            elif not signal and advantages_G[index] is not None:
+                advantages_G[index] = without_signal
     return advantages_PG
 
 

@@ -26,6 +26,7 @@ from shared.wire import (
     ScoreResult,
     ServingWeights,
     StepResult,
+    StepTotals,
     TrainerJob,
     TrainerState,
     TrainStepRequest,
@@ -133,8 +134,10 @@ class Peers:
         body = ValidateRequest(rewards=self._job.rewards, columns=columns)
         await self._reward.call("POST", "/graders/validate", body, Validated, deadline_s=60.0)
 
-    async def train_step(self, step: int, examples: tuple[Example, ...]) -> StepResult:
-        body = TrainStepRequest(**self._fence(), step=step, examples=examples)
+    async def train_step(
+        self, step: int, examples: tuple[Example, ...], totals: StepTotals
+    ) -> StepResult:
+        body = TrainStepRequest(**self._fence(), step=step, examples=examples, totals=totals)
         deadline_s = self._settings.train_deadline_s
         return await self._trainer.call(
             "POST", "/train_step", body, StepResult, deadline_s=deadline_s

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from services.orchestrator.loop.advantages import Advantages, batch_advantages
 from services.orchestrator.loop.clock import Stopwatch
-from services.orchestrator.loop.examples import to_examples
+from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.loop.groups import (
     GradedGroup,
     MustPause,
@@ -142,7 +142,8 @@ class Pipeline:
         advantages_PG = batch_advantages(batch, self.job)
         examples = to_examples(batch.groups, advantages_PG)
         watch.lap("store")
-        result = await self.peers.train_step(batch.step, examples)
+        totals = step_totals(batch, self.job)
+        result = await self.peers.train_step(batch.step, examples, totals)
         watch.lap("train")
         await sync_weights(self.peers, self.job, batch.step)
         watch.lap("sync")

@@ -22,23 +22,30 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from shared.errors import BadRequest
-from shared.packed import Logprobs, Packed, TokenIds
+from services.trainer.learning.examples import floats, integers, sampled_positions
+from services.trainer.learning.head import Kept
+from shared.packed import TokenIds
 from shared.wire import Example
+
+Positions = NDArray[np.intp]
+"""Which of a completion's tokens the policy sampled."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`[B, T]` tokens, and one entry for each of its `[N]` completion tokens, row by row.
+    """`[B, T]` tokens, and one entry for each of its `[N]` sampled tokens, row by row. What the
+    policy did not sample (prompts, and turns of tools and environments) is context only.
 
     Token n is `targets_N[n]`; the hidden state that predicts it is at `[rows_N[n], columns_N[n]]`.
     It is in sequence `sequences_N[n]` of the micro-batch's `num_sequences` (never decreasing along
-    n), whose completion is `lengths_N[n]` long. `weight` is 1, or 0 for the dummy that keeps ranks
-    in step. `attention_mask_BT` is 1 at tokens and 0 at padding; `position_ids_BT` is there if the
-    micro-batch is packed.
+    n), which has `lengths_N[n]` sampled tokens. `sampler_logprobs_N` means something only where
+    `measured_N`. `weight` is 1, or 0 for the dummy that keeps ranks in step. `attention_mask_BT` is
+    1 at tokens and 0 at padding; `position_ids_BT` is there if the micro-batch is packed, and
+    `kept` if not every token of the vocabulary could be sampled.
     """
 
     input_ids_BT: Tensor
@@ -49,63 +56,33 @@ class MicroBatch:
     sequences_N: Tensor
     num_sequences: int
     sampler_logprobs_N: Tensor
+    measured_N: Tensor
     advantages_N: Tensor
     lengths_N: Tensor
     weight: float = 1.0
     position_ids_BT: Tensor | None = None
+    kept: Kept | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        tensors = {
+        moved = {
             name: value.to(device)
             for name, value in vars(self).items()
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor | Kept)
         }
-        return dataclasses.replace(self, **tensors)
+        return dataclasses.replace(self, **moved)
 
 
-DUMMY = Example(
-    prompt_token_ids=TokenIds([0]),
-    token_ids=TokenIds([0]),
-    old_logprobs=Logprobs([0.0]),
-    advantage=0.0,
-)
+DUMMY = Example(prompt_token_ids=TokenIds([0]), token_ids=TokenIds([0]), advantage=0.0)
 """One token that reaches every parameter, with a gradient of exactly zero."""
-
-DTYPES = {"i": "<i4", "f": "<f4", "B": "u1"}
 
 ATTENTION_TOKENS = 16384
 """Length of a sequence whose attention costs as much as all the rest of the model: about 12 hidden
 sizes of a transformer."""
 
 
-def check(examples: Sequence[Example], vocab_size: int) -> None:
-    """Raises BadRequest, naming the example, if the trainer could not compute its log-probs."""
-    for index, example in enumerate(examples):
-        where = f"example {index} of {len(examples)}"
-        if not example.prompt_token_ids or not example.token_ids:
-            raise BadRequest(
-                f"{where} has {len(example.prompt_token_ids)} prompt tokens and "
-                f"{len(example.token_ids)} completion tokens; "
-                "expected at least 1 of each"
-            )
-        if len(example.old_logprobs) != len(example.token_ids):
-            raise BadRequest(
-                f"{where} has {len(example.old_logprobs)} old_logprobs, expected "
-                f"{len(example.token_ids)}, one a completion token"
-            )
-        for ids in (example.prompt_token_ids, example.token_ids):
-            low, high = min(ids), max(ids)
-            if low < 0 or high >= vocab_size:
-                bad = low if low < 0 else high
-                raise BadRequest(
-                    f"{where} has token id {bad}, expected 0 to {vocab_size - 1} (the model's "
-                    "vocabulary)"
-                )
-
-
 def cost(length: int) -> float:
     """Returns the work of a sequence, in tokens: attention compares each token with those before
-    it, all else is done once a token."""
+    it, all else is done once per token."""
     return length * (1 + length / ATTENTION_TOKENS)
 
 
@@ -191,43 +168,76 @@ def collate(
 ) -> MicroBatch:
     """Returns the examples as one micro-batch: right-padded rows, or one packed row."""
     sequences = [
-        torch.cat([_tensor(example.prompt_token_ids), _tensor(example.token_ids)]).long()
+        np.concatenate([integers(example.prompt_token_ids), integers(example.token_ids)])
         for example in examples
     ]
-    lengths_S = torch.tensor([len(example.token_ids) for example in examples])
+    lengths = [len(ids) for ids in sequences]
+    # Where each sequence begins in its row.
+    begins = list(accumulate(lengths[:-1], initial=0)) if packed else [0] * len(sequences)
+    positions = [sampled_positions(example) for example in examples]
+    lengths_S = torch.tensor([len(positions_t) for positions_t in positions])
     sequences_N = torch.repeat_interleave(torch.arange(len(examples)), lengths_S)
-    # Where each sequence begins in its row, and in it the token that predicts the completion's
-    # first.
-    begins = (
-        list(accumulate((len(ids) for ids in sequences[:-1]), initial=0))
-        if packed
-        else [0] * len(sequences)
-    )
+    # A token is predicted by the state of the one before it.
     columns = [
-        torch.arange(len(example.token_ids)) + begin + len(example.prompt_token_ids) - 1
-        for begin, example in zip(begins, examples, strict=True)
+        positions_t + begin + len(example.prompt_token_ids) - 1
+        for example, begin, positions_t in zip(examples, begins, positions, strict=True)
     ]
-    rows = [torch.cat(sequences)] if packed else sequences
+    each = list(zip(examples, positions, strict=True))
+    rows = [
+        torch.from_numpy(row.astype(np.int64))
+        for row in ([np.concatenate(sequences)] if packed else sequences)
+    ]
     return MicroBatch(
         input_ids_BT=pad_sequence(rows, batch_first=True),
         attention_mask_BT=pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
         rows_N=torch.zeros_like(sequences_N) if packed else sequences_N,
-        columns_N=torch.cat(columns),
-        targets_N=torch.cat([_tensor(example.token_ids) for example in examples]).long(),
+        columns_N=_joined(columns, np.int64),
+        targets_N=_joined([integers(example.token_ids)[at] for example, at in each], np.int64),
         sequences_N=sequences_N,
         num_sequences=len(examples),
-        sampler_logprobs_N=torch.cat([_tensor(example.old_logprobs) for example in examples]),
-        advantages_N=torch.tensor([example.advantage for example in examples], dtype=torch.float32)[
-            sequences_N
-        ],
+        sampler_logprobs_N=_joined([_sampler_logprobs(*one) for one in each], np.float32),
+        measured_N=torch.tensor([bool(example.old_logprobs) for example in examples])[sequences_N],
+        advantages_N=_joined([_advantages(*one) for one in each], np.float32),
         lengths_N=lengths_S[sequences_N],
         weight=weight,
-        position_ids_BT=torch.cat([torch.arange(len(ids)) for ids in sequences])[None]
+        position_ids_BT=torch.cat([torch.arange(length) for length in lengths])[None]
         if packed
         else None,
+        kept=_kept(each),
     )
 
 
-def _tensor(packed: Packed[Any]) -> Tensor:
-    """Returns the numbers `[T]` as int32 or float32."""
-    return torch.from_numpy(np.frombuffer(packed.data, DTYPES[packed.code]).copy())
+def _sampler_logprobs(example: Example, positions: Positions) -> NDArray[np.float32]:
+    if not example.old_logprobs:
+        return np.zeros(len(positions), np.float32)
+    return floats(example.old_logprobs)[positions]
+
+
+def _advantages(example: Example, positions: Positions) -> NDArray[np.float32]:
+    if not example.advantages:
+        return np.full(len(positions), example.advantage, np.float32)
+    return floats(example.advantages)[positions]
+
+
+def _kept(each: Sequence[tuple[Example, Positions]]) -> Kept | None:
+    """Returns the tokens that could be sampled, where any example says so."""
+    if not any(example.kept_counts for example, _ in each):
+        return None
+    ids: list[NDArray[Any]] = []
+    counts: list[NDArray[Any]] = []
+    for example, positions in each:
+        if not example.kept_counts:
+            counts.append(np.zeros(len(positions), np.int32))
+            continue
+        of_token = integers(example.kept_counts)
+        is_target = np.zeros(len(of_token), dtype=bool)
+        is_target[positions] = True
+        ids.append(integers(example.kept_ids)[np.repeat(is_target, of_token)])
+        counts.append(of_token[positions])
+    counts_N = _joined(counts, np.int64)
+    tokens_K = torch.repeat_interleave(torch.arange(len(counts_N)), counts_N)
+    return Kept(ids_K=_joined(ids, np.int64), tokens_K=tokens_K)
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(dtype))

@@ -1,17 +1,24 @@
-"""Weights that correct the loss for the sampler not being the trainer: other kernels, other
-precision, or older weights.
+"""What the importance ratio is taken to, and weights that correct the loss for the sampler not
+being the trainer: other kernels, other precision, or older weights.
 
 From w = exp(trainer's log-prob - sampler's), the trainer's being those before the first update of
-the batch, and for the two sequence methods the product of w over the sequence:
+the batch, and for the two sequence methods W, the product of w over the sequence or its geometric
+mean (`sequence_ratio`):
 
-    token_tis        clamp(w, low, high)                   truncated importance sampling: fengyao.notion.site/off-policy-rl
-    sequence_tis     clamp(product of w, low, high)        the same of the sequence
-    sequence_mask    product of w if within [low, high], else 0
-    icepop           w if within [low, high], else 0       arXiv 2510.18855
+    token_tis        clamp(w, low, high)              truncated importance sampling:
+                                                      fengyao.notion.site/off-policy-rl
+    sequence_tis     clamp(W, low, high)              the same of the sequence
+    sequence_mask    W if within [low, high], else 0
+    icepop           w if within [low, high], else 0  arXiv 2510.18855
+
+The product is the unbiased weight of a sequence, but over T tokens that differ by d nats each its
+logarithm grows with T: a completion of 10,000 tokens that differ by -0.001 each has the product
+4.5e-5 and the geometric mean 0.999. The geometric mean is biased and does not depend on the length
+(the ratio of GSPO, arXiv 2507.18071).
 
 A token of weight 0 has no gradient and still counts in the loss's denominators: what is rejected
-must not make the rest weigh more. The sampler's log-prob -inf gives w = infinity, which is above
-every bound; NaN stays NaN, and the engine refuses the step.
+must not make the rest weigh more. A token whose sampler's log-prob nobody measured has the
+trainer's own, so w = 1.
 """
 
 from __future__ import annotations
@@ -38,6 +45,9 @@ BOUNDS: dict[Method, tuple[float, float]] = {
 """What `low` and `high` are where the job does not say. "none" weighs nothing: its bounds are only
 for the metrics."""
 
+GEOMETRIC_MASK_BOUNDS = (0.99, 1.01)
+"""The same for "sequence_mask" of the geometric mean, which is near 1 for any sequence."""
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -46,6 +56,8 @@ class Resolved:
     method: Method
     low: float
     high: float
+    ratio_base: Literal["trainer", "sampler"] = "trainer"
+    geometric: bool = False
 
     @property
     def of_sequences(self) -> bool:
@@ -55,9 +67,12 @@ class Resolved:
 def resolve(correction: CorrectionSpec, max_staleness: int) -> Resolved:
     """Returns the correction with "auto" and unset bounds filled in. Raises BadRequest for a lower
     bound above the upper."""
-    automatic: Method = "token_tis" if max_staleness > 0 else "none"
+    corrects = max_staleness > 0 and correction.ratio_base == "trainer"
+    automatic: Method = "token_tis" if corrects else "none"
     method: Method = automatic if correction.method == "auto" else correction.method
-    low, high = BOUNDS[method]
+    geometric = correction.sequence_ratio == "geometric_mean"
+    masks_geometric = geometric and method == "sequence_mask"
+    low, high = GEOMETRIC_MASK_BOUNDS if masks_geometric else BOUNDS[method]
     low = low if correction.low is None else correction.low
     high = high if correction.high is None else correction.high
     if low > high:
@@ -65,7 +80,7 @@ def resolve(correction: CorrectionSpec, max_staleness: int) -> Resolved:
             f"correction.low is {low:g} and correction.high {high:g} with method {method!r}; "
             "expected low <= high"
         )
-    return Resolved(method, low, high)
+    return Resolved(method, low, high, correction.ratio_base, geometric)
 
 
 @torch.no_grad()
@@ -99,11 +114,12 @@ def log_ratios(
     num_sequences: int,
     resolved: Resolved,
 ) -> Tensor:
-    """Returns log w `[N]` in float64: of each token, or for the sequence methods the sum over its
+    """Returns log w `[N]` in float64: of each token, or for the sequence methods log W of its
     sequence."""
     log_ratio_N = trainer_logprobs_N.double() - sampler_logprobs_N.double()
-    return (
-        sequence_sums(log_ratio_N, sequences_N, num_sequences)
-        if resolved.of_sequences
-        else log_ratio_N
-    )
+    if not resolved.of_sequences:
+        return log_ratio_N
+    sums_N = sequence_sums(log_ratio_N, sequences_N, num_sequences)
+    if not resolved.geometric:
+        return sums_N
+    return sums_N / sequence_sums(torch.ones_like(sums_N), sequences_N, num_sequences)

@@ -4,22 +4,32 @@ vocabulary]` never whole.
 For hidden states h_n, head weight W (and bias b), temperature T and target t_n, with logits x_nv =
 (h_n . W_v + b_v) / T:
 
-    logprob_n = x_n,t - log sum_v e^x_nv        entropy_n = log sum_v e^x_nv - sum_v p_nv x_nv,  p_nv = softmax(x_n)_v
+    logprob_n = x_n,t - log sum_v e^x_nv
+    entropy_n = log sum_v e^x_nv - sum_v p_nv x_nv,  p_nv = softmax(x_n)_v
 
-Both sums run over tiles of `[chunk of tokens, part of the vocabulary]`, with a running maximum (the
-online softmax of arXiv
-1805.02867). The backward pass computes each tile of logits again and turns it in place into the gradient of the logits,
+The sums run over tiles of `[chunk of tokens, part of the vocabulary]`, with a running maximum (the
+online softmax of arXiv 1805.02867). The backward pass computes each tile of logits again and turns
+it in place into the gradient of the logits,
 
     d logprob_n / d x_nv = 1[v = t_n] - p_nv
 
-of which the gradients of h, W and b are sums. Logits and sums are in float32 at least, whatever the
-weights are in. So a pass needs a few tiles beyond its inputs and gradients, whatever the
-vocabulary, and each logit is computed twice and held in cache while it is used. The entropy has no
-gradient.
+of which the gradients of h, W and b are sums. So a pass needs a few tiles beyond its inputs and
+gradients, whatever the vocabulary, and each logit is computed twice and held in cache while it is
+used. The entropy has no gradient.
+
+Logits are products of the weights as they are, summed and kept in float32 at least: a logit of 30
+rounded to bfloat16 is off by up to 0.06 nats. vLLM rounds its logits to the model's dtype before it
+takes their softmax, so a bfloat16 model's log-probs differ between the two by that rounding, which
+is the sampler's. Its `head_dtype = "float32"` ends that at the price of a slower head.
+
+Where the sampler drew from a part of the vocabulary only (top-p, top-k), `kept` says from which
+tokens; the others' logits are then taken as below every other, so that log-probs, entropies and
+gradients are those of the distribution that was sampled from.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +42,33 @@ matrix units busy (256 MiB)."""
 
 LOWEST = -1e30
 """Below every logit, and finite, so that a difference of two is never NaN."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """From which tokens each token could be sampled: `ids_K`, of token `tokens_K[k]` (ascending).
+    A token that is not in `tokens_K` could be any of the vocabulary."""
+
+    ids_K: Tensor
+    tokens_K: Tensor
+
+    def to(self, device: torch.device) -> Kept:
+        return Kept(self.ids_K.to(device), self.tokens_K.to(device))
+
+    def chunk(self, start: int, end: int) -> Kept:
+        """Returns the part of the tokens `start` to before `end`, counted from `start`."""
+        bounds = torch.tensor([start, end], device=self.tokens_K.device)
+        first, last = torch.searchsorted(self.tokens_K, bounds).tolist()
+        return Kept(self.ids_K[first:last], self.tokens_K[first:last] - start)
+
+    def apply(self, logits_CV: Tensor, part: slice) -> None:
+        """Sets a tile's logits of tokens that could not be sampled to `LOWEST`, in place."""
+        restricted_C = torch.zeros(len(logits_CV), dtype=torch.bool, device=logits_CV.device)
+        restricted_C[self.tokens_K] = True
+        out_CV = restricted_C[:, None].expand_as(logits_CV).clone()
+        here_K = (self.ids_K >= part.start) & (self.ids_K < part.stop)
+        out_CV[self.tokens_K[here_K], self.ids_K[here_K] - part.start] = False
+        logits_CV.masked_fill_(out_CV, LOWEST)
 
 
 class ScoringHead(nn.Linear):
@@ -49,12 +86,15 @@ class ScoringHead(nn.Linear):
         targets_N: Tensor | None = None,
         temperature: float = 1.0,
         chunk_tokens: int = 1024,
+        kept: Kept | None = None,
     ) -> Any:
         """Returns the logits `[..., V]`; with targets, for hidden states `[N, H]`, log-probs `[N]`
         and entropies `[N]` in nats."""
         if targets_N is None:
             return super().forward(input)
-        return _Score.apply(input, self.weight, self.bias, targets_N, temperature, chunk_tokens)
+        return _Score.apply(
+            input, self.weight, self.bias, targets_N, temperature, chunk_tokens, kept
+        )
 
 
 def as_scoring_head(head: nn.Module) -> ScoringHead | None:
@@ -63,6 +103,41 @@ def as_scoring_head(head: nn.Module) -> ScoringHead | None:
     if type(head) is nn.Linear:
         head.__class__ = ScoringHead
     return head if isinstance(head, ScoringHead) else None
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some tokens' hidden states, and the head that scores them tile by tile."""
+
+    hidden_CH: Tensor
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    temperature: float
+    kept: Kept | None
+
+    def parts_of_vocabulary(self) -> list[slice]:
+        """Returns the tiles' columns. A tile has at most `TILE_LOGITS` logits, and so many numbers
+        its copy of the weights, where they need one (`_product`)."""
+        device = "gpu" if self.weight_VH.is_cuda else "cpu"
+        rows = len(self.hidden_CH)
+        if not self.weight_VH.is_cuda and _wide(self.weight_VH.dtype) != self.weight_VH.dtype:
+            rows = max(rows, self.weight_VH.shape[1])
+        vocab_size, width = len(self.weight_VH), max(1, TILE_LOGITS[device] // rows)
+        return [
+            slice(start, min(start + width, vocab_size)) for start in range(0, vocab_size, width)
+        ]
+
+    def logits(self, part: slice) -> Tensor:
+        """Returns a tile of logits, scaled, in float32 (float64 for a float64 model); it is the
+        caller's to overwrite."""
+        logits_CV = _product(self.hidden_CH, self.weight_VH[part].t())
+        if self.bias_V is not None:
+            logits_CV.add_(self.bias_V[part])
+        if self.temperature != 1:
+            logits_CV.div_(self.temperature)
+        if self.kept is not None:
+            self.kept.apply(logits_CV, part)
+        return logits_CV
 
 
 class _Score(torch.autograd.Function):
@@ -74,19 +149,18 @@ class _Score(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         temperature: float,
-        chunk: int,
+        chunk_tokens: int,
+        kept: Kept | None,
     ):
         scores = [
-            _score_chunk(hidden_CH, weight_VH, bias_V, targets_C, temperature)
-            for hidden_CH, targets_C in zip(
-                hidden_NH.split(chunk), targets_N.split(chunk), strict=True
-            )
+            _score_chunk(_chunk(hidden_NH, weight_VH, bias_V, temperature, kept, at), targets_N[at])
+            for at in _slices(len(hidden_NH), chunk_tokens)
         ]
         logprobs_N, entropies_N, log_totals_N = (
             torch.cat(parts) for parts in zip(*scores, strict=True)
         )
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, log_totals_N)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk_tokens, ctx.kept = temperature, chunk_tokens, kept
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
@@ -102,50 +176,59 @@ class _Score(torch.autograd.Function):
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
         scale_N1 = (grad_logprobs_N / -ctx.temperature)[:, None]
-        for start in range(0, len(hidden_NH), ctx.chunk):
-            chunk = slice(start, start + ctx.chunk)
-            hidden_CH, scale_C1 = hidden_NH[chunk], scale_N1[chunk]
-            scaled_CH = (hidden_CH * scale_C1).to(hidden_CH.dtype)
-            for part in _parts_of_vocabulary(len(hidden_CH), weight_VH):
-                logits_CV = _logits(hidden_CH, weight_VH, bias_V, part, ctx.temperature)
+        for at in _slices(len(hidden_NH), ctx.chunk_tokens):
+            chunk = _chunk(hidden_NH, weight_VH, bias_V, ctx.temperature, ctx.kept, at)
+            scale_C1 = scale_N1[at]
+            scaled_CH = (chunk.hidden_CH * scale_C1).to(hidden_NH.dtype)
+            for part in chunk.parts_of_vocabulary():
                 # p - 1[v = t]; its factor, -gradient / T, is on the small matrices and not on the
                 # tile
-                grad_CV = logits_CV.sub_(log_totals_N[chunk, None]).exp_()
-                here_C, columns_C1 = _targets_in(part, targets_N[chunk])
+                grad_CV = chunk.logits(part).sub_(log_totals_N[at, None]).exp_()
+                here_C, columns_C1 = _targets_in(part, targets_N[at])
                 grad_CV.scatter_add_(1, columns_C1, -here_C[:, None].to(wide))
                 if grad_bias_V is not None:
                     grad_bias_V[part] += (grad_CV * scale_C1).sum(0)
                 grad_CV = grad_CV.to(weight_VH.dtype)
                 if grad_hidden_NH is not None:
-                    _add_product(grad_hidden_NH[chunk], grad_CV, weight_VH[part])
+                    _add_product(grad_hidden_NH[at], grad_CV, weight_VH[part])
                 if grad_weight_VH is not None:
                     _add_product(grad_weight_VH[part], grad_CV.t(), scaled_CH)
         return (
             None if grad_hidden_NH is None else grad_hidden_NH.mul_(scale_N1).to(hidden_NH.dtype),
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
             None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
-            *[None] * 3,
+            *[None] * 4,
         )
 
 
-def _score_chunk(
-    hidden_CH: Tensor,
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _chunk(
+    hidden_NH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
-    targets_C: Tensor,
     temperature: float,
-):
+    kept: Kept | None,
+    at: slice,
+) -> _Chunk:
+    of_chunk = None if kept is None else kept.chunk(at.start, at.stop)
+    return _Chunk(hidden_NH[at], weight_VH, bias_V, temperature, of_chunk)
+
+
+def _score_chunk(chunk: _Chunk, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns log-probs, entropies and log sum_v e^x_v of a chunk's tokens, each `[C]`.
 
     Running over the tiles, relative to the maximum m so far: total = sum e^(x - m), weighted = sum
     e^(x - m) (x - m).
     """
-    highest_C = hidden_CH.new_full(
-        (len(hidden_CH),), LOWEST, dtype=torch.promote_types(hidden_CH.dtype, torch.float32)
+    highest_C = chunk.hidden_CH.new_full(
+        (len(targets_C),), LOWEST, dtype=_wide(chunk.hidden_CH.dtype)
     )
     total_C, weighted_C, target_C = (torch.zeros_like(highest_C) for _ in range(3))
-    for part in _parts_of_vocabulary(len(hidden_CH), weight_VH):
-        logits_CV = _logits(hidden_CH, weight_VH, bias_V, part, temperature)
+    for part in chunk.parts_of_vocabulary():
+        logits_CV = chunk.logits(part)
         here_C, columns_C1 = _targets_in(part, targets_C)
         target_C = torch.where(here_C, logits_CV.gather(1, columns_C1)[:, 0], target_C)
         before_C, highest_C = highest_C, torch.maximum(highest_C, logits_CV.amax(1))
@@ -164,30 +247,27 @@ def _score_chunk(
     )
 
 
-def _parts_of_vocabulary(num_tokens: int, weight_VH: Tensor) -> list[slice]:
-    vocab_size = len(weight_VH)
-    width = max(1, TILE_LOGITS["gpu" if weight_VH.is_cuda else "cpu"] // num_tokens)
-    return [slice(start, min(start + width, vocab_size)) for start in range(0, vocab_size, width)]
-
-
-def _logits(
-    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, part: slice, temperature: float
-) -> Tensor:
-    """Returns a tile of logits, scaled, in float32 (float64 for a float64 model); it is the
-    caller's to overwrite."""
-    logits_CV = nn.functional.linear(
-        hidden_CH, weight_VH[part], None if bias_V is None else bias_V[part]
-    )
-    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-    return logits_CV if temperature == 1 else logits_CV.div_(temperature)
-
-
 def _targets_in(part: slice, targets_C: Tensor) -> tuple[Tensor, Tensor]:
     """Returns which targets are in this part of the vocabulary, and each one's column `[C, 1]`
     there (any column if it is not)."""
     columns_C = targets_C - part.start
     here_C = (columns_C >= 0) & (columns_C < part.stop - part.start)
     return here_C, torch.where(here_C, columns_C, 0)[:, None]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns what sums of such numbers are kept in: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Returns `left @ right`, summed and kept in float32 at least."""
+    wide = _wide(left.dtype)
+    if left.dtype is wide:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=wide)
+    return left.to(wide) @ right.to(wide)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

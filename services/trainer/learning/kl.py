@@ -3,15 +3,16 @@
 
 With d = logprob - reference_logprob, clamped to +-max_log_ratio:
 
-    name       value              its gradient, in expectation over the policy's own samples
-    k1         d                  zero: a number to look at, and no pull to the reference
-    k2         d^2 / 2            that of KL(policy || reference)
-    k3         e^-d - 1 + d       that of KL(reference || policy); never negative, and grows with e^-d (GRPO: arXiv 2402.03300)
-    k3_true    e^-d - 1 + d       that of KL(policy || reference): k3's value, k2's gradient
+    name       value           its gradient, in expectation over the policy's own samples
+    k1         d               zero: a number to look at, and no pull to the reference
+    k2         d^2 / 2         that of KL(policy || reference)
+    k3         e^-d - 1 + d    that of KL(reference || policy); never negative, and grows with e^-d
+                               (GRPO: arXiv 2402.03300)
+    k3_true    e^-d - 1 + d    that of KL(policy || reference): k3's value, k2's gradient
 
 That a right value need not have the right gradient: arXiv 2506.09477. All estimates are for samples
-of the policy that is being trained: with several updates a batch they are slightly off, as in every
-peer.
+of the policy that is being trained: with several updates per batch they are slightly off, as in
+every peer.
 """
 
 from __future__ import annotations

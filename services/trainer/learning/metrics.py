@@ -1,32 +1,40 @@
-"""What a step reports, over all its completion tokens, all micro-batches and all ranks. The one
-place that names metrics.
+"""What a step's update reports, over all its sampled tokens, all micro-batches and all ranks. The
+orchestrator adds what it measures itself (services/orchestrator/record/telemetry.py).
 
 Of every pass of every update, by the ratio r that the loss uses (clamped; of the token or of the
-sequence):
+sequence). Names that TRL has mean what they mean there:
 
-    clip_fraction/low    share of tokens held by the lower bound: r < 1 - clip_low and advantage < 0
-    clip_fraction/high   share of tokens held by the upper bound: r > 1 + clip_high and advantage > 0
-    clip_fraction/dual   share of tokens held by the dual clip: r > dual_clip and advantage < 0 (only with dual_clip)
-    ratio/mean           mean of r
-    kl/old_k3            KL(old || new) by k3 = r - 1 - log r (joschu.net/blog/kl-approx.html)
-    kl/reference         KL(new || reference) by the job's estimator (only with beta)
-    entropy              mean entropy of the policy at each token, in nats, at the sampling temperature
-    padding_fraction     share of the padded tokens that are padding
-    num_micro_batches    passes through a micro-batch, of each rank
+    clip_ratio/low_mean     share of tokens held by the lower bound: r < 1 - clip_low, A < 0
+    clip_ratio/high_mean    share of tokens held by the upper bound: r > 1 + clip_high, A > 0
+    clip_ratio/region_mean  share of tokens held by either
+    clip_ratio/dual_mean    share of tokens held by the dual clip: r > dual_clip, A < 0
+                            (only with dual_clip)
+    cispo_clip_ratio        share of tokens with r > 1 + clip_high, A > 0 ("cispo" only, whose bound
+                            holds a weight and no token)
+    ratio/mean              mean of r
+    kl                      KL(new || reference) by the job's estimator (only with beta)
+    kl/old_k3               KL(old || new) by k3 = r - 1 - log r (joschu.net/blog/kl-approx.html)
+    entropy                 mean entropy of the policy at each token, in nats, at the sampling
+                            temperature
+    padding_fraction        share of the padded tokens that are padding
+    num_micro_batches       passes through a micro-batch, of each rank
 
-"cispo" bounds a weight and holds no token: its clip_fraction/high counts every r > 1 + clip_high,
-and it has no other. "sapo" has no bounds and no clip fractions.
+Which of the first five a loss has is in `LOSSES` (loss.py).
 
 Trainer against sampler, by w = exp(trainer's log-prob before the first update - sampler's), raw,
-whatever the correction:
+whatever the correction, over the tokens whose sampler's log-prob is known:
 
-    mismatch/logprob_diff_mean, mismatch/logprob_diff_max     of |log w|
-    mismatch/ratio_mean, mismatch/ratio_max                   of w
-    mismatch/k3_kl                    KL(sampler || trainer) by k3 = w - 1 - log w
-    mismatch/effective_sample_size    (sum w)^2 / (N sum w^2): the share of tokens that weigh, 1 if all do alike
-    mismatch/token_mult_prob_error    mean of exp(|log w|), NeMo-RL's; above 1.05 something is wrong
-    mismatch/out_of_range_fraction    share of tokens whose w (the sequence methods: their sequence's) is outside the correction's
-                                      bounds; without a correction, outside [0.5, 2]
+    mismatch/logprob_diff_mean      mean of |log w|
+    mismatch/logprob_diff_max       its maximum
+    mismatch/ratio_mean             mean of w
+    mismatch/ratio_max              its maximum
+    mismatch/k3_kl                  KL(sampler || trainer) by k3 = w - 1 - log w
+    mismatch/effective_sample_size  (sum w)^2 / (N sum w^2): the share of tokens that weigh, 1 if
+                                    all do alike
+    mismatch/token_mult_prob_error  mean of exp(|log w|), NeMo-RL's; above 1.05 something is wrong
+    mismatch/out_of_range_fraction  share of tokens whose weight before bounds (token's or
+                                    sequence's) is outside the correction's bounds; without a
+                                    correction, w outside [0.5, 2]
 
 At staleness 0 this is the numerical difference of the two engines, and nothing else. All are sums
 (and maxima) over tokens until the end, so they are exact however a step is split. A metric that is
@@ -44,22 +52,15 @@ from torch import Tensor
 from services.trainer.learning.batch import MicroBatch
 from services.trainer.learning.correction import Resolved, log_ratios
 from services.trainer.learning.kl import KL
-from services.trainer.learning.loss import LossInputs, importance_ratios
+from services.trainer.learning.loss import LOSSES, LossInputs, importance_ratios
+from services.trainer.learning.objective import known_sampler_logprobs
 from shared.job import TrainingSpec
 
 MAX_RAW_LOG_RATIO = 300.0
 """Beyond this a raw ratio is not told apart; its square, summed over any batch, is still finite in
 float64."""
 
-UPDATE = (
-    "clip_fraction/low",
-    "clip_fraction/high",
-    "clip_fraction/dual",
-    "ratio/mean",
-    "kl/old_k3",
-    "kl/reference",
-    "entropy",
-)
+UPDATE = ("ratio/mean", "kl/old_k3", "entropy")
 MISMATCH = (
     "mismatch/logprob_diff_mean",
     "mismatch/ratio_mean",
@@ -75,7 +76,6 @@ COUNTS = (
     "num_mismatch_tokens",
     "squared_ratios",
 )
-SUMS = UPDATE + MISMATCH + COUNTS
 MAXIMA = ("mismatch/logprob_diff_max", "mismatch/ratio_max")
 
 
@@ -87,9 +87,14 @@ class StepMetrics:
     """
 
     def __init__(self, device: torch.device, training: TrainingSpec, correction: Resolved) -> None:
-        self._training = training
+        self._fractions = LOSSES[training.loss].fractions(training)
+        with_reference = ("kl",) if training.beta else ()
+        self._update = (*self._fractions, *UPDATE, *with_reference)
         self._correction = correction
-        self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in SUMS}
+        self._sums = {
+            name: torch.zeros((), dtype=torch.float64, device=device)
+            for name in (*self._update, *MISMATCH, *COUNTS)
+        }
         self._maxima = {
             name: torch.zeros((), dtype=torch.float64, device=device) for name in MAXIMA
         }
@@ -102,7 +107,7 @@ class StepMetrics:
         if batch.weight == 0:
             return
         ratio_N = importance_ratios(x).double()
-        values = clip_fractions(x, ratio_N) | {
+        values = {name: held(x, ratio_N) for name, held in self._fractions.items()} | {
             "ratio/mean": ratio_N,
             "kl/old_k3": ratio_N - 1 - ratio_N.log(),
             "entropy": entropy_N,
@@ -110,7 +115,7 @@ class StepMetrics:
             "num_real_tokens": batch.attention_mask_BT,
         }
         if x.reference_logprobs_N is not None:
-            values["kl/reference"] = KL[x.training.kl](
+            values["kl"] = KL[x.training.kl](
                 x.logprobs_N, x.reference_logprobs_N, x.training.max_log_ratio
             )
         for name, value in values.items():
@@ -124,14 +129,15 @@ class StepMetrics:
         log-probs before any update."""
         if batch.weight == 0:
             return
-        pair = (
+        sampler_N = known_sampler_logprobs(batch, trainer_logprobs_N)
+        weighed_N = log_ratios(
             trainer_logprobs_N,
-            batch.sampler_logprobs_N,
+            sampler_N,
             batch.sequences_N,
             batch.num_sequences,
-        )
-        weighed_N = log_ratios(*pair, self._correction).exp()
-        log_ratio_N = (trainer_logprobs_N.double() - batch.sampler_logprobs_N.double()).clamp(
+            self._correction,
+        ).exp()
+        log_ratio_N = (trainer_logprobs_N.double() - sampler_N.double()).clamp(
             -MAX_RAW_LOG_RATIO, MAX_RAW_LOG_RATIO
         )
         ratio_N, diff_N = log_ratio_N.exp(), log_ratio_N.abs()
@@ -144,14 +150,13 @@ class StepMetrics:
             | (weighed_N > self._correction.high),
             "squared_ratios": ratio_N.square(),
         }
-        for name, value in values.items():
-            self._sums[name] += value.double().sum()
-        self._sums["num_mismatch_tokens"] += ratio_N.numel()
-        for name, value_N in {
-            "mismatch/logprob_diff_max": diff_N,
-            "mismatch/ratio_max": ratio_N,
-        }.items():
-            self._maxima[name] = torch.maximum(self._maxima[name], value_N.max())
+        for name, value_N in values.items():
+            self._sums[name] += torch.where(batch.measured_N, value_N.double(), 0.0).sum()
+        self._sums["num_mismatch_tokens"] += batch.measured_N.sum()
+        maxima = {"mismatch/logprob_diff_max": diff_N, "mismatch/ratio_max": ratio_N}
+        for name, value_N in maxima.items():
+            highest = torch.where(batch.measured_N, value_N, 0.0).max()
+            self._maxima[name] = torch.maximum(self._maxima[name], highest)
 
     def reduce(self, num_updates: int = 1) -> tuple[float, dict[str, float]]:
         """Returns the mean loss of the step's updates, and its metrics by name, from all ranks: a
@@ -160,7 +165,7 @@ class StepMetrics:
             _over_ranks(self._sums, dist.ReduceOp.SUM),
             _over_ranks(self._maxima, dist.ReduceOp.MAX),
         )
-        metrics = {name: sums[name] / sums["num_tokens"] for name in self._reported()}
+        metrics = {name: sums[name] / sums["num_tokens"] for name in self._update}
         metrics["padding_fraction"] = 1 - sums["num_real_tokens"] / sums["num_padded_tokens"]
         metrics["num_micro_batches"] = float(self._num_micro_batches)
         num_tokens = sums["num_mismatch_tokens"]
@@ -173,28 +178,6 @@ class StepMetrics:
         return sums["loss"] / num_updates, {
             name: value for name, value in metrics.items() if math.isfinite(value)
         }
-
-    def _reported(self) -> tuple[str, ...]:
-        training = self._training
-        left_out = {
-            "clip_fraction/low": training.loss in ("cispo", "sapo"),
-            "clip_fraction/high": training.loss == "sapo",
-            "clip_fraction/dual": training.dual_clip is None or training.loss in ("cispo", "sapo"),
-            "kl/reference": training.beta == 0,
-        }
-        return tuple(name for name in UPDATE if not left_out.get(name))
-
-
-def clip_fractions(x: LossInputs, ratio_N: Tensor) -> dict[str, Tensor]:
-    """Returns, for each bound by its metric's name, which tokens it holds: bools `[N]`."""
-    training = x.training
-    negative_N = x.advantages_N < 0
-    high_N = ratio_N > 1 + training.clip_high
-    return {
-        "clip_fraction/low": (ratio_N < 1 - training.clip_low) & negative_N,
-        "clip_fraction/high": high_N if training.loss == "cispo" else high_N & (x.advantages_N > 0),
-        "clip_fraction/dual": (ratio_N > (training.dual_clip or math.inf)) & negative_N,
-    }
 
 
 def _over_ranks(values: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, float]:

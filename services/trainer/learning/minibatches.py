@@ -1,7 +1,20 @@
 """A batch as the optimizer takes it: shares of its examples, one for each optimizer step of an
-epoch.
+epoch, and what each step's loss is divided by.
 
     [examples] --deal--> [minibatch][example] --micro_batches_of_rank--> [minibatch][micro-batch]
+
+Of the batch as sampled, S sequences and T tokens, only those with signal are examples, n tokens of
+them in all and n_m in minibatch m of M (`training.minibatches`). The denominators of optimizer step
+m are its share of the whole batch's:
+
+    sequences         S / M
+    tokens            T / M
+    tokens of step m  T_m = n_m + (T - n) / M      for the loss "bnpo" only
+
+Each sums to the whole batch's over the M minibatches of an epoch. So the mean of the minibatches'
+losses is the loss of one big batch (for "bnpo" if they are equally long), a token's gradient does
+not depend on how many other rollouts have signal, and with M = 1 the denominators are S and T. TRL
+divides by the same, there counted for every rollout because it trains on all of them.
 
 Pure, and the same on every rank.
 """
@@ -12,18 +25,63 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.trainer.learning.batch import MicroBatch
-from shared.wire import Example
+from services.trainer.learning.batch import MicroBatch, micro_batches_of_rank
+from services.trainer.learning.examples import num_sampled
+from services.trainer.learning.loss import Denominators
+from shared.errors import BadRequest
+from shared.job import Job
+from shared.wire import Example, StepTotals
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What this rank runs through in one optimizer step, and the totals of that step over all
-    ranks."""
+    """What this rank runs through in one optimizer step, and what that step's loss is divided by,
+    which is the same on all ranks."""
 
     micro_batches: tuple[MicroBatch, ...]
-    num_tokens: int
-    num_sequences: int
+    denominators: Denominators
+
+
+def plan(
+    examples: Sequence[Example],
+    totals: StepTotals | None,
+    job: Job,
+    *,
+    rank: int,
+    num_ranks: int,
+    packed: bool,
+) -> list[Minibatch]:
+    """Returns the minibatches of an epoch as `rank` runs through them. `totals` None: the batch as
+    sampled is these examples."""
+    totals = check_totals(examples, totals)
+    num_minibatches = job.training.minibatches
+    num_without_signal = totals.num_tokens - sum(map(num_sampled, examples))
+    minibatches: list[Minibatch] = []
+    for share in deal(examples, num_minibatches, job.seed):
+        micro_batches = micro_batches_of_rank(
+            share, rank, num_ranks, job.memory.micro_batch_tokens, packed=packed
+        )
+        denominators = Denominators(
+            num_sequences=totals.num_sequences / num_minibatches,
+            num_tokens=totals.num_tokens / num_minibatches,
+            step_tokens=sum(map(num_sampled, share)) + num_without_signal / num_minibatches,
+            max_tokens=job.sampling.max_tokens,
+        )
+        minibatches.append(Minibatch(tuple(micro_batches), denominators))
+    return minibatches
+
+
+def check_totals(examples: Sequence[Example], totals: StepTotals | None) -> StepTotals:
+    """Returns the totals of the batch as sampled; None: of the examples. Raises BadRequest where
+    they count less than the examples."""
+    own = StepTotals(num_sequences=len(examples), num_tokens=sum(map(num_sampled, examples)))
+    if totals is None:
+        return own
+    for name in ("num_sequences", "num_tokens"):
+        given, least = getattr(totals, name), getattr(own, name)
+        if given < least:
+            raise BadRequest(f"totals.{name} is {given}, expected at least {least}, the examples'")
+    return totals
 
 
 def deal(examples: Sequence[Example], num_minibatches: int, seed: int) -> list[list[Example]]:

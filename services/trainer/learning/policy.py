@@ -1,4 +1,4 @@
-"""The model as the loss needs it: log-probs and entropies of completion tokens, never the logits of
+"""The model as the loss needs it: log-probs and entropies of sampled tokens, never the logits of
 everything.
 
 The base model runs once over `[B, T]` and gives hidden states; those that predict a completion
@@ -27,10 +27,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.learning.batch import MicroBatch, collate
-from services.trainer.learning.head import as_scoring_head
+from services.trainer.learning.head import Kept, as_scoring_head
 from shared.errors import BadRequest
 from shared.logs import get_logger
-from shared.packed import Logprobs, TokenIds
+from shared.packed import TokenIds
 from shared.wire import Example
 
 MAX_CHUNK_LOGITS = 1 << 26
@@ -56,15 +56,17 @@ class Policy(nn.Module):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns the log-probs `[N]` and, without gradient, the entropies `[N]` of the batch's
-        completion tokens, in nats."""
+        sampled tokens, in nats, by the distribution that they were sampled from."""
         model = causal_lm(self.model)
         hidden_NH = hidden_states(model, batch)[batch.rows_N, batch.columns_N]
         head = model.get_output_embeddings()
         scoring = as_scoring_head(head)
         if scoring is not None:
-            return scoring(hidden_NH, batch.targets_N, self.temperature, self.chunk_tokens)
+            return scoring(
+                hidden_NH, batch.targets_N, self.temperature, self.chunk_tokens, batch.kept
+            )
         return chunked_logprobs(
-            head, hidden_NH, batch.targets_N, self.temperature, self.chunk_tokens
+            head, hidden_NH, batch.targets_N, self.temperature, self.chunk_tokens, batch.kept
         )
 
 
@@ -83,25 +85,45 @@ def hidden_states(model: Any, batch: MicroBatch) -> Tensor:
 
 
 def chunked_logprobs(
-    head: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, chunk_tokens: int
+    head: nn.Module,
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probs and entropies `[N]` by any head, called chunk by chunk and again for each
-    in the backward pass."""
-    chunk = min(chunk_tokens, max(1, MAX_CHUNK_LOGITS // _vocab_size(head)))
+    in the backward pass. Logits are as the head rounds them."""
+    size = min(chunk_tokens, max(1, MAX_CHUNK_LOGITS // _vocab_size(head)))
     parts = [
-        checkpoint(chunk_logprobs, head, hidden_CH, targets_C, temperature, use_reentrant=False)
-        for hidden_CH, targets_C in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True)
+        checkpoint(
+            chunk_logprobs,
+            head,
+            hidden_NH[start : start + size],
+            targets_N[start : start + size],
+            temperature,
+            None if kept is None else kept.chunk(start, start + size),
+            use_reentrant=False,
+        )
+        for start in range(0, len(hidden_NH), size)
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
 def chunk_logprobs(
-    head: nn.Module, hidden_CH: Tensor, targets_C: Tensor, temperature: float
+    head: nn.Module,
+    hidden_CH: Tensor,
+    targets_C: Tensor,
+    temperature: float,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log softmax(head(hidden) / temperature) at the targets `[C]`, and the distribution's
     entropies `[C]`."""
-    all_logprobs_CV = (head(hidden_CH).float() / temperature).log_softmax(-1)
+    logits_CV = head(hidden_CH).float() / temperature
+    if kept is not None:
+        kept.apply(logits_CV, slice(0, logits_CV.shape[1]))
+    all_logprobs_CV = logits_CV.log_softmax(-1)
     with torch.no_grad():
         entropies_C = -(all_logprobs_CV.exp() * all_logprobs_CV).sum(-1)
     return all_logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropies_C
@@ -155,12 +177,16 @@ def choose_packing(model: Any, name: str, packing: Literal["auto", "on", "off"])
         difference = _difference_from_alone(model, _canary(model, packed=True))
         if difference <= CLOSE.get(model.dtype, 1e-3):
             return True
-        why = f"mixes the sequences of a row: a neighbour changes a token's hidden state by {difference:.2g} of its norm"
+        why = (
+            "mixes the sequences of a row: a neighbour changes a token's hidden state by "
+            f"{difference:.2g} of its norm"
+        )
     if packing == "auto":
         get_logger().warning("sequences are padded, not packed", model=name, why=why)
         return False
     raise BadRequest(
-        f'the model {name!r} ({type(model).__name__}) {why}; memory.packing is "on", expected "off" or "auto" here'
+        f"the model {name!r} ({type(model).__name__}) {why}; "
+        'memory.packing is "on", expected "off" or "auto" here'
     )
 
 
@@ -204,7 +230,6 @@ def _canary(model: Any, *, packed: bool) -> MicroBatch:
             Example(
                 prompt_token_ids=TokenIds(ids[:2]),
                 token_ids=TokenIds(ids[2:]),
-                old_logprobs=Logprobs((0.0,) * (length - 2)),
                 advantage=0.0,
             )
         )

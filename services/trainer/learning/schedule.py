@@ -6,7 +6,9 @@ With s the step, S the job's steps and w its `warmup_steps`,
     s <= w    peak * s / w
     s > w     min + (peak - min) * f(p),  p = (s - max(w, 1)) / (S - max(w, 1))
 
-    constant  the peak            linear  f(p) = 1 - p            cosine  f(p) = (1 + cos(pi p)) / 2      (arXiv 1608.03983)
+    constant  the peak
+    linear    f(p) = 1 - p
+    cosine    f(p) = (1 + cos(pi p)) / 2      (arXiv 1608.03983)
 
 so the peak is that of step w (without warm-up, of the first), and `min_learning_rate` that of the
 last.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from services.trainer.engine import Update
 from services.trainer.learning import reference
-from services.trainer.learning.batch import check
+from services.trainer.learning.examples import check
 from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_packing
 from services.trainer.zero import lora, state
 from services.trainer.zero import stages as zero
@@ -32,7 +32,7 @@ from services.trainer.zero.internals import whole_weights
 from services.trainer.zero.models import choose_dtype, copy_tokenizer, load_model
 from services.trainer.zero.update import Updater
 from shared.job import Job
-from shared.wire import Example
+from shared.wire import Example, StepTotals
 
 ONE_FILE = "10000GB"
 
@@ -70,11 +70,17 @@ class DeepSpeedEngine:
         )
         seed_everything(job.seed + dist.get_rank())  # ranks drop out differently
 
-    def update(self, examples: tuple[Example, ...], learning_rate: float) -> Update:
-        """Returns what training on `examples` did. Raises BadRequest for examples that the model
-        cannot take, and what `Updater.update` raises, with weights and optimizer as they were."""
+    def update(
+        self,
+        examples: tuple[Example, ...],
+        learning_rate: float,
+        totals: StepTotals | None = None,
+    ) -> Update:
+        """Returns what training on `examples` of a batch of `totals` did. Raises BadRequest for
+        examples that the model cannot take, and what `Updater.update` raises, with weights and
+        optimizer as they were."""
         check(examples, self._vocab_size)
-        return self._updater.update(examples, learning_rate)
+        return self._updater.update(examples, learning_rate, totals)
 
     def save_weights(self, folder: Path) -> None:
         """Writes `model.safetensors` and `config.json` into `folder`."""

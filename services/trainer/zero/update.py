@@ -33,11 +33,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.engine import Update
-from services.trainer.learning.batch import MicroBatch, micro_batches_of_rank
-from services.trainer.learning.correction import correction_weights, resolve
-from services.trainer.learning.loss import LossInputs, total_loss
+from services.trainer.learning.batch import MicroBatch
+from services.trainer.learning.correction import resolve
+from services.trainer.learning.loss import total_loss
 from services.trainer.learning.metrics import StepMetrics
-from services.trainer.learning.minibatches import Minibatch, deal
+from services.trainer.learning.minibatches import Minibatch, plan
+from services.trainer.learning.objective import loss_inputs
 from services.trainer.learning.policy import Policy
 from services.trainer.learning.reference import Reference
 from services.trainer.zero import stages as zero_stages
@@ -53,7 +54,7 @@ from services.trainer.zero.out_of_memory import (
 from services.trainer.zero.state import random_state
 from shared.errors import Failed
 from shared.job import Job
-from shared.wire import Example
+from shared.wire import Example, StepTotals
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,25 @@ class Updater:
         self._correction = resolve(job.correction, job.max_staleness)
         self._dropout = job.lora is not None and job.lora.dropout > 0
 
-    def update(self, examples: tuple[Example, ...], learning_rate: float) -> Update:
-        """Returns what training on `examples` did. Raises Failed if a loss or gradient is not
+    def update(
+        self,
+        examples: tuple[Example, ...],
+        learning_rate: float,
+        totals: StepTotals | None = None,
+    ) -> Update:
+        """Returns what training on `examples` did, of a batch that was sampled with `totals` (None:
+        these examples are all of it). Raises Failed if a loss or gradient is not
         finite or memory ran out, with all as it was; OutOfMemory if memory ran out and this rank
         cannot go on."""
         training = self._job.training
-        minibatches = self._plan(examples)
+        minibatches = plan(
+            examples,
+            totals,
+            self._job,
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
+            packed=self._packed,
+        )
         progress = Progress(training.epochs * len(minibatches))
         metrics = StepMetrics(self._device, training, self._correction)
         for group in self._zero.optimizer.param_groups:
@@ -152,34 +166,18 @@ class Updater:
         loss, values = metrics.reduce(len(norms))
         return Update(loss, sum(norms) / len(norms), values, num_updates=len(norms))
 
-    def _plan(self, examples: tuple[Example, ...]) -> list[Minibatch]:
-        rank, num_ranks, budget = (
-            dist.get_rank(),
-            dist.get_world_size(),
-            self._job.memory.micro_batch_tokens,
-        )
-        return [
-            Minibatch(
-                tuple(micro_batches_of_rank(share, rank, num_ranks, budget, packed=self._packed)),
-                num_tokens=sum(len(example.token_ids) for example in share),
-                num_sequences=len(share),
-            )
-            for share in deal(examples, self._job.training.minibatches, self._job.seed)
-        ]
-
     def _train(
         self, minibatches: list[Minibatch], metrics: StepMetrics, progress: Progress
     ) -> list[float]:
         """Returns the gradient's norm of each optimizer step, before clipping. Raises NotFinite."""
         frozen = [self._ask(minibatch, metrics, progress) for minibatch in minibatches]
-        mean_tokens = sum(minibatch.num_tokens for minibatch in minibatches) / len(minibatches)
         norms: list[float] = []
         try:
             set_dropout(self._policy, self._dropout)
             for _ in range(self._job.training.epochs):
                 for minibatch, known in zip(minibatches, frozen, strict=True):
                     progress.update += 1
-                    self._accumulate(minibatch, known, mean_tokens, metrics, progress)
+                    self._accumulate(minibatch, known, metrics, progress)
                     progress.stepping = True
                     norm = zero_stages.step(self._zero, self._job.training.max_grad_norm)
                     progress.stepping = False
@@ -211,7 +209,6 @@ class Updater:
         self,
         minibatch: Minibatch,
         known: list[Frozen],
-        mean_tokens: float,
         metrics: StepMetrics,
         progress: Progress,
     ) -> None:
@@ -225,7 +222,15 @@ class Updater:
             self._zero.set_gradient_accumulation_boundary(position == num)
             on_device = batch.to(self._device)
             logprobs_N, entropy_N = self._zero(on_device)
-            x = self._loss_inputs(on_device, logprobs_N, frozen, minibatch, mean_tokens)
+            x = loss_inputs(
+                on_device,
+                logprobs_N,
+                before_N=frozen.before_N,
+                reference_N=frozen.reference_N,
+                correction=self._correction,
+                denominators=minibatch.denominators,
+                training=self._job.training,
+            )
             loss = total_loss(x)
             metrics.add(on_device, x, entropy_N, loss)
             if frozen.before_N is None:
@@ -233,33 +238,6 @@ class Updater:
             self._zero.backward(
                 _refusable(loss, logprobs_N) * (batch.weight * dist.get_world_size())
             )
-
-    def _loss_inputs(
-        self,
-        batch: MicroBatch,
-        logprobs_N: Tensor,
-        frozen: Frozen,
-        minibatch: Minibatch,
-        mean_tokens: float,
-    ) -> LossInputs:
-        correction, sampler_N = self._correction, batch.sampler_logprobs_N
-        before_N = logprobs_N.detach() if frozen.before_N is None else frozen.before_N
-        return LossInputs(
-            logprobs_N=logprobs_N,
-            old_logprobs_N=sampler_N if correction.method == "none" else before_N,
-            reference_logprobs_N=frozen.reference_N,
-            advantages_N=batch.advantages_N,
-            weights_N=correction_weights(
-                before_N, sampler_N, batch.sequences_N, batch.num_sequences, correction
-            ),
-            sequences_N=batch.sequences_N,
-            lengths_N=batch.lengths_N,
-            num_tokens=minibatch.num_tokens,
-            num_sequences=minibatch.num_sequences,
-            mean_tokens=mean_tokens,
-            max_tokens=self._job.sampling.max_tokens,
-            training=self._job.training,
-        )
 
     def _out_of_memory(self, error: BaseException, undo: Undo, progress: Progress) -> Exception:
         """Returns the error that says what to do, after making all as it was if this rank can."""

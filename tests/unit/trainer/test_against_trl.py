@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from services.trainer.learning.correction import correction_weights, resolve
-from services.trainer.learning.loss import LossInputs
+from services.trainer.learning.loss import Denominators, LossInputs
 from shared.job import CorrectionSpec, TrainingSpec
 from tests.support.loss_batches import loss_and_gradient, loss_inputs, part, random_batch
 
@@ -36,6 +36,7 @@ BATCHES = {
     "one sequence": ([9], 0.5),
     "on policy": ([4, 6], 0.0),
     "ratios of 1e6": ([6, 3, 1], 5.0),
+    "a completion of 10,000 tokens": ([10_000, 1, 300], 0.01),
 }
 """Lengths of the sequences, and how far new log-probs are from old ones (in nats, standard
 deviation)."""
@@ -142,7 +143,7 @@ def light_settings(x: LossInputs) -> dict[str, Any]:
         "epsilon_high": 1 + training.clip_high if training.loss == "cispo" else training.clip_high,
         "beta": training.beta,
         "ref_model": object(),
-        "max_completion_length": x.max_tokens,
+        "max_completion_length": x.denominators.max_tokens,
         "current_gradient_accumulation_steps": 1,
         "num_iterations": 1,
         "vllm_importance_sampling_mode": "token_truncate",
@@ -186,7 +187,7 @@ def padded(values_N: Tensor, x: LossInputs) -> Tensor:
 
 def assert_close(ours: tuple[float, Tensor], theirs: Result) -> None:
     assert math.isfinite(theirs.loss)
-    assert ours[0] == pytest.approx(theirs.loss, rel=CLOSE)
+    assert ours[0] == pytest.approx(theirs.loss, rel=CLOSE, abs=1e-7)
     torch.testing.assert_close(ours[1], theirs.gradient_N, rtol=CLOSE, atol=1e-7)
 
 
@@ -248,7 +249,7 @@ def test_correction_weights_and_the_loss_with_them_are_those_of_trl(trl, method,
         )
         resolved = resolve(CorrectionSpec(method=method, low=low, high=high), 0)
         weights_N = correction_weights(
-            x.old_logprobs_N, sampler_N, x.sequences_N, x.num_sequences, resolved
+            x.old_logprobs_N, sampler_N, x.sequences_N, int(x.sequences_N.max()) + 1, resolved
         )
         bounds = {
             "vllm_importance_sampling_clip_min": low,
@@ -281,7 +282,7 @@ def test_trap_token_loss_scaling_two_updates_of_two_micro_batches_are_those_of_t
     # TRL: a generation batch of 4 micro-batches of 2 sequences, accumulated by twos. Ours: 2
     # minibatches of 4 sequences.
     x = unweighted([5, 1, 12, 3, 7, 2, 4, 4], 3, TrainingSpec(loss=loss, beta=0.04))
-    x = dataclasses.replace(x, num_sequences=4, mean_tokens=x.num_tokens / 2)
+    x = dataclasses.replace(x, denominators=Denominators(4, 38 / 2, 38 / 2, max_tokens=16))
     args = light_settings(x)["args"]
     args.steps_per_generation = 4
     for first in (0, 2, 4, 6):

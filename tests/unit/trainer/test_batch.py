@@ -1,12 +1,17 @@
 """Packing and collating, by hand and by property."""
 
+import math
+import struct
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.learning.batch import check, collate, cost, micro_batches_of_rank, pack
+from services.trainer.learning.batch import collate, cost, micro_batches_of_rank, pack
+from services.trainer.learning.examples import check
 from shared.errors import BadRequest
+from shared.packed import Logprobs
 from shared.wire import Example
 
 
@@ -125,32 +130,111 @@ def test_moving_a_batch_keeps_its_weight():
     assert (batch.weight, batch.targets_N.tolist()) == (0.0, [2])
 
 
+def test_a_conversation_trains_on_what_the_policy_sampled_and_sees_the_rest():
+    # Prompt 5 6; the policy says 7 8, a tool answers 20 21, the policy says 9. Targets are 7, 8 and
+    # 9, each predicted by the state before it: columns 1, 2 and 5 of 5 6 7 8 20 21 9.
+    turns = Example(
+        prompt_token_ids=(5, 6),
+        token_ids=(7, 8, 20, 21, 9),
+        old_logprobs=(-1.0, -2.0, 0.0, 0.0, -3.0),
+        sampled=(1, 1, 0, 0, 1),
+        advantage=0.5,
+    )
+    batch = collate([turns, example((1,), (2,), advantage=-1.0)])
+    assert batch.input_ids_BT.tolist() == [[5, 6, 7, 8, 20, 21, 9], [1, 2, 0, 0, 0, 0, 0]]
+    assert batch.targets_N.tolist() == [7, 8, 9, 2]
+    assert (batch.rows_N.tolist(), batch.columns_N.tolist()) == ([0, 0, 0, 1], [1, 2, 5, 0])
+    assert batch.sampler_logprobs_N.tolist() == [-1, -2, -3, -1]
+    assert batch.advantages_N.tolist() == [0.5, 0.5, 0.5, -1]
+    assert batch.lengths_N.tolist() == [3, 3, 3, 1]
+    packed = collate([example((1,), (2,)), turns], packed=True)
+    assert packed.input_ids_BT.tolist() == [[1, 2, 5, 6, 7, 8, 20, 21, 9]]
+    assert (packed.targets_N.tolist(), packed.columns_N.tolist()) == ([2, 7, 8, 9], [0, 3, 4, 7])
+
+
+def test_advantages_per_token_take_the_place_of_the_examples_one():
+    turns = Example(
+        prompt_token_ids=(5,),
+        token_ids=(7, 8, 9),
+        sampled=(1, 0, 1),
+        advantage=99.0,
+        advantages=(0.25, 0.0, -2.0),
+    )
+    batch = collate([turns, example((1,), (2,), advantage=3.0)])
+    assert batch.advantages_N.tolist() == [0.25, -2.0, 3.0]
+
+
+def test_log_probs_that_nobody_measured_are_told_from_measured_ones():
+    unknown = Example(prompt_token_ids=(1,), token_ids=(2, 3), advantage=1.0)
+    batch = collate([unknown, example((1,), (2,))])
+    assert batch.measured_N.tolist() == [False, False, True]
+    assert batch.sampler_logprobs_N[2].item() == -1.0
+
+
+def test_the_tokens_that_could_be_sampled_go_with_each_sampled_token():
+    # Tokens 7, 20 and 9, of which 20 is a tool's: what could have been there does not matter.
+    top_p = Example(
+        prompt_token_ids=(5,),
+        token_ids=(7, 20, 9),
+        sampled=(1, 0, 1),
+        advantage=1.0,
+        kept_counts=(2, 1, 3),
+        kept_ids=(7, 30, 20, 1, 9, 2),
+    )
+    batch = collate([example((1,), (2, 3)), top_p])
+    assert batch.kept is not None
+    assert batch.kept.ids_K.tolist() == [7, 30, 1, 9, 2]
+    assert batch.kept.tokens_K.tolist() == [2, 2, 3, 3, 3]
+    assert collate([example((1,), (2, 3))]).kept is None
+
+
+def bad_example(**fields) -> Example:
+    return Example(**({"prompt_token_ids": (1,), "token_ids": (1, 2), "advantage": 1.0} | fields))
+
+
 @pytest.mark.parametrize(
     ("bad", "sentence"),
     [
+        (bad_example(prompt_token_ids=()), "has 0 prompt tokens and 2 completion"),
+        (bad_example(token_ids=()), "expected at least 1 of each"),
         (
-            Example(prompt_token_ids=(), token_ids=(1,), old_logprobs=(-1.0,), advantage=1.0),
-            "has 0 prompt tokens and 1 completion",
+            bad_example(old_logprobs=(-1.0,)),
+            "has 1 old_logprobs, expected 2, one per completion token, or none",
+        ),
+        (bad_example(advantages=(1.0,)), "has 1 advantages, expected 2"),
+        (bad_example(sampled=(1, 0, 1)), "has 3 sampled, expected 2"),
+        (bad_example(sampled=(0, 0)), "has no sampled token among 2, expected at least 1"),
+        (bad_example(token_ids=(64,)), "token id 64, expected 0 to 63"),
+        (bad_example(prompt_token_ids=(-3,)), "token id -3, expected 0 to 63"),
+        (
+            bad_example(old_logprobs=Logprobs(struct.pack("<2f", -1, math.nan))),
+            "has old_logprobs nan at completion token 1, expected a finite number",
         ),
         (
-            Example(prompt_token_ids=(1,), token_ids=(), old_logprobs=(), advantage=1.0),
-            "expected at least 1 of each",
+            bad_example(old_logprobs=Logprobs(struct.pack("<2f", -math.inf, -1))),
+            "has old_logprobs -inf at completion token 0, expected a finite number",
         ),
         (
-            Example(prompt_token_ids=(1,), token_ids=(1, 2), old_logprobs=(-1.0,), advantage=1.0),
-            "has 1 old_logprobs, expected 2",
+            bad_example(advantages=Logprobs(struct.pack("<2f", 1, math.inf))),
+            "has advantages inf at completion token 1",
         ),
         (
-            Example(prompt_token_ids=(1,), token_ids=(64,), old_logprobs=(-1.0,), advantage=1.0),
-            "token id 64, expected 0 to 63",
+            bad_example(kept_counts=(1, 2), kept_ids=(1, 2)),
+            "has 2 kept_ids, expected 3, the sum of its kept_counts",
         ),
         (
-            Example(prompt_token_ids=(-3,), token_ids=(1,), old_logprobs=(-1.0,), advantage=1.0),
-            "token id -3, expected 0 to 63",
+            bad_example(kept_counts=(1, 2), kept_ids=(1, 5, 6)),
+            "has completion token 1 outside its own kept_ids",
         ),
+        (bad_example(kept_counts=(0, 1), kept_ids=(64,)), "token id 64, expected 0 to 63"),
     ],
 )
 def test_an_example_the_model_cannot_take_is_named(bad, sentence):
     with pytest.raises(BadRequest, match=sentence) as raised:
         check([example((1,), (2,)), bad], vocab_size=64)
     assert raised.value.detail.startswith("example 1 of 2")
+
+
+def test_what_was_not_sampled_may_have_any_log_prob():
+    tool = Logprobs(struct.pack("<2f", -1, math.nan))
+    check([bad_example(old_logprobs=tool, sampled=(1, 0))], vocab_size=64)

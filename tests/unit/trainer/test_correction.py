@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from services.trainer.learning.correction import Resolved, correction_weights, resolve
 from shared.errors import BadRequest
@@ -13,11 +14,16 @@ RATIOS = [4.0, 0.25, 1.5, 3.0, 0.4, 1.0]
 """w of each token: two sequences of three tokens. Products 1.5 and 1.2."""
 
 
-def weights(method: str, ratios=RATIOS, lengths=(3, 3), low=None, high=None) -> list[float]:
+def weights(
+    method: str, ratios=RATIOS, lengths=(3, 3), low=None, high=None, sequence_ratio="product"
+) -> list[float]:
     sampler_N = torch.full((len(ratios),), -1.0)
     trainer_N = sampler_N + torch.tensor(ratios).log()
     sequences_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    resolved = resolve(CorrectionSpec(method=method, low=low, high=high), max_staleness=0)  # type: ignore[arg-type]
+    spec = CorrectionSpec.model_validate(
+        {"method": method, "low": low, "high": high, "sequence_ratio": sequence_ratio}
+    )
+    resolved = resolve(spec, max_staleness=0)
     return correction_weights(trainer_N, sampler_N, sequences_N, len(lengths), resolved).tolist()
 
 
@@ -36,6 +42,34 @@ def test_sequence_tis_truncates_the_product_by_hand():
 def test_sequence_mask_rejects_whole_sequences_and_leaves_the_others_their_product_by_hand():
     assert weights("sequence_mask", high=1.3) == pytest.approx([0.0] * 3 + [1.2] * 3, rel=1e-5)
     assert weights("sequence_mask", low=1.3) == pytest.approx([1.5] * 3 + [0.0] * 3, rel=1e-5)
+
+
+def test_the_geometric_mean_of_a_sequence_is_weighed_as_its_product_is_by_hand():
+    # (4 * 0.25 * 1.5)^(1/3) = 1.144714 and (3 * 0.4 * 1)^(1/3) = 1.062659.
+    geometric = {"sequence_ratio": "geometric_mean"}
+    first, second = [1.144714] * 3, [1.062659] * 3
+    assert weights("sequence_tis", **geometric) == pytest.approx([*first, *second], rel=1e-5)
+    assert weights("sequence_tis", high=1.1, **geometric) == pytest.approx(
+        [1.1, 1.1, 1.1, *second], rel=1e-5
+    )
+    assert weights("sequence_mask", **geometric) == [0.0] * 6  # its own bounds: 0.99 to 1.01
+    assert weights("sequence_mask", low=0.9, high=1.1, **geometric) == pytest.approx(
+        [0.0, 0.0, 0.0, *second], rel=1e-5
+    )
+    assert weights("token_tis", **geometric) == weights("token_tis")
+
+
+def test_a_long_completions_product_vanishes_and_its_geometric_mean_does_not():
+    # 10,000 tokens that differ by -0.001 nats each: e^-10 and e^-0.001.
+    ratios = [math.exp(-0.001)] * 10_000
+    (product,) = set(weights("sequence_tis", ratios, (10_000,)))
+    (geometric,) = set(weights("sequence_tis", ratios, (10_000,), sequence_ratio="geometric_mean"))
+    assert product == pytest.approx(math.exp(-10), rel=1e-3)
+    assert geometric == pytest.approx(math.exp(-0.001), rel=1e-5)
+    masked = weights("sequence_mask", ratios, (10_000,), low=0.1)
+    assert set(masked) == {0.0}
+    kept = weights("sequence_mask", ratios, (10_000,), sequence_ratio="geometric_mean")
+    assert set(kept) == {geometric}
 
 
 def test_icepop_rejects_tokens_outside_its_bounds_on_both_sides_by_hand():
@@ -118,9 +152,16 @@ def test_auto_corrects_only_what_may_be_stale():
     assert resolve(CorrectionSpec(), max_staleness=1) == Resolved("token_tis", 0.0, 2.0)
 
 
+def test_with_the_ratio_taken_to_the_sampler_auto_corrects_nothing_more():
+    resolved = resolve(CorrectionSpec(ratio_base="sampler"), max_staleness=3)
+    assert (resolved.method, resolved.ratio_base) == ("none", "sampler")
+    with pytest.raises(ValidationError, match="the mismatch would be corrected twice"):
+        CorrectionSpec(ratio_base="sampler", method="token_tis")
+
+
 def test_bounds_the_wrong_way_round_are_a_sentence():
     with pytest.raises(
         BadRequest,
-        match=r"correction.low is 6 and correction.high 5 with method 'icepop'; expected low <= high",
+        match=r"correction.low is 6 and correction.high 5 with method 'icepop'; expected low <=",
     ):
         resolve(CorrectionSpec(method="icepop", low=6.0), 0)

@@ -4,16 +4,16 @@ take."""
 import dataclasses
 import itertools
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 from services.trainer.learning.loss import (
     LOSSES,
-    cispo_losses,
-    clipped_losses,
+    Denominators,
+    LossInputs,
     importance_ratios,
-    sapo_losses,
     total_loss,
 )
 from shared.job import TrainingSpec
@@ -24,8 +24,17 @@ HAND = [[1.0, 2.0, 0.5], [0.5]]
 0.8."""
 
 
+def test_the_losses_that_a_job_may_name_are_those_of_the_table():
+    assert set(get_args(TrainingSpec.model_fields["loss"].annotation)) == set(LOSSES)
+
+
 def spec(**changes) -> TrainingSpec:
     return TrainingSpec(**changes)
+
+
+def terms(x: LossInputs) -> torch.Tensor:
+    """Each token's loss `[N]`."""
+    return LOSSES[x.training.loss].terms(x, importance_ratios(x))
 
 
 # --- a token's loss ------------------------------------------------------------------------------
@@ -35,7 +44,7 @@ def test_clipped_losses_by_hand():
     # A > 0 is capped at 1.28 A from above and not bounded below; A < 0 is floored at 0.8 A and not
     # bounded above.
     x = by_ratio([[1.0, 2.0, 0.5], [2.0, 0.5], [1.1]], [1.0, -1.0, 2.0])
-    assert clipped_losses(x).tolist() == pytest.approx([-1.0, -1.28, -0.5, 2.0, 0.8, -2.2])
+    assert terms(x).tolist() == pytest.approx([-1.0, -1.28, -0.5, 2.0, 0.8, -2.2])
 
 
 def test_the_gradient_vanishes_only_where_the_bound_is_active():
@@ -49,7 +58,7 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage_by_hand():
     # r = 50 and A = -2: the clipped loss is 100, dual clip 3 makes it 3 * 2 = 6, with no gradient.
     # Nothing else changes.
     x = by_ratio([[50.0, 2.0, 0.5], [50.0]], [-2.0, 1.0], training=spec(dual_clip=3.0))
-    assert clipped_losses(x).tolist() == pytest.approx([6.0, 4.0, 1.6, -1.28])
+    assert terms(x).tolist() == pytest.approx([6.0, 4.0, 1.6, -1.28])
     _, gradient = loss_and_gradient(x)
     assert (gradient * 4).tolist() == pytest.approx([0.0, 4.0, 0.0, 0.0])
 
@@ -58,7 +67,7 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient_by_hand():
     # Weights min(r, 1.28): 2 -> 1.28, 0.5 stays. l = -weight A logprob, and its gradient -weight A.
     x = by_ratio([[2.0, 0.5], [2.0]], [1.0, -2.0], training=spec(loss="cispo"))
     logprobs = [math.log(2) - 1, math.log(0.5) - 1, math.log(2) - 1]
-    assert cispo_losses(x).tolist() == pytest.approx(
+    assert terms(x).tolist() == pytest.approx(
         [-1.28 * logprobs[0], -0.5 * logprobs[1], 2.56 * logprobs[2]]
     )
     _, gradient = loss_and_gradient(x)
@@ -71,7 +80,7 @@ def test_sapo_gates_with_a_temperature_for_each_sign_by_hand():
     x = by_ratio(
         [[1.0, 2.0], [1.0, 0.5]], [1.0, -1.0], training=spec(loss="sapo", tau_negative=2.0)
     )
-    assert sapo_losses(x).tolist() == pytest.approx(
+    assert terms(x).tolist() == pytest.approx(
         [-2.0, -4 / (1 + math.exp(-1)), 1.0, 2 / (1 + math.exp(1))]
     )
     _, gradient = loss_and_gradient(x)
@@ -119,10 +128,10 @@ def test_each_average_by_hand(loss, expected):
     # The clipped losses are -1, -1.28, -0.5 | 0.8, their sum -1.98. gspo's first ratio is (1 * 2 *
     # 0.5)^(1/3) = 1.
     x = by_ratio(HAND, [1.0, -1.0], training=spec(loss=loss))
-    assert LOSSES[loss](x).item() == pytest.approx(expected)
+    assert total_loss(x).item() == pytest.approx(expected)
 
 
-def test_a_token_weighs_the_same_in_whichever_minibatch_under_dapo_and_more_in_a_short_one_under_bnpo():
+def test_under_dapo_a_token_weighs_the_same_in_whichever_minibatch_and_not_under_bnpo():
     # A batch of 4 tokens in two minibatches of 3 and 1, every l = -1 (cispo: 1): dapo divides by 4
     # / 2, bnpo by 3 and by 1.
     whole = by_ratio([[1.0, 1.0, 1.0], [1.0]], [1.0, 1.0])
@@ -130,7 +139,9 @@ def test_a_token_weighs_the_same_in_whichever_minibatch_under_dapo_and_more_in_a
         shares = [
             total_loss(
                 dataclasses.replace(
-                    part(whole, i, i + 1), num_tokens=n, mean_tokens=2.0, training=spec(loss=loss)
+                    part(whole, i, i + 1),
+                    denominators=Denominators(1, 2, n, max_tokens=16),
+                    training=spec(loss=loss),
                 )
             )
             for i, n in ((0, 3), (1, 1))

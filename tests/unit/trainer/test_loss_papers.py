@@ -140,13 +140,13 @@ def in_sequences(x: LossInputs, new_N: Tensor) -> list[Sequence]:
             ),
             advantage=column(x.advantages_N, x.sequences_N == i)[0],
         )
-        for i in range(x.num_sequences)
+        for i in range(int(x.sequences_N.max()) + 1)
     ]
 
 
 def check(x: LossInputs) -> None:
     new_N = x.logprobs_N.double().requires_grad_()
-    expected, size = transcribed(in_sequences(x, new_N), x.training, x.max_tokens)
+    expected, size = transcribed(in_sequences(x, new_N), x.training, x.denominators.max_tokens)
     (expected_N,) = torch.autograd.grad(expected, new_N)
     loss, gradient_N = loss_and_gradient(x)
     assert math.isfinite(expected.item())

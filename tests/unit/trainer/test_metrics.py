@@ -66,8 +66,9 @@ def test_metrics_are_over_all_tokens_of_all_micro_batches(one_rank):
     raw = [*RATIOS[:4], math.exp(30.0)]
     assert loss == 1.0
     assert values == {
-        "clip_fraction/low": pytest.approx(1 / 5),
-        "clip_fraction/high": pytest.approx(1 / 5),
+        "clip_ratio/low_mean": pytest.approx(1 / 5),
+        "clip_ratio/high_mean": pytest.approx(1 / 5),
+        "clip_ratio/region_mean": pytest.approx(2 / 5),
         "ratio/mean": pytest.approx(sum(RATIOS) / 5),
         "kl/old_k3": pytest.approx(sum(r - 1 - math.log(r) for r in RATIOS) / 5),
         "entropy": pytest.approx((0 + 1 + 0 + 1 + 2) / 5),
@@ -125,14 +126,14 @@ def test_dual_clip_counts_the_tokens_that_it_holds(one_rank):
     # A = -1 and r = e^0.5 = 1.65, e^20: above 1.5 both, above 3 one.
     for dual_clip, expected in ((1.5, 2 / 5), (3.0, 1 / 5)):
         _, values = measured([(0, 3)], TrainingSpec(dual_clip=dual_clip))
-        assert values["clip_fraction/dual"] == pytest.approx(expected)
+        assert values["clip_ratio/dual_mean"] == pytest.approx(expected)
 
 
-def test_cispo_counts_every_bounded_weight_and_sapo_has_no_bounds(one_rank):
+def test_cispo_counts_bounded_weights_of_positive_advantages_as_trl_and_sapo_none(one_rank):
     # r > 1.28 at three tokens of five, one of them with A > 0.
     _, cispo = measured([(0, 3)], TrainingSpec(loss="cispo"))
     assert {name: value for name, value in cispo.items() if "clip" in name} == {
-        "clip_fraction/high": pytest.approx(3 / 5)
+        "cispo_clip_ratio": pytest.approx(1 / 5)
     }
     _, sapo = measured([(0, 3)], TrainingSpec(loss="sapo", dual_clip=3.0))
     assert not [name for name in sapo if "clip" in name]
@@ -152,7 +153,7 @@ def test_the_divergence_from_the_reference_is_the_jobs_estimator(one_rank):
     x = dataclasses.replace(inputs(0, 3, training), reference_logprobs_N=torch.full((5,), -2.0))
     metrics.add(micro_batch(0, 3), x, torch.ones(5), torch.tensor(0.0))
     # New log-probs -1, -0.5, -1.5, -0.5 and 29, the last clamped to a difference of 20.
-    assert metrics.reduce()[1]["kl/reference"] == pytest.approx((1 + 1.5 + 0.5 + 1.5 + 20) / 5)
+    assert metrics.reduce()[1]["kl"] == pytest.approx((1 + 1.5 + 0.5 + 1.5 + 20) / 5)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,23 @@ def test_a_small_mismatch_by_hand(one_rank):
     assert values["mismatch/token_mult_prob_error"] == pytest.approx((up + 1 / down + 3) / 5)
     assert values["mismatch/effective_sample_size"] == pytest.approx(
         (up + down + 3) ** 2 / (5 * (up**2 + down**2 + 3))
+    )
+
+
+def test_tokens_whose_sampler_nobody_measured_are_left_out_of_the_mismatch(one_rank):
+    # log w is 0.1 and -0.2 over the two tokens that are known; the other three are not.
+    known = Example(prompt_token_ids=(1,), token_ids=(2, 2), old_logprobs=(-1, -1), advantage=1)
+    unknown = Example(prompt_token_ids=(1,), token_ids=(2,) * 3, advantage=1)
+    metrics = StepMetrics(CPU, TrainingSpec(), NO_CORRECTION)
+    metrics.add(micro_batch(0, 3), inputs(0, 3, TrainingSpec()), torch.ones(5), torch.tensor(0.0))
+    log_w = torch.tensor([0.1, -0.2, 5.0, 5.0, 5.0], dtype=torch.float64)
+    metrics.add_mismatch(collate([known, unknown]), log_w - 1)
+    values = metrics.reduce()[1]
+    assert values["mismatch/logprob_diff_mean"] == pytest.approx(0.15)
+    assert values["mismatch/logprob_diff_max"] == pytest.approx(0.2)
+    assert values["mismatch/ratio_mean"] == pytest.approx((math.exp(0.1) + math.exp(-0.2)) / 2)
+    assert values["mismatch/effective_sample_size"] == pytest.approx(
+        (math.exp(0.1) + math.exp(-0.2)) ** 2 / (2 * (math.exp(0.2) + math.exp(-0.4)))
     )
 
 

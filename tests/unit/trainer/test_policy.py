@@ -55,7 +55,7 @@ def make_examples() -> list[Example]:
 
 def by_hand(model, example: Example, temperature: float) -> torch.Tensor:
     """Log-probs of one completion from the whole logits of the sequence alone."""
-    ids = torch.tensor([example.prompt_token_ids + example.token_ids])
+    ids = torch.tensor([[*example.prompt_token_ids, *example.token_ids]])
     logprobs = (
         model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0] / temperature
     ).log_softmax(-1)

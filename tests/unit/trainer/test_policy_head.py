@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.trainer.learning import head as head_module
-from services.trainer.learning.head import ScoringHead, as_scoring_head
+from services.trainer.learning.head import Kept, ScoringHead, as_scoring_head
+from services.trainer.learning.policy import chunked_logprobs
 
 
 def small_tiles(monkeypatch, logits: int) -> None:
@@ -112,24 +113,78 @@ def test_no_tensor_is_larger_than_a_tile_or_the_weight(monkeypatch):
     assert largest == 1000 * 2  # the hidden states; whole logits would be 1000 x 100
 
 
-def test_bfloat16_weights_are_scored_in_float32():
+@pytest.mark.parametrize("bias", [False, True])
+def test_bfloat16_weights_are_scored_in_float32_at_logits_as_models_have_them(bias):
+    # Logits of deviation 8, so up to 30 and more, over 32,768 tokens. In bfloat16 a logit of 30 is
+    # off by up to 0.0625.
     torch.manual_seed(2)
-    head, hidden, targets = (
-        nn.Linear(64, 500, bias=False).bfloat16(),
-        torch.randn(40, 64).bfloat16(),
-        torch.arange(40),
-    )
-    exact = nn.Linear(64, 500, bias=False)
-    exact.weight.data = head.weight.data.float()
-    expected = plain(exact, hidden.float(), targets, 1.0)[0]
+    head = nn.Linear(256, 32_768, bias=bias)
+    with torch.no_grad():
+        head.weight.normal_()
+    head = head.bfloat16()
+    hidden = (0.5 * torch.randn(48, 256)).bfloat16().requires_grad_()
+    exact = nn.Linear(256, 32_768, bias=bias).double()
+    exact.load_state_dict({name: value.double() for name, value in head.state_dict().items()})
+    exact_hidden = hidden.detach().double().requires_grad_()
+    logits = exact(exact_hidden)
+    assert logits.abs().max() > 30
+    targets = logits.detach().softmax(-1).multinomial(1)[:, 0]  # as sampled
+    expected, expected_entropies = plain(exact, exact_hidden, targets, 1.0)
     expected.sum().backward()
     logprobs, entropies = as_scoring_head(head)(hidden, targets, 1.0, 16)
     logprobs.sum().backward()
     assert logprobs.dtype == entropies.dtype == torch.float32
-    assert head.weight.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(logprobs, expected, rtol=0, atol=0.02)
-    error = (head.weight.grad.float() - exact.weight.grad).norm() / exact.weight.grad.norm()
-    assert error < 0.01
+    torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(entropies.double(), expected_entropies, rtol=0, atol=1e-4)
+    assert head.weight.grad.dtype == hidden.grad.dtype == torch.bfloat16
+    for ours, theirs in ((head.weight, exact.weight), (hidden, exact_hidden)):
+        error = (ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()
+        assert error < 0.005
+
+
+def restricted(head: nn.Linear, hidden, targets, temperature, kept_ids: list[list[int]]):
+    """As `plain`, over the ids of each token alone; none: over all."""
+    logits = nn.functional.linear(hidden, head.weight, head.bias) / temperature
+    outside = torch.zeros_like(logits, dtype=torch.bool)
+    for row, ids in enumerate(kept_ids):
+        if ids:
+            outside[row] = True
+            outside[row, ids] = False
+    logits = logits.masked_fill(outside, -torch.inf)
+    logprobs = logits.log_softmax(-1)
+    entropies = torch.special.entr(logprobs.exp()).sum(-1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], entropies
+
+
+@pytest.mark.parametrize("tile", [1, 7, 1 << 20])
+@pytest.mark.parametrize("chunk", [1, 2, 100])
+def test_log_probs_are_renormalized_over_the_tokens_that_could_be_sampled(monkeypatch, tile, chunk):
+    small_tiles(monkeypatch, tile)
+    torch.manual_seed(3)
+    head, hidden, targets = nn.Linear(4, 11), 2 * torch.randn(5, 4), torch.tensor([0, 10, 3, 3, 7])
+    kept_ids = [[0, 5, 10], [10], [], [1, 2, 3, 4], [6, 7]]
+    kept = Kept(
+        ids_K=torch.tensor([i for ids in kept_ids for i in ids]),
+        tokens_K=torch.tensor([row for row, ids in enumerate(kept_ids) for _ in ids]),
+    )
+    results = []
+    for score in (
+        lambda leaf: restricted(head, leaf, targets, 0.7, kept_ids),
+        lambda leaf: as_scoring_head(head)(leaf, targets, 0.7, chunk, kept),
+        lambda leaf: chunked_logprobs(
+            nn.Sequential(head), leaf, targets, 0.7, chunk_tokens=chunk, kept=kept
+        ),
+    ):
+        leaf = hidden.clone().requires_grad_()
+        logprobs, entropies = score(leaf)
+        gradients = torch.autograd.grad(
+            logprobs, [leaf, head.weight, head.bias], torch.arange(5.0) - 2
+        )
+        results.append([logprobs, entropies, *gradients])
+    for ours in results[1:]:
+        for expected, value in zip(results[0], ours, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+    assert results[1][0][1].item() == 0.0  # the only token that could be sampled
 
 
 def test_only_a_plain_linear_layer_is_made_to_score():

@@ -1,0 +1,112 @@
+"""An example's numbers as arrays, and whether the model can take it.
+
+Token ids and log-probs stay the bytes they came as; nothing here makes a Python number of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.errors import BadRequest
+from shared.packed import Logprobs, TokenIds
+from shared.wire import Example
+
+
+def integers(packed: TokenIds) -> NDArray[np.int32]:
+    return np.frombuffer(packed.data, "<i4")
+
+
+def floats(packed: Logprobs) -> NDArray[np.float32]:
+    return np.frombuffer(packed.data, "<f4")
+
+
+def sampled_positions(example: Example) -> NDArray[np.intp]:
+    """Returns which of the completion's tokens the policy sampled, ascending; the others are
+    context."""
+    if not example.sampled:
+        return np.arange(len(example.token_ids))
+    return np.flatnonzero(np.frombuffer(example.sampled.data, np.uint8))
+
+
+def num_sampled(example: Example) -> int:
+    """Returns how many of the completion's tokens the policy sampled."""
+    return len(sampled_positions(example)) if example.sampled else len(example.token_ids)
+
+
+def check(examples: Sequence[Example], vocab_size: int) -> None:
+    """Raises BadRequest, naming the example, if the trainer could not compute its log-probs or its
+    loss would not be finite."""
+    for index, example in enumerate(examples):
+        problem = _problem(example, vocab_size)
+        if problem:
+            raise BadRequest(f"example {index} of {len(examples)} {problem}")
+
+
+def _problem(example: Example, vocab_size: int) -> str | None:
+    return (
+        _wrong_length(example)
+        or _wrong_ids(example, vocab_size)
+        or _not_finite(example)
+        or _wrong_kept(example)
+    )
+
+
+def _wrong_length(example: Example) -> str | None:
+    num_prompt, num_tokens = len(example.prompt_token_ids), len(example.token_ids)
+    if not num_prompt or not num_tokens:
+        return (
+            f"has {num_prompt} prompt tokens and {num_tokens} completion tokens; expected at least "
+            "1 of each"
+        )
+    for name in ("old_logprobs", "advantages", "sampled", "kept_counts"):
+        length = len(getattr(example, name))
+        if length not in (0, num_tokens):
+            return f"has {length} {name}, expected {num_tokens}, one per completion token, or none"
+    if not num_sampled(example):
+        return f"has no sampled token among {num_tokens}, expected at least 1"
+    return None
+
+
+def _wrong_ids(example: Example, vocab_size: int) -> str | None:
+    for packed in (example.prompt_token_ids, example.token_ids, example.kept_ids):
+        ids = integers(packed)
+        bad = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(bad):
+            return f"has token id {bad[0]}, expected 0 to {vocab_size - 1} (the model's vocabulary)"
+    return None
+
+
+def _not_finite(example: Example) -> str | None:
+    positions = sampled_positions(example)
+    for name in ("old_logprobs", "advantages"):
+        packed = getattr(example, name)
+        if not packed:
+            continue
+        values = floats(packed)[positions]
+        bad = np.flatnonzero(~np.isfinite(values))
+        if len(bad):
+            return (
+                f"has {name} {values[bad[0]]} at completion token {positions[bad[0]]}, expected a "
+                "finite number"
+            )
+    return None
+
+
+def _wrong_kept(example: Example) -> str | None:
+    counts, ids = integers(example.kept_counts), integers(example.kept_ids)
+    if (counts < 0).any() or counts.sum() != len(ids):
+        return f"has {len(ids)} kept_ids, expected {counts.sum()}, the sum of its kept_counts"
+    owners = np.repeat(np.arange(len(counts)), counts)
+    found = np.zeros(len(counts), dtype=bool)
+    found[owners[integers(example.token_ids)[owners] == ids]] = True
+    positions = sampled_positions(example) if len(counts) else np.arange(0)
+    missing = positions[(counts[positions] > 0) & ~found[positions]]
+    if len(missing):
+        return (
+            f"has completion token {missing[0]} outside its own kept_ids, expected it among the "
+            "tokens that could be sampled"
+        )
+    return None

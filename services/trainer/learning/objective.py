@@ -1,0 +1,47 @@
+"""A micro-batch's log-probs on their way to the loss: what the ratio is taken to, and the
+correction's weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.trainer.learning.batch import MicroBatch
+from services.trainer.learning.correction import Resolved, correction_weights
+from services.trainer.learning.loss import Denominators, LossInputs
+from shared.job import TrainingSpec
+
+
+def loss_inputs(
+    batch: MicroBatch,
+    logprobs_N: Tensor,
+    *,
+    before_N: Tensor | None = None,
+    reference_N: Tensor | None = None,
+    correction: Resolved,
+    denominators: Denominators,
+    training: TrainingSpec,
+) -> LossInputs:
+    """Returns what the loss takes. `before_N` are the trainer's log-probs before the first update
+    of the batch; None: this is that update, and they are `logprobs_N`, so its ratio is exactly 1.
+    """
+    before_N = logprobs_N.detach() if before_N is None else before_N
+    sampler_N = known_sampler_logprobs(batch, before_N)
+    return LossInputs(
+        logprobs_N=logprobs_N,
+        old_logprobs_N=sampler_N if correction.ratio_base == "sampler" else before_N,
+        reference_logprobs_N=reference_N,
+        advantages_N=batch.advantages_N,
+        weights_N=correction_weights(
+            before_N, sampler_N, batch.sequences_N, batch.num_sequences, correction
+        ),
+        sequences_N=batch.sequences_N,
+        lengths_N=batch.lengths_N,
+        denominators=denominators,
+        training=training,
+    )
+
+
+def known_sampler_logprobs(batch: MicroBatch, trainer_logprobs_N: Tensor) -> Tensor:
+    """Returns the sampler's log-probs `[N]`, and the trainer's where nobody measured them."""
+    return torch.where(batch.measured_N, batch.sampler_logprobs_N, trainer_logprobs_N)
