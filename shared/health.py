@@ -41,7 +41,7 @@ def add_health_routes(
 
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
-        """Every dependency, and whether the service is of use now: 200 or 503."""
+        """Every dependency, and whether the service is ready: 200 or 503."""
         details = {name: await check() for name, check in readiness.items()}
         if draining.has_begun():
             details["service"] = draining.error().detail

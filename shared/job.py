@@ -28,7 +28,7 @@ class DataSpec(Section):
 
     train: str
     """The training problems: a `.jsonl`, `.json`, `.csv` or `.parquet` file on the orchestrator's
-    host, or a Hugging Face dataset id. Each pass over them is shuffled anew."""
+    host, or a Hugging Face dataset id. Each pass takes them in another order."""
 
     train_split: str = "train"
     """Split of a Hugging Face dataset to train on. Files have none."""
