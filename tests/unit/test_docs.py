@@ -56,6 +56,15 @@ def test_every_setting_and_link_in_a_page_exists(page: str) -> None:
         assert (ROOT / page).parent.joinpath(path).exists(), path
 
 
+@pytest.mark.parametrize("service", ["orchestrator", "rollout", "trainer", "reward"])
+def test_every_route_in_the_architecture_exists(service: str) -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    (row,) = re.findall(rf"^\| {service} \| (`(?:POST|PUT).*) \|$", text, re.MULTILINE)
+    sources = "".join(path.read_text() for path in (ROOT / "services" / service).rglob("*.py"))
+    routes = re.findall(r"`(?:[A-Z]+ )?(/[\w/{}]+)`", row)
+    assert len(routes) > 4 and [route for route in routes if f'{route}"' not in sources] == []
+
+
 @pytest.mark.parametrize("recipe", re.findall(r"```toml\n(.*?)```", TRAINING, re.DOTALL))
 def test_a_recipe_is_part_of_a_job(recipe: str) -> None:
     sections = tomllib.loads(recipe)
