@@ -67,7 +67,8 @@ class Settings(BaseSettings):
     """Where the orchestrator finds the sampler."""
 
     trainer_url: str = f"http://127.0.0.1:{PORTS['trainer']}"
-    """Where the orchestrator finds the trainer: node 0, of several."""
+    """Where the orchestrator finds the trainer: node 0, of several. Orchestrators that share Redis
+    have to spell it alike: a job's lease is on the trainer of this URL."""
 
     reward_url: str = f"http://127.0.0.1:{PORTS['reward']}"
     """Where the orchestrator and `hone grade` find the reward service."""
