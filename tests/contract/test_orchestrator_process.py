@@ -1,0 +1,74 @@
+"""The orchestrator as a process of its own: what a signal does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import Any
+
+from services.orchestrator.queue.store import Store
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import Unavailable
+from shared.job import Job
+from shared.wire import JobRecord, SubmitRequest, VersionInfo
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.running import free_port
+
+job = orchestrator_stack.job  # a fixture
+
+
+async def test_sigterm_frees_job_and_trainer_at_once_though_followers_are_connected(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    fakes, reached, released = FakeServices(settings), asyncio.Event(), asyncio.Event()
+
+    async def block(_: Any) -> None:
+        reached.set()
+        await released.wait()
+
+    fakes.fault["train_step"] = block
+    async with fakes.running(settings) as settings:
+        port = free_port()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.orchestrator",
+            env={
+                **os.environ,
+                "HONE_REDIS_URL": redis_url,
+                "HONE_ORCHESTRATOR_PORT": str(port),
+                "HONE_ROLLOUT_URL": settings.rollout_url,
+                "HONE_TRAINER_URL": settings.trainer_url,
+                "HONE_REWARD_URL": settings.reward_url,
+                "HONE_RUNS_DIR": str(settings.runs_dir),
+            },
+        )
+        client = Client("orchestrator", f"http://127.0.0.1:{port}")
+        await client.get("/version", VersionInfo, deadline_s=60)
+        body = SubmitRequest(job=job)
+        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        follower = asyncio.create_task(_follow(client, record.id))
+        await asyncio.wait_for(reached.wait(), 30)
+        process.send_signal(signal.SIGTERM)
+        store = Store(redis_url)
+        async with asyncio.timeout(4):  # less than the grace of requests, far less than the lease
+            while await store.status(record.id) != "queued":
+                await asyncio.sleep(0.02)
+            assert await store.take("another", settings.trainer_url, 30) is not None
+        assert await asyncio.wait_for(process.wait(), 20) in (0, -signal.SIGTERM)
+        await asyncio.wait_for(follower, 10)
+        released.set()
+        await store.close()
+        await client.close()
+
+
+async def _follow(client: Client, job_id: str) -> None:
+    try:
+        async for _ in client.events(f"/v1/jobs/{job_id}/events"):
+            pass
+    except Unavailable:
+        pass  # the connection ends with the process
