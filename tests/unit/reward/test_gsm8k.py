@@ -4,6 +4,7 @@ however it is written."""
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections.abc import AsyncGenerator, Callable
 from fractions import Fraction
@@ -71,15 +72,32 @@ async def test_every_reference_solution_earns_one(math: Grader[Any]) -> None:
     assert await values(math, [row["answer"] for row in ROWS]) == [1.0] * 1319
 
 
+WRONG: tuple[Callable[[Fraction], Fraction], ...] = (
+    lambda n: n + 1,
+    lambda n: -n - 1,
+    lambda n: 10 * n + 3,
+)
+
+
 @pytest.mark.parametrize("form", FORMS)
-async def test_every_right_answer_earns_one_and_every_wrong_one_zero_in_this_form(
-    math: Grader[Any], form: str
-) -> None:
+async def test_every_right_answer_earns_one_in_this_form(math: Grader[Any], form: str) -> None:
     assert await values(math, [FORMS[form](answer_of(row)) for row in ROWS]) == [1.0] * 1319
-    for wrong in (lambda n: n + 1, lambda n: -n - 1, lambda n: 10 * n + 3):
-        assert (
-            await values(math, [FORMS[form](wrong(answer_of(row))) for row in ROWS]) == [0.0] * 1319
-        )
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_every_wrong_answer_earns_zero_in_this_form(math: Grader[Any], form: str) -> None:
+    """One of the wrong answers for each row, in turn."""
+    wrong = itertools.cycle(WRONG)
+    texts = [FORMS[form](next(wrong)(answer_of(row))) for row in ROWS]
+    assert await values(math, texts) == [0.0] * 1319
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("form", FORMS)
+async def test_all_wrong_answers_earn_zero_in_this_form(math: Grader[Any], form: str) -> None:
+    for wrong in WRONG:
+        texts = [FORMS[form](wrong(answer_of(row))) for row in ROWS]
+        assert await values(math, texts) == [0.0] * 1319
 
 
 async def test_an_unmarked_answer_is_found_by_math_verify(math: Grader[Any]) -> None:

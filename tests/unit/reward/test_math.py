@@ -106,7 +106,10 @@ def test_a_completion_made_to_be_slow_to_read_is_not(part: str) -> None:
     assert time.perf_counter() - start < 2
 
 
-@pytest_asyncio.fixture
+of_the_module = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def math() -> AsyncGenerator[Math]:
     bound = registry.bind(
         RewardSpec(grader="math", params={"cpu_s": 0.7}),
@@ -124,6 +127,7 @@ async def grade(math: Math, completion: str, answer: Any) -> Part:
     return part
 
 
+@of_the_module
 async def test_formulas_are_compared_by_what_they_mean(math: Math) -> None:
     cases: list[tuple[str, str, float]] = [
         (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", 1.0),
@@ -149,6 +153,7 @@ async def test_formulas_are_compared_by_what_they_mean(math: Math) -> None:
     assert parts == [(completion, value) for completion, _, value in cases]
 
 
+@of_the_module
 async def test_a_comparison_that_never_ends_is_ended_and_the_next_is_right(math: Math) -> None:
     start = time.monotonic()
     part = await grade(math, r"\boxed{9^{9^{9^{9}}} + x}", "x + 1")
@@ -157,6 +162,7 @@ async def test_a_comparison_that_never_ends_is_ended_and_the_next_is_right(math:
     assert (await grade(math, r"\boxed{\sqrt{4}}", "2")).value == 1.0
 
 
+@of_the_module
 async def test_a_process_killed_from_outside_is_replaced_and_none_is_left_after_the_close(
     math: Math,
 ) -> None:
@@ -169,6 +175,7 @@ async def test_a_process_killed_from_outside_is_replaced_and_none_is_left_after_
     assert not is_alive(first.pid) and not is_alive(second.pid)
 
 
+@of_the_module
 async def test_the_column_may_hold_a_number_or_a_whole_solution_and_nothing_else(
     math: Math,
 ) -> None:
