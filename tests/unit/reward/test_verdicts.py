@@ -7,6 +7,7 @@ import ast
 import re
 import signal
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 import shared
+from services.reward.job_code import inside as job_code_inside
 from services.reward.sandbox import inside, verdicts
 from services.reward.sandbox.inside import seccomp
 from services.reward.sandbox.verdicts import Facts
@@ -198,16 +200,28 @@ def test_a_machine_without_a_table_is_named() -> None:
         seccomp.build("ppc64le")
 
 
+INSIDE = ("services.reward.sandbox.inside", "services.reward.job_code.inside", "shared.rewards")
+"""What runs in a sandbox, and what a user's own rewards are made of."""
+
+
 def test_what_runs_inside_imports_the_standard_library_only() -> None:
-    shown = (
-        Path(shared.__path__[0]) / "rewards.py"
-    )  # what a user's own rewards are made of, and nothing but that
-    for file in (*Path(inside.__path__[0]).glob("*.py"), *([shown] if shown.exists() else [])):
+    folders = [Path(package.__path__[0]) for package in (inside, job_code_inside)]
+    files = [file for folder in folders for file in folder.glob("*.py")]
+    for file in (*files, Path(shared.__path__[0]) / "rewards.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                ours = name.startswith("services.reward.sandbox.inside") or name == "shared.rewards"
-                assert ours or name.partition(".")[0] in sys.stdlib_module_names, (
-                    f"{file.name} imports {name}"
-                )
+                assert (
+                    name.startswith(INSIDE) or name.partition(".")[0] in sys.stdlib_module_names
+                ), f"{file.name} imports {name}"
+
+
+@pytest.mark.parametrize("package", ["services.reward.job_code", "services.reward.sandbox"])
+def test_a_package_above_what_runs_inside_imports_nothing(package: str) -> None:
+    code = (
+        f"import sys; before = set(sys.modules); import {package}; "
+        "print(len(set(sys.modules) - before))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(ended.stdout) == package.count(".") + 1
