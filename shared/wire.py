@@ -211,7 +211,7 @@ class ScoreItem(Wire):
 
 class ScoreRequest(Wire):
     """`POST /score`: every item graded by every reward. `job_id` says in whose run folder verdicts
-    may be remembered."""
+    may be cached."""
 
     items: tuple[ScoreItem, ...]
     rewards: tuple[RewardSpec, ...] = Field(min_length=1)
@@ -238,10 +238,10 @@ class Part(Wire):
     missing ("sandbox_error", "error"), which is never an invented 0.
 
     `detail` is why, in a few words: what the program evaluated to, or died of. `stdout` is the end
-    of what it printed. `seconds` is the time it took, and `cached` says that it was remembered.
+    of what it printed. `seconds` is the time it took, and `cached` says that it came from a cache.
     `errors` are OpenAI's names of grader errors ("python_grader_runtime_error",
     "model_grader_refusal_error", ...). `sub` are the values of the graders that it is made of, by
-    their names, and `tokens` what judges took for it, by model (0 for what was remembered).
+    their names, and `tokens` what judges took for it, by model (0 for what was cached).
     """
 
     value: float | None
