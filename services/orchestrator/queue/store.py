@@ -435,7 +435,7 @@ def _record(job_id: str, fields: dict[str, str]) -> JobRecord:
         raise Unreadable(
             f"the record of job {job_id!r} (schema {fields.get('schema', '0')}) cannot be read by "
             f"this version of Hone (schema {SCHEMA}): {_first_line(error)}; use the version that "
-            "wrote it, or cancel and delete the job"
+            f"wrote it, or POST /v1/jobs/{job_id}/cancel and DELETE /v1/jobs/{job_id}"
         ) from error
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from shared import disk
 from shared.errors import Failed
 
 ASIDE = ".tmp-"
@@ -29,9 +29,7 @@ def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[P
     """
     aside = target.parent / (ASIDE + target.name)
     try:
-        if not aside.parent.is_dir():
-            aside.parent.mkdir(parents=True, exist_ok=True)
-            _sync(aside.parent.parent)
+        disk.make_folder(aside.parent)
         shutil.rmtree(aside, ignore_errors=True)
         free_bytes = shutil.disk_usage(aside.parent).free
         if free_bytes < size_bytes:
@@ -39,11 +37,11 @@ def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[P
         aside.mkdir()
         yield aside
         if durable:
-            _sync_all(aside)
+            _flush_all(aside)
         discard(target)
         aside.replace(target)
         if durable:
-            _sync(target.parent)
+            disk.flush(target.parent)
     except (OSError, SafetensorError) as error:
         if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
             raise _disk_full(target, size_bytes, shutil.disk_usage(aside.parent).free) from error
@@ -86,14 +84,6 @@ def _disk_full(target: Path, size_bytes: int, free_bytes: int) -> Failed:
     )
 
 
-def _sync_all(folder: Path) -> None:
+def _flush_all(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        disk.flush(path)
