@@ -17,13 +17,15 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. `goal` is what it should be at least ("min") or at most ("max")."""
+    """One measured number. `goal` is what it should be at least ("min") or at most ("max").
+    `spread`: the lowest and the highest of the repeats that `value` is the median of."""
 
     name: str
     value: float
     unit: str = ""
     goal: float | None = None
     bound: Literal["min", "max"] = "min"
+    spread: tuple[float, float] | None = None
 
     @property
     def ok(self) -> bool:
@@ -38,6 +40,11 @@ class Figure:
             return ""
         bound = "at least" if self.bound == "min" else "at most"
         return f"{bound} {self.goal:g}: {'met' if self.ok else 'MISSED'}"
+
+    @property
+    def range(self) -> str:
+        """What the table says of the repeats."""
+        return "" if self.spread is None else f"{self.spread[0]:.4g} to {self.spread[1]:.4g}"
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
@@ -69,8 +76,8 @@ def finish(bench: str, figures: Sequence[Figure], **facts: Any) -> int:
     """
     print(
         table(
-            [(f.name, f"{f.value:.4g}", f.unit, f.verdict) for f in figures],
-            ("figure", "value", "unit", "goal"),
+            [(f.name, f"{f.value:.4g}", f.unit, f.range, f.verdict) for f in figures],
+            ("figure", "value", "unit", "min to max", "goal"),
         )
     )
     ok = all(figure.ok for figure in figures)
@@ -91,6 +98,8 @@ def finish(bench: str, figures: Sequence[Figure], **facts: Any) -> int:
 
 def _entry(figure: Figure) -> dict[str, Any]:
     entry: dict[str, Any] = {"value": float(f"{figure.value:.6g}"), "unit": figure.unit}
+    if figure.spread is not None:
+        entry["spread"] = [float(f"{value:.6g}") for value in figure.spread]
     if figure.goal is not None:
         entry |= {"goal": figure.goal, "bound": figure.bound, "ok": figure.ok}
     return entry

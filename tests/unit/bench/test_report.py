@@ -33,3 +33,10 @@ def test_a_table_has_names_on_the_left_and_numbers_on_the_right():
     assert (
         table([("a", 1), ("long", 23)], ("name", "n")) == "name   n\n----  --\na      1\nlong  23"
     )
+
+
+def test_a_median_is_shown_with_the_lowest_and_the_highest_of_its_repeats(capsys):
+    finish("some", [Figure("speed", 3.0, "x", 1.5, spread=(2.5, 3.25)), Figure("plain", 1.0)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "2.5 to 3.25" in lines[2] and "to" not in lines[3]
+    assert json.loads(lines[-1])["figures"]["speed"]["spread"] == [2.5, 3.25]

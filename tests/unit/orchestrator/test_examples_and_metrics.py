@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop.examples import to_examples
+from services.orchestrator.loop.advantages import batch_advantages
+from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.record.telemetry import reward_metrics, step_metrics
 from shared.job import Job
-from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score, StepResult
+from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score, StepResult, StepTotals
 
 
 def rollout(length: int, reason: str = "stop") -> Rollout:
@@ -119,9 +120,7 @@ def test_step_metrics_carry_lengths_staleness_and_time() -> None:
     assert (metrics["skipped_steps"], metrics["dropped_groups"]) == (0, 0)
 
 
-def test_dropped_groups_count_in_the_rewards_of_a_step_which_would_else_look_better_than_they_are() -> (
-    None
-):
+def test_dropped_groups_count_in_a_steps_rewards_which_would_else_look_better() -> None:
     metrics = step_metrics(
         make_step(dropped=((score(0.0), score(0.0)), (score(0.0), score(None)))), JOB, 1.5
     )
@@ -133,3 +132,35 @@ def test_dropped_groups_count_in_the_rewards_of_a_step_which_would_else_look_bet
 
 def test_a_step_whose_update_was_refused_is_counted() -> None:
     assert step_metrics(make_step(skipped=True), JOB, 1.5)["skipped_steps"] == 1
+
+
+def scored_batch() -> Batch:
+    prompts = tuple(Prompt(index=index, content="p", row={}) for index in range(2))
+    return Batch(step=1, version=0, prompts=prompts, groups=GROUPS, scores=SCORES)
+
+
+def with_sections(**sections: Any) -> Job:
+    return Job.model_validate(JOB.model_dump() | sections)
+
+
+def test_totals_count_every_graded_rollout_of_the_batch_by_hand() -> None:
+    # Rollouts of 2, 4, 3 and 3 tokens; the last has no reward, and the one of 4 was cut off.
+    assert step_totals(scored_batch(), JOB) == StepTotals(num_sequences=3, num_tokens=9)
+    masked = with_sections(advantages={"mask_truncated": True})
+    assert step_totals(scored_batch(), masked) == StepTotals(num_sequences=3, num_tokens=5)
+
+
+def test_totals_and_examples_count_and_carry_what_the_policy_sampled() -> None:
+    said = {"sampled": (1, 0), "kept_ids": (0, 7, 1), "kept_counts": (2, 1)}
+    turns = Rollout.model_validate(rollout(2).model_dump() | said)
+    group = GROUPS[0].model_copy(update={"rollouts": (turns, rollout(4))})
+    batch = scored_batch().model_copy(update={"groups": (group, GROUPS[1])})
+    assert step_totals(batch, JOB).num_tokens == 1 + 4 + 3
+    (example, _) = to_examples(batch.groups, [[0.5, -0.5], [None, None]])
+    assert (example.sampled, example.kept_ids, example.kept_counts) == ([1, 0], [0, 7, 1], [2, 1])
+
+
+def test_with_a_kl_term_groups_without_signal_are_examples_with_advantages_of_0() -> None:
+    # The second group has one reward only, so nothing to compare it with.
+    assert batch_advantages(scored_batch(), JOB)[1] == [None, None]
+    assert batch_advantages(scored_batch(), with_sections(training={"beta": 0.1}))[1] == [0.0, None]

@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import BadRequest
 from shared.job import Job
-from shared.job_file import load_job
+from shared.job_file import load_job, parse_job
 
 MINIMAL = """
 name = "demo"
@@ -132,3 +132,18 @@ def test_two_rewards_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_a_job_survives_the_wire(tmp_path: Path) -> None:
     job = load_job(write(tmp_path))
     assert Job.model_validate_json(job.model_dump_json()) == job
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 50}])
+def test_truncated_sampling_is_refused_unless_it_is_asked_for_by_name(sampling):
+    document = {
+        "name": "t",
+        "model": "m/m",
+        "steps": 1,
+        "data": {"train": "x"},
+        "rewards": [{"grader": "x"}],
+        "sampling": sampling,
+    }
+    with pytest.raises(BadRequest, match=r"correction\.truncated_sampling"):
+        parse_job(document)
+    parse_job(document | {"correction": {"truncated_sampling": "accept"}})

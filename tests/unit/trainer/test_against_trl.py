@@ -24,12 +24,20 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from services.orchestrator.loop.advantages import batch_advantages
+from services.orchestrator.loop.examples import step_totals, to_examples
 from services.trainer.learning.correction import correction_weights, resolve
 from services.trainer.learning.loss import Denominators, LossInputs
-from shared.job import CorrectionSpec, TrainingSpec
+from services.trainer.learning.minibatches import plan
+from shared.job import CorrectionSpec, Job, TrainingSpec
+from shared.packed import Logprobs, TokenIds
+from shared.wire import Batch
+from tests.support.engine_ranks import a_job
 from tests.support.loss_batches import loss_and_gradient, loss_inputs, part, random_batch
+from tests.support.scored_batches import make_batch, make_job, score
 
 CLOSE = 1e-5
+EOS = 2
 BATCHES = {
     "random": ([5, 1, 12, 3, 7, 2], 0.5),
     "one token": ([1], 0.5),
@@ -59,17 +67,27 @@ def trl() -> Callable[..., Result]:
 
     class LightTrainer(GRPOTrainer):
         def __init__(
-            self, x: LossInputs, sampler_logprobs_N: Tensor | None, settings: dict[str, Any]
+            self,
+            x: LossInputs,
+            sampler_logprobs_N: Tensor | None,
+            cut_off: tuple[int, ...],
+            settings: dict[str, Any],
         ) -> None:
             vars(self).update(
-                light_settings(x) | settings, _x=x, _sampler_logprobs_N=sampler_logprobs_N
+                light_settings(x) | settings,
+                _x=x,
+                _sampler_logprobs_N=sampler_logprobs_N,
+                _cut_off=cut_off,
             )
             self.use_vllm = self.vllm_importance_sampling_correction = (
                 sampler_logprobs_N is not None
             )
 
         def _generate(self, prompts: list) -> tuple:
-            completions = [[1] * int(length) for length in lengths_S(self._x)]
+            completions = [
+                [1] * (length - 1) + [1 if index in self._cut_off else EOS]
+                for index, length in enumerate(lengths_S(self._x))
+            ]
             sampler = (
                 None
                 if self._sampler_logprobs_N is None
@@ -88,9 +106,10 @@ def trl() -> Callable[..., Result]:
         x: LossInputs,
         sampler_logprobs_N: Tensor | None = None,
         num_items: int | None = None,
+        cut_off: tuple[int, ...] = (),
         **settings: Any,
     ) -> Result:
-        trainer = LightTrainer(x, sampler_logprobs_N, settings)
+        trainer = LightTrainer(x, sampler_logprobs_N, cut_off, settings)
         trainer._logprobs_N = (
             x.old_logprobs_N
         )  # first the policy before any update, then that of the update
@@ -105,10 +124,9 @@ def trl() -> Callable[..., Result]:
         trainer._logprobs_N = x.logprobs_N.detach().clone().requires_grad_()
         loss = trainer._compute_loss(None, inputs)
         (gradient_N,) = torch.autograd.grad(loss, trainer._logprobs_N)
-        weights = inputs.get("importance_sampling_ratio", torch.ones(1)).expand_as(
-            inputs["completion_mask"]
-        )
-        return Result(loss.item(), gradient_N, weights[inputs["completion_mask"].bool()])
+        real = padded(torch.ones_like(x.weights_N), x) == 1
+        weights = inputs.get("importance_sampling_ratio", torch.ones(1)).expand_as(real)
+        return Result(loss.item(), gradient_N, weights[real])
 
     return run
 
@@ -153,6 +171,7 @@ def light_settings(x: LossInputs) -> dict[str, Any]:
         "environment_factories": None,
         "environments": [],
         "mask_truncated_completions": False,
+        "eos_token_ids": [EOS],
         "multi_objective_aggregation": "sum_then_normalize",
         "num_generations": 1,
         "off_policy_mask_threshold": None,
@@ -289,6 +308,90 @@ def test_trap_token_loss_scaling_two_updates_of_two_micro_batches_are_those_of_t
         micro_batch = part(x, first, first + 2)
         theirs = trl(micro_batch, num_items=38, args=args, current_gradient_accumulation_steps=2)
         assert_close(loss_and_gradient(micro_batch), theirs)
+
+
+# --- groups without signal -----------------------------------------------------------------------
+
+ALL = ["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "gspo"]
+NUM_GROUPS, GROUP_SIZE = 32, 2
+
+
+def sampled_batch(loss: str) -> tuple[LossInputs, Batch, Job]:
+    """32 groups of two completions, as log-probs and as the orchestrator has them; only the last
+    group's rewards differ. One completion of it and one of the first were cut off."""
+    generator = torch.Generator().manual_seed(4)
+    num_sequences = NUM_GROUPS * GROUP_SIZE
+    lengths = torch.randint(1, 30, (num_sequences,), generator=generator).tolist()
+    x = unweighted(lengths, 4, TrainingSpec(loss=loss))
+    rewards = [1.0] * (num_sequences - 2) + [0.0, 1.0]
+    job = make_job(std="none")
+    batch = make_batch(
+        *(
+            tuple(score(job, reward) for reward in rewards[first : first + GROUP_SIZE])
+            for first in range(0, num_sequences, GROUP_SIZE)
+        )
+    )
+    groups = []
+    for position, group in enumerate(batch.groups):
+        rollouts = []
+        for index, rollout in enumerate(group.rollouts):
+            sequence = position * GROUP_SIZE + index
+            ids = TokenIds([1] * lengths[sequence])
+            ended = "length" if sequence in CUT_OFF else "stop"
+            rollouts.append(
+                rollout.model_copy(
+                    update={"token_ids": ids, "logprobs": Logprobs(), "finish_reason": ended}
+                )
+            )
+        groups.append(group.model_copy(update={"rollouts": tuple(rollouts)}))
+    advantages_S = torch.tensor([0.0] * (num_sequences - 2) + [-0.5, 0.5])
+    x = dataclasses.replace(x, advantages_N=advantages_S[x.sequences_N])
+    return x, batch.model_copy(update={"groups": tuple(groups)}), job
+
+
+CUT_OFF = (1, NUM_GROUPS * GROUP_SIZE - 2)
+
+
+def our_gradient(x: LossInputs, batch: Batch, job: Job, *, with_totals: bool = True) -> Tensor:
+    """The gradient `[N]` of the whole batch's tokens, where only rollouts with an advantage are
+    sent to the trainer, with the totals of the batch."""
+    advantages_PG = batch_advantages(batch, job)
+    kept = [a is not None for advantages_G in advantages_PG for a in advantages_G]
+    examples = to_examples(batch.groups, advantages_PG)
+    assert len(examples) == sum(kept)
+    trainer_job = a_job("m", training={"loss": x.training.loss}, sampling={"max_tokens": 16})
+    totals = step_totals(batch, job) if with_totals else None
+    (minibatch,) = plan(examples, totals, trainer_job, rank=0, num_ranks=1, packed=False)
+    mine_N = torch.tensor(kept)[x.sequences_N]
+    tensors = {name: value[mine_N] for name, value in vars(x).items() if isinstance(value, Tensor)}
+    tensors["sequences_N"] = (torch.tensor(kept).cumsum(0) - 1)[tensors["sequences_N"]]
+    sent = dataclasses.replace(x, **tensors, denominators=minibatch.denominators)
+    gradient_N = torch.zeros_like(x.logprobs_N)
+    gradient_N[mine_N] = loss_and_gradient(sent)[1]
+    return gradient_N
+
+
+@pytest.mark.parametrize("loss", ALL)
+def test_with_signal_in_one_group_of_32_gradients_are_those_of_trl(trl, loss):
+    x, batch, job = sampled_batch(loss)
+    theirs = trl(x).gradient_N
+    assert theirs.abs().max() > 1e-5
+    torch.testing.assert_close(our_gradient(x, batch, job), theirs, rtol=CLOSE, atol=0)
+    # Divided by the examples alone, the same tokens would weigh 32 times as much per sequence.
+    alone_N = our_gradient(x, batch, job, with_totals=False)
+    if loss in ("grpo", "dr_grpo", "sapo", "gspo"):
+        torch.testing.assert_close(alone_N, 32 * theirs, rtol=CLOSE, atol=0)
+
+
+@pytest.mark.parametrize("loss", ALL)
+def test_completions_that_are_cut_off_and_masked_count_as_in_trl(trl, loss):
+    x, batch, job = sampled_batch(loss)
+    job = job.model_copy(
+        update={"advantages": job.advantages.model_copy(update={"mask_truncated": True})}
+    )
+    theirs = trl(x, mask_truncated_completions=True, cut_off=CUT_OFF).gradient_N
+    assert not theirs[x.sequences_N == CUT_OFF[1]].any() and theirs.any()
+    torch.testing.assert_close(our_gradient(x, batch, job), theirs, rtol=CLOSE, atol=0)
 
 
 # --- where we differ on purpose ------------------------------------------------------------------

@@ -203,7 +203,8 @@ def test_a_model_that_mixes_packed_sequences_is_refused_and_padded_where_it_may_
     model = Model(mix="before")
     with pytest.raises(
         BadRequest,
-        match=r"'mixing' \(Model\) mixes the sequences of a row.*memory.packing is \"on\", expected \"off\"",
+        match=r"'mixing' \(Model\) mixes the sequences of a row.*"
+        r"memory.packing is \"on\", expected \"off\"",
     ):
         choose_packing(model, "mixing", "on")
     model.config._attn_implementation = "flash_attention_2"

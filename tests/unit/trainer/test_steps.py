@@ -4,7 +4,7 @@ import pytest
 
 from services.trainer.processes.launch_folder import Past
 from shared.errors import BadRequest, Conflict, Failed, StateLost
-from shared.wire import CheckpointRequest, PublishRequest
+from shared.wire import CheckpointRequest, PublishRequest, StepTotals
 from tests.support.trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
 
 
@@ -24,6 +24,15 @@ def test_the_same_step_with_another_body_is_a_conflict(tmp_path):
     with pytest.raises(Conflict, match="step 1 was already applied, with another body"):
         trainer.train_step(step_request(1, examples=(EXAMPLE, EXAMPLE)))
     assert engines[0].num_updates == 1
+
+
+def test_the_totals_of_the_batch_as_sampled_reach_the_engine(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    totals = StepTotals(num_sequences=256, num_tokens=9000)
+    trainer.train_step(step_request(1).model_copy(update={"totals": totals}))
+    trainer.train_step(step_request(2))
+    assert engines[0].totals == [totals, None]
 
 
 @pytest.mark.parametrize(
