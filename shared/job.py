@@ -309,7 +309,7 @@ class CorrectionSpec(Section):
     def _corrects_once(self) -> CorrectionSpec:
         if self.ratio_base == "sampler" and self.method not in ("auto", "none"):
             raise ValueError(
-                f"ratio_base is \"sampler\" and method {self.method!r}: the mismatch would be "
+                f'ratio_base is "sampler" and method {self.method!r}: the mismatch would be '
                 'corrected twice; expected method "auto" or "none"'
             )
         return self
