@@ -78,3 +78,22 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "2.safetensors").write_bytes(safetensors(a=b"y"))
     with pytest.raises(Failed, match=r"tensor 'a' is in '1.safetensors' and '2.safetensors'"):
         stored_tensors(tmp_path)
+
+
+def test_a_file_cut_short_after_its_header_was_read_is_an_error_not_another_digest(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(safetensors(a=bytes(3 << 20)))
+    stored = stored_tensors(tmp_path)
+    with file.open("rb+") as stream:
+        stream.truncate(file.stat().st_size - 5)
+    with pytest.raises(Failed, match="it ends 5 bytes too early"):
+        tensor_digests(stored)
+
+
+def test_a_tensor_longer_than_a_block_has_the_digest_of_all_its_bytes(tmp_path: Path) -> None:
+    data = bytes(range(256)) * (9 << 10)  # 2.25 MiB
+    (tmp_path / "model.safetensors").write_bytes(safetensors(a=b"before", b=data, c=b"after"))
+    found = tensor_digests(stored_tensors(tmp_path))["b"]
+    assert found == sha256(f"U8\0[{len(data)}]\0".encode() + data)
