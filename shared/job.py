@@ -15,6 +15,10 @@ JOB_ID = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 
 MAX_SOURCE_BYTES = 1 << 20
 
+SyncMethod = Literal["shm", "disk"]
+"""How weights get from trainer to sampler. Each method is an entry of two tables: METHODS in
+services/trainer/disk/weights.py, LOADERS in services/rollout/weights.py."""
+
 
 class Section(BaseModel):
     model_config = ConfigDict(
@@ -457,7 +461,7 @@ class Job(Section):
     """Most steps by which the weights that sampled a batch may be older than those it trains. 0
     samples and trains in turn; from 1 on sampling runs while the trainer trains."""
 
-    weight_sync: Literal["shm", "disk"] = "shm"
+    weight_sync: SyncMethod = "shm"
     """How weights reach the sampler: "shm", shared memory of one host; "disk", a folder under
     `HONE_RUNS_DIR` that the hosts share."""
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
-from shared.job import JOB_ID, Job, RewardSpec
+from shared.job import JOB_ID, Job, RewardSpec, SyncMethod
 from shared.packed import Logprobs, Mask, TokenIds
 
 
@@ -510,11 +510,6 @@ class CheckpointList(Wire):
 
 
 # --- weights -------------------------------------------------------------------------------------
-
-
-SyncMethod = Literal["shm", "disk", "reload", "restart", "http", "delta", "lora", "ipc", "nccl"]
-"""How weights get from trainer to sampler; which of them there are, the two services' tables
-say."""
 
 
 class PublishRequest(Fenced):

@@ -15,10 +15,10 @@ from pydantic import BaseModel
 from shared.config import Settings
 from shared.service import Check, Service
 from shared.wire import (
+    AnyWeights,
     Checkpoint,
     CheckpointList,
     CheckpointRequest,
-    FolderWeights,
     PublishRequest,
     StepResult,
     TrainerJob,
@@ -93,7 +93,7 @@ def create_service(
 
     async def publish_weights(request: PublishRequest) -> WeightsRef:
         """Writes the weights of the last applied step where samplers can load them."""
-        weights = cast(FolderWeights, await run("publish_weights", request))
+        weights = cast(AnyWeights, await run("publish_weights", request))
         return WeightsRef(weights)
 
     async def write_checkpoint(request: CheckpointRequest) -> Checkpoint:

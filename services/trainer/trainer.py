@@ -32,11 +32,11 @@ from shared.errors import Conflict, HoneError, StateLost
 from shared.job import Job
 from shared.logs import get_logger
 from shared.wire import (
+    AnyWeights,
     Checkpoint,
     CheckpointList,
     CheckpointRequest,
     Fenced,
-    FolderWeights,
     PublishRequest,
     StepResult,
     TrainerJob,
@@ -144,7 +144,7 @@ class Trainer:
         )
         return result
 
-    def publish_weights(self, request: PublishRequest) -> FolderWeights | None:
+    def publish_weights(self, request: PublishRequest) -> AnyWeights | None:
         """Returns the reference of the published weights on rank 0, None elsewhere."""
         loaded = self._job(request)
         if request.version != loaded.step:
@@ -153,7 +153,7 @@ class Trainer:
             )
         engine, publisher = loaded.engine, loaded.publisher
 
-        def lead(save_all: SaveAll) -> FolderWeights:
+        def lead(save_all: SaveAll) -> AnyWeights:
             assert publisher is not None, "rank 0 has one"
             return publisher.publish(request, engine.weights_bytes, save_all)
 
@@ -276,6 +276,8 @@ class Trainer:
     def _resumed(self, request: TrainerJob, model: str, engine: Engine, found: Found) -> Loaded:
         """Returns the job as its checkpoint has it; at its start if there is none."""
         publisher = Publisher(self._settings, request.job_id) if self._ranks.rank == 0 else None
+        if publisher is not None:
+            publisher.close()
         loaded = Loaded(request, model, engine, publisher, found.damaged)
         if found.path is None or found.manifest is None:
             return loaded

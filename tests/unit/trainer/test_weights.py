@@ -2,15 +2,18 @@
 recompute."""
 
 import errno
+import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from services.trainer.disk import folders
-from services.trainer.disk.weights import Publisher
+from services.trainer.disk.weights import METHODS, Publisher
 from shared.config import Settings
 from shared.digest import digest_of, stored_tensors, tensor_digests
-from shared.errors import BadRequest, Failed
+from shared.errors import Failed
+from shared.job import SyncMethod
 from shared.wire import PublishRequest
 from tests.support.safetensors_files import safetensors
 
@@ -64,6 +67,8 @@ def test_an_earlier_life_of_the_job_leaves_nothing_that_could_be_mistaken(settin
     Publisher(settings, "a").publish(request(3, "shm"), 5, saving(b"stale"))
     Publisher(settings, "a").publish(request(3, "disk"), 5, saving(b"stale"))
     again = Publisher(settings, "a")
+    assert (tmp_path / "shm/a").exists(), "a constructor removes nothing"
+    again.close()
     assert not (tmp_path / "shm/a").exists()
     ref = again.publish(request(3, "disk"), 5, saving(b"fresh"))
     assert (Path(ref.path) / "model.safetensors").read_bytes() == safetensors(w=b"fresh")
@@ -72,7 +77,8 @@ def test_an_earlier_life_of_the_job_leaves_nothing_that_could_be_mistaken(settin
 def test_without_enough_space_nothing_is_written(settings, tmp_path):
     with pytest.raises(
         Failed,
-        match=r"no space to write '.*/shm/a/v1': about 1000000000000000000 bytes are needed and \d+ are free",
+        match=r"no space to write '.*/shm/a/v1': about 1000000000000000000 bytes are needed "
+        r"and \d+ are free",
     ):
         Publisher(settings, "a").publish(request(1, "shm"), 10**18, saving(b"bytes"))
     assert list((tmp_path / "shm/a").iterdir()) == []
@@ -108,6 +114,53 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         pass
 
 
-def test_a_method_that_is_not_there_is_refused_by_name(settings):
-    with pytest.raises(BadRequest, match=r"got method 'nccl', expected one of \['disk', 'shm'\]"):
-        Publisher(settings, "a").publish(request(1, "nccl"), 5, saving(b"bytes"))
+def test_every_method_that_a_job_can_name_can_be_published():
+    assert METHODS.keys() == set(get_args(SyncMethod))
+
+
+@pytest.mark.parametrize("method", ["shm", "disk"])
+def test_a_published_version_that_was_damaged_is_written_again(settings, method):
+    publisher = Publisher(settings, "a")
+    first = publisher.publish(request(3, method), 5, saving(b"bytes"))
+    file = Path(first.path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"X")
+    assert publisher.publish(request(3, method), 5, saving(b"bytes")) == first
+    assert digest_of(Path(first.path)) == first.digest
+
+
+def test_another_epoch_asks_for_the_same_version_under_its_own_name(settings):
+    publisher = Publisher(settings, "a")
+    first = publisher.publish(request(3, "shm"), 5, saving(b"bytes"))
+    later = request(3, "shm").model_copy(update={"attempt": 4, "epoch": 2})
+    again = publisher.publish(later, 5, saving(b"other"))
+    assert (again.fence, again.digest) == ((4, 2), first.digest)
+
+
+def test_on_disk_files_names_and_the_pointer_are_flushed_before_they_are_named(
+    settings, tmp_path, monkeypatch
+):
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        flushed.append(str(path.relative_to(tmp_path)))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    Publisher(settings, "a").publish(request(1, "disk"), 5, saving(b"bytes"))
+    weights = "runs/a/weights"
+    assert {".", "runs", "runs/a"} <= set(flushed[:3])  # the folders made on the way
+    assert flushed[3:6] == [
+        f"{weights}/.tmp-v1/model.safetensors",
+        f"{weights}/.tmp-v1",
+        weights,
+    ]
+    pointer, names = flushed[6:]
+    assert (pointer.startswith(f"{weights}/.latest."), names) == (True, weights)
+
+
+def test_in_shared_memory_nothing_is_flushed(settings, tmp_path, monkeypatch):
+    Publisher(settings, "a").publish(request(1, "shm"), 5, saving(b"bytes"))
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("flushed"))
+    Publisher(settings, "a").publish(request(2, "shm"), 5, saving(b"bytes"))
