@@ -133,6 +133,9 @@ class Settings(BaseSettings):
     """Model folder or Hugging Face id that the sampler loads at its start, to serve it by hand.
     None: it waits for a job's."""
 
+    rollout_replica: str | None = None
+    """Name of this sampler among several, in rollouts and logs. None: its host's name and port."""
+
     kv_cache_gib: int = Field(default=1, gt=0)
     """GiB of memory for attention's keys and values where vLLM runs on a CPU."""
 

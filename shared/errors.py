@@ -48,6 +48,8 @@ CODES = {
     "bug": "an exception that nobody expected; the service's log has the traceback",
     "out_of_memory": "a device ran out of memory",
     "disk_full": "there is no space left to write",
+    "digest_differs": "the weights read are not those published and were not loaded; publish again",
+    "tensors_differ": "the weights are not of the model that serves and were not loaded",
 }
 """Every code and what it means. The first of each group is the default of its class."""
 

@@ -3,6 +3,8 @@ is imported behind it."""
 
 from __future__ import annotations
 
+import socket
+
 from shared.config import Settings
 from shared.models import model_folder
 from shared.startup import run_main
@@ -15,10 +17,10 @@ def main(settings: Settings) -> None:
 
     if settings.rollout_model:
         model_folder(settings.rollout_model)
-    starter = VllmStarter(settings)
-    sampler = Sampler(starter.find_model, starter.start, (settings.shm_dir, settings.runs_dir))
-    service = create_service(settings, sampler, before=starter.preload, after=starter.close)
-    service.run(settings.rollout_port)
+    replica = settings.rollout_replica or f"{socket.gethostname()}:{settings.rollout_port}"
+    roots = (settings.shm_dir, settings.runs_dir)
+    sampler = Sampler(VllmStarter(settings), roots, replica=replica)
+    create_service(settings, sampler).run(settings.rollout_port)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,10 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from services.rollout.sampler import Sampler
 from shared.config import Settings
-from shared.errors import HoneError
-from shared.logs import get_logger
 from shared.service import Service
 from shared.wire import (
+    Aborted,
+    AbortRequest,
     GenerateRequest,
     ModelRequest,
     PauseState,
@@ -36,16 +35,17 @@ class NoBody(Wire):
     """The empty body of `POST /pause` and `POST /resume`."""
 
 
-def create_service(
-    settings: Settings,
-    sampler: Sampler,
-    *,
-    before: Callable[[], Awaitable[None]] | None = None,
-    after: Callable[[], None] | None = None,
-) -> Service:
-    """Returns the service around `sampler`. `before` runs beside the first requests, `after` at the
-    very end."""
-    lifespan = lambda: _lifespan(settings, sampler, before, after)  # noqa: E731
+def create_service(settings: Settings, sampler: Sampler) -> Service:
+    """Returns the service around `sampler`, which is opened at its start and closed at its end."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan() -> AsyncGenerator[None]:
+        sampler.open(settings.rollout_model)
+        try:
+            yield
+        finally:
+            await sampler.close()
+
     service = Service(
         "rollout",
         settings,
@@ -53,24 +53,20 @@ def create_service(
         version_info=engine_versions,
         lifespan=lifespan,
     )
-    tokens = Counter(
-        "hone_rollout_generated_tokens", "Tokens sampled for /generate", registry=service.registry
-    )
-    service.gauge("running_requests", "Completions under way in the engine").set_function(
-        sampler.num_running
-    )
-    weight_version = service.gauge(
-        "weight_version", "Version of the weights that serve; NaN without one"
-    )
-    weight_version.set_function(
-        lambda: math.nan if sampler.serving.version is None else sampler.serving.version
-    )
+    _add_routes(service, sampler, _Counts(service, sampler))
+    return service
 
+
+def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
     async def generate(request: GenerateRequest) -> RolloutGroup:
         """Samples one prompt's group."""
         group = await sampler.generate(request)
-        tokens.inc(sum(len(rollout.token_ids) for rollout in group.rollouts))
+        counts.add(group)
         return group
+
+    async def abort(request: AbortRequest) -> Aborted:
+        """Ends what a job has under way, and refuses what comes of it later."""
+        return await sampler.abort(request)
 
     async def put_model(request: ModelRequest) -> ServingWeights:
         """Serves this model: at once if it is served already, else by a new engine."""
@@ -93,13 +89,41 @@ def create_service(
         return sampler.serving
 
     service.operation("POST", "/generate", generate)
+    service.operation("POST", "/abort", abort, key=by_state)
     service.operation("PUT", "/model", put_model, key=by_state)
     service.operation("POST", "/reload_weights", reload_weights, key=by_state)
     service.operation("POST", "/pause", pause, key=by_state)
     service.operation("POST", "/resume", resume, key=by_state)
     service.query("/weights", weights)
     service.app.mount("/v1", _OpenAI(sampler))
-    return service
+
+
+class _Counts:
+    """What was sampled since the start, and what serves."""
+
+    def __init__(self, service: Service, sampler: Sampler) -> None:
+        self._tokens = Counter(
+            "hone_rollout_generated_tokens",
+            "Tokens sampled for /generate",
+            registry=service.registry,
+        )
+        self._errors = Counter(
+            "hone_rollout_failed_rollouts",
+            "Rollouts of /generate that went wrong",
+            registry=service.registry,
+        )
+        service.gauge("running_requests", "Completions under way in the engine").set_function(
+            sampler.num_running
+        )
+        service.gauge(
+            "weight_version", "Version of the weights that serve; NaN without one"
+        ).set_function(
+            lambda: math.nan if sampler.serving.version is None else sampler.serving.version
+        )
+
+    def add(self, group: RolloutGroup) -> None:
+        self._tokens.inc(sum(len(rollout.token_ids) for rollout in group.rollouts))
+        self._errors.inc(sum(rollout.finish_reason == "error" for rollout in group.rollouts))
 
 
 def by_state(_: BaseModel) -> str:
@@ -125,38 +149,3 @@ class _OpenAI:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         engine = await self._sampler.ready_engine()
         await engine.openai(scope, receive, send)
-
-
-@contextlib.asynccontextmanager
-async def _lifespan(
-    settings: Settings,
-    sampler: Sampler,
-    before: Callable[[], Awaitable[None]] | None,
-    after: Callable[[], None] | None,
-) -> AsyncGenerator[None]:
-    if settings.rollout_model:
-        sampler.refuse(f"starting the engine for {settings.rollout_model!r}")
-    task = asyncio.create_task(_begin(settings, sampler, before))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await sampler.close()
-        if after:
-            after()
-
-
-async def _begin(
-    settings: Settings, sampler: Sampler, before: Callable[[], Awaitable[None]] | None
-) -> None:
-    if before:
-        await before()
-    if settings.rollout_model:
-        try:
-            await sampler.put_model(ModelRequest(model=settings.rollout_model))
-        except HoneError as error:
-            sampler.refuse(error.detail)
-            get_logger().error(
-                "engine not started", model=settings.rollout_model, error=error.detail
-            )

@@ -1,4 +1,5 @@
-"""What the rollout service needs of a sampling engine. The one real engine is in `vllm_engine.py`.
+"""What the rollout service needs of a sampling engine. The one real engine is in `vllm_engine.py`,
+and what starts it in `starter.py`.
 
 This seam exists so that the service's own rules (versions, idempotency, faults) are tested without
 loading vLLM, and so that nothing heavy is imported before the settings are known to be good.
@@ -6,34 +7,53 @@ loading vLLM, and so that nothing heavy is imported before the settings are know
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
+from shared.errors import BadRequest
+from shared.packed import TokenIds
 from shared.wire import EngineSpec, Message, Rollout, Sampling
+
+
+class BadPrompt(BadRequest):
+    """Nothing can be sampled after this prompt: one prompt's fault, not the caller's."""
+
+
+def failed_rollout(error: str) -> Rollout:
+    """Returns a rollout that went wrong, and why: data, so that the rest of its group is kept."""
+    return Rollout(text="", token_ids=TokenIds(), finish_reason="error", error=error)
 
 
 class Engine(Protocol):
     """A started engine. `openai` answers `/models`, `/completions` and `/chat/completions` under
-    wherever it is mounted."""
+    wherever it is mounted. Whatever is asked of one whose process has died raises StateLost."""
 
     max_model_len: int
     vocab_size: int
     folder: Path
     openai: ASGIApp
 
-    def encode(self, prompt: str | tuple[Message, ...]) -> list[int]:
+    def encode(
+        self, prompt: str | tuple[Message, ...], template_args: Mapping[str, Any]
+    ) -> list[int]:
         """Returns the prompt's token ids `[T]`; messages are rendered by the model's chat template,
-        ready for the answer."""
+        with `template_args`, ready for the answer. Raises BadPrompt where that does not work."""
         ...
 
     async def sample(
-        self, prompt_token_ids: list[int], sampling: Sampling, salt: str
+        self, prompt_token_ids: list[int], sampling: Sampling, *, life: str, salt: str
     ) -> tuple[Rollout, ...]:
         """Returns `sampling.n` completions `[G]`. Prompts share cached prefixes only under the same
-        `salt`."""
+        `salt`. Raises Conflict, code "stale", if weights of another `life` sampled any token; ""
+        takes all. Cancelling it ends the sampling."""
+        ...
+
+    async def logprobs(self, token_ids: list[int]) -> list[float]:
+        """Returns the log-probs `[T - 1]` of all tokens but the first, in nats, at temperature
+        1."""
         ...
 
     async def pause(self, *, abort: bool = False) -> None:
@@ -47,8 +67,8 @@ class Engine(Protocol):
         """Loads the safetensors files of `folder` in place."""
         ...
 
-    async def set_version(self, version: int) -> None:
-        """Labels every token sampled from now on with `version`."""
+    async def set_version(self, life: str, version: int) -> None:
+        """Labels every token sampled from now on with `version` of `life`."""
         ...
 
     async def failure(self) -> str | None:
@@ -62,9 +82,21 @@ class Engine(Protocol):
     async def stop(self) -> None: ...
 
 
-StartEngine = Callable[[EngineSpec, Path], Awaitable[Engine]]
-"""Starts an engine for the model in the given folder. Raises Failed with the root cause's
-sentence."""
+class Starter(Protocol):
+    """Finds models and starts engines for them."""
 
-FindModel = Callable[[EngineSpec], Awaitable[Path]]
-"""Returns the folder of the model's config.json. Raises BadRequest if there is no such model."""
+    async def preload(self) -> None:
+        """Does what the first start can be spared. Raises Failed if no engine can start here."""
+        ...
+
+    async def find_model(self, spec: EngineSpec) -> Path:
+        """Returns the folder of the model's config.json. Raises BadRequest if there is no such
+        model."""
+        ...
+
+    async def start(self, spec: EngineSpec, folder: Path) -> Engine:
+        """Starts an engine for the model in the given folder. Raises Failed with the root cause's
+        sentence."""
+        ...
+
+    def close(self) -> None: ...

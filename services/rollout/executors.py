@@ -27,7 +27,7 @@ class InProcessExecutor(UniProcExecutor):
 
 
 class ProcessPerDeviceExecutor(MultiprocExecutor):
-    """Runs the model in one process a device."""
+    """Runs the model in one process per device."""
 
 
 if os.environ.get(SERVICE_PID, str(os.getpid())) != str(os.getpid()):

@@ -41,14 +41,13 @@ def set_environment(folder: Path) -> Path:
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads, which a fork would freeze
     )
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # spinning threads of two engines on shared cores cost 10 times
+    # Spinning threads of two engines on shared cores cost 10 times.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return errors
 
 
 def root_cause(errors: Path) -> str | None:
-    """Returns the last exception that vLLM's processes logged, as one line, or None."""
+    """Returns the first exception that vLLM's processes logged, as one line, or None."""
     if not errors.exists():
         return None
     causes = [

@@ -5,38 +5,35 @@ READ FIRST.
                                             |
                                a load fails halfway, or the engine dies
                                             v
-                                          faulty: /generate answers 503 until a reload or put_model succeeds
+                                          state lost, until a reload (not of a dead engine) or
+                                          put_model succeeds
 
 One lock orders everything that changes the engine or its weights. /generate takes no lock: vLLM
 queues what arrives while it is paused. Nothing is keyed by a remembered request: whether a PUT or a
-reload has been done is read off what serves now.
+reload has been done is read off what serves now. Who may ask, and how what is under way ends, is in
+`fencing.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.rollout.engine import Engine, FindModel, StartEngine
-from services.rollout.weights import (
-    LOADERS,
-    Shapes,
-    has_tied_embeddings,
-    published_folder,
-    shapes,
-    verify,
-)
-from shared.digest import stored_tensors
-from shared.errors import BadRequest, Conflict, Failed, HoneError, StateLost, Unavailable
+from services.rollout.engine import BadPrompt, Engine, Starter
+from services.rollout.fencing import Fences, Requests, life_of, not_serving, stale
+from services.rollout.prompts import group_without_prompt, prompt_ids
+from services.rollout.weights import Expected, Proven, expected_of, prove
+from shared.errors import Conflict, HoneError, StateLost, Unavailable
 from shared.logs import get_logger
-from shared.packed import TokenIds
+from shared.packed import Logprobs, TokenIds
 from shared.wire import (
+    Aborted,
+    AbortRequest,
     EngineSpec,
-    Fence,
-    Fencing,
-    FolderWeights,
     GenerateRequest,
     ModelRequest,
     PauseState,
@@ -46,89 +43,123 @@ from shared.wire import (
     WeightsRef,
 )
 
-NO_WEIGHTS = ServingWeights()
+NO_MODEL = "no model is loaded; PUT /model loads one"
 
 
 class Sampler:
     """Samples with one engine at a time. `weight_roots` are the folders that published weights may
-    lie in."""
+    lie in; `replica` names this sampler in what it answers."""
 
     def __init__(
-        self, find_model: FindModel, start_engine: StartEngine, weight_roots: Sequence[Path]
+        self, starter: Starter, weight_roots: Sequence[Path], *, replica: str = ""
     ) -> None:
-        self._find_model = find_model
-        self._start_engine = start_engine
+        self._starter = starter
         self._weight_roots = weight_roots
         self._change = asyncio.Lock()
+        self._fences = Fences()
+        self._requests = Requests()
+        self._opening: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._spec: EngineSpec | None = None
-        self._shapes: Shapes = {}
-        self._tied = False
-        self._unready: str | None = None
+        self._expected: Expected | None = None
+        self._starting: str | None = None
         self._fault: str | None = None
         self._paused = False
-        self._fence: Fence = (0, 0)
-        self.serving = NO_WEIGHTS
+        self._nothing = ServingWeights(replica=replica)
+        self.serving = self._nothing
 
     # --- the engine ------------------------------------------------------------------------------
 
+    def open(self, model: str | None) -> None:
+        """Begins to prepare for engines, and to start one for `model`, behind the first
+        requests."""
+        if model:
+            self._starting = f"starting the engine for {model!r}"
+        self._opening = asyncio.create_task(self._open(model))
+
+    async def close(self) -> None:
+        """Stops the engine without waiting for a change under way."""
+        if self._opening:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        await self._stop_engine()
+        self._starter.close()
+
     async def put_model(self, request: ModelRequest) -> ServingWeights:
-        """Serves the model: at once if it is already served, else by a new engine. A model that does
-        not exist stops nothing. Raises Conflict, code "stale", for a superseded job."""
+        """Serves the model: at once if it is already served, else by a new engine. A model that
+        does not exist stops nothing. Raises Conflict, code "stale", for a superseded job."""
         async with self._change:
             self._take_over(request)
-            spec = request.spec
-            if self._engine and spec == self._spec and not await self._failure(self._engine):
-                return self.serving
-            folder = await self._find_model(spec)
-            await self._stop_engine()
-            self.refuse(f"starting the engine for {spec.model!r}")
-            start = time.monotonic()
-            try:
-                self._engine = await self._start_engine(spec, folder)
-            finally:
-                self._unready = None
-            self._spec, self._shapes, self._tied = (
-                spec,
-                shapes(stored_tensors(folder)),
-                has_tied_embeddings(folder),
-            )
-            self.serving = NO_WEIGHTS.model_copy(
-                update={"model": spec.model, "load_s": time.monotonic() - start}
-            )
-            get_logger().info(
-                "engine started", model=spec.model, seconds=round(self.serving.load_s, 1)
-            )
-            return self.serving
-
-    def refuse(self, reason: str) -> None:
-        """Makes the service unready for `reason`, until the next start of an engine ends."""
-        self._unready = reason
+            return await self._serve(request.spec)
 
     async def unready(self) -> str | None:
         """Returns why /generate would be refused, or None. Without a model yet there is nothing to
         wait for."""
-        return self._unready or (await self._failure(self._engine) if self._engine else None)
+        if self._engine is None:
+            return self._starting or self._fault
+        return await self._failure(self._engine)
 
     async def ready_engine(self) -> Engine:
-        """Returns the engine. Raises Unavailable while there is none that samples from known
-        weights."""
-        if reason := await self.unready():
-            raise Unavailable(reason)
+        """Returns the engine. Raises Unavailable while it starts, and StateLost if there is none
+        that samples from known weights."""
+        engine = await self._living_engine()
+        if self._fault:
+            raise StateLost(self._fault)
+        return engine
+
+    async def _living_engine(self) -> Engine:
+        """Returns the engine, which may hold unknown weights."""
+        if self._engine is None and self._starting:
+            raise Unavailable(self._starting, code="starting")
         if self._engine is None:
-            raise StateLost("no model is loaded; PUT /model loads one")
-        return self._engine
+            raise StateLost(self._fault or NO_MODEL)
+        engine = self._engine
+        if reason := await engine.failure():
+            raise StateLost(reason)
+        return engine
 
     def num_running(self) -> int:
         return self._engine.num_running() if self._engine else 0
 
-    async def close(self) -> None:
-        """Stops the engine without waiting for a change under way."""
+    async def _open(self, model: str | None) -> None:
+        try:
+            await self._starter.preload()
+            async with self._change:
+                if model and self._engine is None:  # else somebody was faster
+                    await self._serve(EngineSpec(model=model))
+        except HoneError as error:
+            self._starting = None
+            if self._engine is None:
+                self._fault = error.detail
+            get_logger().error("engine not started", model=model, error=error.detail)
+
+    async def _serve(self, spec: EngineSpec) -> ServingWeights:
+        if self._engine and spec == self._spec and not await self._failure(self._engine):
+            return self.serving
+        folder = await self._starter.find_model(spec)
         await self._stop_engine()
+        self._starting = f"starting the engine for {spec.model!r}"
+        start = time.monotonic()
+        try:
+            self._engine = await self._starter.start(spec, folder)
+        finally:
+            self._starting = None
+        self._spec, self._expected = spec, expected_of(folder, self._weight_roots)
+        self._nothing = ServingWeights(
+            model=spec.model,
+            load_s=time.monotonic() - start,
+            replica=self._nothing.replica,
+            boot_id=secrets.token_hex(8),
+        )
+        self.serving = self._nothing
+        get_logger().info("engine started", model=spec.model, seconds=round(self.serving.load_s, 1))
+        return self.serving
 
     async def _stop_engine(self) -> None:
-        engine, self._engine, self._spec = self._engine, None, None
-        self._fault, self._paused, self.serving = None, False, NO_WEIGHTS
+        engine, self._engine, self._spec, self._expected = self._engine, None, None, None
+        self._nothing = ServingWeights(replica=self._nothing.replica)
+        self._fault, self._paused, self.serving = None, False, self._nothing
+        self._lose_requests("the engine was stopped; another one may take its place")
         if engine:
             await engine.stop()
 
@@ -138,54 +169,63 @@ class Sampler:
     # --- sampling --------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> RolloutGroup:
-        """Returns the prompt's group `[G]`, sampled by weights of at least `min_version`."""
+        """Returns the prompt's group `[G]`, sampled by weights of at least `min_version`, all of
+        the job's epoch. A prompt that nothing can be sampled after is data to a job: rollouts that
+        went wrong. Who asks by hand gets BadRequest."""
         engine = await self.ready_engine()
-        self._check_owner(request)
+        self._fences.check(request, self.serving)
         self._check_version(request.min_version)
-        ids = prompt_ids(request, engine)
-        rollouts = await engine.sample(
-            ids,
-            request.sampling,
-            salt=f"{self.serving.job_id}:{self.serving.fence}:{self.serving.version}",
+        try:
+            ids = prompt_ids(request, engine)
+        except BadPrompt as error:
+            if request.job_id is None:
+                raise
+            return group_without_prompt(request, error).model_copy(
+                update={"replica": self.serving.replica}
+            )
+        salt = f"{life_of(self.serving)}:{self.serving.version}"
+        work = engine.sample(ids, request.sampling, life=life_of(request), salt=salt)
+        rollouts = await self._requests.run(request, work)
+        return RolloutGroup(
+            prompt_token_ids=TokenIds(ids), rollouts=rollouts, replica=self.serving.replica
         )
-        if self._fault:
-            raise Unavailable(self._fault)
-        return RolloutGroup(prompt_token_ids=TokenIds(ids), rollouts=rollouts)
+
+    async def abort(self, request: AbortRequest) -> Aborted:
+        """Ends what the job has under way up to this fence, and refuses what comes of it later."""
+        self._fences.abort(request)
+        num_requests = self._requests.end(
+            lambda asker: asker.job_id == request.job_id and asker.fence <= request.fence, _stale
+        )
+        return Aborted(num_requests=num_requests)
 
     async def pause(self) -> PauseState:
         """Freezes sampling: requests under way and new ones wait."""
-        engine = await self.ready_engine()
+        await self.ready_engine()
         async with self._change:
+            engine = await self.ready_engine()
             await engine.pause()
             self._paused = True
         return PauseState(paused=True)
 
     async def resume(self) -> PauseState:
-        engine = await self.ready_engine()
+        await self.ready_engine()
         async with self._change:
+            engine = await self.ready_engine()
             self._paused = False
             await engine.resume()
         return PauseState(paused=False)
 
-    def _take_over(self, request: Fencing) -> None:
-        """Makes whoever is older than this request stale. Raises Conflict if it is so itself."""
-        if request.fence < self._fence:
-            raise _stale(request, self._fence)
-        self._fence = request.fence
-
-    def _check_owner(self, request: GenerateRequest) -> None:
-        """Raises Conflict unless the job asks of its own weights of its own epoch."""
-        if request.job_id is None:
-            return
-        if request.fence < self._fence:
-            raise _stale(request, self._fence)
-        if (request.job_id, request.fence) != (self.serving.job_id, self.serving.fence):
-            raise Conflict(
-                f"job {request.job_id!r} with attempt {request.attempt}, epoch {request.epoch} "
-                f"asks, but the weights are those of {self.serving.job_id!r} with "
-                f"{self.serving.attempt}, {self.serving.epoch}; reload the weights first",
-                code="out_of_order",
+    def _take_over(self, asker: Published | ModelRequest) -> None:
+        """Supersedes whoever is older, requests under way included. Raises Conflict if the asker is
+        superseded itself."""
+        self._fences.take_over(asker)
+        if asker.job_id is not None:
+            self._requests.end(
+                lambda other: other.job_id is not None and other.fence < asker.fence, _stale
             )
+
+    def _lose_requests(self, why: str) -> None:
+        self._requests.end(lambda _: True, lambda _: StateLost(why))
 
     def _check_version(self, min_version: int | None) -> None:
         version = self.serving.version
@@ -196,39 +236,41 @@ class Sampler:
                 else f"version {version} of {self.serving.job_id!r}"
             )
             raise Conflict(
-                f"'min_version': got {min_version}, serving {have}; reload the weights first"
+                f"'min_version': got {min_version}, serving {have}; reload the weights first",
+                code="out_of_order",
             )
 
     # --- weights ---------------------------------------------------------------------------------
 
     async def reload_weights(self, request: WeightsRef) -> ServingWeights:
-        """Returns what serves once `ref` does. The version serving already is answered at once; an
-        older one is refused."""
+        """Returns what serves once `request` does. The version serving already is answered at once;
+        an older one of the same epoch is refused. Until the version is proven nothing changes."""
+        await self._living_engine()
         async with self._change:
-            engine = self._engine
-            if engine is None:
-                raise StateLost(self._unready or "no model is loaded; PUT /model loads one")
-            if reason := await engine.failure():
-                raise Unavailable(reason)
+            engine = await self._living_engine()
             ref = request.root
             self._take_over(ref)
             if self._is_serving(ref):
                 return self.serving
+            assert self._expected is not None, "an engine has a model"
             start = time.monotonic()
-            if not isinstance(ref, FolderWeights):
-                raise BadRequest(f"got method {ref.method!r}, expected one of {sorted(LOADERS)}")
-            folder = published_folder(ref, self._weight_roots)
-            digest = await asyncio.to_thread(verify, ref, folder, self._shapes, tied=self._tied)
-            await self._load(engine, ref, folder)
-            self.serving = ServingWeights(
-                job_id=ref.job_id,
-                attempt=ref.attempt,
-                epoch=ref.epoch,
-                version=ref.version,
-                digest=digest,
-                model=self.serving.model,
-                load_s=time.monotonic() - start,
+            proven = await prove(ref, self._expected)
+            await self._load(engine, ref, proven)
+            self.serving = self._nothing.model_copy(
+                update={
+                    "job_id": ref.job_id,
+                    "attempt": ref.attempt,
+                    "epoch": ref.epoch,
+                    "version": ref.version,
+                    "digest": proven.digest,
+                    "load_s": time.monotonic() - start,
+                }
             )
+            if ref.canary and not self._paused:
+                logprobs = await engine.logprobs(list(ref.canary.token_ids))
+                self.serving = self.serving.model_copy(
+                    update={"canary_logprobs": Logprobs(logprobs)}
+                )
             get_logger().info(
                 "weights loaded",
                 job=ref.job_id,
@@ -241,29 +283,36 @@ class Sampler:
         """Returns whether `ref` serves now. Raises Conflict if a newer version of its job and epoch
         does, or other bytes of this one."""
         serving = self.serving
-        if (serving.job_id, serving.fence) != (ref.job_id, ref.fence) or serving.version is None:
+        if life_of(serving) != life_of(ref) or serving.version is None:
             return False
         if ref.version < serving.version:
             raise Conflict(
                 f"'version': got {ref.version}, serving {serving.version} of job {ref.job_id!r}; "
-                "versions only go up"
+                "versions only go up within an epoch",
+                code="out_of_order",
             )
         if ref.version == serving.version and ref.digest != serving.digest:
             raise Conflict(
                 f"version {ref.version} of job {ref.job_id!r} serves with digest {serving.digest}, "
-                f"got {ref.digest}"
+                f"got {ref.digest}",
+                code="body_differs",
             )
         return ref.version == serving.version
 
-    async def _load(self, engine: Engine, ref: FolderWeights, folder: Path) -> None:
+    async def _load(self, engine: Engine, ref: Published, proven: Proven) -> None:
         """Loads between two tokens. If that fails, what the engine holds is unknown: it stays
-        paused and /generate refuses."""
-        await engine.pause()
+        paused, and nothing is sampled. Jobs other than the version's are ended."""
+        life = life_of(ref)
+        self._requests.end(
+            lambda asker: asker.job_id is not None and life_of(asker) != life,
+            lambda asker: not_serving(asker, ref),
+        )
         try:
-            await LOADERS[ref.method](engine, folder)
-            await engine.set_version(ref.version)
-        except Exception as error:
-            raise Failed(await self._distrust(engine, ref, error)) from error
+            await engine.pause()
+            await proven.load(engine)
+            await engine.set_version(life, ref.version)
+        except Exception as error:  # whatever it was, the weights are unknown
+            raise StateLost(await self._distrust(engine, ref, error)) from error
         except asyncio.CancelledError as error:
             await self._distrust(engine, ref, error)
             raise
@@ -272,54 +321,24 @@ class Sampler:
             await engine.resume()
 
     async def _distrust(self, engine: Engine, ref: Published, error: BaseException) -> str:
-        """Makes the service unready, ends what was under way, and returns why."""
+        """Refuses to sample, ends what was under way, and returns why."""
         self._fault = (
             f"loading version {ref.version} of job {ref.job_id!r} failed halfway "
             f"({_sentence(error)}), so the weights it "
             "left in the engine are unknown; reload a version, or PUT /model"
         )
-        self.serving = NO_WEIGHTS.model_copy(update={"model": self.serving.model})
+        self.serving = self._nothing
         get_logger().error(
             "weights unknown", job=ref.job_id, version=ref.version, error=_sentence(error)
         )
-        if not await engine.failure():
+        self._lose_requests(self._fault)
+        with contextlib.suppress(StateLost):  # a dead engine has nothing under way
             await engine.pause(abort=True)
         return self._fault
 
 
-def prompt_ids(request: GenerateRequest, engine: Engine) -> list[int]:
-    """Returns the prompt's token ids `[T]`. Raises BadRequest if there is none, or no room for the
-    completion after it."""
-    if (request.prompt is None) == (request.prompt_token_ids is None):
-        raise BadRequest("give one of 'prompt' and 'prompt_token_ids', not both or neither")
-    if request.prompt_token_ids is None:
-        assert request.prompt is not None
-        ids = engine.encode(request.prompt)
-    else:
-        ids = list(request.prompt_token_ids)
-        for id in ids:
-            if not 0 <= id < engine.vocab_size:
-                raise BadRequest(
-                    f"'prompt_token_ids': got {id}, expected 0 to {engine.vocab_size - 1}"
-                )
-    if not ids:
-        raise BadRequest("the prompt has no tokens")
-    total = len(ids) + request.sampling.max_tokens
-    if total > engine.max_model_len:
-        raise BadRequest(
-            f"a prompt of {len(ids)} tokens with 'max_tokens' {request.sampling.max_tokens} makes "
-            f"{total}; "
-            f"the model holds {engine.max_model_len}"
-        )
-    return ids
-
-
-def _stale(request: Fencing, fence: Fence) -> Conflict:
-    return Conflict(
-        f"got attempt {request.attempt}, epoch {request.epoch}, superseded by {fence[0]}, "
-        f"{fence[1]}",
-        code="stale",
-    )
+def _stale(asker: GenerateRequest) -> Conflict:
+    return stale(asker, asker.job_id or "")
 
 
 def _sentence(error: BaseException) -> str:

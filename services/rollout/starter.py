@@ -25,14 +25,17 @@ class VllmStarter:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._log_folder = tempfile.TemporaryDirectory(
-            prefix="hone-"
-        )  # short: a socket's path has 107 bytes
+        # A short prefix: a socket's path has at most 107 bytes.
+        self._log_folder = tempfile.TemporaryDirectory(prefix="hone-")
         self._errors = set_environment(Path(self._log_folder.name))
 
     async def preload(self) -> None:
-        """Imports vLLM, so that the first engine starts in half the time."""
-        await in_daemon_thread(lambda: importlib.import_module("services.rollout.vllm_engine"))
+        """Imports vLLM, so that the first engine starts in half the time. Raises Failed if it
+        cannot be imported."""
+        try:
+            await in_daemon_thread(lambda: importlib.import_module("services.rollout.vllm_engine"))
+        except ImportError as error:
+            raise Failed(f"vLLM cannot be imported: {error}") from error
 
     async def find_model(self, spec: EngineSpec) -> Path:
         """Returns the folder of the model's config.json. Raises BadRequest if there is no such
@@ -46,9 +49,8 @@ class VllmStarter:
         self._errors.unlink(missing_ok=True)
         try:
             engine = await in_daemon_thread(lambda: self._start(spec, folder))
-            await engine.sample(
-                [0], Sampling(max_tokens=1), salt=""
-            )  # a model it cannot run fails here, not in a job's step
+            # A model it cannot run fails here, not in a job's step.
+            await engine.sample([0], Sampling(max_tokens=1), life="", salt="")
             return engine
         except (BadRequest, asyncio.CancelledError):
             stop_children()

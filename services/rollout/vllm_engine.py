@@ -6,10 +6,12 @@ Importing this module imports vLLM (about 15 s), so only `VllmStarter` does, in 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from starlette.types import ASGIApp
@@ -19,23 +21,30 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import TokensInput
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from services.rollout.engine import BadPrompt, failed_rollout
 from services.rollout.executors import InProcessExecutor, ProcessPerDeviceExecutor
 from services.rollout.openai_routes import openai_app
 from services.rollout.processes import in_daemon_thread, root_cause, stop_children
+from services.rollout.versions import label, spans
 from shared.config import Settings
-from shared.errors import BadRequest, Failed, Unavailable
+from shared.errors import BadRequest, Failed, StateLost
 from shared.packed import Logprobs, TokenIds
-from shared.wire import EngineSpec, FinishReason, Message, Rollout, Sampling, Span
+from shared.wire import EngineSpec, Message, Rollout, Sampling
+
+R = TypeVar("R")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 STOP_S = 3.0
+
+LIFE_CHECK_S = 0.25
+"""How often a call that vLLM's process has to answer checks that the process lives."""
 
 
 def engine_args(spec: EngineSpec, settings: Settings) -> AsyncEngineArgs:
@@ -44,7 +53,8 @@ def engine_args(spec: EngineSpec, settings: Settings) -> AsyncEngineArgs:
         model=spec.model,
         revision=spec.revision,
         dtype=choose_dtype(spec.dtype),
-        max_model_len=spec.max_model_len,  # pyright: ignore[reportArgumentType]  vLLM's own default is None
+        # vLLM's own default is None too
+        max_model_len=spec.max_model_len,  # pyright: ignore[reportArgumentType]
         seed=spec.seed,
         max_num_seqs=settings.max_num_seqs,
         tensor_parallel_size=settings.tensor_parallel_size,
@@ -53,7 +63,8 @@ def engine_args(spec: EngineSpec, settings: Settings) -> AsyncEngineArgs:
         else ProcessPerDeviceExecutor,
         worker_extension_cls="services.rollout.worker.WorkerExtension",
         logprobs_mode="processed_logprobs",
-        generation_config="vllm",  # a model's own sampling defaults would be a silent second source of temperature and top_p
+        # A model's own sampling defaults would be a silent second source of temperature and top_p.
+        generation_config="vllm",
         enable_prefix_caching=True,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -90,65 +101,63 @@ class VllmEngine:
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.openai: ASGIApp = openai_app(self._llm, spec.model)
 
-    def encode(self, prompt: str | tuple[Message, ...]) -> list[int]:
+    def encode(
+        self, prompt: str | tuple[Message, ...], template_args: Mapping[str, Any]
+    ) -> list[int]:
         """Returns token ids `[T]`. Text gets the tokenizer's special tokens; a template writes its
         own."""
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
+        options = {"add_generation_prompt": True, **template_args, "tokenize": False}
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:
-            raise BadRequest(
+            text = self._tokenizer.apply_chat_template(list(prompt), **options)
+        except Exception as error:  # the template is code of the model's, run on a job's data
+            raise BadPrompt(
                 f"the model's chat template refused the messages: {type(error).__name__}: {error}"
             ) from error
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     async def sample(
-        self, prompt_token_ids: list[int], sampling: Sampling, salt: str
+        self, prompt_token_ids: list[int], sampling: Sampling, *, life: str, salt: str
     ) -> tuple[Rollout, ...]:
         """Returns the completions `[G]`, as one request of n: n requests cost 15 % more."""
-        prompt = TokensInput(type="token", prompt_token_ids=prompt_token_ids, cache_salt=salt)
-        request_id = str(next(self._request_ids))
-        try:
-            outputs = [
-                output
-                async for output in self._llm.generate(
-                    prompt, sampling_params(sampling), request_id
-                )
-            ]
-        except EngineDeadError as error:
-            raise Unavailable(self._obituary()) from error
-        except VLLMClientError as error:
-            raise BadRequest(str(error)) from error
-        return tuple(rollout(completion) for completion in outputs[-1].outputs)
+        output = await self._last_output(prompt_token_ids, sampling_params(sampling), salt)
+        return tuple(rollout(completion, life) for completion in output.outputs)
+
+    async def logprobs(self, token_ids: list[int]) -> list[float]:
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._last_output(token_ids, params, salt="")
+        assert isinstance(output.prompt_logprobs, FlatLogprobs)
+        return output.prompt_logprobs.logprobs
 
     async def pause(self, *, abort: bool = False) -> None:
         # AsyncLLM.pause_generation does this and then sleeps 20 ms, which it says is for looks
         # only.
-        await self._llm.engine_core.pause_scheduler_async(
-            mode="abort" if abort else "keep", clear_cache=True
-        )
+        mode = "abort" if abort else "keep"
+        core = self._llm.engine_core
+        await self._answer(core.pause_scheduler_async(mode=mode, clear_cache=True))
 
     async def resume(self) -> None:
-        await self._llm.resume_generation()
+        await self._answer(self._llm.resume_generation())
 
     async def load_files(self, folder: Path) -> None:
         """Loads in place. Raises Failed if prefixes cached under the old weights could not be
         forgotten."""
-        try:
-            await self._llm.collective_rpc("load_published", args=(str(folder),))
-        except EngineDeadError as error:
-            raise Unavailable(self._obituary()) from error
-        if not await self._llm.reset_prefix_cache():
+        await self._answer(self._llm.collective_rpc("load_published", args=(str(folder),)))
+        if not await self._answer(self._llm.reset_prefix_cache()):
             raise Failed("vLLM did not reset its prefix cache")
 
-    async def set_version(self, version: int) -> None:
-        await self._llm.update_weight_version(str(version))
+    async def set_version(self, life: str, version: int) -> None:
+        await self._answer(self._llm.update_weight_version(label(life, version)))
 
     async def failure(self) -> str | None:
-        return self._obituary() if self._llm.errored else None
+        return self._why_it_died() if self._llm.errored else None
 
     def num_running(self) -> int:
         return self._llm.get_num_unfinished_requests()
@@ -161,13 +170,45 @@ class VllmEngine:
         self._llm.shutdown(timeout=STOP_S)
         stop_children()  # vLLM does not wait for those that it kills
 
-    def _obituary(self) -> str:
-        return f"the engine process died ({root_cause(self._errors) or 'it was killed'}); PUT /model starts a new one"
+    async def _last_output(
+        self, prompt_token_ids: list[int], params: SamplingParams, salt: str
+    ) -> RequestOutput:
+        prompt = TokensInput(type="token", prompt_token_ids=prompt_token_ids)
+        if salt:
+            prompt["cache_salt"] = salt
+        last: RequestOutput | None = None
+        try:
+            async for output in self._llm.generate(prompt, params, str(next(self._request_ids))):
+                last = output
+        except EngineDeadError as error:
+            raise StateLost(self._why_it_died()) from error
+        except VLLMClientError as error:
+            raise BadRequest(str(error)) from error
+        assert last is not None, "vLLM ends a request with an output"
+        return last
+
+    async def _answer(self, call: Coroutine[Any, Any, R]) -> R:
+        """Returns what vLLM's process answers. Raises StateLost if it dies before: vLLM itself
+        leaves such a call waiting for ever."""
+        task = asyncio.create_task(call)
+        try:
+            while not (await asyncio.wait({task}, timeout=LIFE_CHECK_S))[0]:
+                if self._llm.errored:
+                    raise StateLost(self._why_it_died())
+            return task.result()
+        except EngineDeadError as error:
+            raise StateLost(self._why_it_died()) from error
+        finally:
+            task.cancel()
+
+    def _why_it_died(self) -> str:
+        cause = root_cause(self._errors) or "it was killed"
+        return f"the engine process died ({cause}); PUT /model starts a new one"
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
     """Returns vLLM's parameters. `logprobs=0` is the sampled token's alone; flat ones are lists,
-    not an object a token."""
+    not one object per token."""
     return SamplingParams(
         n=sampling.n,
         max_tokens=sampling.max_tokens,
@@ -184,39 +225,27 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
     )
 
 
-def rollout(completion: CompletionOutput) -> Rollout:
-    """Returns the completion as it was sampled. Raises Failed unless every token has a finite
-    log-prob."""
+def rollout(completion: CompletionOutput, life: str) -> Rollout:
+    """Returns the completion as it was sampled, or one that says what went wrong with it. Raises
+    Failed unless there is one log-prob per token."""
     assert isinstance(completion.logprobs, FlatLogprobs)
     token_ids, logprobs = completion.token_ids, completion.logprobs.logprobs
     if len(logprobs) != len(token_ids):
         raise Failed(
-            f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, expected one a token"
+            f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, expected one each"
         )
+    sampled_by = spans(completion.weight_versions or (), life)
+    reason = completion.finish_reason
+    if reason != "stop" and reason != "length":
+        return failed_rollout(f"vLLM ended it with {reason!r} after {len(token_ids)} tokens")
     if not math.isfinite(math.fsum(logprobs)):
-        raise Failed(
-            "vLLM gave a log-prob that is not finite; the weights that serve hold or produce NaN"
+        return failed_rollout(
+            f"vLLM gave a log-prob that is not finite among those of {len(token_ids)} tokens"
         )
     return Rollout(
         text=completion.text,
         token_ids=TokenIds(token_ids),
         logprobs=Logprobs(logprobs),
-        finish_reason=finish_reason(completion.finish_reason),
-        spans=spans(completion),
-    )
-
-
-def finish_reason(reason: str | None) -> FinishReason:
-    if reason == "stop" or reason == "length":
-        return reason
-    return "error"
-
-
-def spans(completion: CompletionOutput) -> tuple[Span, ...]:
-    """Returns which weight versions sampled it, oldest first; none for weights that no job has
-    published."""
-    return tuple(
-        Span(version=int(span.version), start=span.start)
-        for span in completion.weight_versions or ()
-        if span.version.isdecimal()
+        finish_reason=reason,
+        spans=sampled_by,
     )

@@ -1,71 +1,142 @@
-"""From a published version to loaded weights: find its folder, prove its bytes and tensors, load
-it.
+"""From a published version to loaded weights: prove its bytes and tensors, then load it.
 
-One loader a method, in `LOADERS`. Nothing is loaded before the digest of the bytes and the name and
-shape of every tensor are as expected: vLLM leaves a parameter that a file lacks at its old value
-and only logs it, which would be a sync that silently did half of its work.
+One entry per method in `LOADERS`; a new method is one more entry and its function. A loader first
+proves, while the engine still samples, that the digest of the bytes and the name and shape of every
+tensor are as expected: vLLM leaves a parameter that a file lacks at its old value and only logs it,
+which would be a sync that silently did half of its work. What it returns loads between two tokens.
 
-Left out: ipc, nccl, delta and lora, each of which is one more function here.
+Left out: ipc, nccl, delta and lora.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from services.rollout.engine import Engine
 from shared.digest import StoredTensor, digest, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed
-from shared.wire import FolderWeights, Published
+from shared.wire import AnyWeights, FolderWeights, Published
 
 TIED = "lm_head.weight"
 
 Shapes = dict[str, tuple[int, ...]]
-Loader = Callable[[Engine, Path], Awaitable[None]]
 
 
-async def load_files(engine: Engine, folder: Path) -> None:
-    await engine.load_files(folder)
+@dataclass(frozen=True)
+class Expected:
+    """What versions must be like: the `shapes` of the model's tensors, whether the output matrix is
+    `tied` to the embeddings, and the folders (`roots`) that files may lie in."""
+
+    shapes: Shapes
+    tied: bool
+    roots: Sequence[Path]
 
 
-LOADERS: dict[str, Loader] = {"shm": load_files, "disk": load_files}
+class Proven(Protocol):
+    """A version that may be loaded. `digest` is of the tensors that were read."""
+
+    @property
+    def digest(self) -> str: ...
+
+    async def load(self, engine: Engine) -> None: ...
+
+
+@dataclass(frozen=True)
+class ProvenFolder:
+    folder: Path
+    digest: str
+
+    async def load(self, engine: Engine) -> None:
+        await engine.load_files(self.folder)
+
+
+async def folder(ref: FolderWeights, expected: Expected) -> ProvenFolder:
+    """Proves safetensors files in a folder, which the engine reads itself."""
+    return await asyncio.to_thread(_prove_folder, ref, expected)
+
+
+Loader = Callable[[Any, Expected], Awaitable[Proven]]
+"""Proves a reference of its own kind."""
+
+LOADERS: dict[str, Loader] = {"shm": folder, "disk": folder}
+
+
+async def prove(ref: AnyWeights, expected: Expected) -> Proven:
+    """Returns the version, ready to be loaded. Raises BadRequest for a method that is not there,
+    and Failed if the version is not what `ref` and `expected` say."""
+    if ref.method not in LOADERS:
+        raise BadRequest(f"got method {ref.method!r}, expected one of {sorted(LOADERS)}")
+    return await LOADERS[ref.method](ref, expected)
+
+
+def expected_of(model: Path, roots: Sequence[Path]) -> Expected:
+    """Returns what versions of the model in this folder must be like."""
+    return Expected(shapes(stored_tensors(model)), has_tied_embeddings(model), roots)
 
 
 def published_folder(ref: FolderWeights, roots: Sequence[Path]) -> Path:
-    """Returns the real path of `ref.path`. Raises BadRequest unless it is a folder below one of
-    `roots`, links resolved."""
-    folder = Path(ref.path).resolve()
+    """Returns the real path of `ref.path`. Raises BadRequest unless it lies below one of `roots`,
+    links resolved, and Failed if there is no such folder."""
+    found = Path(ref.path).resolve()
     allowed = [root.resolve() for root in roots]
-    if not any(root in folder.parents for root in allowed):
+    if not any(root in found.parents for root in allowed):
         raise BadRequest(
             f"'path': got {ref.path!r}; weights are loaded only from below "
             f"{' or '.join(map(str, allowed))}"
         )
-    if not folder.is_dir():
-        raise BadRequest(
+    if not found.is_dir():
+        raise Failed(
             f"'path': got {ref.path!r}, which is not a folder here; does the sampler see the "
-            "trainer's volume?"
-        )
-    return folder
-
-
-def verify(ref: Published, folder: Path, expected: Shapes, *, tied: bool) -> str:
-    """Returns the digest of the tensors in `folder`. Raises Failed if it is not `ref`'s or the tensors
-    are not the model's."""
-    stored = stored_tensors(folder)
-    found = digest(tensor_digests(stored))
-    if found != ref.digest:
-        raise Failed(
-            f"version {ref.version} in {str(folder)!r} has digest {found}, expected {ref.digest}; "
-            "it was not loaded"
-        )
-    if difference := compare(shapes(stored), expected, tied=tied):
-        raise Failed(
-            f"version {ref.version} in {str(folder)!r} does not fit the model: {difference}; "
-            "it was not loaded"
+            "trainer's volume?",
+            code="digest_differs",
         )
     return found
+
+
+def _prove_folder(ref: FolderWeights, expected: Expected) -> ProvenFolder:
+    found = published_folder(ref, expected.roots)
+    try:
+        stored = stored_tensors(found)
+        digests = tensor_digests(stored)
+    except (OSError, Failed) as error:  # removed or cut short, perhaps while it was read
+        raise Failed(
+            f"version {ref.version} in {str(found)!r} cannot be read: {error}; it was not loaded",
+            code="digest_differs",
+        ) from error
+    return ProvenFolder(found, verified(ref, stored, digests, expected))
+
+
+def verified(
+    ref: Published,
+    stored: Mapping[str, StoredTensor],
+    digests: Mapping[str, str],
+    expected: Expected,
+) -> str:
+    """Returns the digest of all tensors. Raises Failed if it is not `ref`'s (code
+    "digest_differs") or the tensors are not the model's ("tensors_differ")."""
+    found = digest(digests)
+    if found != ref.digest:
+        raise Failed(
+            f"version {ref.version} has digest {found}, expected {ref.digest}"
+            f"{_first_difference(digests, ref.tensors)}; it was not loaded",
+            code="digest_differs",
+        )
+    if difference := compare(shapes(stored), expected.shapes, tied=expected.tied):
+        raise Failed(
+            f"version {ref.version} does not fit the model: {difference}; it was not loaded",
+            code="tensors_differ",
+        )
+    return found
+
+
+def _first_difference(found: Mapping[str, str], published: Mapping[str, str]) -> str:
+    names = sorted(name for name in published if found.get(name) != published[name])
+    return f" ({len(names)} tensors differ, the first is {names[0]!r})" if names else ""
 
 
 def shapes(tensors: Mapping[str, StoredTensor]) -> Shapes:
@@ -90,10 +161,7 @@ def compare(
     return None
 
 
-def has_tied_embeddings(folder: Path) -> bool:
+def has_tied_embeddings(model: Path) -> bool:
     """Returns what the model's config.json says of its output matrix."""
-    return bool(
-        json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
-            "tie_word_embeddings", False
-        )
-    )
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return bool(config.get("tie_word_embeddings", False))

@@ -19,25 +19,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2 as httpx
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from shared.client import Client
 from shared.digest import digest_of
-from shared.errors import BadRequest, Conflict, Failed
+from shared.errors import BadRequest, Conflict, Failed, StateLost
+from shared.packed import Logprobs, TokenIds
 from shared.wire import (
+    Aborted,
+    AbortRequest,
+    Canary,
+    Fence,
     FolderWeights,
     GenerateRequest,
     ModelRequest,
-    Rollout,
     RolloutGroup,
     Sampling,
     ServingWeights,
+    Span,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(600)]
@@ -45,7 +51,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 EOS = 1
 TEMPLATE = (
-    "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}z{% endif %}"
+    "{% for m in messages %}{{ m.content }} {% endfor %}"
+    "{% if refuse %}{{ raise_exception('no') }}{% endif %}"
+    "{% if add_generation_prompt %}{{ end or 'z' }}{% endif %}"
 )
 CHARACTERS = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}" + string.ascii_letters + "012345678"
 """Byte-level as Qwen2's own tokenizer has it, which transformers puts in the place of any other:
@@ -83,18 +91,29 @@ class Running:
         return pid
 
     def publish(
-        self, version: int, model: Path, job: str = "job", drop: str | None = None
+        self,
+        version: int,
+        model: Path,
+        job: str = "job",
+        *,
+        drop: str | None = None,
+        fence: Fence = (0, 0),
+        change: Callable[[dict[str, np.ndarray]], None] = lambda _: None,
     ) -> FolderWeights:
-        """Publishes `model`'s weights as `version`, without the tensor `drop`."""
-        folder = self.runs / job / "weights" / f"v{version}"
+        """Publishes `model`'s weights as `version`, without the tensor `drop`, changed by
+        `change`."""
+        folder = self.runs / job / "weights" / f"{fence[0]}-{fence[1]}" / f"v{version}"
         folder.mkdir(parents=True)
         tensors = load_file(model / "model.safetensors")
+        change(tensors)
         save_file(
             {name: tensor for name, tensor in tensors.items() if name != drop},
             folder / "model.safetensors",
         )
         return FolderWeights(
             job_id=job,
+            attempt=fence[0],
+            epoch=fence[1],
             version=version,
             method="disk",
             path=str(folder),
@@ -240,24 +259,31 @@ async def reload(client: Client, ref: FolderWeights) -> ServingWeights:
     return await client.call("POST", "/reload_weights", ref, ServingWeights, deadline_s=60)
 
 
+async def under_way(service: Running) -> bool:
+    async with httpx.AsyncClient(base_url=service.url) as metrics:
+        return "running_requests 0.0" not in (await metrics.get("/metrics")).text
+
+
 def reference_logprobs(
-    model: Path, prompt: tuple[int, ...], rollout: Rollout, temperature: float = 1.0
+    model: Path, token_ids: Sequence[int], first: int, temperature: float = 1.0
 ) -> list[float]:
-    """Returns Hugging Face's log-probs `[T]` of the rollout's tokens, in nats."""
+    """Returns Hugging Face's log-probs of the tokens from index `first` on, in nats."""
     import torch
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    tokens_T = torch.tensor(prompt + rollout.token_ids)
+    tokens_T = torch.tensor(list(token_ids))
     with torch.no_grad():
         logprobs_TV = torch.log_softmax(network(tokens_T[None]).logits[0] / temperature, -1)
-    return [logprobs_TV[len(prompt) - 1 + t, id].item() for t, id in enumerate(rollout.token_ids)]
+    return [logprobs_TV[t - 1, token_ids[t]].item() for t in range(first, len(token_ids))]
 
 
 def assert_sampled_by(model: Path, group: RolloutGroup, temperature: float = 1.0) -> None:
     for rollout in group.rollouts:
-        expected = reference_logprobs(model, group.prompt_token_ids, rollout, temperature)
-        assert rollout.logprobs == pytest.approx(expected, abs=1e-4)
+        prompt = list(group.prompt_token_ids)
+        tokens = prompt + list(rollout.token_ids)
+        expected = reference_logprobs(model, tokens, len(prompt), temperature)
+        assert list(rollout.logprobs) == pytest.approx(expected, abs=1e-4)
 
 
 async def test_logprobs_are_hugging_faces_and_the_end_token_is_among_them(
@@ -310,12 +336,39 @@ async def test_messages_are_rendered_by_the_chat_template_ready_for_the_answer(
     assert group.prompt_token_ids == (3, 2, 28)
 
 
+async def test_template_args_reach_the_chat_template(client: Client) -> None:
+    group = await generate(
+        client,
+        prompt_token_ids=None,
+        prompt=({"role": "user", "content": "a"},),
+        template_args={"end": "y"},
+        sampling=Sampling(max_tokens=1),
+    )
+    assert group.prompt_token_ids == (3, 2, 27)
+
+
 async def test_a_seed_repeats_a_group_and_its_members_differ(client: Client) -> None:
     first, second = [
         await generate(client, sampling=Sampling(n=4, max_tokens=8, seed=3)) for _ in range(2)
     ]
     assert [r.token_ids for r in first.rollouts] == [r.token_ids for r in second.rollouts]
     assert len({r.token_ids for r in first.rollouts}) == 4
+
+
+async def test_a_stop_token_ends_the_rollout_and_is_its_last_token(client: Client) -> None:
+    (plain,) = (await generate(client, sampling=Sampling(max_tokens=6, seed=1))).rollouts
+    end = plain.token_ids[2]
+    (stopped,) = (
+        await generate(client, sampling=Sampling(max_tokens=6, seed=1, stop_token_ids=(end,)))
+    ).rollouts
+    until = list(plain.token_ids).index(end) + 1
+    assert (stopped.token_ids, stopped.finish_reason) == (plain.token_ids[:until], "stop")
+
+
+async def test_min_p_of_one_leaves_the_likeliest_token(client: Client) -> None:
+    greedy = await generate(client, sampling=Sampling(max_tokens=8, temperature=0.0))
+    likeliest = await generate(client, sampling=Sampling(n=3, max_tokens=8, min_p=1.0))
+    assert {r.token_ids for r in likeliest.rollouts} == {greedy.rollouts[0].token_ids}
 
 
 async def test_a_stop_string_ends_the_text_before_it_and_keeps_its_tokens(client: Client) -> None:
@@ -383,13 +436,88 @@ async def test_a_reload_under_way_splits_a_rollout_between_versions(
     service: Running, client: Client
 ) -> None:
     long = asyncio.create_task(generate(client, sampling=Sampling(n=64, max_tokens=250)))
-    metrics = httpx.AsyncClient(base_url=service.url)
-    while "running_requests 0.0" in (await metrics.get("/metrics")).text:
+    while not await under_way(service):
         await asyncio.sleep(0.01)
     await reload(client, service.publish(4, service.models / "tied2"))
-    versions = {rollout.versions for rollout in (await long).rollouts}
-    assert (2, 4) in versions
-    assert versions <= {(2,), (2, 4)}
+    rollouts = (await long).rollouts
+    assert (2, 4) in {rollout.versions for rollout in rollouts}
+    for rollout in rollouts:
+        assert rollout.versions in {(2,), (2, 4)}
+        starts = [span.start for span in rollout.spans]
+        assert starts[0] == 0 and starts[-1] < len(rollout.token_ids)
+
+
+async def test_a_newer_epoch_ends_what_the_older_has_under_way(
+    service: Running, client: Client
+) -> None:
+    await reload(client, service.publish(9, service.models / "tied2", fence=(1, 1)))
+    older = {"job_id": "job", "attempt": 1, "epoch": 1}
+    long = asyncio.create_task(generate(client, **older, sampling=Sampling(n=64, max_tokens=250)))
+    while not await under_way(service):
+        await asyncio.sleep(0.01)
+    back = await reload(client, service.publish(3, service.models / "tied", fence=(1, 2)))
+    assert (back.version, back.fence) == (3, (1, 2))
+    with pytest.raises(Conflict) as stale:
+        await long
+    assert stale.value.code == "stale"
+    assert not await under_way(service)
+    newer = {**older, "epoch": 2}
+    group = await generate(client, **newer, min_version=3, sampling=Sampling(n=4, max_tokens=8))
+    assert {rollout.spans for rollout in group.rollouts} == {(Span(version=3, start=0),)}
+    assert_sampled_by(service.models / "tied", group)
+
+
+async def test_an_abort_ends_what_a_job_has_under_way(service: Running, client: Client) -> None:
+    who = {"job_id": "job", "attempt": 1, "epoch": 2}
+    long = asyncio.create_task(generate(client, **who, sampling=Sampling(n=64, max_tokens=250)))
+    while not await under_way(service):
+        await asyncio.sleep(0.01)
+    ended = await client.call("POST", "/abort", AbortRequest(**who), Aborted, deadline_s=10)
+    with pytest.raises(Conflict):
+        await long
+    assert (ended.num_requests, await under_way(service)) == (1, False)
+
+
+async def test_a_prompt_that_the_template_refuses_is_data_to_a_job(
+    service: Running, client: Client
+) -> None:
+    who = {"job_id": "job", "attempt": 1, "epoch": 3}
+    await reload(client, service.publish(3, service.models / "tied", fence=(1, 3)))
+    prompt = {
+        "prompt_token_ids": None,
+        "prompt": ({"role": "user", "content": "a"},),
+        "template_args": {"refuse": True},
+        "sampling": Sampling(n=2, max_tokens=1),
+    }
+    group = await generate(client, **who, **prompt)
+    assert [rollout.finish_reason for rollout in group.rollouts] == ["error", "error"]
+    assert "chat template refused the messages" in (group.rollouts[0].error or "")
+    with pytest.raises(BadRequest, match="chat template refused the messages"):
+        await generate(client, **prompt)
+
+
+async def test_the_canarys_logprobs_are_hugging_faces(service: Running, client: Client) -> None:
+    ids = (5, 6, 7, 8, 9, 10)
+    canary = Canary(token_ids=TokenIds(ids), logprobs=Logprobs())
+    ref = service.publish(4, service.models / "tied2", fence=(1, 3))
+    served = await reload(client, ref.model_copy(update={"canary": canary}))
+    expected = reference_logprobs(service.models / "tied2", ids, 1)
+    assert list(served.canary_logprobs) == pytest.approx(expected, abs=1e-4)
+
+
+async def test_a_logprob_that_is_not_finite_is_one_rollouts_fault(
+    service: Running, client: Client
+) -> None:
+    def spoil(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.norm.weight"][:] = np.nan
+
+    await reload(client, service.publish(5, service.models / "tied", fence=(1, 3), change=spoil))
+    group = await generate(client, sampling=Sampling(n=2, max_tokens=4))
+    assert [(r.finish_reason, r.token_ids) for r in group.rollouts] == [("error", ())] * 2
+    assert "not finite" in (group.rollouts[0].error or "")
+    await reload(client, service.publish(6, service.models / "tied", fence=(1, 3)))
+    good = await generate(client, sampling=Sampling(n=2, max_tokens=8))
+    assert_sampled_by(service.models / "tied", good)
 
 
 async def test_the_openai_client_completes_streams_and_counts(service: Running) -> None:
@@ -444,26 +572,37 @@ async def test_the_openai_client_gets_typed_errors(service: Running) -> None:
             await api.completions.create(model="policy", prompt=[5] * 300, max_tokens=10)
 
 
-async def test_a_dead_engine_is_noticed_and_another_model_takes_its_place(
+async def test_an_engine_that_dies_during_a_reload_is_state_lost_until_another_model(
     service: Running, client: Client
 ) -> None:
-    old = service.engine_pid()
-    os.kill(old, signal.SIGKILL)
-    wait_for(lambda: httpx.get(f"{service.url}/readyz").status_code == 503, 10, "readyz to be 503")
+    engine = service.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    loading = asyncio.create_task(
+        reload(client, service.publish(7, service.models / "tied", fence=(1, 3)))
+    )
+    await asyncio.sleep(1.0)
+    assert not loading.done()
+    os.kill(engine, signal.SIGKILL)
+    with pytest.raises(StateLost, match="the engine process died"):
+        await asyncio.wait_for(loading, 10)
+    assert httpx.get(f"{service.url}/readyz").status_code == 503
+    with pytest.raises(StateLost, match="PUT /model starts a new one"):
+        await generate(client)
     spec = ModelRequest(model=str(service.models / "untied"), dtype="float32")
     await client.call("PUT", "/model", spec, ServingWeights, deadline_s=240)
     assert_sampled_by(
         service.models / "untied", await generate(client, sampling=Sampling(n=2, max_tokens=8))
     )
-    await reload(client, service.publish(1, service.models / "untied2", job="untied"))
+    ref = service.publish(1, service.models / "untied2", job="untied", fence=(2, 0))
+    await reload(client, ref)
     assert_sampled_by(
         service.models / "untied2", await generate(client, sampling=Sampling(n=2, max_tokens=8))
     )
+    headless = service.publish(
+        2, service.models / "untied2", job="untied", fence=(2, 0), drop="lm_head.weight"
+    )
     with pytest.raises(Failed, match=r"the first is 'lm_head\.weight'"):
-        await reload(
-            client,
-            service.publish(2, service.models / "untied2", job="untied", drop="lm_head.weight"),
-        )
+        await reload(client, headless)
 
 
 def test_a_terminated_service_leaves_nothing_within_ten_seconds(service: Running) -> None:

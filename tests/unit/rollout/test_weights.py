@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from services.rollout.weights import (
+    LOADERS,
+    Expected,
     compare,
+    expected_of,
     has_tied_embeddings,
+    prove,
     published_folder,
-    verify,
 )
-from shared.digest import digest_of
+from shared.digest import digest_of, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed
-from shared.wire import FolderWeights
+from shared.job import SyncMethod
+from shared.wire import FolderWeights, GpuWeights
 
 MODEL = {"embed": (4, 2), "norm": (2,)}
 
@@ -63,16 +68,76 @@ def test_the_output_matrix_is_optional_only_where_it_is_tied() -> None:
     )
 
 
-def test_verify_returns_the_digest_of_the_tensors(tmp_path: Path) -> None:
-    save_file({"norm": np.ones(2, np.float32)}, tmp_path / "m.safetensors")
-    digest = digest_of(tmp_path)
-    assert verify(ref(tmp_path, digest), tmp_path, {"norm": (2,)}, tied=False) == digest
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    folder = tmp_path / "shm" / "v3"
+    folder.mkdir(parents=True)
+    save_file(
+        {"norm": np.ones(2, np.float32), "bias": np.zeros(2, np.float32)},
+        folder / "model.safetensors",
+    )
+    return folder
 
 
-def test_other_bytes_are_refused_with_both_digests(tmp_path: Path) -> None:
-    save_file({"norm": np.ones(2, np.float32)}, tmp_path / "m.safetensors")
-    with pytest.raises(Failed, match=r"has digest [0-9a-f]{64}, expected abc; it was not loaded"):
-        verify(ref(tmp_path, "abc"), tmp_path, {"norm": (2,)}, tied=False)
+def expected(folder: Path, **shapes: tuple[int, ...]) -> Expected:
+    return Expected(shapes or {"norm": (2,), "bias": (2,)}, tied=False, roots=(folder.parent,))
+
+
+async def test_a_proven_version_has_the_digest_of_its_tensors(published: Path) -> None:
+    digest = digest_of(published)
+    assert (await prove(ref(published, digest), expected(published))).digest == digest
+
+
+async def test_other_bytes_are_refused_with_both_digests_and_the_tensor(published: Path) -> None:
+    tensors = {**tensor_digests(stored_tensors(published)), "norm": "as published"}
+    other = ref(published, "abc").model_copy(update={"tensors": tensors})
+    with pytest.raises(
+        Failed,
+        match=r"has digest [0-9a-f]{64}, expected abc \(1 tensors differ, the first is 'norm'\); "
+        "it was not loaded",
+    ) as caught:
+        await prove(other, expected(published))
+    assert caught.value.code == "digest_differs"
+
+
+async def test_tensors_of_another_model_are_another_fault_than_other_bytes(
+    published: Path,
+) -> None:
+    with pytest.raises(Failed, match="does not fit the model") as caught:
+        await prove(ref(published, digest_of(published)), expected(published, norm=(3,)))
+    assert caught.value.code == "tensors_differ"
+
+
+async def test_a_file_cut_short_is_refused_as_not_what_was_published(published: Path) -> None:
+    whole = ref(published, digest_of(published))
+    file = published / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(Failed, match=r"cannot be read: .* is not a whole safetensors") as caught:
+        await prove(whole, expected(published))
+    assert caught.value.code == "digest_differs"
+
+
+async def test_a_folder_that_is_gone_is_to_be_published_again(published: Path) -> None:
+    with pytest.raises(Failed, match="v4', which is not a folder here") as caught:
+        await prove(ref(published.parent / "v4"), expected(published))
+    assert caught.value.code == "digest_differs"
+
+
+async def test_a_method_without_a_loader_is_refused_by_name(tmp_path: Path) -> None:
+    gpu = GpuWeights(job_id="job", version=3, method="nccl", digest="", size_bytes=0, transfer={})
+    with pytest.raises(BadRequest, match=r"got method 'nccl', expected one of \['disk', 'shm'\]"):
+        await prove(gpu, expected(tmp_path / "shm"))
+
+
+def test_every_method_that_a_job_can_name_has_a_loader() -> None:
+    assert LOADERS.keys() == set(get_args(SyncMethod))
+
+
+def test_what_is_expected_is_what_the_models_folder_holds(published: Path) -> None:
+    (published / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    assert expected_of(published, (published,)) == Expected(
+        {"norm": (2,), "bias": (2,)}, tied=True, roots=(published,)
+    )
 
 
 def test_weights_lie_below_a_root(tmp_path: Path) -> None:
@@ -88,11 +153,6 @@ def test_weights_elsewhere_are_refused(tmp_path: Path, path: str) -> None:
     (tmp_path / "shm" / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadRequest, match="weights are loaded only from below"):
         published_folder(ref(tmp_path / path), (tmp_path / "shm",))
-
-
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match="v9', which is not a folder here"):
-        published_folder(ref(tmp_path / "v9"), (tmp_path,))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,138 @@
+"""Who may ask of the sampler, and what they have under way.
+
+A job's worker is superseded by a newer attempt, and a life of its weights by a newer epoch.
+Whoever is superseded is refused (Conflict, code "stale"), and what it has under way ends with the
+same error: so no group mixes weights of two lives. Requests by hand belong to no job and are never
+stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shared.errors import Conflict, HoneError
+from shared.wire import (
+    AbortRequest,
+    Fence,
+    Fenced,
+    Fencing,
+    GenerateRequest,
+    ModelRequest,
+    ServingWeights,
+)
+
+R = TypeVar("R")
+
+Asker = Fenced | GenerateRequest | ModelRequest | ServingWeights
+
+
+def life_of(asker: Asker) -> str:
+    """Names the job, the attempt and the epoch; "" without a job."""
+    return f"{asker.job_id}:{asker.attempt}:{asker.epoch}" if asker.job_id else ""
+
+
+class Fences:
+    """The newest fence that weights or a model were asked for with, and what was aborted."""
+
+    def __init__(self) -> None:
+        self._newest: Fence = (0, 0)
+        self._aborted: dict[str, Fence] = {}
+
+    def take_over(self, asker: Fenced | ModelRequest) -> None:
+        """Makes whoever is older than this asker stale. Raises Conflict if it is so itself."""
+        if asker.job_id is None:
+            return
+        self.refuse_stale(asker, asker.job_id)
+        self._newest = asker.fence
+        self._aborted = {
+            job_id: fence for job_id, fence in self._aborted.items() if fence >= asker.fence
+        }
+
+    def abort(self, request: AbortRequest) -> None:
+        """Makes the job stale up to this fence."""
+        aborted = self._aborted.get(request.job_id, request.fence)
+        self._aborted[request.job_id] = max(aborted, request.fence)
+
+    def check(self, request: GenerateRequest, serving: ServingWeights) -> None:
+        """Raises Conflict unless the job asks of its own weights of its own epoch."""
+        if request.job_id is None:
+            return
+        self.refuse_stale(request, request.job_id)
+        if life_of(request) != life_of(serving):
+            raise not_serving(request, serving)
+
+    def refuse_stale(self, asker: Fencing, job_id: str) -> None:
+        newest = max(self._newest, self._after_abort(job_id))
+        if asker.fence < newest:
+            raise stale(asker, job_id)
+
+    def _after_abort(self, job_id: str) -> Fence:
+        aborted = self._aborted.get(job_id)
+        return (aborted[0], aborted[1] + 1) if aborted else (0, 0)
+
+
+def stale(asker: Fencing, job_id: str) -> Conflict:
+    return Conflict(
+        f"attempt {asker.attempt}, epoch {asker.epoch} of job {job_id!r} was superseded or "
+        "aborted; expected nothing more of it",
+        code="stale",
+    )
+
+
+def not_serving(request: GenerateRequest, serving: ServingWeights | Fenced) -> Conflict:
+    have = (
+        f"those of attempt {serving.attempt}, epoch {serving.epoch} of job {serving.job_id!r}"
+        if serving.job_id
+        else "no job's"
+    )
+    return Conflict(
+        f"attempt {request.attempt}, epoch {request.epoch} of job {request.job_id!r} asks, but "
+        f"the weights that serve are {have}; reload the weights first",
+        code="out_of_order",
+    )
+
+
+@dataclass
+class _UnderWay:
+    request: GenerateRequest
+    ended: HoneError | None = None
+
+
+class Requests:
+    """What is being sampled, and for whom."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[asyncio.Task[Any], _UnderWay] = {}
+
+    async def run(self, request: GenerateRequest, work: Coroutine[Any, Any, R]) -> R:
+        """Returns what `work` gives, or raises what `end` was given for this request. It can be
+        ended from the moment of the call."""
+        task = asyncio.create_task(work)
+        entry = self._under_way[task] = _UnderWay(request)
+        try:
+            await asyncio.wait({task})
+        finally:
+            task.cancel()
+            del self._under_way[task]
+        if entry.ended:
+            raise entry.ended
+        return task.result()
+
+    def end(
+        self,
+        which: Callable[[GenerateRequest], bool],
+        error: Callable[[GenerateRequest], HoneError],
+    ) -> int:
+        """Ends the requests that `which` picks, each with its error. Returns how many."""
+        ended = [
+            (task, entry)
+            for task, entry in self._under_way.items()
+            if entry.ended is None and which(entry.request)
+        ]
+        for task, entry in ended:
+            entry.ended = error(entry.request)
+            task.cancel()
+        return len(ended)

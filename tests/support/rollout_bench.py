@@ -1,0 +1,239 @@
+"""The rollout service in this process: the real app and client, and an engine that fails on demand
+at the `Engine` seam."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import numpy as np
+from safetensors.numpy import save_file
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
+
+from services.rollout.app import create_service
+from services.rollout.engine import BadPrompt
+from services.rollout.sampler import Sampler
+from services.rollout.versions import label, spans
+from shared.client import Client
+from shared.config import Settings
+from shared.digest import digest_of
+from shared.errors import BadRequest, StateLost
+from shared.wire import (
+    Aborted,
+    AbortRequest,
+    EngineSpec,
+    FolderWeights,
+    GenerateRequest,
+    Message,
+    ModelRequest,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    ServingWeights,
+)
+
+SPEC = ModelRequest(model="tiny")
+OTHER = ModelRequest(model="other")
+
+
+@dataclass
+class Labelled:
+    version: str
+    start: int
+
+
+@dataclass
+class FakeEngine:
+    """Answers each prompt with its own last token, or with `outcome`. `calls` records what the
+    service asked for, in order."""
+
+    folder: Path
+    max_model_len: int = 16
+    vocab_size: int = 10
+    openai: ASGIApp = field(default_factory=lambda: JSONResponse({"from": "the engine"}))
+    calls: list[Any] = field(default_factory=list)
+    label: str = "default"
+    dead: bool = False
+    fail_load: BaseException | None = None
+    outcome: tuple[Rollout, ...] = ()
+    frozen: asyncio.Event = field(default_factory=asyncio.Event)
+    loading: asyncio.Event = field(default_factory=asyncio.Event)
+    samples: int = 0
+    under_way: int = 0
+
+    def __post_init__(self) -> None:
+        self.frozen.set()
+        self.loading.set()
+
+    def encode(
+        self, prompt: str | tuple[Message, ...], template_args: Mapping[str, Any]
+    ) -> list[int]:
+        if "refuse" in template_args:
+            raise BadPrompt("the model's chat template refused the messages")
+        return [len(prompt) + len(template_args)] if prompt else []
+
+    async def sample(
+        self, prompt_token_ids: list[int], sampling: Sampling, *, life: str, salt: str
+    ) -> tuple[Rollout, ...]:
+        """Begins under the label of now, and ends under that of when it is not frozen."""
+        self.samples += 1
+        self.under_way += 1
+        labels = [Labelled(self.label, 0)]
+        try:
+            await self.frozen.wait()
+        finally:
+            self.under_way -= 1
+        if self.label != labels[0].version:
+            labels.append(Labelled(self.label, 1))
+        one = Rollout(
+            text=salt,
+            token_ids=(prompt_token_ids[-1],),
+            logprobs=(-0.5,),
+            finish_reason="stop",
+            spans=spans(labels, life),
+        )
+        return self.outcome or (one,) * sampling.n
+
+    async def logprobs(self, token_ids: list[int]) -> list[float]:
+        self.calls.append(token_ids)
+        return [-float(id) for id in token_ids[1:]]
+
+    async def pause(self, *, abort: bool = False) -> None:
+        if self.dead:
+            raise StateLost("the engine process died")
+        self.calls.append("abort" if abort else "pause")
+        self.frozen.clear()
+        if abort:
+            self.frozen.set()
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+        self.frozen.set()
+
+    async def load_files(self, folder: Path) -> None:
+        self.calls.append(folder.name)
+        await self.loading.wait()
+        if self.fail_load:
+            raise self.fail_load
+
+    async def set_version(self, life: str, version: int) -> None:
+        self.calls.append(version)
+        self.label = label(life, version)
+
+    async def failure(self) -> str | None:
+        return "the engine process died" if self.dead else None
+
+    def num_running(self) -> int:
+        return 3
+
+    async def stop(self) -> None:
+        self.calls.append("stop")
+
+
+class RolloutBench:
+    """The service with everything a test reaches for. It is its own starter of engines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = folder / "model"
+        self.runs = folder / "runs"
+        self.model.mkdir()
+        (self.model / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+        save_file(
+            {"w": np.zeros((2, 2), np.float32), "b": np.zeros(2, np.float32)},
+            self.model / "model.safetensors",
+        )
+        self.engines: list[FakeEngine] = []
+        self.start_error: BaseException | None = None
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.sampler = Sampler(self, (self.runs,), replica="here:1")
+        self.service = create_service(Settings(runs_dir=self.runs), self.sampler)
+        self.transport = httpx.ASGITransport(app=self.service.app)
+        self.client = Client("rollout", "http://localhost", binary=True, transport=self.transport)
+
+    async def preload(self) -> None:
+        await asyncio.sleep(0)
+
+    async def find_model(self, spec: EngineSpec) -> Path:
+        if spec.model == "missing":
+            raise BadRequest("'model': got 'missing', which is no folder here")
+        return self.model
+
+    async def start(self, spec: EngineSpec, folder: Path) -> FakeEngine:
+        await asyncio.sleep(0)
+        await self.may_start.wait()
+        if self.start_error:
+            raise self.start_error
+        self.engines.append(FakeEngine(folder))
+        return self.engines[-1]
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.engines[-1]
+
+    def publish(
+        self,
+        version: int,
+        job: str = "job",
+        fence: tuple[int, int] = (0, 0),
+        **tensors: np.ndarray,
+    ) -> FolderWeights:
+        folder = self.runs / job / f"v{version}"
+        folder.mkdir(parents=True, exist_ok=True)
+        values = tensors or {
+            "w": np.full((2, 2), version, np.float32),
+            "b": np.zeros(2, np.float32),
+        }
+        save_file(values, folder / "model.safetensors")
+        return FolderWeights(
+            job_id=job,
+            attempt=fence[0],
+            epoch=fence[1],
+            version=version,
+            method="disk",
+            path=str(folder),
+            digest=digest_of(folder),
+            size_bytes=0,
+        )
+
+    async def put(self, spec: ModelRequest = SPEC) -> ServingWeights:
+        return await self.client.call("PUT", "/model", spec, ServingWeights, deadline_s=5)
+
+    async def reload(self, ref: FolderWeights) -> ServingWeights:
+        return await self.client.call("POST", "/reload_weights", ref, ServingWeights, deadline_s=2)
+
+    async def generate(
+        self, deadline_s: float = 0.3, key: str | None = None, **request: Any
+    ) -> RolloutGroup:
+        body = GenerateRequest(
+            **{"prompt_token_ids": (1, 2), "sampling": Sampling(max_tokens=4), **request}
+        )
+        return await self.client.call(
+            "POST", "/generate", body, RolloutGroup, deadline_s=deadline_s, key=key
+        )
+
+    async def abort(self, job: str = "job", attempt: int = 0, epoch: int = 0) -> int:
+        body = AbortRequest(job_id=job, attempt=attempt, epoch=epoch)
+        return (await self.client.call("POST", "/abort", body, Aborted, deadline_s=2)).num_requests
+
+    async def frozen_generate(self, **request: Any) -> asyncio.Task[RolloutGroup]:
+        """Returns a request that is under way, and stays so until the engine resumes."""
+        before = self.engine.under_way
+        self.engine.frozen.clear()
+        task = asyncio.create_task(self.generate(deadline_s=5, **request))
+        while self.engine.under_way == before and not task.done():
+            await asyncio.sleep(0.001)
+        return task
+
+    async def raw(self, method: str, path: str, **options: Any) -> httpx.Response:
+        async with httpx.AsyncClient(transport=self.transport, base_url="http://localhost") as http:
+            return await http.request(method, path, **options)
