@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from hone.background import Background
 from shared import client as shared_client
@@ -19,6 +22,7 @@ from shared.wire import (
     JobDeleted,
     JobList,
     JobRecord,
+    JobState,
     MetricsList,
     RegradeReport,
     RegradeRequest,
@@ -30,8 +34,11 @@ from shared.wire import (
 SUBMIT_DEADLINE_S = 1800.0
 REGRADE_DEADLINE_S = 3600.0
 DELETE_DEADLINE_S = 600.0
+CHANGE_DEADLINE_S = 30.0
 RECONNECT_S = 60.0
 PING_DEADLINE_S = 1.0
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class Client:
@@ -76,33 +83,40 @@ class Client:
         try:
             return self._background.run(self._client.get(f"/v1/jobs/{job}", JobRecord))
         except NotFound:
-            for record in self.list():
+            for record in self.list().jobs:
                 if record.name == job:
                     return record
             raise
 
-    def list(self, limit: int = 1000) -> tuple[JobRecord, ...]:
+    def list(self, limit: int = 1000) -> JobList:
         """Returns the newest `limit` jobs, newest first."""
-        return self._background.run(self._client.get(f"/v1/jobs?limit={limit}", JobList)).jobs
+        return self._background.run(self._client.get(f"/v1/jobs?limit={limit}", JobList))
 
-    def cancel(self, job: str) -> JobRecord:
+    def cancel(self, job: str) -> JobState:
         """Cancels a queued or paused job now, a running one within seconds."""
-        return self._change(job, "cancel")
+        return self._post(job, "cancel")
 
-    def pause(self, job: str) -> JobRecord:
+    def pause(self, job: str) -> JobState:
         """Pauses a queued job now, a running one within seconds; another job may then run."""
-        return self._change(job, "pause")
+        return self._post(job, "pause")
 
-    def resume(self, job: str) -> JobRecord:
+    def resume(self, job: str) -> JobState:
         """Queues a paused job again; it goes on where it was."""
-        return self._change(job, "resume")
+        return self._post(job, "resume")
 
     def delete(self, job: str, *, files: bool = False) -> JobDeleted:
         """Forgets a job that has ended, with its events. `files` removes its run folder and the
         checkpoints in it as well. Raises Conflict for a job that has not ended."""
-        path = f"/v1/jobs/{self.get(job).id}?files={str(files).lower()}"
-        return self._background.run(
-            self._client.call("DELETE", path, None, JobDeleted, deadline_s=DELETE_DEADLINE_S)
+        query = f"files={str(files).lower()}"
+        return self._change(
+            job,
+            lambda job_id: self._client.call(
+                "DELETE",
+                f"/v1/jobs/{job_id}?{query}",
+                None,
+                JobDeleted,
+                deadline_s=DELETE_DEADLINE_S,
+            ),
         )
 
     def metrics(self, job: str, after_step: int = -1) -> MetricsList:
@@ -179,8 +193,18 @@ class Client:
         assert record.status in TERMINAL
         return record
 
-    def _change(self, job: str, action: str) -> JobRecord:
-        path = f"/v1/jobs/{self.get(job).id}/{action}"
-        return self._background.run(
-            self._client.call("POST", path, None, JobRecord, deadline_s=30.0)
+    def _post(self, job: str, action: str) -> JobState:
+        return self._change(
+            job,
+            lambda job_id: self._client.call(
+                "POST", f"/v1/jobs/{job_id}/{action}", None, JobState, deadline_s=CHANGE_DEADLINE_S
+            ),
         )
+
+    def _change(self, job: str, call: Callable[[str], Coroutine[Any, Any, M]]) -> M:
+        """Tries `job` as an id first and reads no record for it: a job whose record cannot be read
+        can be cancelled and removed."""
+        try:
+            return self._background.run(call(job))
+        except NotFound:
+            return self._background.run(call(self.get(job).id))

@@ -676,6 +676,17 @@ class JobRecord(Wire):
     job: Job
 
 
+class JobState(Wire):
+    """What a job's state is once it was cancelled, paused or resumed: fields of its record, which
+    can be told also of a job whose record another version of Hone wrote."""
+
+    id: JobId
+    status: JobStatus
+    cancel_requested: bool = False
+    pause_requested: bool = False
+    error: str | None = None
+
+
 class JobList(Wire):
     """Newest first. `next_after` goes back as `?after=` for the next page; None at the end.
     `unreadable` are the ids of those on the page that another version of Hone wrote and this one

@@ -10,9 +10,11 @@ import typer
 
 from hone import view
 from hone.commands.logs import follow
-from hone.shell import JobArgument, Output, OutputOption, command, connect, out, show
+from hone.shell import JobArgument, Output, OutputOption, command, connect, err, out, show
 from shared.job_file import load_job
 from shared.wire import TERMINAL
+
+NO_JOBS = "no jobs yet; `hone submit JOB.toml` starts one"
 
 
 @command
@@ -53,9 +55,15 @@ def ls(
 ) -> None:
     """List jobs, newest first."""
     with connect() as client:
-        records = client.list(limit)
-    none = "no jobs yet; `hone submit JOB.toml` starts one"
-    show(output, records, lambda: view.job_table(records) if records else none)
+        listed = client.list(limit)
+    show(output, listed.jobs, lambda: view.job_table(listed.jobs) if listed.jobs else NO_JOBS)
+    if listed.unreadable:
+        err.print(
+            f"not shown, for this version of Hone cannot read them: {', '.join(listed.unreadable)}",
+            soft_wrap=True,
+            markup=False,
+            highlight=False,
+        )
 
 
 @command
@@ -70,28 +78,28 @@ def get(job: JobArgument, output: OutputOption = Output.table) -> None:
 def cancel(job: JobArgument, output: OutputOption = Output.table) -> None:
     """Cancel a job."""
     with connect() as client:
-        record = client.cancel(job)
-    state = "cancelled" if record.status in TERMINAL else "being cancelled"
-    show(output, record, lambda: f"job {record.id} is {state}")
+        state = client.cancel(job)
+    done = "cancelled" if state.status in TERMINAL else "being cancelled"
+    show(output, state, lambda: f"job {state.id} is {done}")
 
 
 @command
 def pause(job: JobArgument, output: OutputOption = Output.table) -> None:
     """Pause a job: it lets go of the services, and keeps all it has."""
     with connect() as client:
-        record = client.pause(job)
-    state = "paused" if record.status == "paused" else "being paused"
-    goes_on = f"`hone resume {record.id}` goes on from there"
-    show(output, record, lambda: f"job {record.id} is {state}; {goes_on}")
+        state = client.pause(job)
+    done = "paused" if state.status == "paused" else "being paused"
+    goes_on = f"`hone resume {state.id}` goes on from there"
+    show(output, state, lambda: f"job {state.id} is {done}; {goes_on}")
 
 
 @command
 def resume(job: JobArgument, output: OutputOption = Output.table) -> None:
     """Let a paused job go on where it was."""
     with connect() as client:
-        record = client.resume(job)
-    watches = f"`hone logs -f {record.id}` watches it"
-    show(output, record, lambda: f"job {record.id} is {record.status}; {watches}")
+        state = client.resume(job)
+    watches = f"`hone logs -f {state.id}` watches it"
+    show(output, state, lambda: f"job {state.id} is {state.status}; {watches}")
 
 
 @command

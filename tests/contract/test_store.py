@@ -31,6 +31,7 @@ from shared.job import Job
 from tests.support.stream_proxy import StreamProxy
 
 TRAINER = "http://trainer"
+RUNS = Path("/runs")
 JOB = Job.model_validate(
     {
         "name": "demo",
@@ -67,7 +68,7 @@ async def raw(redis_url: str) -> AsyncGenerator[Any]:
 
 
 async def submit(store: Store, **changes: Any) -> str:
-    return (await store.submit(JOB.model_copy(update=changes), Path("/runs"), None)).id
+    return (await store.submit(JOB.model_copy(update=changes), RUNS, None)).id
 
 
 async def take(store: Store, trainer: str = TRAINER, lease_s: float = 30) -> Lease:
@@ -324,7 +325,7 @@ async def test_an_id_that_is_another_jobs_is_never_answered_as_that_job(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "new_job_id", lambda name: f"{name}-same")
-    first = await store.submit(JOB, Path("/runs"), None)
+    first = await store.submit(JOB, RUNS, None)
     for job in (JOB, JOB.model_copy(update={"steps": 3})):
         with pytest.raises(Conflict, match="there is a job 'demo-same' already"):
             await store.submit(job, Path("/runs"), "key")
@@ -433,8 +434,10 @@ async def test_a_record_that_cannot_be_read_is_named_and_hides_no_other(
     assert [record.id for record in (await store.list(page.next_after, 2)).jobs] == [ids[0]]
     with pytest.raises(Unreadable, match=f"the record of job '{ids[1]}'.*cannot be read"):
         await store.get(ids[1])
-    with pytest.raises(Unreadable):
-        await store.cancel(ids[1])
+    assert (await store.pause(ids[1])).status == "paused"
+    assert (await store.resume(ids[1])).status == "queued"
+    assert (await store.cancel(ids[1])).status == "cancelled"
+    assert await store.ended_run_dir(ids[1]) == RUNS / ids[1]
     await store.delete(ids[1])
     assert (await store.list(None, 10)).unreadable == ()
 
@@ -445,6 +448,16 @@ async def test_what_is_no_job_does_not_stop_the_queue(store: Store, raw: Any) ->
     await raw.set(keys.job(ids[1]), "a text")
     assert (await store.list(None, 10)).unreadable == (ids[1],)
     assert (await take(store)).job_id == ids[2]
+    assert await store.ended_run_dir(ids[1]) is None
+    assert (await store.delete(ids[1])).id == ids[1]
+
+
+async def test_a_status_of_another_version_is_left_as_it_is(store: Store, raw: Any) -> None:
+    job_id = await submit(store)
+    await raw.hset(keys.job(job_id), "status", "dreaming")
+    with pytest.raises(Unreadable, match=r"the record of job .*cannot be read"):
+        await store.cancel(job_id)
+    assert await store.status(job_id) == "dreaming"
 
 
 async def test_an_event_that_cannot_be_read_is_shown_at_its_place(store: Store, raw: Any) -> None:

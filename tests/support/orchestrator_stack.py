@@ -22,7 +22,7 @@ from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
-from shared.wire import TERMINAL, Event, EventList, JobRecord, SubmitRequest
+from shared.wire import TERMINAL, Event, EventList, JobRecord, JobState, SubmitRequest
 from tests.support.fake_services import FakeServices
 
 
@@ -42,8 +42,8 @@ class Stack:
     async def get(self, job_id: str) -> JobRecord:
         return await self.client.get(f"/v1/jobs/{job_id}", JobRecord)
 
-    async def post(self, path: str) -> JobRecord:
-        return JobRecord.model_validate(
+    async def post(self, path: str) -> JobState:
+        return JobState.model_validate(
             (await self.http.post(f"/v1/jobs/{path}")).raise_for_status().json()
         )
 

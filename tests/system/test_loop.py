@@ -34,6 +34,7 @@ from shared.wire import (
     TERMINAL,
     EventList,
     JobRecord,
+    JobState,
     RegradeReport,
     RolloutList,
     ServingWeights,
@@ -398,7 +399,7 @@ async def test_a_reward_function_of_the_users_own_runs_and_its_mistakes_pause_th
             assert sentence in (record.error or "")
             if status == "paused":
                 await client.call(
-                    "POST", f"/v1/jobs/{record.id}/cancel", None, JobRecord, deadline_s=10
+                    "POST", f"/v1/jobs/{record.id}/cancel", None, JobState, deadline_s=10
                 )
 
 

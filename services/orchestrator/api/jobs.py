@@ -17,7 +17,7 @@ from shared.errors import BadRequest, Failed, Unavailable
 from shared.job import Job
 from shared.models import model_folder
 from shared.service import Service, request_key
-from shared.wire import JobDeleted, JobList, JobRecord, SubmitRequest
+from shared.wire import JobDeleted, JobList, JobRecord, JobState, SubmitRequest
 
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
@@ -53,18 +53,18 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         return deleted.model_copy(update={"files": files})
 
     @app.post("/v1/jobs/{job_id}/cancel")
-    async def cancel_job(job_id: str) -> JobRecord:
+    async def cancel_job(job_id: str) -> JobState:
         """Cancels a queued or paused job now, a running one within seconds."""
         return await store.cancel(job_id)
 
     @app.post("/v1/jobs/{job_id}/pause")
-    async def pause_job(job_id: str) -> JobRecord:
+    async def pause_job(job_id: str) -> JobState:
         """Pauses a queued job now, a running one within seconds. The worker is then free for the
         next job."""
         return await store.pause(job_id)
 
     @app.post("/v1/jobs/{job_id}/resume")
-    async def resume_job(job_id: str) -> JobRecord:
+    async def resume_job(job_id: str) -> JobState:
         """Queues a paused job again. It goes on where it was."""
         return await store.resume(job_id)
 

@@ -28,7 +28,7 @@ from services.orchestrator.queue.ids import new_job_id
 from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
 from shared.job import JOB_ID, Job
 from shared.logs import get_logger
-from shared.wire import TERMINAL, Checkpoint, Event, JobDeleted, JobList, JobRecord
+from shared.wire import TERMINAL, Checkpoint, Event, JobDeleted, JobList, JobRecord, JobState
 
 SCHEMA = 1
 """Version of what is written into a job's hash. Readers ignore fields that they do not know."""
@@ -200,8 +200,8 @@ class Store:
             unreadable=tuple(unreadable),
         )
 
-    async def cancel(self, job_id: str) -> JobRecord:
-        """Returns the record of the job, which is cancelled now if it was queued or paused and soon
+    async def cancel(self, job_id: str) -> JobState:
+        """Returns the state of the job, which is cancelled now if it was queued or paused and soon
         if it runs. Cancelling twice is cancelling once. Raises Conflict if it has ended
         otherwise."""
         before = await self._call(self._cancel, id=_known(job_id))
@@ -210,34 +210,36 @@ class Store:
                 f"job {job_id!r} has {before}; only a queued, running or paused job can be "
                 "cancelled"
             )
-        return await self.get(job_id)
+        return await self._state(job_id)
 
-    async def pause(self, job_id: str) -> JobRecord:
-        """Returns the record of the job, which is paused now if it was queued and soon if it runs.
+    async def pause(self, job_id: str) -> JobState:
+        """Returns the state of the job, which is paused now if it was queued and soon if it runs.
         Pausing twice is pausing once. Raises Conflict if it has ended."""
         before = await self._call(self._pause, id=_known(job_id), paused=PAUSED_ON_REQUEST)
         if before in TERMINAL:
             raise Conflict(
                 f"job {job_id!r} {_has(before)}; only a queued or running job can be paused"
             )
-        return await self.get(job_id)
+        return await self._state(job_id)
 
-    async def resume(self, job_id: str) -> JobRecord:
-        """Returns the record of the job, which is queued again if it was paused; a pause that was
-        asked for and did not come about yet is called off. Raises Conflict if it has ended."""
+    async def resume(self, job_id: str) -> JobState:
+        """Returns the state of the job, which is queued again if it was paused; a pause that was
+        asked for and has not happened yet is called off. Raises Conflict if it has ended."""
         before = await self._call(self._resume, id=_known(job_id))
         if before in TERMINAL:
             raise Conflict(f"job {job_id!r} {_has(before)}; only a paused job can be resumed")
-        return await self.get(job_id)
+        return await self._state(job_id)
 
     async def ended_run_dir(self, job_id: str) -> Path | None:
         """Returns the run folder of an ended job, None if there is no such job (any more). Raises
         Conflict for a job that has not ended."""
-        names = ["status", "run_dir"]
-        status, run_dir = await self._do(self._redis.hmget(keys.job(_known(job_id)), names))
-        if status and status not in TERMINAL:
-            raise _not_ended(job_id, status)
-        return Path(run_dir) if run_dir else None
+        try:
+            fields = await self._hash(keys.job(_known(job_id)))
+        except Unreadable:  # no record at all; `delete` removes what is there
+            return None
+        if "status" in fields and fields["status"] not in TERMINAL:
+            raise _not_ended(job_id, fields["status"])
+        return Path(fields["run_dir"]) if "run_dir" in fields else None
 
     async def delete(self, job_id: str) -> JobDeleted:
         """Forgets an ended job: record, events and idempotency key. Deleting twice is deleting
@@ -345,7 +347,18 @@ class Store:
         key = keys.CALL + secrets.token_hex(12)
         return await self._do(script(keys=[key], args=[json.dumps(call)]))
 
+    async def _state(self, job_id: str) -> JobState:
+        """Reads no more of the record than it returns."""
+        fields = await self._hash(keys.job(job_id))
+        if not fields:
+            raise _no_job(job_id)
+        try:
+            return JobState.model_validate(fields, extra="ignore")
+        except ValueError as error:
+            raise _unreadable(job_id, fields, error) from error
+
     async def _hash(self, key: str) -> dict[str, str]:
+        """Returns the hash; raises Unreadable for a key that is none."""
         try:
             return await self._redis.hgetall(key)
         except ResponseError as error:
@@ -432,11 +445,15 @@ def _record(job_id: str, fields: dict[str, str]) -> JobRecord:
             shown["summary"] = json.loads(fields["summary"])
         return JobRecord.model_validate(shown, extra="ignore")
     except (KeyError, ValueError) as error:  # ValueError is also pydantic's and json's
-        raise Unreadable(
-            f"the record of job {job_id!r} (schema {fields.get('schema', '0')}) cannot be read by "
-            f"this version of Hone (schema {SCHEMA}): {_first_line(error)}; use the version that "
-            f"wrote it, or POST /v1/jobs/{job_id}/cancel and DELETE /v1/jobs/{job_id}"
-        ) from error
+        raise _unreadable(job_id, fields, error) from error
+
+
+def _unreadable(job_id: str, fields: dict[str, str], error: Exception) -> Unreadable:
+    return Unreadable(
+        f"the record of job {job_id!r} (schema {fields.get('schema', '0')}) cannot be read by "
+        f"this version of Hone (schema {SCHEMA}): {_first_line(error)}; use the version that "
+        f"wrote it, or `hone cancel {job_id}` and `hone rm {job_id}`"
+    )
 
 
 def _event(job_id: str, id: str, fields: dict[str, str]) -> Event:
