@@ -131,11 +131,14 @@ class Trainer:
             if loaded.last[0] != fingerprint:
                 raise Conflict(
                     f"step {request.step} was already applied, with another body; expected the "
-                    "same body again"
+                    "same body again",
+                    code="body_differs",
                 )
             return loaded.last[1]
         if request.step != loaded.step + 1:
-            raise Conflict(f"got step {request.step}, expected {loaded.step + 1}")
+            raise Conflict(
+                f"got step {request.step}, expected {loaded.step + 1}", code="out_of_order"
+            )
         result = self._apply(loaded, request)
         loaded.step, loaded.last = request.step, (fingerprint, result)
         loaded.skipped_steps += result.skipped
@@ -149,7 +152,8 @@ class Trainer:
         loaded = self._job(request)
         if request.version != loaded.step:
             raise Conflict(
-                f"got version {request.version}, expected {loaded.step}, the last applied step"
+                f"got version {request.version}, expected {loaded.step}, the last applied step",
+                code="out_of_order",
             )
         engine, publisher = loaded.engine, loaded.publisher
 
@@ -170,7 +174,8 @@ class Trainer:
         )
         if known is None and request.step != loaded.step:
             raise Conflict(
-                f"got step {request.step}, expected {loaded.step}, the last applied step"
+                f"got step {request.step}, expected {loaded.step}, the last applied step",
+                code="out_of_order",
             )
         if known:
             return known if self._ranks.rank == 0 else None

@@ -33,6 +33,19 @@ def checkpointing(job: Job, every: int) -> Job:
     return job.model_copy(update={"checkpoints": CheckpointSpec(every=every)})
 
 
+def away(stack: Stack, route: str, times: int) -> Callable[[Any], Any]:
+    """A fault: the service answers 503 that many times, once the job is submitted (which asks for
+    the validation of its rewards)."""
+    left = iter(range(times))
+
+    async def fault(_: Any) -> None:
+        of_the_submission = route == "validate" and stack.fakes.calls[route] == 1
+        if not of_the_submission and next(left, None) is not None:
+            raise Unavailable("the service has no GPU")
+
+    return fault
+
+
 async def warnings(stack: Stack, job_id: str) -> list[Event]:
     return [event for event in await stack.events(job_id) if event.level == "warning"]
 
@@ -88,18 +101,40 @@ async def test_replayed_steps_train_on_what_was_sampled_the_first_time(stack: St
             )
 
 
-async def test_recoveries_are_bounded_and_the_job_then_fails_with_the_reason(stack: Stack) -> None:
+async def test_recoveries_in_a_row_are_bounded_and_the_job_then_pauses(stack: Stack) -> None:
     async def restart(body: Any) -> None:
-        if body.step == 4:
+        if body.step == 4 and stack.fakes.calls["job"] <= 4:
             stack.fakes.restart_trainer()
 
     stack.fakes.fault["train_step"] = restart
-    record = await stack.until((await stack.submit(checkpointing(stack.job, 2))).id)
-    assert record.status == "failed" and record.recoveries == 3 and record.step == 3
-    assert record.error is not None and record.error.startswith(
-        "got step 4, expected 3; if a service was restarted, submit"
+    job_id = (await stack.submit(checkpointing(stack.job, 2))).id
+    paused = await stack.until(job_id, "paused", "failed")
+    assert (paused.status, paused.recoveries, paused.step) == ("paused", 3, 3)
+    assert paused.error == (
+        "got step 4, expected 3; see that it works (`hone doctor` shows how the services are), "
+        f"then `hone resume {job_id}` goes on from there"
     )
-    assert len(await warnings(stack, record.id)) == 3
+    assert len(await warnings(stack, job_id)) == 3 + 1
+    await stack.post(f"{job_id}/resume")
+    done = await stack.until(job_id)
+    assert (done.status, done.recoveries) == ("succeeded", 0)
+    assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
+
+
+async def test_progress_counts_recoveries_anew(stack: Stack) -> None:
+    """Five failures, each after a step that was not done before: more than are allowed in a row."""
+    seen: set[int] = set()
+
+    async def fail(body: Any) -> None:
+        if body.step in (2, 3, 4, 5, 6) and body.step not in seen:
+            seen.add(body.step)
+            raise Failed("rank 0: connection closed by peer")
+
+    stack.fakes.fault["train_step"] = fail
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.recoveries) == ("succeeded", 5)
+    messages = [event.message for event in await warnings(stack, record.id)]
+    assert all(message.endswith("(recovery 1 of 3)") for message in messages)
 
 
 async def test_a_call_that_fails_as_the_trainer_goes_down_is_a_restart_and_not_the_jobs_failure(
@@ -114,14 +149,17 @@ async def test_a_call_that_fails_as_the_trainer_goes_down_is_a_restart_and_not_t
     assert (record.status, record.recoveries) == ("succeeded", 1)
 
 
-async def test_a_trainer_that_fails_and_was_not_restarted_fails_the_job(stack: Stack) -> None:
-    def fail() -> None:
-        raise Failed("the update is not finite; set training.on_nonfinite to skip")
+async def test_a_trainer_that_fails_again_and_again_pauses_the_job(stack: Stack) -> None:
+    async def fail(body: Any) -> None:
+        if body.step == 3:
+            raise Failed("the update is not finite; set training.on_nonfinite to skip")
 
-    stack.fakes.fault["train_step"] = once(3, fail)
-    record = await stack.until((await stack.submit()).id)
-    assert (record.status, record.recoveries, record.step) == ("failed", 0, 2)
-    assert record.error == "the update is not finite; set training.on_nonfinite to skip"
+    stack.fakes.fault["train_step"] = fail
+    record = await stack.until((await stack.submit()).id, "paused", "failed")
+    assert (record.status, record.recoveries, record.step) == ("paused", 3, 2)
+    assert record.error is not None and record.error.startswith(
+        "the update is not finite; set training.on_nonfinite to skip; see that it works"
+    )
 
 
 async def test_a_trainer_that_lost_everything_is_given_the_job_again(stack: Stack) -> None:
@@ -147,27 +185,39 @@ async def test_a_sampler_that_lost_its_weights_is_given_them_again(stack: Stack)
     ] == list(range(1, 9))
 
 
-async def test_services_that_never_came_are_not_recovered_from(stack: Stack) -> None:
-    async def away(_: Any) -> None:
-        raise Unavailable("the trainer has no GPU")
-
+@pytest.mark.parametrize("route", ["validate", "job", "model"])
+async def test_a_service_that_is_away_at_the_start_pauses_the_job(stack: Stack, route: str) -> None:
     stack.settings.__dict__["patience_s"] = 0.3
-    stack.fakes.fault["job"] = away
-    record = await stack.until((await stack.submit()).id)
-    assert (record.status, record.recoveries) == ("failed", 0)
-    assert record.error is not None and record.error.startswith(
-        "the trainer has no GPU; if a service was restarted"
+    stack.fakes.fault[route] = away(stack, route, 1_000_000)
+    job_id = (await stack.submit()).id
+    paused = await stack.until(job_id, "paused", "failed")
+    assert (paused.status, paused.recoveries) == ("paused", 3)
+    assert paused.error is not None and paused.error.startswith(
+        "the service has no GPU; see that it works (`hone doctor` shows how the services are), "
     )
+    stack.fakes.fault.clear()
+    await stack.post(f"{job_id}/resume")
+    assert (await stack.until(job_id)).status == "succeeded"
 
 
-async def test_a_trainer_that_refuses_the_job_ends_it_with_its_own_words(stack: Stack) -> None:
+async def test_a_service_that_comes_late_needs_nobody(stack: Stack) -> None:
+    stack.settings.__dict__["patience_s"] = 0.3
+    stack.fakes.fault["validate"] = away(stack, "validate", 5)
+    record = await stack.until((await stack.submit()).id)
+    assert record.status == "succeeded" and 1 <= record.recoveries <= 3
+
+
+async def test_a_trainer_that_refuses_the_job_pauses_it_with_its_own_words(stack: Stack) -> None:
+    words = "the checkpoint '/c' was written by 2 rank(s), and this trainer has 1"
+
     async def refuse(_: Any) -> None:
-        raise Conflict("the checkpoint '/c' was written by 2 rank(s), and this trainer has 1")
+        raise Conflict(words)
 
     stack.fakes.fault["job"] = refuse
-    record = await stack.until((await stack.submit()).id)
-    assert (record.status, record.recoveries) == ("failed", 0)
-    assert record.error == "the checkpoint '/c' was written by 2 rank(s), and this trainer has 1"
+    job_id = (await stack.submit()).id
+    paused = await stack.until(job_id, "paused", "failed")
+    assert (paused.status, paused.recoveries) == ("paused", 0)
+    assert paused.error == f"{words}; see to it, then `hone resume {job_id}` goes on from there"
 
 
 async def test_checkpoints_that_the_trainer_found_damaged_are_told(stack: Stack) -> None:

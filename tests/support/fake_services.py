@@ -1,9 +1,9 @@
 """Stand-ins for rollout, trainer and reward at the HTTP seam, to reach the orchestrator's faults on
 demand.
 
-They speak the real wire through the real service factory and are as thin as can be: the "model"
-answers right with probability `version / 10`, so that a run's reward rises only if its weights are
-trained and pushed.
+They speak the real wire through the real service factory, refuse whoever is superseded, and are
+otherwise as thin as can be: the "model" answers right with probability `version / 10`, so that a
+run's reward rises only if its weights are trained and pushed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from typing import Any
 import uvicorn
 
 from shared.config import Settings
-from shared.errors import BadRequest, Conflict
+from shared.errors import BadRequest, Conflict, StateLost
+from shared.packed import Logprobs, TokenIds
 from shared.service import Service
 from shared.wire import (
+    Aborted,
+    AbortRequest,
     AnyWeights,
     Checkpoint,
     CheckpointRequest,
+    Fence,
+    Fencing,
     FolderWeights,
     GenerateRequest,
     ModelRequest,
@@ -46,14 +51,21 @@ from shared.wire import (
     WeightsRef,
 )
 
+TAKES_OVER = frozenset({"job", "model", "reload"})
+"""Routes by which a newer attempt or epoch takes over."""
+
+PROMPT_IDS = TokenIds((9,))
+
 
 class FakeServices:
     """All three in one. `calls` counts; setting `fault[route]` to a function runs it in that route
-    first."""
+    first, and what it answers goes through `change[route]`. `errors` says why a prompt cannot be
+    sampled, if so; `fence` is the newest seen."""
 
     def __init__(self, settings: Settings) -> None:
         self.calls: Counter[str] = Counter()
         self.fault: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        self.change: dict[str, Callable[[Any], Any]] = {}
         self.job: TrainerJob | None = None
         self.step = 0
         self.serving = ServingWeights()
@@ -67,6 +79,9 @@ class FakeServices:
         self.damaged: tuple[str, ...] = ()
         self.skipped: set[int] = set()
         self.reloads: list[AnyWeights] = []
+        self.aborted: list[AbortRequest] = []
+        self.errors: Callable[[GenerateRequest], str | None] = lambda _: None
+        self.fence: Fence = (0, 0)
         self._services = {
             name: Service(name, settings) for name in ("rollout", "trainer", "reward")
         }
@@ -74,6 +89,7 @@ class FakeServices:
             ("rollout", "PUT", "/model", self._put_model),
             ("rollout", "POST", "/generate", self._generate),
             ("rollout", "POST", "/reload_weights", self._reload),
+            ("rollout", "POST", "/abort", self._abort),
             ("trainer", "PUT", "/job", self._put_job),
             ("trainer", "POST", "/train_step", self._train_step),
             ("trainer", "POST", "/publish_weights", self._publish),
@@ -120,6 +136,13 @@ class FakeServices:
         self.calls[route] += 1
         if route in self.fault:
             await self.fault[route](body)
+        if isinstance(body, Fencing) and route in TAKES_OVER:
+            self.fence = max(self.fence, body.fence)
+        if isinstance(body, Fencing) and body.fence < self.fence:
+            raise Conflict(f"got {body.fence}, superseded by {self.fence}", code="stale")
+
+    def _answer(self, route: str, answer: Any) -> Any:
+        return self.change.get(route, lambda same: same)(answer)
 
     async def _put_model(self, spec: ModelRequest) -> ServingWeights:
         await self._note("model", spec)
@@ -148,19 +171,31 @@ class FakeServices:
         await self._note("generate", body)
         version = self.serving.version
         if version is None or version < (body.min_version or 0):
-            raise Conflict(f"serving version {version}, asked for {body.min_version}")
+            raise Conflict(
+                f"serving version {version}, asked for {body.min_version}", code="out_of_order"
+            )
+        if error := self.errors(body):
+            failed = Rollout(text="", token_ids=TokenIds(), finish_reason="error", error=error)
+            rollouts = (failed,) * body.sampling.n
+            return RolloutGroup(prompt_token_ids=PROMPT_IDS, rollouts=rollouts)
         right = [self._random.random() < version / 10 for _ in range(body.sampling.n)]
         rollouts = tuple(
             Rollout(
                 text="right" if r else "wrong",
-                token_ids=(1, 2),
-                logprobs=(-0.5, -0.5),
+                token_ids=TokenIds((1, 2)),
+                logprobs=Logprobs((-0.5, -0.5)),
                 finish_reason="stop",
                 spans=(Span(version=version, start=0),),
             )
             for r in right
         )
-        return RolloutGroup(prompt_token_ids=(9,), rollouts=rollouts)
+        group = RolloutGroup(prompt_token_ids=PROMPT_IDS, rollouts=rollouts)
+        return self._answer("generate", group)
+
+    async def _abort(self, body: AbortRequest) -> Aborted:
+        await self._note("abort", body)
+        self.aborted.append(body)
+        return Aborted(num_requests=0)
 
     async def _reload(self, request: WeightsRef) -> ServingWeights:
         ref = request.root
@@ -180,16 +215,16 @@ class FakeServices:
             digest=ref.digest,
             model="m",
         )
-        return self.serving
+        return self._answer("reload", self.serving)
 
     async def _train_step(self, body: TrainStepRequest) -> StepResult:
         await self._note("train_step", body)
         if self.job is None:
-            raise Conflict(f"got job {body.job_id!r}, but no job is loaded; PUT /job first")
+            raise StateLost(f"got job {body.job_id!r}, but no job is loaded; PUT /job first")
         if self.trained and body.step == self.step and _same(body, self.trained[-1]):
             return self._result(body)
         if body.step != self.step + 1:
-            raise Conflict(f"got step {body.step}, expected {self.step + 1}")
+            raise Conflict(f"got step {body.step}, expected {self.step + 1}", code="out_of_order")
         self.step = body.step
         self.trained.append(body)
         return self._result(body)
@@ -211,7 +246,8 @@ class FakeServices:
         await self._note("publish", body)
         if body.version != self.step:
             raise Conflict(
-                f"got version {body.version}, expected {self.step}, the last applied step"
+                f"got version {body.version}, expected {self.step}, the last applied step",
+                code="out_of_order",
             )
         weights = FolderWeights(
             job_id=body.job_id,

@@ -6,13 +6,18 @@ from __future__ import annotations
 import asyncio
 
 from services.orchestrator.loop.peers import Peers
+from services.orchestrator.loop.tasks import all_of
 from services.orchestrator.record.telemetry import reward_metrics
 from shared.job import Job
 from shared.wire import Prompt, Sampling, Score
 
+MAX_PROMPTS = 64
+"""Held-out prompts that are sampled or graded at a time. A GPU has enough to do with that many, and
+groups of the next step need not wait for all of them."""
+
 
 async def evaluate(
-    job: Job, job_id: str, prompts: tuple[Prompt, ...], peers: Peers, version: int
+    job: Job, prompts: tuple[Prompt, ...], peers: Peers, version: int
 ) -> dict[str, float]:
     """Returns `eval/reward` and the other reward metrics over `prompts`, sampled by weights of at
     least `version`; empty without prompts."""
@@ -26,17 +31,17 @@ async def evaluate(
         stop=job.sampling.stop,
     )
 
+    room = asyncio.Semaphore(MAX_PROMPTS)
+
     async def grade(prompt: Prompt, position: int) -> tuple[Score, ...]:
         key = f"{peers.life}:eval:{version}:{position}"
-        return await peers.score(
-            prompt, await peers.generate(prompt, version, key=key, sampling=sampling), job_id=job_id
-        )
+        async with room:
+            group = await peers.generate(prompt, version, key=key, sampling=sampling)
+            return await peers.score(prompt, group, job_id=peers.job_id)
 
-    scores_PG = await asyncio.gather(
-        *(grade(prompt, position) for position, prompt in enumerate(prompts))
-    )
+    scores_PG = await all_of(grade(prompt, position) for position, prompt in enumerate(prompts))
     metrics = reward_metrics(scores_PG, job)
-    kept = ("reward", "missing_rewards")
+    kept = ("reward", "missing_rewards", "errored_rollouts")
     return {
         f"eval/{name}": value
         for name, value in metrics.items()

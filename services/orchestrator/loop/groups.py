@@ -1,5 +1,10 @@
 """A step's graded groups on their way to a batch: those without signal replaced, and refused if too
-many rewards are missing."""
+many rewards are missing.
+
+A rollout that ended in an error (a prompt that is too long, a template that breaks on it, a
+log-prob that is not finite) is data: it is not graded, so it has no reward and no advantage, and it
+is counted. Only a batch of nothing else stops the job.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from services.orchestrator.loop.advantages import has_signal
+from services.orchestrator.loop.decisions import MustPause
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Batch, Prompt, RolloutGroup, Score
 
 NUM_REASONS = 3
-
-
-class MustPause(Failed):
-    """The job cannot go on until somebody has seen to what the sentence says. Nothing is lost: it
-    goes on where it was."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,18 @@ async def refill(
 def to_batch(
     step: int, groups_P: Sequence[GradedGroup], dropped: Sequence[GradedGroup] = ()
 ) -> Batch:
-    """Returns the step's batch. Raises Failed if no rollout says which weights sampled it."""
-    versions = [
-        version
-        for graded in groups_P
-        for rollout in graded.group.rollouts
-        for version in rollout.versions
-    ]
-    if not versions:
-        raise Failed(
-            f"step {step}: no rollout says which weights sampled it; all of them failed, or the "
-            "sampler serves none"
+    """Returns the step's batch. Raises MustPause if every rollout ended in an error, with the first
+    few."""
+    rollouts = [rollout for graded in groups_P for rollout in graded.group.rollouts]
+    versions = [version for rollout in rollouts for version in rollout.versions]
+    if not any(rollout.finish_reason != "error" for rollout in rollouts):
+        errors = dict.fromkeys(rollout.error or "no reason given" for rollout in rollouts)
+        raise MustPause(
+            f"step {step}: all {len(rollouts)} rollouts ended in an error; "
+            f"{'; '.join(list(errors)[:NUM_REASONS])}"
         )
+    if not versions:
+        raise Failed(f"step {step}: no rollout says which weights sampled it")
     return Batch(
         step=step,
         version=min(versions),
@@ -82,10 +83,17 @@ def to_batch(
     )
 
 
+def is_graded(score: Score) -> bool:
+    """Returns whether graders were asked. They are not, of a rollout that ended in an error."""
+    return bool(score.parts)
+
+
 def missing_share(scores_PG: Sequence[Sequence[Score]]) -> float:
-    """Returns the share of rollouts without a reward, 0 to 1."""
-    missing = [score.value is None for scores_G in scores_PG for score in scores_G]
-    return sum(missing) / len(missing)
+    """Returns the share of graded rollouts without a reward, 0 to 1."""
+    missing = [
+        score.value is None for scores_G in scores_PG for score in scores_G if is_graded(score)
+    ]
+    return sum(missing) / len(missing) if missing else 0.0
 
 
 def too_many_missing(batch: Batch, max_missing: float) -> str | None:

@@ -8,8 +8,12 @@ from typing import Any
 
 from shared.client import Client
 from shared.config import Settings
+from shared.errors import HoneError
 from shared.job import Job
+from shared.logs import get_logger
 from shared.wire import (
+    Aborted,
+    AbortRequest,
     Checkpoint,
     CheckpointRequest,
     Example,
@@ -36,6 +40,13 @@ from shared.wire import (
     WeightsRef,
 )
 
+ABORT_S = 2.0
+"""Seconds that a sampler has to end a job's requests. A worker that is stopped does not wait
+longer."""
+
+NOT_GRADED = Score(value=None, parts={})
+"""The score of a rollout that ended in an error."""
+
 
 class Peers:
     """One job's view of the services. `close` ends the connections."""
@@ -59,8 +70,17 @@ class Peers:
         )
 
     def new_epoch(self) -> None:
-        """Makes every call from now on one of another life of the weights."""
+        """Makes every call from now on one of another life of the weights: what was asked for
+        before is refused or never joined."""
         self._who = self._who.model_copy(update={"epoch": self._who.epoch + 1})
+
+    @property
+    def job_id(self) -> str:
+        return self._who.job_id
+
+    @property
+    def attempt(self) -> int:
+        return self._who.attempt
 
     @property
     def life(self) -> str:
@@ -112,8 +132,8 @@ class Peers:
     async def score(
         self, prompt: Prompt, group: RolloutGroup, *, job_id: str | None = None
     ) -> tuple[Score, ...]:
-        """Returns the group's scores `[G]`. What graders remember goes into the run folder of
-        `job_id`, if given."""
+        """Returns the group's scores `[G]`: NOT_GRADED for rollouts that ended in an error. What
+        graders remember goes into the run folder of `job_id`, if given."""
         items = tuple(
             ScoreItem(
                 prompt=prompt.content,
@@ -123,12 +143,20 @@ class Peers:
                 row=prompt.row,
             )
             for rollout in group.rollouts
+            if rollout.finish_reason != "error"
         )
+        if not items:
+            return (NOT_GRADED,) * len(group.rollouts)
         body = ScoreRequest(items=items, rewards=self._job.rewards, job_id=job_id)
         deadline_s = self._settings.score_deadline_s
-        return (
-            await self._reward.call("POST", "/score", body, ScoreResult, deadline_s=deadline_s)
-        ).scores
+        result = await self._reward.call(
+            "POST", "/score", body, ScoreResult, deadline_s=deadline_s
+        )
+        scores = iter(result.scores)
+        return tuple(
+            NOT_GRADED if rollout.finish_reason == "error" else next(scores)
+            for rollout in group.rollouts
+        )
 
     async def validate_rewards(self, columns: tuple[str, ...]) -> None:
         body = ValidateRequest(rewards=self._job.rewards, columns=columns)
@@ -164,6 +192,15 @@ class Peers:
         return await self._trainer.call(
             "POST", "/checkpoints", body, Checkpoint, deadline_s=deadline_s
         )
+
+    async def abort(self) -> None:
+        """Ends what the sampler has under way of this job. Nothing depends on it: if the sampler
+        does not answer soon, that is logged, and its fence keeps the rest from other weights."""
+        try:
+            body = AbortRequest(**self._fence())
+            await self._rollout.call("POST", "/abort", body, Aborted, deadline_s=ABORT_S)
+        except HoneError as error:
+            get_logger().warning("not aborted", job=self.job_id, reason=error.detail)
 
     async def versions(self) -> dict[str, dict[str, Any]]:
         """Returns what each service says of its versions."""

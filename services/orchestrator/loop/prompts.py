@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Unavailable
 from shared.job import DataSpec, Job
 from shared.wire import Prompt
 
@@ -85,8 +85,8 @@ class Prompts:
 
 def load_prompts(job: Job) -> Prompts:
     """Returns the job's problems. Raises BadRequest for a file that is missing, empty or
-    unreadable, and for a column that is not there. Takes as long as reading the files; call it off
-    the event loop."""
+    unreadable, and for a column that is not there; Unavailable while the Hub cannot be reached.
+    Takes as long as reading the files; call it off the event loop."""
     train = _load(job.data.train, job.data.train_split, job.data)
     evaluation = _load(job.data.eval, job.data.eval_split, job.data) if job.data.eval else None
     return Prompts(job, train, evaluation)
@@ -114,7 +114,9 @@ def _load(source: str, split: str, spec: DataSpec) -> Rows:
             rows = datasets.load_dataset(source, spec.config, split=split, revision=spec.revision)
     except BadRequest:
         raise
-    except Exception as error:
+    except ConnectionError as error:
+        raise Unavailable(f"dataset {source!r} cannot be fetched: {error}") from error
+    except Exception as error:  # whatever reading a file of somebody else's raises
         reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
         raise BadRequest(f"dataset {source!r} cannot be read: {reason[0]}") from error
     if not len(rows):

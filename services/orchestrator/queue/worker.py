@@ -12,8 +12,7 @@ import secrets
 import socket
 import time
 
-from services.orchestrator.loop.groups import MustPause
-from services.orchestrator.loop.run import Run
+from services.orchestrator.loop.run import Outcome, Run
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import heartbeat
 from services.orchestrator.queue.store import (
@@ -23,9 +22,8 @@ from services.orchestrator.queue.store import (
     StoreUnavailable,
     Unreadable,
 )
-from services.orchestrator.record.folder import BatchExists
 from shared.config import Settings
-from shared.errors import HoneError, NotFound, Unavailable
+from shared.errors import NotFound, Unavailable
 from shared.logs import get_logger
 
 POLL_S = 0.2
@@ -85,7 +83,8 @@ class Worker:
             get_logger().error("job cannot be read", job=lease.job_id, reason=error.detail)
             await self._store.halt(lease, error.detail)
             return
-        work = asyncio.create_task(Run(record, lease, self._store, self._settings).run())
+        run = Run(record, lease, self._store, self._settings)
+        work = asyncio.create_task(run.run())
         beat = asyncio.create_task(heartbeat.keep(self._store, lease, taken_at))
         try:
             await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
@@ -97,44 +96,32 @@ class Worker:
                 await self._finish(lease, work)
         finally:
             await stop(work, beat)
+            await run.close()
 
-    async def _finish(self, lease: Lease, work: asyncio.Task[dict[str, object]]) -> None:
+    async def _finish(self, lease: Lease, work: asyncio.Task[Outcome]) -> None:
         error = work.exception()
-        if isinstance(error, BatchExists):
-            raise LeaseLost(f"{lease.job_id}: {error}") from error
         if isinstance(error, LeaseLost | StoreUnavailable):
             raise error
-        if error is None:
-            summary = work.result()
-            await self._store.report(
-                lease,
-                "status",
-                "succeeded",
-                {"status": "succeeded"},
-                status="succeeded",
-                summary=summary,
-            )
-        elif isinstance(error, MustPause):
-            get_logger().warning("job paused", job=lease.job_id, reason=error.detail)
-            await self._store.halt(
-                lease,
-                f"{error.detail}; see to it, then `hone resume {lease.job_id}` goes on from there",
-            )
-        elif isinstance(error, HoneError):
-            await self._end(lease, "failed", error.detail)
+        if error:  # what says that another worker has the job
+            raise LeaseLost(f"{lease.job_id}: {error}") from error
+        outcome = work.result()
+        if outcome.status == "paused":
+            get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
+            resume = f"then `hone resume {lease.job_id}` goes on from there"
+            await self._store.halt(lease, f"{outcome.why}, {resume}")
         else:
-            get_logger().error("job failed unexpectedly", job=lease.job_id, exc_info=error)
-            await self._end(
-                lease,
-                "failed",
-                f"a bug in Hone: {type(error).__name__}: {error}; the orchestrator's log has the "
-                "trace",
-            )
+            await self._end(lease, outcome)
 
-    async def _end(self, lease: Lease, status: str, error: str | None) -> None:
-        get_logger().info("job ended", job=lease.job_id, status=status, error=error)
-        level = "error" if error else "info"
-        message = error or status
+    async def _end(self, lease: Lease, outcome: Outcome) -> None:
+        status, why = outcome.status, outcome.why
+        get_logger().info("job ended", job=lease.job_id, status=status, error=why)
         await self._store.report(
-            lease, "status", message, {"status": status}, level=level, status=status, error=error
+            lease,
+            "status",
+            why or status,
+            {"status": status},
+            level="error" if why else "info",
+            status=status,
+            error=why,
+            summary=outcome.summary,
         )

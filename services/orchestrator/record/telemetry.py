@@ -1,19 +1,25 @@
 """What a step's metrics are called and how they are computed. Names are TRL's where TRL has the
 thing.
 
-| metric                         | meaning                                                                                  |
-|--------------------------------|------------------------------------------------------------------------------------------|
-| reward, reward_std             | mean over all rollouts, of dropped groups too; mean of the groups' standard deviations   |
-| rewards/<name>/mean            | mean of one reward, where it applies                                                     |
-| frac_reward_zero_std           | share of groups without signal: they teach nothing. dropped_groups counts those replaced |
-| missing_rewards                | share of rollouts without a reward                                                       |
-| completions/mean_length        | tokens; completions/clipped_ratio is the share cut off by max_tokens                     |
-| errored_rollouts               | share of rollouts that ended in an error                                                 |
-| staleness                      | steps between the weights that sampled and the weights trained                           |
-| num_examples, num_tokens       | what was trained on                                                                      |
-| skipped_steps                  | 1 if the update was refused, for a loss or gradient that was not finite                  |
-| loss, grad_norm, learning_rate | of the update; the trainer's own metrics stand beside them under their own names         |
-| time/<stage>                   | seconds; time/step is all of it. generate and reward overlap earlier training if staleness > 0 |
+| metric                         | meaning                                                     |
+|--------------------------------|-------------------------------------------------------------|
+| reward, reward_std             | mean over all rollouts; mean of the groups' deviations      |
+| rewards/<name>/mean            | mean of one reward, where it applies                        |
+| frac_reward_zero_std           | share of groups without signal: they teach nothing          |
+| dropped_groups                 | groups without signal in whose place others were sampled    |
+| resampled_groups               | groups sampled again: their weights' version was not asked  |
+| missing_rewards                | share of graded rollouts without a reward                   |
+| errored_rollouts               | share of rollouts that ended in an error; never graded      |
+| completions/mean_length        | tokens; also max_length                                     |
+| completions/clipped_ratio      | share cut off by max_tokens                                 |
+| staleness                      | steps between the weights that sampled and those trained    |
+| num_examples, num_tokens       | what was trained on                                         |
+| skipped_steps                  | 1 if the update was refused: loss or gradient not finite    |
+| loss, grad_norm, learning_rate | of the update; the trainer's own metrics stand beside them  |
+| time/<stage>                   | seconds; time/step is all of it                             |
+
+Rewards are those of dropped groups too. With staleness, time/generate and time/reward overlap the
+training of earlier steps. Lengths are of the rollouts that did not end in an error.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import statistics
 from collections.abc import Sequence
 
 from services.orchestrator.loop.advantages import has_signal
-from services.orchestrator.loop.groups import missing_share
+from services.orchestrator.loop.groups import is_graded, missing_share
 from services.orchestrator.loop.pipeline import Step
 from shared.job import Job
 from shared.wire import Score
@@ -34,6 +40,7 @@ def step_metrics(step: Step, job: Job, step_s: float) -> dict[str, float]:
     return {
         **reward_metrics((*step.batch.scores, *step.batch.dropped), job),
         "dropped_groups": len(step.batch.dropped),
+        "resampled_groups": step.num_resampled,
         **_completion_metrics(step),
         "staleness": step.staleness,
         "skipped_steps": int(result.skipped),
@@ -59,6 +66,7 @@ def reward_metrics(scores_PG: Sequence[Sequence[Score]], job: Job) -> dict[str, 
     num_flat = sum(not has_signal(scores_G, job) for scores_G in scores_PG)
     metrics = {
         "missing_rewards": missing_share(scores_PG),
+        "errored_rollouts": statistics.fmean(not is_graded(score) for score in scores),
         "frac_reward_zero_std": num_flat / len(scores_PG),
     }
     if values:
@@ -74,14 +82,17 @@ def reward_metrics(scores_PG: Sequence[Sequence[Score]], job: Job) -> dict[str, 
 
 
 def _completion_metrics(step: Step) -> dict[str, float]:
-    rollouts = [rollout for group in step.batch.groups for rollout in group.rollouts]
+    rollouts = [
+        rollout
+        for group in step.batch.groups
+        for rollout in group.rollouts
+        if rollout.finish_reason != "error"
+    ]
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
     return {
-        "completions/mean_length": statistics.fmean(len(rollout.token_ids) for rollout in rollouts),
-        "completions/max_length": max(len(rollout.token_ids) for rollout in rollouts),
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/max_length": max(lengths),
         "completions/clipped_ratio": statistics.fmean(
             rollout.finish_reason == "length" for rollout in rollouts
-        ),
-        "errored_rollouts": statistics.fmean(
-            rollout.finish_reason == "error" for rollout in rollouts
         ),
     }

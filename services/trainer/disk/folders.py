@@ -80,7 +80,8 @@ def _disk_full(target: Path, size_bytes: int, free_bytes: int) -> Failed:
     return Failed(
         f"no space to write {str(target)!r}: about {size_bytes} bytes are needed and {free_bytes} "
         "are free; "
-        "free some space, or point HONE_RUNS_DIR or HONE_SHM_DIR elsewhere"
+        "free some space, or point HONE_RUNS_DIR or HONE_SHM_DIR elsewhere",
+        code="disk_full",
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from services.orchestrator.loop.advantages import batch_advantages
 from services.orchestrator.loop.examples import step_totals, to_examples
+from services.orchestrator.loop.peers import NOT_GRADED
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.record.telemetry import reward_metrics, step_metrics
 from shared.job import Job
@@ -120,14 +122,25 @@ def test_step_metrics_carry_lengths_staleness_and_time() -> None:
     assert (metrics["skipped_steps"], metrics["dropped_groups"]) == (0, 0)
 
 
-def test_dropped_groups_count_in_a_steps_rewards_which_would_else_look_better() -> None:
-    metrics = step_metrics(
-        make_step(dropped=((score(0.0), score(0.0)), (score(0.0), score(None)))), JOB, 1.5
-    )
+def test_dropped_groups_count_in_rewards_which_would_else_look_better() -> None:
+    zero, missing = score(0.0, right=0.0), score(None, right=None)
+    metrics = step_metrics(make_step(dropped=((zero, zero), (zero, missing))), JOB, 1.5)
     assert metrics["dropped_groups"] == 2
     assert metrics["reward"] == pytest.approx(2 / 6)
     assert metrics["missing_rewards"] == pytest.approx(2 / 8)
     assert metrics["frac_reward_zero_std"] == pytest.approx(3 / 4)
+
+
+def test_rollouts_that_ended_in_an_error_are_counted_and_have_no_length() -> None:
+    step = make_step()
+    errored = rollout(0, "error")
+    groups = (step.batch.groups[0], RolloutGroup(prompt_token_ids=(3,), rollouts=(errored,) * 2))
+    scores = (step.batch.scores[0], (NOT_GRADED, NOT_GRADED))
+    batch = step.batch.model_copy(update={"groups": groups, "scores": scores})
+    metrics = step_metrics(dataclasses.replace(step, batch=batch), JOB, 1.5)
+    assert metrics["errored_rollouts"] == pytest.approx(2 / 4)
+    assert metrics["missing_rewards"] == 0.0 and metrics["reward"] == pytest.approx(1 / 2)
+    assert metrics["completions/mean_length"] == pytest.approx(6 / 2)
 
 
 def test_a_step_whose_update_was_refused_is_counted() -> None:

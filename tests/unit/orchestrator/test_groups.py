@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.loop.groups import GradedGroup, refill, to_batch, too_many_missing
+from services.orchestrator.loop.advantages import batch_advantages
+from services.orchestrator.loop.decisions import MustPause
+from services.orchestrator.loop.groups import (
+    GradedGroup,
+    missing_share,
+    refill,
+    to_batch,
+    too_many_missing,
+)
+from services.orchestrator.loop.peers import NOT_GRADED
 from shared.errors import Failed
 from shared.job import Job
+from shared.packed import TokenIds
 from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score, Span
 from tests.support.scored_batches import make_job, score
 
@@ -89,7 +99,36 @@ def test_a_batch_carries_its_oldest_version_and_what_was_dropped() -> None:
     assert (batch.step, batch.version, [prompt.index for prompt in batch.prompts]) == (7, 4, [0, 1])
     assert batch.dropped == (graded(2, 0.0).scores,) and batch.graded
     with pytest.raises(Failed, match="step 7: no rollout says which weights sampled it"):
-        to_batch(7, [graded(0, 1.0, spans=())])
+        to_batch(7, [graded(0, 1.0, versions=())])
+
+
+def errored(name: int, count: int, why: str = "the prompt has 9000 tokens") -> GradedGroup:
+    rollout = Rollout(text="", token_ids=TokenIds(), finish_reason="error", error=why)
+    group = RolloutGroup(prompt_token_ids=TokenIds(), rollouts=(rollout,) * count)
+    return GradedGroup(Prompt(index=name, content="p", row={}), group, (NOT_GRADED,) * count)
+
+
+def test_rollouts_that_ended_in_an_error_are_neither_missing_nor_trained_on() -> None:
+    batch = to_batch(7, [graded(0, 1.0, 0.0), errored(1, 2)])
+    assert batch.version == 3 and missing_share(batch.scores) == 0.0
+    assert too_many_missing(batch, 0.0) is None
+    assert batch_advantages(batch, make_job())[1] == [None, None]
+    assert missing_share([[NOT_GRADED]]) == 0.0
+
+
+async def test_groups_of_errors_are_replaced_as_those_without_signal_are() -> None:
+    fresh = Fresh([graded(10, 0.0, 1.0)])
+    kept, dropped = await refill([graded(0, 0.0, 1.0), errored(1, 2)], refilling(1), 0.0, fresh)
+    assert names(kept) == [0, 10] and names(dropped) == [1]
+
+
+def test_a_batch_of_nothing_but_errors_pauses_with_the_first_few() -> None:
+    groups = [errored(0, 2), errored(1, 2, "the template broke"), errored(2, 2)]
+    with pytest.raises(MustPause) as raised:
+        to_batch(7, groups)
+    assert raised.value.detail == (
+        "step 7: all 6 rollouts ended in an error; the prompt has 9000 tokens; the template broke"
+    )
 
 
 def test_missing_rewards_are_told_with_their_share_and_the_first_reasons() -> None:

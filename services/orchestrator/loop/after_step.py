@@ -1,0 +1,104 @@
+"""What happens once a step's weights serve: warnings, its checkpoint, its evaluation, its row."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from services.orchestrator.loop.evaluation import evaluate
+from services.orchestrator.loop.peers import Peers
+from services.orchestrator.loop.pipeline import Step
+from services.orchestrator.loop.prompts import Prompts
+from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.journal import Journal
+from services.orchestrator.record.retention import first_needed
+from services.orchestrator.record.telemetry import step_metrics
+from services.orchestrator.record.tracking import Tracker
+from shared.job import Job
+from shared.wire import Checkpoint, MetricsRow
+
+LOGPROB_WARNING = 0.05
+"""Nats. Sampler and trainer that differ by more, on average and at staleness 0, are not the same
+policy."""
+
+
+@dataclass
+class AfterStep:
+    """One job's. It warns of each thing that would come back at every step only once."""
+
+    job: Job
+    prompts: Prompts
+    peers: Peers
+    folder: RunFolder
+    journal: Journal
+    tracker: Tracker
+    _warned: set[str] = field(default_factory=set[str], init=False)
+
+    async def start(self) -> None:
+        """Evaluates the weights that training begins with, as step 0."""
+        await self._record(0, await self._evaluate(0), None)
+
+    async def __call__(self, step: Step, step_s: float, eta_s: float | None) -> Checkpoint | None:
+        """Returns the step's checkpoint, if it has one. The last step has."""
+        number, last = step.batch.step, step.batch.step == self.job.steps
+        metrics = step_metrics(step, self.job, step_s)
+        await self._warn(step, metrics)
+        every = self.job.checkpoints.every
+        checkpoint = await self._checkpoint(number) if last or _due(number, every) else None
+        if last or _due(number, self.job.evaluation.every):
+            metrics |= await self._evaluate(number)
+        await self._record(number, metrics, eta_s)
+        return checkpoint
+
+    async def _checkpoint(self, number: int) -> Checkpoint:
+        checkpoint = await self.peers.checkpoint(number)
+        await self.journal.checkpoint(checkpoint)
+        await asyncio.to_thread(self.folder.prune_batches, first_needed(self.job, number))
+        return checkpoint
+
+    async def _evaluate(self, version: int) -> dict[str, float]:
+        start = time.monotonic()
+        metrics = await evaluate(self.job, self.prompts.held_out(), self.peers, version)
+        return metrics | {"time/eval": time.monotonic() - start} if metrics else {}
+
+    async def _record(self, number: int, metrics: dict[str, float], eta_s: float | None) -> None:
+        """Writes the step's row, then says so: the store knows of nothing that is not on disk."""
+        row = MetricsRow(step=number, metrics=metrics)
+        await asyncio.to_thread(self.folder.append_metrics, row)
+        self.tracker.log(number, metrics)
+        await self.journal.row(row, self.job.steps, eta_s)
+        if self.tracker.trouble:
+            await self._warn_once("wandb", self.tracker.trouble)
+
+    async def _warn(self, step: Step, metrics: dict[str, float]) -> None:
+        number = step.batch.step
+        if step.result.skipped:
+            await self.journal.warn(
+                f"step {number}: loss or gradient were not finite, so the step changed no weight",
+                step=number,
+            )
+        if step.num_resampled:
+            await self.journal.warn(
+                f"step {number}: {step.num_resampled} group(s) were sampled by weights of another "
+                f"version than asked for, and sampled again",
+                step=number,
+            )
+        difference = metrics.get("mismatch/logprob_diff_mean", 0.0)
+        if step.staleness == 0 and difference > LOGPROB_WARNING:
+            await self._warn_once(
+                "mismatch",
+                f"step {number}: the sampler's and the trainer's log-probs differ by "
+                f"{difference:.3f} nats on average (expected under {LOGPROB_WARNING}): the sampler "
+                "may not serve the trainer's weights, or in another precision",
+                mismatch=difference,
+            )
+
+    async def _warn_once(self, name: str, message: str, **data: float) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            await self.journal.warn(message, **data)
+
+
+def _due(number: int, every: int | None) -> bool:
+    return bool(every) and number % every == 0

@@ -1,0 +1,117 @@
+"""What becomes of a job when something goes wrong: one table, for every error that reaches its run.
+
+One rollout's fault is no error, but data (groups.py). What time can mend is tried again; what that
+does not mend, or only a person can, pauses the job, and the sentence says what to do. Only a job
+that can never run fails, for a job that failed cannot be resumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from services.orchestrator.queue.store import LeaseLost, StoreUnavailable
+from services.orchestrator.record.folder import BatchExists
+from shared.errors import (
+    BadRequest,
+    Conflict,
+    Failed,
+    HoneError,
+    NotFound,
+    StateLost,
+    Unauthorized,
+    Unavailable,
+)
+
+MAX_RECOVERIES = 3
+"""In a row, without a step done that was not done before."""
+
+PAUSES_S = (0.0, 1.0, 5.0)
+"""Seconds before each of them. A service that is away was waited for already, by the client."""
+
+
+class MustPause(Failed):
+    """The job cannot go on until somebody has seen to what the sentence says. Nothing is lost: it
+    goes on where it was."""
+
+
+class SyncFailed(Failed):
+    """The sampler does not serve what the trainer published, though it was pushed twice."""
+
+
+class Action(Enum):
+    STOP = "stop"
+    """Without a word: another worker has the job, or the store is away."""
+    RECOVER = "recover"
+    """Load the job into trainer and sampler again, and go on from what the trainer has."""
+    PAUSE = "pause"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Errors of `kind`, and of one of `codes` if there are any. `remedy` is what a person does
+    before the job is resumed."""
+
+    kind: type[Exception]
+    action: Action
+    remedy: str = "see to it"
+    codes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`why` is a sentence for a person, with the remedy if the job pauses."""
+
+    action: Action
+    why: str
+
+
+def _codes(*codes: str) -> frozenset[str]:
+    return frozenset(codes)
+
+
+LOOK = "see that it works (`hone doctor` shows how the services are)"
+
+RULES = (
+    Rule(LeaseLost, Action.STOP),
+    Rule(BatchExists, Action.STOP),
+    Rule(StoreUnavailable, Action.STOP),
+    Rule(MustPause, Action.PAUSE),
+    Rule(Conflict, Action.STOP, codes=_codes("stale")),
+    Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order")),
+    Rule(Conflict, Action.PAUSE),
+    Rule(StateLost, Action.RECOVER, LOOK),
+    Rule(Unavailable, Action.PAUSE, "find out why, or raise the deadline", _codes("deadline")),
+    Rule(Unavailable, Action.RECOVER, LOOK),
+    Rule(Failed, Action.PAUSE, "free some space", _codes("disk_full")),
+    Rule(Failed, Action.PAUSE, "free memory on its device", _codes("out_of_memory")),
+    Rule(Failed, Action.RECOVER, LOOK),
+    Rule(Unauthorized, Action.PAUSE, "give all services the same HONE_TOKEN"),
+    Rule(NotFound, Action.PAUSE, "see that the services are of one version (`hone doctor`)"),
+    Rule(BadRequest, Action.FAIL),
+    Rule(Exception, Action.PAUSE, "look at the trace in the orchestrator's log"),
+)
+"""The first that matches counts."""
+
+
+def decide(error: Exception, num_recoveries: int = 0) -> Decision:
+    """Returns what becomes of the job. `num_recoveries` is how often in a row recovering did not
+    help; beyond MAX_RECOVERIES the job pauses."""
+    rule = next(rule for rule in RULES if _matches(rule, error))
+    action = rule.action
+    if action is Action.RECOVER and num_recoveries >= MAX_RECOVERIES:
+        action = Action.PAUSE
+    why = _sentence(error)
+    return Decision(action, f"{why}; {rule.remedy}" if action is Action.PAUSE else why)
+
+
+def _matches(rule: Rule, error: Exception) -> bool:
+    code = error.code if isinstance(error, HoneError) else None
+    return isinstance(error, rule.kind) and (not rule.codes or code in rule.codes)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, HoneError):
+        return error.detail
+    return f"a bug in Hone: {type(error).__name__}: {error}"

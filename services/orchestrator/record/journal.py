@@ -1,0 +1,72 @@
+"""What a run says of itself: its events, and the fields of its record that change with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.orchestrator.queue.store import Lease, Store
+from shared.wire import Checkpoint, MetricsRow, TrainerState
+
+
+class Journal:
+    """Every method raises LeaseLost once the job is another worker's, and then says nothing."""
+
+    def __init__(self, store: Store, lease: Lease) -> None:
+        self._store = store
+        self._lease = lease
+
+    async def log(self, message: str, **data: Any) -> None:
+        await self._store.report(self._lease, "log", message, data)
+
+    async def warn(self, message: str, **data: Any) -> None:
+        await self._store.report(self._lease, "log", message, data, level="warning")
+
+    async def loaded(self, state: TrainerState) -> None:
+        message = (
+            f"{state.num_parameters:,} parameters, {state.dtype}, {state.num_ranks} trainer "
+            f"rank(s) on {state.device}"
+        )
+        if state.step:
+            message += f"; going on after step {state.step}"
+        for sentence in state.damaged:
+            await self.warn(sentence)
+        await self._store.report(self._lease, "log", message, step=state.step)
+
+    async def recovering(self, message: str, recoveries: int) -> None:
+        """Warns; `recoveries` is their number in all."""
+        await self._store.report(
+            self._lease, "log", message, level="warning", recoveries=recoveries
+        )
+
+    async def checkpoint(self, checkpoint: Checkpoint) -> None:
+        message = f"checkpoint {checkpoint.path}"
+        await self._store.report(self._lease, "checkpoint", message, checkpoint.model_dump())
+
+    async def row(
+        self,
+        row: MetricsRow,
+        num_steps: int,
+        eta_s: float | None = None,
+        *,
+        missing_only: bool = False,
+    ) -> None:
+        """Adds the row's events. With `missing_only`, those that a crash after writing it left
+        out."""
+        step, metrics = row.step, row.metrics
+        if "eval/reward" in metrics:
+            message = f"step {step}: held-out reward {metrics['eval/reward']:.3f}"
+            data = {"step": step, "metrics": metrics}
+            await self._store.report(self._lease, "eval", message, data, missing_only=missing_only)
+        if step:
+            reward = metrics.get("reward")
+            shown = "none" if reward is None else format(reward, ".3f")
+            await self._store.report(
+                self._lease,
+                "step",
+                f"step {step}/{num_steps}: reward {shown}",
+                {"step": step, "steps": num_steps, "eta_s": eta_s, "metrics": metrics},
+                missing_only=missing_only,
+                step=step,
+                eta_s=eta_s,
+                reward=reward,
+            )

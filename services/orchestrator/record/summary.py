@@ -1,0 +1,51 @@
+"""What a job that has trained its last step comes to: `summary.json`."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from shared.service import hone_version
+from shared.wire import Checkpoint, JobRecord, MetricsRow
+
+
+def summarize(
+    record: JobRecord,
+    rows: Sequence[MetricsRow],
+    checkpoint: Checkpoint,
+    train_s: float,
+    versions: dict[str, Any],
+) -> dict[str, Any]:
+    """Returns the summary of a job with `rows` of metrics, the first of which may be of step 0.
+    `train_s` are the seconds of the attempt that ended it, `versions` those of the services."""
+    evals = [(row.step, row.metrics["eval/reward"]) for row in rows if "eval/reward" in row.metrics]
+    return {
+        "job": record.id,
+        "eval_before": evals[0][1] if evals and evals[0][0] == 0 else None,
+        "eval_after": evals[-1][1] if evals else None,
+        "evals": evals,
+        "steps": record.steps,
+        "seed": record.job.seed,
+        "skipped_steps": sum(int(row.metrics.get("skipped_steps", 0)) for row in rows),
+        "reward_last": rows[-1].metrics.get("reward"),
+        "train_s": round(train_s, 3),
+        "wall_s": round(time.time() - record.created_at, 3),
+        "seconds_per_step": _seconds_per_step([row.metrics for row in rows if row.step]),
+        "checkpoint": checkpoint.path,
+        "versions": {"hone": hone_version(), "python": platform.python_version(), **versions},
+    }
+
+
+def _seconds_per_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Returns the mean seconds of each stage; evaluations are no stage."""
+    stages = sorted({name for metrics in steps for name in metrics if name.startswith("time/")})
+    return {
+        stage.removeprefix("time/"): statistics.fmean(
+            metrics.get(stage, 0.0) for metrics in steps
+        )
+        for stage in stages
+        if stage != "time/eval"
+    }

@@ -1,0 +1,331 @@
+"""What goes wrong in the middle of a job, and what becomes of it: rollouts that end in an error,
+weights that do not arrive, full disks, deadlines, workers that were superseded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shared.errors import Failed, StateLost, Unavailable
+from shared.job import Job
+from shared.wire import (
+    Event,
+    FolderWeights,
+    GenerateRequest,
+    RolloutGroup,
+    ServingWeights,
+    Span,
+)
+from tests.support import orchestrator_stack
+from tests.support.orchestrator_stack import Stack
+
+job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
+
+
+def first(times: int, matches: Callable[[Any], bool], act: Callable[[], None]) -> Any:
+    """A fault: `act` at the first `times` calls that match."""
+    left = iter(range(times))
+
+    async def fault(body: Any) -> None:
+        if matches(body) and next(left, None) is not None:
+            act()
+
+    return fault
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+async def warnings(stack: Stack, job_id: str) -> list[str]:
+    events: list[Event] = [*await stack.events(job_id)]
+    return [event.message for event in events if event.level == "warning"]
+
+
+def of_version(version: int) -> Callable[[Any], bool]:
+    return lambda body: body.version == version
+
+
+# --- weights that do not arrive
+
+
+def garble(stack: Stack, times: int, version: int = 3) -> None:
+    """Makes the sampler answer with another digest, that many times."""
+    left = iter(range(times))
+
+    def garbled(serving: ServingWeights) -> ServingWeights:
+        if serving.version != version or next(left, None) is None:
+            return serving
+        return serving.model_copy(update={"digest": "other"})
+
+    stack.fakes.change["reload"] = garbled
+
+
+async def test_a_digest_that_differs_once_costs_one_warning(stack: Stack) -> None:
+    garble(stack, 1)
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.recoveries) == ("succeeded", 0)
+    assert [ref.version for ref in stack.fakes.reloads] == [0, 1, 2, 3, 3, 4, 5, 6, 7, 8]
+    assert await warnings(stack, record.id) == [
+        "weight sync: the trainer published version 3 with digest digest-3, but the sampler serves "
+        "version 3 with digest other; the weights are pushed again"
+    ]
+
+
+async def test_a_digest_that_differs_twice_is_recovered_from(stack: Stack) -> None:
+    garble(stack, 2)
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.recoveries) == ("succeeded", 1)
+    assert [ref.epoch for ref in stack.fakes.reloads if ref.version == 3] == [1, 1, 2, 2]
+    assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
+
+
+async def test_a_digest_that_always_differs_pauses_the_job(stack: Stack) -> None:
+    garble(stack, 1_000_000)
+    job_id = (await stack.submit()).id
+    paused = await stack.until(job_id, "paused", "failed")
+    assert (paused.status, paused.recoveries, paused.step) == ("paused", 3, 2)
+    assert paused.error is not None and "serves version 3 with digest other" in paused.error
+    stack.fakes.change.clear()
+    await stack.post(f"{job_id}/resume")
+    assert (await stack.until(job_id)).status == "succeeded"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Failed("loading version 3 failed halfway"),
+        StateLost("no model is loaded; PUT /model loads one"),
+        Unavailable("the engine died", code="unreachable"),
+    ],
+    ids=["failed", "state lost", "away"],
+)
+async def test_an_engine_that_dies_in_the_middle_of_a_sync_is_loaded_again(
+    stack: Stack, error: Exception
+) -> None:
+    stack.settings.__dict__["patience_s"] = 0.3
+    loads_before = stack.fakes.calls["model"]
+
+    async def dead_until_loaded(ref: FolderWeights) -> None:
+        if ref.version == 3 and stack.fakes.calls["model"] == loads_before + 1:
+            raise error
+
+    stack.fakes.fault["reload"] = dead_until_loaded
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.recoveries) == ("succeeded", 1)
+    assert stack.fakes.calls["model"] == 2
+    assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
+
+
+# --- what a person can mend
+
+
+async def test_a_full_disk_pauses_the_job_and_it_goes_on_once_there_is_space(stack: Stack) -> None:
+    full = Failed("no space to write '/runs/x'", code="disk_full")
+    stack.fakes.fault["checkpoint"] = first(1, lambda _: True, raising(full))
+    job_id = (await stack.submit()).id
+    paused = await stack.until(job_id, "paused", "failed")
+    assert paused.status == "paused" and paused.error == (
+        "no space to write '/runs/x'; free some space, "
+        f"then `hone resume {job_id}` goes on from there"
+    )
+    await stack.post(f"{job_id}/resume")
+    done = await stack.until(job_id)
+    assert (done.status, done.step, done.error) == ("succeeded", 8, None)
+    assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
+
+
+async def test_a_group_past_its_deadline_pauses_the_job(stack: Stack) -> None:
+    stack.settings.__dict__["generate_deadline_s"] = 0.5
+    slow = stack.fakes.fault["generate"] = lambda _: asyncio.sleep(3.0)
+    job_id = (await stack.submit(quiet(stack.job))).id
+    paused = await stack.until(job_id, "paused", "failed")
+    assert paused.status == "paused" and paused.error is not None
+    assert "did not finish POST /generate within 0.5 s; find out why, or raise" in paused.error
+    assert slow is stack.fakes.fault.pop("generate")
+    await stack.post(f"{job_id}/resume")
+    assert (await stack.until(job_id)).status == "succeeded"
+
+
+async def test_a_bug_pauses_the_job_rather_than_losing_it(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "services.orchestrator.loop.run.summarize", lambda *_: raising(ZeroDivisionError("1/0"))()
+    )
+    job_id = (await stack.submit()).id
+    paused = await stack.until(job_id, "paused", "failed")
+    assert paused.status == "paused" and paused.error == (
+        "a bug in Hone: ZeroDivisionError: 1/0; look at the trace in the orchestrator's log, "
+        f"then `hone resume {job_id}` goes on from there"
+    )
+
+
+# --- one rollout's fault
+
+
+def quiet(job: Job) -> Job:
+    """The job without evaluation data."""
+    return job.model_copy(update={"data": job.data.model_copy(update={"eval": None})})
+
+
+async def test_a_prompt_that_cannot_be_sampled_is_counted_and_stops_nothing(stack: Stack) -> None:
+    def errors(body: GenerateRequest) -> str | None:
+        return "a prompt of 9000 tokens; the model holds 4096" if body.prompt == "3?" else None
+
+    stack.fakes.errors = errors
+    graded: list[int] = []
+    grade = stack.fakes.grade
+    stack.fakes.grade = lambda item: (graded.append(item.num_tokens or 0), grade(item))[1]
+    record = await stack.until((await stack.submit()).id)
+    assert record.status == "succeeded" and await warnings(stack, record.id) == []
+    folder = stack.folder(record.id)
+    rows = folder.metrics()
+    assert rows[0].metrics["eval/errored_rollouts"] == pytest.approx(1 / 12)
+    shares = [round(row.metrics["errored_rollouts"] * 6) for row in rows if row.step]
+    assert sum(shares) in (2, 3), "8 steps of 6 prompts take each of 20 twice or three times"
+    assert all(row.metrics["missing_rewards"] == 0.0 for row in rows if row.step)
+    assert 0 not in graded, "what was not sampled is not graded"
+    for request in stack.fakes.trained:
+        assert all(len(example.token_ids) == 2 for example in request.examples)
+
+
+async def test_a_batch_of_nothing_but_errors_pauses_the_job(stack: Stack) -> None:
+    stack.fakes.errors = lambda body: "the template broke" if stack.fakes.step == 2 else None
+    job_id = (await stack.submit(quiet(stack.job))).id
+    paused = await stack.until(job_id, "paused", "failed")
+    assert paused.status == "paused" and paused.error == (
+        "step 3: all 24 rollouts ended in an error; the template broke; see to it, "
+        f"then `hone resume {job_id}` goes on from there"
+    )
+    stack.fakes.errors = lambda _: None
+    await stack.post(f"{job_id}/resume")
+    assert (await stack.until(job_id)).status == "succeeded"
+
+
+# --- versions and epochs
+
+
+def age(stack: Stack, times: int, by: int) -> None:
+    """Makes the sampler say that weights older `by` so many versions sampled, while version 4
+    serves and that many times."""
+    left = iter(range(times))
+
+    def older(group: RolloutGroup) -> RolloutGroup:
+        if group.rollouts[0].versions != (4,) or next(left, None) is None:
+            return group
+        spans = (Span(version=4 - by, start=0),)
+        rollouts = [rollout.model_copy(update={"spans": spans}) for rollout in group.rollouts]
+        return group.model_copy(update={"rollouts": tuple(rollouts)})
+
+    stack.fakes.change["generate"] = older
+
+
+@pytest.mark.parametrize(("max_staleness", "by"), [(0, 1), (0, -1), (1, 4)])
+async def test_a_group_of_other_versions_than_asked_for_is_sampled_again(
+    stack: Stack, max_staleness: int, by: int
+) -> None:
+    """Older than the bound, or newer than what the step is taken from: another life's."""
+    age(stack, 2, by)
+    submitted = quiet(stack.job).model_copy(update={"max_staleness": max_staleness})
+    record = await stack.until((await stack.submit(submitted)).id)
+    assert record.status == "succeeded"
+    folder = stack.folder(record.id)
+    for step in range(1, 9):
+        versions = {
+            version
+            for group in folder.batch(step).groups
+            for rollout in group.rollouts
+            for version in rollout.versions
+        }
+        assert min(versions) >= max(step - 1 - max_staleness, 0) and max(versions) <= step - 1
+    rows = [row.metrics for row in folder.metrics() if row.step]
+    assert sum(metrics["resampled_groups"] for metrics in rows) == 2
+    assert all(0 <= metrics["staleness"] <= max_staleness for metrics in rows)
+    (warning,) = await warnings(stack, record.id)
+    assert warning.endswith(
+        "2 group(s) were sampled by weights of another version than asked for, and sampled again"
+    )
+
+
+async def test_a_sampler_that_never_has_the_versions_asked_for_pauses_the_job(stack: Stack) -> None:
+    age(stack, 1_000_000, 2)
+    paused = await stack.until((await stack.submit(quiet(stack.job))).id, "paused", "failed")
+    assert paused.status == "paused" and paused.error is not None
+    assert paused.error.startswith(
+        "step 5: the sampler was asked for versions 4 to 4 and sampled with [2], 3 times; see to it"
+    )
+
+
+async def test_nothing_that_was_asked_for_before_a_rewind_is_joined_after_it(stack: Stack) -> None:
+    bodies: list[GenerateRequest] = []
+
+    async def note(body: GenerateRequest) -> None:
+        bodies.append(body)
+
+    stack.fakes.fault["generate"] = note
+    stack.fakes.fault["train_step"] = first(
+        1, lambda body: body.step == 5, stack.fakes.restart_trainer
+    )
+    submitted = quiet(stack.job).model_copy(update={"max_staleness": 2})
+    record = await stack.until((await stack.submit(submitted)).id)
+    assert (record.status, record.recoveries) == ("succeeded", 1)
+    assert {body.job_id for body in bodies} == {record.id}
+    assert [body.epoch for body in bodies] == sorted(body.epoch for body in bodies)
+    assert {body.epoch for body in bodies} == {1, 2} and len({body.attempt for body in bodies}) == 1
+    folder = stack.folder(record.id)
+    for step in range(1, 9):
+        assert folder.batch(step).version >= max(step - 3, 0)
+
+
+# --- workers that were superseded, and jobs that are stopped
+
+
+async def test_a_superseded_worker_stops_without_a_word(stack: Stack) -> None:
+    """Another worker has the trainer by the time that this one trains step 3."""
+
+    def supersede() -> None:
+        attempt, epoch = stack.fakes.fence
+        stack.fakes.fence = (attempt + 1, epoch)
+
+    stack.settings.__dict__["lease_s"] = 2.0
+    stack.fakes.fault["train_step"] = first(1, lambda body: body.step == 3, supersede)
+    job_id = (await stack.submit()).id
+    record = await stack.until(job_id)
+    assert (record.status, record.recoveries) == ("succeeded", 0), "by the next attempt"
+    assert record.attempts >= 2 and await warnings(stack, job_id) == []
+    assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("action", ["cancel", "pause"])
+async def test_what_a_stopped_job_has_under_way_is_aborted(stack: Stack, action: str) -> None:
+    reached = asyncio.Event()
+
+    async def hang(_: GenerateRequest) -> None:
+        if stack.fakes.step == 3:
+            reached.set()
+            await asyncio.sleep(60)
+
+    stack.fakes.fault["generate"] = hang
+    job_id = (await stack.submit(quiet(stack.job))).id
+    await reached.wait()
+    await stack.post(f"{job_id}/{action}")
+    await stack.until(job_id, "cancelled", "paused")
+    async with asyncio.timeout(10):
+        while not stack.fakes.aborted:
+            await asyncio.sleep(0.02)
+    (abort,) = stack.fakes.aborted
+    assert (abort.job_id, abort.fence) == (job_id, stack.fakes.reloads[-1].fence)
+    stack.fakes.fault.clear()
+
+
+async def test_a_sampler_that_cannot_abort_keeps_nobody_waiting(stack: Stack) -> None:
+    stack.fakes.fault["abort"] = first(9, lambda _: True, raising(Failed("no")))
+    assert (await stack.until((await stack.submit()).id)).status == "succeeded"
+    assert (await stack.until((await stack.submit()).id)).status == "succeeded"

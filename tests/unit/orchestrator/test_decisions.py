@@ -1,0 +1,96 @@
+"""What becomes of a job, for every class of error and every code that there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.orchestrator.loop.decisions import (
+    MAX_RECOVERIES,
+    PAUSES_S,
+    RULES,
+    Action,
+    MustPause,
+    SyncFailed,
+    decide,
+)
+from services.orchestrator.queue.store import LeaseLost, StoreUnavailable, Unreadable
+from services.orchestrator.record.folder import BatchExists
+from shared.errors import (
+    CODES,
+    KINDS,
+    BadRequest,
+    Busy,
+    Conflict,
+    Failed,
+    NotFound,
+    StateLost,
+    Unauthorized,
+    Unavailable,
+)
+
+STOP, RECOVER, PAUSE, FAIL = Action.STOP, Action.RECOVER, Action.PAUSE, Action.FAIL
+
+EXPECTED: dict[tuple[type[Exception], str], Action] = {
+    (BadRequest, "bad_request"): FAIL,
+    (Unauthorized, "unauthorized"): PAUSE,
+    (NotFound, "not_found"): PAUSE,
+    (NotFound, "no_operation"): PAUSE,
+    (Conflict, "conflict"): PAUSE,
+    (Conflict, "body_differs"): PAUSE,
+    (Conflict, "stale"): STOP,
+    (Conflict, "out_of_order"): RECOVER,
+    (StateLost, "state_lost"): RECOVER,
+    (Unavailable, "unavailable"): RECOVER,
+    (Unavailable, "unreachable"): RECOVER,
+    (Unavailable, "starting"): RECOVER,
+    (Unavailable, "draining"): RECOVER,
+    (Unavailable, "deadline"): PAUSE,
+    (Busy, "busy"): RECOVER,
+    (Failed, "failed"): RECOVER,
+    (Failed, "bug"): RECOVER,
+    (Failed, "digest_differs"): RECOVER,
+    (Failed, "tensors_differ"): RECOVER,
+    (Failed, "out_of_memory"): PAUSE,
+    (Failed, "disk_full"): PAUSE,
+}
+
+
+@pytest.mark.parametrize(("kind", "code"), EXPECTED)
+def test_every_code_of_every_class_is_decided(kind: type[Exception], code: str) -> None:
+    error = kind("the sentence", code=code)  # type: ignore[call-arg]
+    assert decide(error).action is EXPECTED[kind, code]
+
+
+def test_no_class_and_no_code_is_left_out() -> None:
+    assert {code for _, code in EXPECTED} == set(CODES)
+    assert {kind for kind, _ in EXPECTED} == set(KINDS)
+
+
+def test_errors_of_the_orchestrator_itself_are_decided_too() -> None:
+    assert decide(LeaseLost("job")).action is STOP
+    assert decide(BatchExists("another batch")).action is STOP
+    assert decide(StoreUnavailable("Redis is away")).action is STOP
+    assert decide(Unreadable("schema 7")).action is RECOVER
+    assert decide(MustPause("step 3: 80%")).action is PAUSE
+    assert decide(SyncFailed("weight sync: ...")).action is RECOVER
+    assert decide(ZeroDivisionError("1/0")).action is PAUSE
+
+
+def test_recovering_ends_after_a_few_times_in_a_row_and_pauses_with_what_to_do() -> None:
+    error = Unavailable("cannot reach the trainer service", code="unreachable")
+    assert [decide(error, count).action for count in range(5)] == [RECOVER] * 3 + [PAUSE] * 2
+    assert decide(error, 2).why == "cannot reach the trainer service"
+    assert decide(error, 3).why == (
+        "cannot reach the trainer service; see that it works (`hone doctor` shows how the services "
+        "are)"
+    )
+    assert len(PAUSES_S) == MAX_RECOVERIES
+
+
+def test_a_pause_names_its_remedy() -> None:
+    assert decide(Failed("the disk is full", code="disk_full")).why.endswith("; free some space")
+    assert decide(ZeroDivisionError("1/0")).why == (
+        "a bug in Hone: ZeroDivisionError: 1/0; look at the trace in the orchestrator's log"
+    )
+    assert decide(BadRequest("unknown grader 'x'")).why == "unknown grader 'x'"
+    assert all(rule.remedy for rule in RULES)

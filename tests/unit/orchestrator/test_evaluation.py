@@ -1,0 +1,73 @@
+"""Held-out prompts are sampled some at a time, and none are left under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from services.orchestrator.loop import evaluation
+from services.orchestrator.loop.evaluation import evaluate
+from services.orchestrator.loop.peers import NOT_GRADED
+from shared.errors import StateLost
+from shared.wire import Prompt, RolloutGroup, Score
+from tests.support.scored_batches import make_job, score
+
+PROMPTS = tuple(Prompt(index=index, content=f"{index}?", row={}) for index in range(10))
+
+
+class FakePeers:
+    """Samples nothing; `generate` is what sampling does."""
+
+    life = "job:1:1"
+    job_id = "job"
+
+    def __init__(self, generate: Callable[[int], Awaitable[None]], score: Score) -> None:
+        self._generate = generate
+        self._score = score
+
+    async def generate(self, prompt: Prompt, *_: Any, **__: Any) -> RolloutGroup:
+        await self._generate(prompt.index)
+        return RolloutGroup(prompt_token_ids=(), rollouts=())  # type: ignore[arg-type]
+
+    async def score(self, prompt: Prompt, *_: Any, **__: Any) -> tuple[Score, ...]:
+        return (self._score if prompt.index else NOT_GRADED,)
+
+
+async def test_a_bounded_number_of_prompts_is_sampled_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluation, "MAX_PROMPTS", 3)
+    running: set[int] = set()
+    most: list[int] = []
+
+    async def generate(index: int) -> None:
+        running.add(index)
+        most.append(len(running))
+        await asyncio.sleep(0)
+        running.remove(index)
+
+    peers: Any = FakePeers(generate, score(make_job(), 0.5))
+    metrics = await evaluate(make_job(), PROMPTS, peers, 3)
+    assert max(most) == 3 and len(most) == 10
+    assert metrics["eval/reward"] == pytest.approx(0.5), "of the nine that were graded"
+    assert metrics["eval/errored_rollouts"] == pytest.approx(1 / 10)
+    assert metrics["eval/missing_rewards"] == 0.0
+
+
+async def test_if_one_prompt_fails_the_others_have_ended() -> None:
+    ended: list[int] = []
+
+    async def generate(index: int) -> None:
+        try:
+            await asyncio.sleep(0 if index == 4 else 60)
+        finally:
+            ended.append(index)
+        raise StateLost("the engine is gone")
+
+    peers: Any = FakePeers(generate, NOT_GRADED)
+    with pytest.raises(StateLost):
+        await evaluate(make_job(), PROMPTS, peers, 3)
+    assert sorted(ended) == list(range(10))
