@@ -99,7 +99,7 @@ def test_bytes_pass_through_a_body_without_a_copy() -> None:
     assert body.model_dump(context={"packed": True})["ids"] is data
 
 
-@pytest.mark.parametrize("numbers", [[float("nan")], [float("-inf")], "12", 5, {"a": 1}])
+@pytest.mark.parametrize("numbers", [[float("nan")], [float("-inf")], [1e39], "12", 5, {"a": 1}])
 def test_a_body_refuses_what_is_no_list_of_finite_numbers(numbers: Any) -> None:
     with pytest.raises(ValidationError, match=r"expected (finite numbers only|a list of numbers)"):
         Body.model_validate({"logprobs": numbers})
