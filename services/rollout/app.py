@@ -88,7 +88,7 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
         """What serves now."""
         return sampler.serving
 
-    service.operation("POST", "/generate", generate)
+    service.operation("POST", "/generate", generate, cancellable=True)
     service.operation("POST", "/abort", abort, key=by_state)
     service.operation("PUT", "/model", put_model, key=by_state)
     service.operation("POST", "/reload_weights", reload_weights, key=by_state)

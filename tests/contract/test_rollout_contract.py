@@ -247,6 +247,25 @@ async def test_the_same_key_with_another_prompt_is_a_conflict(serving: RolloutBe
         await serving.generate(key="k", prompt_token_ids=(5,))
 
 
+async def test_sampling_by_hand_ends_with_its_client(serving: RolloutBench) -> None:
+    serving.engine.frozen.clear()
+    messages = [{"type": "http.request", "body": b'{"prompt": "a", "sampling": {"max_tokens": 4}}'}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        while not serving.engine.under_way:
+            await asyncio.sleep(0.001)
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None: ...
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
+    await serving.service.app({**scope, "query_string": b""}, receive, send)
+    assert (serving.engine.samples, serving.engine.under_way) == (1, 0)
+
+
 async def test_weights_older_than_asked_for_do_not_sample(serving: RolloutBench) -> None:
     with pytest.raises(Conflict, match="got 2, serving no version of a job"):
         await serving.generate(min_version=2)
