@@ -180,7 +180,7 @@ class Rollout(Wire):
     @property
     def num_sampled(self) -> int:
         """How many of its tokens the policy sampled."""
-        return sum(self.sampled) if len(self.sampled) else len(self.token_ids)
+        return self.sampled.data.count(1) if len(self.sampled) else len(self.token_ids)
 
 
 class RolloutGroup(Wire):

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from services.orchestrator.record import tracking
 from shared.errors import Failed, StateLost, Unavailable
-from shared.job import Job
+from shared.job import Job, WandbSpec
 from shared.wire import (
     Event,
     FolderWeights,
@@ -207,6 +208,30 @@ async def test_a_batch_of_nothing_but_errors_pauses_the_job(stack: Stack) -> Non
     stack.fakes.errors = lambda _: None
     await stack.post(f"{job_id}/resume")
     assert (await stack.until(job_id)).status == "succeeded"
+
+
+# --- W&B
+
+
+async def test_a_wandb_that_is_away_costs_one_warning_and_no_job(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    def begin(job: Job, job_id: str, _: Any) -> Any:
+        begun.append(job_id)
+        raise ConnectionError("no route to api.wandb.ai")
+
+    monkeypatch.setattr(tracking, "_begin", begin)
+    submitted = stack.job.model_copy(update={"wandb": WandbSpec(project="p")})
+    record = await stack.until((await stack.submit(submitted)).id)
+    assert record.status == "succeeded" and set(begun) == {record.id}
+    assert len(begun) >= 8, "it is tried again at each step"
+    (warning,) = await warnings(stack, record.id)
+    assert warning.startswith(
+        "Weights & Biases has not all metrics: ConnectionError: no route to api.wandb.ai; the job "
+        "goes on"
+    )
 
 
 # --- versions and epochs

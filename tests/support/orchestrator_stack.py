@@ -17,6 +17,7 @@ import httpx2 as httpx
 import pytest
 
 from services.orchestrator.app import create_service
+from services.orchestrator.loop import run
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
@@ -110,7 +111,11 @@ async def finish(client: Client, job: Job, *statuses: str) -> JobRecord:
 
 
 @pytest.fixture
-async def stack(settings: Settings, redis_url: str, job: Job) -> AsyncGenerator[Stack]:
+async def stack(
+    settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[Stack]:
+    """All of it; recoveries follow each other without a pause."""
+    monkeypatch.setattr(run, "PAUSES_S", (0.0, 0.0, 0.0))
     fakes = FakeServices(settings)
     async with (
         fakes.running(settings) as settings,

@@ -81,7 +81,7 @@ class AfterStep:
         if step.num_resampled:
             await self.journal.warn(
                 f"step {number}: {step.num_resampled} group(s) were sampled by weights of another "
-                f"version than asked for, and sampled again",
+                "version than asked for, and sampled again",
                 step=number,
             )
         difference = metrics.get("mismatch/logprob_diff_mean", 0.0)

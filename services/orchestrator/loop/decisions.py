@@ -26,7 +26,7 @@ from shared.errors import (
 MAX_RECOVERIES = 3
 """In a row, without a step done that was not done before."""
 
-PAUSES_S = (0.0, 1.0, 5.0)
+PAUSES_S = (0.0, 5.0, 30.0)
 """Seconds before each of them. A service that is away was waited for already, by the client."""
 
 

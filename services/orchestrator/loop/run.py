@@ -25,13 +25,14 @@ from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.loop.tasks import stop
-from services.orchestrator.queue.store import Lease, Store
+from services.orchestrator.queue.store import Lease, LeaseLost, Store, StoreUnavailable
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.journal import Journal
 from services.orchestrator.record.progress import Progress
 from services.orchestrator.record.summary import summarize
 from services.orchestrator.record.tracking import Tracker
 from shared.config import Settings
+from shared.errors import HoneError
 from shared.logs import get_logger
 from shared.wire import JobRecord, TrainerState
 
@@ -61,17 +62,16 @@ class Run:
         self._in_a_row = 0
 
     async def run(self) -> Outcome:
-        """Returns what became of the job. Raises what says that the job is another worker's, or
-        that the store is away."""
+        """Returns what became of the job. Raises LeaseLost if it is another worker's, and
+        StoreUnavailable."""
         self._tracker.start()
-        outcome = Outcome("failed")
+        outcome: Outcome | None = None
         try:
-            while not (ended := await self._try()):
-                pass
-            outcome = ended
+            while outcome is None:
+                outcome = await self._try()
+            return outcome
         finally:
-            await self._tracker.finish(outcome.status == "succeeded")
-        return outcome
+            await self._tracker.finish(outcome is not None and outcome.status == "succeeded")
 
     async def close(self) -> None:
         """Ends what the sampler still does for the job, and the connections."""
@@ -87,13 +87,13 @@ class Run:
         except Exception as error:  # the last resort: decided here, whatever it is
             decision = decide(error, self._in_a_row)
             if decision.action is Action.STOP:
-                raise
+                raise _stopped(self._record.id, error) from None
             get_logger().warning(
                 "job interrupted",
                 job=self._record.id,
                 action=decision.action.value,
                 reason=decision.why,
-                exc_info=error,
+                exc_info=None if isinstance(error, HoneError) else error,
             )
             if decision.action is not Action.RECOVER:
                 status = "paused" if decision.action is Action.PAUSE else "failed"
@@ -181,3 +181,10 @@ class Run:
         """Counts recoveries anew once the job has got further than before."""
         if step > self._furthest:
             self._furthest, self._in_a_row = step, 0
+
+
+def _stopped(job_id: str, error: Exception) -> Exception:
+    """Returns how the worker is told of an error that stops it."""
+    if isinstance(error, LeaseLost | StoreUnavailable):
+        return error
+    return LeaseLost(f"{job_id}: {error}")

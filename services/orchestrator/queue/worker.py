@@ -19,7 +19,6 @@ from services.orchestrator.queue.store import (
     Lease,
     LeaseLost,
     Store,
-    StoreUnavailable,
     Unreadable,
 )
 from shared.config import Settings
@@ -93,18 +92,12 @@ class Worker:
                 beat.result()  # raises what ended it, if it was not that something was asked for
                 await self._store.halt(lease, None)
             else:
-                await self._finish(lease, work)
+                await self._finish(lease, work.result())
         finally:
             await stop(work, beat)
             await run.close()
 
-    async def _finish(self, lease: Lease, work: asyncio.Task[Outcome]) -> None:
-        error = work.exception()
-        if isinstance(error, LeaseLost | StoreUnavailable):
-            raise error
-        if error:  # what says that another worker has the job
-            raise LeaseLost(f"{lease.job_id}: {error}") from error
-        outcome = work.result()
+    async def _finish(self, lease: Lease, outcome: Outcome) -> None:
         if outcome.status == "paused":
             get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
             resume = f"then `hone resume {lease.job_id}` goes on from there"
