@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from services.rollout.app import NoBody
 from shared.client import Client
 from shared.digest import digest_of
 from shared.errors import BadRequest, Conflict, Failed, StateLost
@@ -40,6 +41,7 @@ from shared.wire import (
     FolderWeights,
     GenerateRequest,
     ModelRequest,
+    PauseState,
     RolloutGroup,
     Sampling,
     ServingWeights,
@@ -478,11 +480,30 @@ async def test_an_abort_ends_what_a_job_has_under_way(service: Running, client: 
     assert (ended.num_requests, await under_way(service)) == (1, False)
 
 
-async def test_a_prompt_that_the_template_refuses_is_data_to_a_job(
+async def test_an_abort_while_sampling_is_paused_leaves_nothing_behind(
     service: Running, client: Client
 ) -> None:
     who = {"job_id": "job", "attempt": 1, "epoch": 3}
     await reload(client, service.publish(3, service.models / "tied", fence=(1, 3)))
+    long = asyncio.create_task(generate(client, **who, sampling=Sampling(n=64, max_tokens=250)))
+    while not await under_way(service):
+        await asyncio.sleep(0.01)
+    await client.call("POST", "/pause", NoBody(), PauseState, deadline_s=10)
+    ended = await client.call("POST", "/abort", AbortRequest(**who), Aborted, deadline_s=10)
+    with pytest.raises(Conflict):
+        await long
+    await client.call("POST", "/resume", NoBody(), PauseState, deadline_s=10)
+    assert (ended.num_requests, await under_way(service)) == (1, False)
+    assert_sampled_by(
+        service.models / "tied", await generate(client, sampling=Sampling(n=4, max_tokens=8))
+    )
+
+
+async def test_a_prompt_that_the_template_refuses_is_data_to_a_job(
+    service: Running, client: Client
+) -> None:
+    who = {"job_id": "job", "attempt": 1, "epoch": 4}
+    await reload(client, service.publish(3, service.models / "tied", fence=(1, 4)))
     prompt = {
         "prompt_token_ids": None,
         "prompt": ({"role": "user", "content": "a"},),
@@ -499,7 +520,7 @@ async def test_a_prompt_that_the_template_refuses_is_data_to_a_job(
 async def test_the_canarys_logprobs_are_hugging_faces(service: Running, client: Client) -> None:
     ids = (5, 6, 7, 8, 9, 10)
     canary = Canary(token_ids=TokenIds(ids), logprobs=Logprobs())
-    ref = service.publish(4, service.models / "tied2", fence=(1, 3))
+    ref = service.publish(4, service.models / "tied2", fence=(1, 4))
     served = await reload(client, ref.model_copy(update={"canary": canary}))
     expected = reference_logprobs(service.models / "tied2", ids, 1)
     assert list(served.canary_logprobs) == pytest.approx(expected, abs=1e-4)
@@ -511,11 +532,11 @@ async def test_a_logprob_that_is_not_finite_is_one_rollouts_fault(
     def spoil(tensors: dict[str, np.ndarray]) -> None:
         tensors["model.norm.weight"][:] = np.nan
 
-    await reload(client, service.publish(5, service.models / "tied", fence=(1, 3), change=spoil))
+    await reload(client, service.publish(5, service.models / "tied", fence=(1, 4), change=spoil))
     group = await generate(client, sampling=Sampling(n=2, max_tokens=4))
     assert [(r.finish_reason, r.token_ids) for r in group.rollouts] == [("error", ())] * 2
     assert "not finite" in (group.rollouts[0].error or "")
-    await reload(client, service.publish(6, service.models / "tied", fence=(1, 3)))
+    await reload(client, service.publish(6, service.models / "tied", fence=(1, 4)))
     good = await generate(client, sampling=Sampling(n=2, max_tokens=8))
     assert_sampled_by(service.models / "tied", good)
 
@@ -578,7 +599,7 @@ async def test_an_engine_that_dies_during_a_reload_is_state_lost_until_another_m
     engine = service.engine_pid()
     os.kill(engine, signal.SIGSTOP)
     loading = asyncio.create_task(
-        reload(client, service.publish(7, service.models / "tied", fence=(1, 3)))
+        reload(client, service.publish(7, service.models / "tied", fence=(1, 4)))
     )
     await asyncio.sleep(1.0)
     assert not loading.done()
