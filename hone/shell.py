@@ -23,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 out = Console(width=None if sys.stdout.isatty() else 160)
-err = Console(stderr=True)
+err = Console(stderr=True, soft_wrap=True)
 
 REWARDS_ONLY = ("name=rewards", "model=any/model", "steps=1", "data.train=any")
 """Fills in what a file with nothing but `[[rewards]]` lacks of a job."""
@@ -51,7 +51,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except HoneError as error:
-            err.print(f"hone: {error.detail}", soft_wrap=True, markup=False, highlight=False)
+            err.print(f"hone: {error.detail}", markup=False, highlight=False)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error

@@ -9,7 +9,7 @@ from shared.errors import Conflict, Failed
 from shared.job import Job
 from shared.wire import ServingWeights
 
-NOT_OF_THE_SYNC = frozenset({"stale", "disk_full", "out_of_memory"})
+NOT_OF_THE_SYNC = frozenset({"stale", "tensors_differ", "disk_full", "out_of_memory"})
 """Codes of errors that another push does not help against."""
 
 
