@@ -40,7 +40,7 @@ format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lock: $(VENV)/.ready ## pin requirements/cpu.txt anew from pyproject.toml
+lock: $(VENV)/.ready ## pin requirements/cpu.txt again from pyproject.toml
 	sh requirements/lock.sh
 
 clean: ## remove the environment and caches; runs/ stays

@@ -1,6 +1,6 @@
 """What every bench prints: a table for people, and as its last line one JSON object for programs.
 
-A `Figure` with a goal decides `ok`; one without is shown and judged by nobody. All figures are
+A `Figure` with a goal decides `ok`; one without is only shown. All figures are
 measured before any is compared, so a run prints whole whatever it finds; the exit status says
 whether every goal was met.
 """

@@ -235,7 +235,7 @@ async def run_once(sandbox: LocalSandbox, number: int) -> float:
 
 
 def program(number: int, index: int) -> str:
-    """Returns one that no round has had: verdicts of the same one are remembered."""
+    """Returns one that no round has had: verdicts on the same one are cached."""
     return f"# round {number}\n{CODE}\n{TESTS} + [{index}]"
 
 

@@ -146,7 +146,7 @@ def _figure(
 
 
 def breakdown(runs: Runs) -> str:
-    """Returns the table of where the time goes, and of how much was computed in vain."""
+    """Returns the table of where the time goes, and of how many tokens were padding."""
     rows = []
     for side, all_runs in runs.items():
         m = {key: middle(all_runs, key) for key in all_runs[0]}

@@ -250,7 +250,7 @@ def trl_inputs(examples: list[Example]) -> dict[str, Tensor]:
 
 
 def time_head(function: Any, work: Work) -> None:
-    """Has the autograd function of a head count its hidden states (its first argument) and its
+    """Makes the autograd function of a head count its hidden states (its first argument) and its
     time, forward and backward."""
     forward, backward = function.forward, function.backward
 
@@ -281,7 +281,7 @@ def resident_bytes(line: str) -> int:
 
 
 def settle() -> None:
-    """Gives freed memory back to the system and begins the peak anew."""
+    """Gives freed memory back to the system and resets the peak."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")

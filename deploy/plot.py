@@ -13,8 +13,8 @@ WINDOW = 10
 
 
 def plot_learning_curve(rows: Sequence[MetricsRow], path: Path, title: str) -> Path:
-    """Returns `path`, where the mean reward of each step, its running mean, and the held-out
-    evaluations now are a picture."""
+    """Draws the mean reward of each step, its running mean and the held-out evaluations; returns
+    `path`, the picture."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
 """An event loop in a thread of its own, for synchronous code that calls asynchronous code.
 
 So the client works where a loop already runs (a notebook), and Ctrl-C is never lost: it is raised
-where the caller waits. Had it to travel through the loop as a cancellation, whatever it interrupts
+where the caller waits. If it went through the loop as a cancellation, whatever it interrupts
 there could swallow it.
 """
 

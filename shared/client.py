@@ -59,7 +59,7 @@ class Client:
         )
         remote = not is_loopback(
             urlsplit(self.url).hostname or ""
-        )  # a proxy has no business between processes of one machine
+        )  # no proxy between processes of one machine
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
         timeout = httpx.Timeout(connect=5.0, read=WAIT_S + 10.0, write=60.0, pool=None)
         self._http = httpx.AsyncClient(
@@ -112,8 +112,8 @@ class Client:
     async def events(
         self, path: str, *, last_id: str | None = None
     ) -> AsyncGenerator[tuple[str, str, str]]:
-        """Yields `(id, event, data)` of the server-sent events at `path`, once through; the caller
-        resumes with `last_id`."""
+        """Yields `(id, event, data)` of the server-sent events at `path`, without resuming; the
+        caller resumes with `last_id`."""
         headers = {"accept": "text/event-stream"} | ({"last-event-id": last_id} if last_id else {})
         try:
             async with self._http.stream("GET", path, headers=headers) as response:

@@ -1,7 +1,7 @@
 """Numbers kept as bytes: what token ids and log-probs are from the sampler to the trainer.
 
 A tuple of Python numbers takes some 30 bytes per entry and a conversion at every hop; these are
-copied and compared as bytes, and only who iterates makes numbers of them.
+copied and compared as bytes, and become Python numbers only where code iterates over them.
 """
 
 from __future__ import annotations

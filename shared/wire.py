@@ -33,7 +33,7 @@ Fence = tuple[int, int]
 
 
 class Fencing(Wire):
-    """How new whoever asks is. Whoever has been superseded is refused: Conflict, code "stale".
+    """How new the caller is. A caller that has been superseded is refused: Conflict, code "stale".
 
     `attempt` is the number of the worker's lease, from one counter for all jobs, so it only grows.
     `epoch` counts, within the attempt, how often the job was loaded into trainer and sampler: each
@@ -85,7 +85,7 @@ class EngineSpec(Wire):
 
 class ModelRequest(EngineSpec, Fencing):
     """`PUT /model`: serve this. Putting the same one twice starts nothing twice. A job names itself
-    and its fence, and older ones are refused from then on; who asks by hand names no job."""
+    and its fence, and older ones are refused from then on; a request by hand names no job."""
 
     job_id: JobId | None = None
 
@@ -150,7 +150,7 @@ class Rollout(Wire):
     `token_ids` `[T]` include end-of-sequence tokens, and in a conversation what tools and
     environment said. `sampled` `[T]` is 1 where the policy sampled the token; empty if it sampled
     all. `logprobs` `[T]` are of the distribution really sampled from (after temperature), in nats,
-    and 0 where nothing was sampled; empty if nobody measured them. `spans` say which weights
+    and 0 where nothing was sampled; empty if they were not measured. `spans` say which weights
     sampled it, oldest first; more than one only if a sync happened under way.
 
     `kept_counts` `[T]` is how many tokens could be sampled at each position under `top_p`, `top_k`
@@ -185,7 +185,7 @@ class Rollout(Wire):
 
 class RolloutGroup(Wire):
     """All completions of one prompt: `[G]` rollouts over the same `prompt_token_ids`, by the
-    sampler `replica` ("": by nobody of ours)."""
+    sampler `replica` ("": none of ours)."""
 
     prompt_token_ids: TokenIds
     rollouts: tuple[Rollout, ...]
@@ -264,7 +264,7 @@ class Score(Wire):
 
 
 class ScoreResult(Wire):
-    """One score an item, in the order asked."""
+    """One score per item, in the order asked."""
 
     scores: tuple[Score, ...]
 
@@ -398,7 +398,7 @@ class GraderRun(Wire):
 
 
 class Example(Wire):
-    """One completion with its advantage, as the trainer eats it.
+    """One completion with its advantage, as the trainer takes it.
 
     `token_ids`, `sampled`, `kept_ids` and `kept_counts` are those of `Rollout`; `old_logprobs`
     `[T]` are the sampler's `logprobs`, in nats; empty: unknown, taken to be the trainer's own.
@@ -532,7 +532,8 @@ class Published(Fenced):
     """What every published version has, whichever way it goes.
 
     `digest` is of all tensors and `tensors` of each, by name: names, dtypes, shapes and bytes,
-    however they are spread over files (`shared/digest.py`). Whoever loads it computes it anew.
+    however they are spread over files (`shared/digest.py`). The sampler that loads it computes it
+    again.
     """
 
     version: int = Field(ge=0)

@@ -82,7 +82,7 @@ async def test_sampling_runs_ahead_by_exactly_the_staleness_allowed(
     assert stack.fakes.calls["generate"] == 8 * 6 + 3 * 12, "nothing sampled is thrown away"
 
 
-async def test_groups_without_signal_are_replaced_by_fresh_prompts_the_same_ones_each_time(
+async def test_groups_without_signal_are_replaced_by_the_same_fresh_prompts_each_time(
     stack: Stack,
 ) -> None:
     """Of 20 problems, the odd ones always have signal and the even ones never."""

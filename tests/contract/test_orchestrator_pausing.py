@@ -114,7 +114,7 @@ async def test_a_paused_job_can_be_cancelled_and_then_not_resumed(stack: Stack) 
 async def test_a_pause_that_is_called_off_in_time_stops_no_work_for_long(
     settings: Settings, redis_url: str
 ) -> None:
-    """At the seam of the store: what a worker finds that has let go of a job, and then says so."""
+    """At the seam of the store: what becomes of a job that its worker has stopped working on."""
     store = Store(redis_url)
     await store.open()
     job = Job.model_validate(

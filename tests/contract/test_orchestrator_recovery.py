@@ -137,7 +137,7 @@ async def test_progress_counts_recoveries_anew(stack: Stack) -> None:
     assert all(message.endswith("(recovery 1 of 3)") for message in messages)
 
 
-async def test_a_call_that_fails_as_the_trainer_goes_down_is_a_restart_and_not_the_jobs_failure(
+async def test_a_call_that_fails_as_the_trainer_ends_is_a_restart_not_a_failed_job(
     stack: Stack,
 ) -> None:
     def die() -> None:

@@ -504,7 +504,7 @@ async def test_a_configured_model_is_started_behind_the_first_requests(tmp_path:
     assert bench.engine.calls == ["stop"]
 
 
-async def test_a_configured_model_that_cannot_start_keeps_the_service_unready_and_says_why(
+async def test_a_configured_model_that_cannot_start_keeps_the_service_unready(
     tmp_path: Path,
 ) -> None:
     bench = RolloutBench(tmp_path)

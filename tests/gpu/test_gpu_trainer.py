@@ -77,7 +77,7 @@ def test_a_half_billion_model_trains_whole(process, device, stage):
 
 
 def test_a_seven_billion_model_trains_adapters(process, device):
-    """Weights 15 GB; a whole 7B model wants 12 more bytes a parameter, so several GPUs, or
+    """Weights 15 GB; a whole 7B model wants 12 more bytes per parameter, so several GPUs, or
     offload_optimizer."""
     needs(device, 40)
     examples = random_examples(QWEN_7B, 32, 128, 1024)

@@ -101,7 +101,7 @@ class FakeServices:
         self._services["trainer"].query("/state", self._state)
 
     def restart_trainer(self) -> None:
-        """What a trainer does that was killed: it comes back from its newest checkpoint, by
+        """What a killed trainer does: it comes back from its newest checkpoint, by
         itself."""
         self.step, self.restarts = max(self.checkpointed), self.restarts + 1
         self.trained = [request for request in self.trained if request.step <= self.step]

@@ -96,16 +96,16 @@ async def orchestrator(
 
 
 async def _never(*_: object) -> None:
-    """What a killed process says."""
+    """A killed process gives nothing back."""
 
 
 async def finish(client: Client, job: Job, *statuses: str) -> JobRecord:
     """Submits the job and returns its record at the end, or in one of `statuses`."""
     record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10)
     async with asyncio.timeout(90):
-        while (
-            found := await client.get(f"/v1/jobs/{record.id}", JobRecord)
-        ).status not in (statuses or TERMINAL):
+        while (found := await client.get(f"/v1/jobs/{record.id}", JobRecord)).status not in (
+            statuses or TERMINAL
+        ):
             await asyncio.sleep(0.02)
     return found
 

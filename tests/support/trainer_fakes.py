@@ -130,7 +130,7 @@ class ThreadRanks(Ranks):
 
 
 def on_all(*acts: Any) -> list[Any]:
-    """Runs one call a rank, each in its thread, and returns what they returned or raised."""
+    """Runs one call per rank, each in its thread, and returns what they returned or raised."""
     outcomes: list[Any] = [None] * len(acts)
 
     def run(rank: int) -> None:

@@ -110,7 +110,7 @@ def random_examples(shape: Shape, num: int, prompt: int, completion: int) -> tup
 def model_flops(shape: Shape, examples: tuple[Example, ...], *, lora: bool) -> float:
     """Returns the floating point operations that a step needs, recomputation not counted.
 
-    2 for each weight of the body and token, and of the head and completion token; 4 a query-key
+    2 for each weight of the body and token, and of the head and completion token; 4 per query-key
     pair and channel, of T (T + 1) / 2 pairs. The backward pass is twice that; with LoRA the frozen
     weights have no gradient, which spares half of it for them (the adapters themselves are left
     out).
@@ -240,7 +240,7 @@ def bf16_parity(shape: Shape, examples: tuple[Example, ...], device: torch.devic
 
 
 def _start_peak(device: torch.device) -> int:
-    """Returns the bytes that are held between steps, and begins the peak anew."""
+    """Returns the bytes that are held between steps, and resets the peak."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)

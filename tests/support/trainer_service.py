@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,13 +178,14 @@ def a_job(
 
 def gone(processes: list[psutil.Process], within_s: float = 15) -> bool:
     """Whether all have ended in time; zombies that nobody reaped count as ended."""
-    running: Callable[[psutil.Process], bool] = lambda p: (
-        p.is_running() and p.status() != psutil.STATUS_ZOMBIE
-    )
+
+    def runs(process: psutil.Process) -> bool:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if not any(running(process) for process in processes):
+            if not any(runs(process) for process in processes):
                 return True
         time.sleep(0.1)
     return False

@@ -22,7 +22,7 @@ INTERFACES = ("left", "right")
 
 
 class Forbidden(Exception):
-    """Why this host has no two namespaces for us."""
+    """Why this host cannot give us two namespaces."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Nodes]:
-    """Raises Forbidden where the host has not the tools, or forbids it."""
+    """Raises Forbidden where the host lacks the tools, or forbids it."""
     missing = [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]
     if missing:
         raise Forbidden(f"there is no {missing[0]!r} on this host")

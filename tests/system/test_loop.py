@@ -382,7 +382,10 @@ async def test_the_overlapped_loop_learns_too(
 async def test_a_reward_function_of_the_users_own_runs_and_its_mistakes_pause_the_job(
     stack: Stack, tmp_path: Path
 ) -> None:
-    good = "def reward(completions, target, **kwargs):\n    return [float(str(t)[0] in c) for c, t in zip(completions, target)]\n"
+    good = (
+        "def reward(completions, target, **kwargs):\n"
+        "    return [float(str(t)[0] in c) for c, t in zip(completions, target)]\n"
+    )
     wrong = "def reward(completions, **kwargs):\n    return [1.0, 2.0, 3.0]\n"
     raising = "def reward(completions, **kwargs):\n    raise KeyError('answer')\n"
     async with own_orchestrator(stack, tmp_path) as client:

@@ -1,4 +1,4 @@
-"""The real trainer: `python -m trainers.trainer`, torchrun, DeepSpeed ZeRO-2, one and two ranks,
+"""The real trainer: `python -m services.trainer`, torchrun, DeepSpeed ZeRO-2, one and two ranks,
 against plain torch autograd."""
 
 from __future__ import annotations

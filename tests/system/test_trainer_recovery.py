@@ -11,7 +11,8 @@ from tests.support.trainer_service import ROOT, a_job, gone, running
 
 pytestmark = [pytest.mark.engine, pytest.mark.system]
 
-LIGHT_RANKS = '''"""Ranks without DeepSpeed start sooner. Rank 1's first update fails while rank 0 waits for it in a collective."""
+LIGHT_RANKS = '''"""Ranks without DeepSpeed start sooner. Rank 1's first update fails while
+rank 0 waits for it in a collective."""
 import sys, torch, torch.distributed as dist
 from services.trainer.processes import commands, ranks
 from services.trainer.engine import Update
@@ -31,14 +32,19 @@ if __name__ == "__main__":
     commands.NOTE_GRACE_S = 2.0
     nothing = lambda *_: None
     ranks.trainer_maker = lambda settings, place, folder: lambda channel: Trainer(
-        settings, channel, Seams(nothing, Engine, lambda job: "light", folder.remember_job), folder.past()
+        settings,
+        channel,
+        Seams(nothing, Engine, lambda job: "light", folder.remember_job),
+        folder.past(),
     )
     ranks.main()
 '''
 LIGHT_LAUNCHER = """
 from services.trainer import __main__ as launcher
 command = launcher.torchrun_command
-launcher.torchrun_command = lambda *a: [w.replace("services.trainer.processes.ranks", "light_ranks") for w in command(*a)]
+launcher.torchrun_command = lambda *given: [
+    word.replace("services.trainer.processes.ranks", "light_ranks") for word in command(*given)
+]
 launcher.main()
 """
 
@@ -66,9 +72,7 @@ def test_a_killed_process_ends_all(tmp_path, light, victim):
         assert list((tmp_path / "two").glob("hone-*")) == []
 
 
-def test_ranks_of_which_one_failed_come_back_by_themselves_until_they_died_too_often(
-    tmp_path, light
-):
+def test_ranks_of_which_one_failed_come_back_until_they_died_too_often(tmp_path, light):
     with running(tmp_path / "two", 2, light, restarts=1) as service:
         service.load("a", a_job(tmp_path))
         example = Example(

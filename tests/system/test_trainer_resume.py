@@ -43,7 +43,7 @@ def same(result: StepResult) -> dict[str, Any]:
 
 
 def kill_last_rank(service: Service, ranks: int) -> TrainerState:
-    """Kills the last rank as the kernel would, and returns the state once the trainer is of use
+    """Kills the last rank as the kernel would, and returns the state once the trainer is ready
     again."""
     restarts = service.state().restarts
     service.processes()[2 + ranks - 1].kill()
@@ -145,7 +145,7 @@ def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_befo
     assert not list(folder.glob(".tmp-*"))
 
 
-def test_health_answers_during_a_step_after_a_resume_and_a_client_that_goes_away_changes_nothing(
+def test_health_answers_during_a_step_and_a_client_that_goes_away_changes_nothing(
     trainers, tiny_model, batches
 ):
     service = trainers[1]

@@ -110,9 +110,7 @@ def results(one, two, model, tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_token_loss_scaling_any_split_at_any_zero_stage_gives_the_update_of_one_big_batch(
-    results, model, loss
-):
+def test_any_split_at_any_zero_stage_gives_the_update_of_one_big_batch(results, model, loss):
     before = weights(model)
     folder, whole = results[1, loss, 2, 10_000]
     assert whole.metrics["num_micro_batches"] == 1
@@ -172,7 +170,7 @@ def follow(folder: Path, model: Path, examples, stages) -> dict:
     return results
 
 
-def test_several_steps_with_a_reference_and_adapters_are_the_same_on_one_rank_and_on_two(
+def test_several_steps_with_reference_and_adapters_are_the_same_on_two_ranks(
     one, two, model, tmp_path
 ):
     """Each step begins where the one before ended, so differences add up, and the update is only so

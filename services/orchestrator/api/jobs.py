@@ -71,8 +71,8 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
 
 async def check_job(job: Job, settings: Settings) -> None:
     """Raises a sentence for what would fail the job later, or let it learn nothing: data that
-    cannot be read, a model folder that is none, groups of one, rewards that the reward service does
-    not know or that need columns the data lacks."""
+    cannot be read, a model folder that is not one, groups of one, rewards that the reward service
+    does not know or that need columns the data lacks."""
     if job.sampling.group_size == 1:
         raise BadRequest(
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "

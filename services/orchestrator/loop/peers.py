@@ -149,9 +149,7 @@ class Peers:
             return (NOT_GRADED,) * len(group.rollouts)
         body = ScoreRequest(items=items, rewards=self._job.rewards, job_id=job_id)
         deadline_s = self._settings.score_deadline_s
-        result = await self._reward.call(
-            "POST", "/score", body, ScoreResult, deadline_s=deadline_s
-        )
+        result = await self._reward.call("POST", "/score", body, ScoreResult, deadline_s=deadline_s)
         scores = iter(result.scores)
         return tuple(
             NOT_GRADED if rollout.finish_reason == "error" else next(scores)

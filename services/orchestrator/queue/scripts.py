@@ -255,9 +255,9 @@ HALT = once("""
   end
   return 'ok'
 """)
-"""call: id, attempt, paused (the reason of a pause on request); perhaps why. The worker has let go:
-the job is cancelled if that was asked for, else paused if there is a reason why or that was asked
-for, else queued where it was. Returns 'ok' or 'lost'."""
+"""call: id, attempt, paused (the reason of a pause on request); perhaps why. The worker has
+stopped: the job is cancelled if that was asked for, else paused if there is a reason why or that
+was asked for, else queued where it was. Returns 'ok' or 'lost'."""
 
 PAUSE = once("""
   if not is_job(call.id) then return '' end

@@ -2,8 +2,8 @@
 retry does not repeat. The keys are in keys.py.
 
 A worker that takes a job gets a lease on one trainer, which expires unless `beat` renews it. With
-the lease comes an attempt, a number that grows with every lease given to anybody. Whoever shows an
-old one, or one that has expired, is refused.
+the lease comes an attempt, a number that grows with every lease given to anybody. A worker that
+shows an old one, or one that has expired, is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ SCHEMA = 1
 """Version of what is written into a job's hash. Readers ignore fields that they do not know."""
 
 MAX_TRIES = 20
-"""Attempts in a row, without a step done, after which a job fails: it is what kills its workers."""
+"""Attempts in a row, without a step done, after which a job fails: it probably kills its workers
+itself."""
 
 PAUSED_ON_REQUEST = "paused on request"
 
@@ -45,7 +46,7 @@ RETRIES = 6
 """With SOCKET_TIMEOUT_S below scripts.CALL_TTL_S in all."""
 
 MAX_CONNECTIONS = 64
-"""For everything but heartbeats and followers. Who finds none free waits for one."""
+"""For everything but heartbeats and followers. A caller that finds none free waits for one."""
 
 MAX_BEAT_CONNECTIONS = 2
 """Heartbeats have connections of their own, so that nobody keeps them waiting."""
@@ -255,7 +256,7 @@ class Store:
         self, job_id: str, after: str, *, block_s: float | None = None, count: int = 1000
     ) -> list[Event]:
         """Returns the events after id `after` ("0" for all); waits up to `block_s` seconds for the
-        first. Raises BadRequest for an id that is none."""
+        first. Raises BadRequest for what is not an event's id."""
         check_event_id(after, "after")
         block = None if block_s is None else max(int(block_s * 1000), 1)
         client = self._redis if block is None else self._followers

@@ -44,8 +44,8 @@ class Worker:
         self._lease: Lease | None = None
 
     async def run_forever(self) -> None:
-        """Works until cancelled. While Redis is away it waits; a job whose work that cut off is
-        taken up again later."""
+        """Works until cancelled. While Redis is away it waits; a job that this interrupted is taken
+        up again later."""
         while True:
             try:
                 asked_at = time.monotonic()

@@ -1,7 +1,7 @@
 """The run folder: everything a job leaves behind, as files that outlive every service.
 
     runs/<job>/job.json           the job as it was submitted
-               metrics.jsonl      one line a step
+               metrics.jsonl      one line per step
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
                rollouts/000012.ungraded.msgpack   the same before it was graded, if that must wait
                checkpoints/       Hugging Face checkpoints, written by the trainer

@@ -43,9 +43,7 @@ def _seconds_per_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """Returns the mean seconds of each stage; evaluations are no stage."""
     stages = sorted({name for metrics in steps for name in metrics if name.startswith("time/")})
     return {
-        stage.removeprefix("time/"): statistics.fmean(
-            metrics.get(stage, 0.0) for metrics in steps
-        )
+        stage.removeprefix("time/"): statistics.fmean(metrics.get(stage, 0.0) for metrics in steps)
         for stage in stages
         if stage != "time/eval"
     }

@@ -2,7 +2,7 @@
 (`judge/client.py`).
 
 The completion is quoted to the judge as data, and a completion may try to talk to it: prefer
-rewards that can be checked, and look at what it pays for.
+rewards that can be checked, and look at what it rewards.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Worker(ABC):
     @abstractmethod
     async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
         """Returns the answer, which is untrusted. Raises TimeoutError after `deadline_s` and
-        SlotDied if the worker ended; in both cases it is of no more use."""
+        SlotDied if the worker ended; in both cases it must not be asked again."""
 
     @abstractmethod
     async def close(self) -> None: ...

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 MAX_PROCESSES = 64
-"""Of a slot: above what RLIMIT_NPROC allows a job, and so a second line."""
+"""Of a slot: above what RLIMIT_NPROC allows a job, and so a second line of defence."""
 
 _CONTROLLERS_1 = ("memory", "pids", "cpuacct")
 _NEEDED_2 = {"memory", "pids"}

@@ -57,7 +57,8 @@ PROBES = (
 
 
 class _NoAnswer(Exception):
-    """A container ended, or was silent, before a program began in it: no fault of the program's."""
+    """A container ended, or was silent, before a program began in it: which is not the program's
+    fault."""
 
 
 class ModalSandbox(Sandbox):
@@ -93,8 +94,8 @@ class ModalSandbox(Sandbox):
             self._app = await modal.App.lookup.aio(APP, create_if_missing=True)
         except modal.exception.Error as error:
             self._problem = (
-                f"HONE_SANDBOX=modal: Modal does not let us in: {error}; run `modal token new`, or "
-                "set MODAL_TOKEN_ID and _SECRET"
+                f"HONE_SANDBOX=modal: Modal refuses the credentials: {error}; run `modal token "
+                "new`, or set MODAL_TOKEN_ID and _SECRET"
             )
             return
         self._image = self._build_image()

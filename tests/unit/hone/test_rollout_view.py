@@ -44,7 +44,7 @@ def printed(shown: object) -> str:
     return console.export_text()
 
 
-def test_a_grader_that_had_something_to_say_has_a_line_of_verdict_reason_output_and_time() -> None:
+def test_a_grader_that_says_more_has_a_line_of_verdict_reason_output_and_time() -> None:
     assert reasons({"tests": LATE, "judge": FAILED, "form": PLAIN}) == [
         "tests: time_limit; test 3 of 5; printed 'still\\x1b[2J here'; 4.00 s",
         "judge: error; 429; model_grader_server_error; cached",

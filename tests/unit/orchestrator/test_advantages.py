@@ -103,9 +103,7 @@ def test_several_rewards_are_weighted_and_summed() -> None:
     assert batch_advantages(batch, job) == [[0.5, 1.0, -1.5]]
 
 
-def test_a_reward_that_does_not_apply_adds_nothing_and_one_that_failed_makes_the_sum_missing() -> (
-    None
-):
+def test_a_reward_that_does_not_apply_adds_nothing_and_a_failed_one_leaves_no_sum() -> None:
     job = make_job({"grader": "right"}, {"grader": "form"}, std="none")
     batch = make_batch(
         (
@@ -152,7 +150,7 @@ def test_gdpo_leaves_a_rollout_with_a_missing_part_out_of_every_reward() -> None
     assert batch_advantages(batch, job) == [[-0.5, 0.5, None]]
 
 
-def test_groups_that_differ_in_shaping_alone_are_judged_on_the_raw_reward_and_dropped() -> None:
+def test_groups_that_differ_in_shaping_rewards_alone_have_no_signal() -> None:
     job = make_job(
         {"grader": "right"}, {"grader": "length", "shaping": True, "weight": 0.1}, std="none"
     )

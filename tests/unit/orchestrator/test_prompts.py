@@ -48,7 +48,7 @@ def test_a_step_takes_the_same_prompts_whoever_asks_and_whenever() -> None:
     assert indices(first, 1) != indices(Prompts(make_job(seed=1), rows(50), None), 1)
 
 
-def test_a_pass_over_the_data_takes_every_row_once_and_each_pass_is_shuffled_anew() -> None:
+def test_a_pass_takes_every_row_once_and_the_next_one_in_another_order() -> None:
     prompts = Prompts(make_job(), rows(10), None)
     taken = [index for step in range(1, 6) for index in indices(prompts, step)]
     assert sorted(taken[:10]) == list(range(10)) and sorted(taken[10:]) == list(range(10))

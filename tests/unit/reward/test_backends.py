@@ -299,7 +299,7 @@ async def test_without_the_client_or_an_account_it_says_what_to_do(
         raise modal.exception.Error("Token missing")
 
     modal.App.lookup = _Aio(lookup)
-    assert "Modal does not let us in: Token missing; run `modal token new`" in str(
+    assert "Modal refuses the credentials: Token missing; run `modal token new`" in str(
         (await started()).problem()
     )
     monkeypatch.setitem(sys.modules, "modal", None)

@@ -1,4 +1,5 @@
-"""Every example in docs/rewards.md runs as it stands there and gives what it says."""
+"""Every example in docs/rewards.md runs as it is written there, and its result is the one that the
+page says."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_a_checkpoint_is_written_once_and_found_later(tmp_path):
     )
 
 
-def test_a_job_goes_on_from_its_newest_checkpoint_and_answers_the_checkpointed_step_again(tmp_path):
+def test_a_job_goes_on_from_its_newest_checkpoint_and_answers_its_step_again(tmp_path):
     first, engines = trained(tmp_path, 4, every=2)
     last = first.train_step(step_request(4))
     first.train_step(step_request(5))
@@ -120,7 +120,8 @@ def test_a_checkpoint_of_another_body_says_what_differs(tmp_path):
     request = request.model_copy(update={"job": request.job.model_copy(update={"seed": 7})})
     with pytest.raises(
         Conflict,
-        match=r"with another job: seed was 0 and is 7; training\.learning_rate was 0\.1 and is 0\.2;",
+        match=r"with another job: seed was 0 and is 7; "
+        r"training\.learning_rate was 0\.1 and is 0\.2;",
     ):
         trainer.load_job(request)
 
@@ -174,7 +175,7 @@ def test_a_damaged_checkpoint_is_named_and_the_next_older_taken(tmp_path, damage
     assert (tmp_path / "runs/a/checkpoints/damaged-step-000002").is_dir()
     trainer.train_step(step_request(2))
     trainer.write_checkpoint(checkpoint(2))
-    assert in_steps(tmp_path) == [1, 2], "written anew, and not taken for the damaged one"
+    assert in_steps(tmp_path) == [1, 2], "written again, and not taken for the damaged one"
 
 
 def test_a_checkpoint_of_another_version_of_hone_is_refused_and_not_called_damaged(tmp_path):
@@ -183,7 +184,8 @@ def test_a_checkpoint_of_another_version_of_hone_is_refused_and_not_called_damag
     manifest.write_text(manifest.read_text().replace('"skipped_steps"', '"skips"'))
     with pytest.raises(
         Conflict,
-        match=r"is of another version of Hone: trainer/manifest\.json: skipped_steps: Field required",
+        match=r"is of another version of Hone: trainer/manifest\.json: "
+        r"skipped_steps: Field required",
     ):
         make_trainer(tmp_path)[0].load_job(job_request())
     assert in_steps(tmp_path) == [1]
@@ -229,7 +231,8 @@ def test_space_for_the_optimizer_is_counted_before_anything_is_written(tmp_path,
     )
     with pytest.raises(
         Failed,
-        match="about 128 bytes are needed and 127 are free; free some space, or point HONE_RUNS_DIR",
+        match="about 128 bytes are needed and 127 are free; "
+        "free some space, or point HONE_RUNS_DIR",
     ):
         trainer.write_checkpoint(checkpoint(0))
     assert in_steps(tmp_path) == []
@@ -291,7 +294,7 @@ def apart(tmp_path):
     return [make_trainer(tmp_path / f"node-{rank}", ThreadRanks(shared, rank)) for rank in range(2)]
 
 
-def test_a_node_that_does_not_share_the_run_folder_is_told_before_anything_is_written(
+def test_a_node_without_the_shared_run_folder_is_told_before_anything_is_written(
     tmp_path, monkeypatch
 ):
     trainers = two_ranks(tmp_path)
@@ -369,7 +372,7 @@ while True:
 """
 
 
-def test_a_writer_killed_at_any_moment_leaves_whole_checkpoints_only_and_the_newest_stays(tmp_path):
+def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
     newest = 0
     for life in range(4):
         writer = subprocess.Popen(

@@ -142,7 +142,7 @@ def test_a_rank_that_others_wait_for_in_vain_ends_the_wait_with_its_sentence(mon
     assert ended == ["rank 1 has no memory"]
 
 
-def test_a_job_that_was_loaded_before_a_failure_comes_first_and_the_trainer_is_not_ready_until_then():
+def test_a_job_loaded_before_a_failure_comes_first_and_makes_the_trainer_ready():
     inbox = Inbox()
     readiness = Readiness(inbox, job_request())
     inbox.put("train_step", step_request(1))

@@ -39,7 +39,7 @@ def test_sequence_tis_truncates_the_product_by_hand():
     assert weights("sequence_tis", high=1.3) == pytest.approx([1.3] * 3 + [1.2] * 3, rel=1e-5)
 
 
-def test_sequence_mask_rejects_whole_sequences_and_leaves_the_others_their_product_by_hand():
+def test_sequence_mask_rejects_whole_sequences_and_leaves_others_their_product():
     assert weights("sequence_mask", high=1.3) == pytest.approx([0.0] * 3 + [1.2] * 3, rel=1e-5)
     assert weights("sequence_mask", low=1.3) == pytest.approx([1.5] * 3 + [0.0] * 3, rel=1e-5)
 

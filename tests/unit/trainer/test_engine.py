@@ -135,7 +135,7 @@ def test_epochs_and_minibatches_equal_a_plain_torch_transcription(
     )
 
 
-def test_before_the_first_update_the_ratio_is_exactly_one_with_and_without_a_frozen_pass(
+def test_the_first_ratio_is_exactly_one_with_and_without_a_frozen_pass(
     rank, model, examples, tmp_path
 ):
     for epochs, correction in ((1, {}), (1, {"method": "token_tis"}), (2, {})):
@@ -317,8 +317,8 @@ def run_out_of_memory(job: Job, small, large, folder: Path) -> str:
 
 
 def test_a_rank_that_really_runs_out_of_memory_trains_on(rank, examples, tmp_path):
-    """Attention that keeps its scores needs 4 heads * 100 rows * 250^2 tokens * 4 bytes = 100 MB a
-    tensor, with 64 MiB allowed."""
+    """Attention that keeps its scores needs 4 heads * 100 rows * 250^2 tokens * 4 bytes = 100 MB
+    per tensor, with 64 MiB allowed."""
     from shared.wire import Example
 
     model = make_tiny_model(tmp_path / "model")

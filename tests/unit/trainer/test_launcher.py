@@ -95,7 +95,7 @@ def run_launcher(monkeypatch, folder: LaunchFolder, code: str, restarts: int) ->
     return Launcher(Settings(trainer_restarts=restarts), folder).run()
 
 
-def test_ranks_that_die_start_again_each_in_an_empty_folder_until_they_died_too_often(
+def test_ranks_that_die_start_again_in_an_empty_folder_until_they_died_too_often(
     tmp_path, monkeypatch, quick
 ):
     folder = LaunchFolder(tmp_path)

@@ -46,7 +46,7 @@ def test_lora_merge_precision_small_deltas_survive_and_the_base_never_drifts(fol
     assert merged.keys() == load(folder, "bfloat16").state_dict().keys()
 
 
-def test_all_linear_is_every_linear_layer_but_the_head_and_only_adapters_are_trained(folder):
+def test_all_linear_is_every_linear_layer_but_the_head_and_trains_adapters_only(folder):
     model = load(folder, "float32")
     lora.attach(model, LoraSpec(rank=2))
     kinds = {name.rpartition(".")[2] for name in lora.lora_layers(model)}

@@ -131,7 +131,7 @@ def test_each_average_by_hand(loss, expected):
     assert total_loss(x).item() == pytest.approx(expected)
 
 
-def test_under_dapo_a_token_weighs_the_same_in_whichever_minibatch_and_not_under_bnpo():
+def test_a_token_weighs_the_same_in_any_minibatch_under_dapo_and_not_under_bnpo():
     # A batch of 4 tokens in two minibatches of 3 and 1, every l = -1 (cispo: 1): dapo divides by 4
     # / 2, bnpo by 3 and by 1.
     whole = by_ratio([[1.0, 1.0, 1.0], [1.0]], [1.0, 1.0])
@@ -291,7 +291,7 @@ def test_an_infinite_log_prob_of_a_sequence_leaves_the_other_sequences_alone():
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_trap_rejection_changes_denominator_half_the_tokens_rejected_is_half_the_loss(loss):
+def test_half_the_tokens_rejected_is_half_the_loss(loss):
     # Four equal tokens in two sequences: what is kept must not weigh more because something else
     # was rejected.
     x = by_ratio([[1.0, 1.0], [1.0, 1.0]], [1.0, 1.0], training=spec(loss=loss))

@@ -31,7 +31,10 @@ def test_an_id_the_hub_does_not_know_is_one_sentence(monkeypatch):
 
     monkeypatch.setattr(models, "cached_file", cached_file)
     monkeypatch.setattr(httpx2, "head", lambda *_args, **_kwargs: None)
-    sentence = r"has no model 'nobody/nothing' for this token: nobody/nothing is not a valid model identifier; expected"
+    sentence = (
+        "has no model 'nobody/nothing' for this token: "
+        "nobody/nothing is not a valid model identifier; expected"
+    )
     with pytest.raises(BadRequest, match=sentence):
         check_model(job_request(model="nobody/nothing").job)
 

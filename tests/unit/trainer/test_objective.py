@@ -61,7 +61,7 @@ def test_gspo_at_its_bounds_is_not_clipped_by_the_noise_between_two_engines():
     torch.testing.assert_close(gradient_ST, expected.expand(400, LENGTH), rtol=1e-6, atol=0)
 
 
-def test_with_the_ratio_taken_to_the_sampler_noise_silences_a_fifth_of_the_sequences():
+def test_with_the_ratio_taken_to_the_sampler_noise_silences_a_fifth_of_sequences():
     # The mean of 512 noises of 0.01 has a deviation of 4.4e-4: beyond -3e-4 with probability 0.25
     # (A < 0), beyond 4e-4 with 0.18 (A > 0).
     share, _ = silenced(CorrectionSpec(ratio_base="sampler"))

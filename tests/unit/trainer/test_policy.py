@@ -199,7 +199,7 @@ def test_trap_a_model_that_sees_padding_is_refused():
         check_head(Model(mix="all"), "both ways")
 
 
-def test_a_model_that_mixes_packed_sequences_is_refused_and_padded_where_it_may_choose():
+def test_a_model_that_mixes_packed_sequences_is_refused_or_padded_where_auto():
     model = Model(mix="before")
     with pytest.raises(
         BadRequest,

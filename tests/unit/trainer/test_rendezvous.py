@@ -1,5 +1,5 @@
 """How ranks of several nodes meet, on loopback with threads for ranks: in any order, set up alike,
-once a life."""
+once in the life of a rank."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_nodes_that_are_set_up_differently_are_told(tmp_path, monkeypatch):
         first = pool.submit(meet, *node(port, 0), tmp_path, None)
         with pytest.raises(
             Failed,
-            match=r"is set up for 2 node\(s\) of 2 rank\(s\) and node 0 for 2 node\(s\) of 1 rank\(s\)",
+            match=r"is set up for 2 node\(s\) of 2 rank\(s\) "
+            r"and node 0 for 2 node\(s\) of 1 rank\(s\)",
         ):
             meet(*node(port, 1, ranks=2), tmp_path, None)
         with pytest.raises(

@@ -148,7 +148,7 @@ def test_a_skipped_step_counts_as_applied_and_is_counted_once(tmp_path):
     assert trainer.state().skipped_steps == 1
 
 
-def test_an_update_that_died_on_the_way_unloads_the_job_which_the_next_life_loads_again(tmp_path):
+def test_an_update_that_died_unloads_the_job_which_the_next_life_loads_again(tmp_path):
     trainer, engines = make_trainer(tmp_path)
     trainer.load_job(job_request())
     engines[0].fault = MemoryError("out of memory")

@@ -141,8 +141,8 @@ class CodeTests(Grader[CodeTestsParams]):
     async def _cases(
         self, candidate: Candidate, cases: tuple[Case, ...]
     ) -> list[tuple[Verdict, str]]:
-        """Runs many cases in one process; again one by one where that process came to an end of its
-        own."""
+        """Runs many cases in one process; again one by one where that process ended before its
+        time."""
         verdicts: list[tuple[Verdict, str]] = []
         for start in range(0, len(cases), CALLS_PER_JOB):
             several = cases[start : start + CALLS_PER_JOB]

@@ -22,7 +22,7 @@ MAX_MESSAGE_CHARS = 200
 
 
 class Stop(BaseException):
-    """The run ends here: `how` is "unknown" (no use in going on), "opaque" (of a result), or
+    """The run ends here: `how` is "unknown" (going on is useless), "opaque" (of a result), or
     "unfit" (of arguments)."""
 
     def __init__(self, how: str, text: str = "") -> None:

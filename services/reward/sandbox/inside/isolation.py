@@ -28,8 +28,8 @@ _NAMESPACES = (
 
 @dataclass(frozen=True)
 class Inside:
-    """What a slot keeps of the outside, as open files: how large it is, and its standing when the
-    kernel runs short of memory."""
+    """What a slot keeps of the outside, as open files: how large it is, and how soon the kernel
+    ends it when memory runs short."""
 
     statm: int
     oom_score: int
@@ -39,7 +39,7 @@ def enter(config: dict[str, Any]) -> Inside:
     """Returns in a forked child that is pid 1 of its own pid namespace.
 
     The caller's process stays outside, waits for the child, and ends as it ends. `config` has `uid`
-    (whom to be outside, None: oneself), `binds` and `links` (paths to show, and where),
+    (the user to be outside; None: the same one), `binds` and `links` (paths to show, and where),
     `service_pid`, `control_fd`.
     """
     kernel.die_with_parent()

@@ -135,7 +135,7 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends what may still run, and lets go of everything."""
+        """Ends what may still run, and closes everything."""
         if not self._ended:
             self._end(by_force=True)
         for fd in self._files:
