@@ -9,9 +9,10 @@ its key, so that asking again tries again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,22 +107,12 @@ class Operations:
 
     async def _run(self, work: Callable[[], Awaitable[BaseModel]], name: str) -> BaseModel:
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with failing_as(name, self._deadline_s):
                 return await work()
-        except TimeoutError as error:
-            raise Failed(
-                f"{name} was not done after {self._deadline_s:g} s (setting "
-                "HONE_OPERATION_DEADLINE_S)"
-            ) from error
-        except HoneError:
-            raise
         except asyncio.CancelledError as error:
             if self._draining.has_begun():
                 raise self._draining.error() from error
-            raise Failed(f"{name} was ended: its client went away") from error
-        except Exception as error:
-            get_logger().exception("operation failed", operation=name)
-            raise Failed(f"{name}: {type(error).__name__}: {error}", code="bug") from error
+            raise client_went_away(name) from error
 
     def _finished(self, operation: Operation) -> None:
         operation.finished_at = time.monotonic()
@@ -138,6 +129,30 @@ class Operations:
                 del self._by_id[op.id]
                 if op.key and self._by_key.get(op.key) is op:
                     del self._by_key[op.key]
+
+
+@contextlib.asynccontextmanager
+async def failing_as(
+    name: str, deadline_s: float, left_s: float | None = None
+) -> AsyncGenerator[None]:
+    """Whatever the work within raises becomes a HoneError that names the operation. The work has
+    `left_s` of the operation's `deadline_s` seconds; None: all of them."""
+    try:
+        async with asyncio.timeout(deadline_s if left_s is None else max(left_s, 0.0)):
+            yield
+    except TimeoutError as error:
+        raise Failed(
+            f"{name} was not done after {deadline_s:g} s (setting HONE_OPERATION_DEADLINE_S)"
+        ) from error
+    except HoneError:
+        raise
+    except Exception as error:  # a bug: the last resort of the work that a request asked for
+        get_logger().exception("operation failed", operation=name)
+        raise Failed(f"{name}: {type(error).__name__}: {error}", code="bug") from error
+
+
+def client_went_away(name: str) -> Failed:
+    return Failed(f"{name} was ended: its client went away")
 
 
 async def done_or(

@@ -14,9 +14,8 @@ from pydantic import BaseModel
 
 from shared import codec
 from shared.draining import Draining
-from shared.errors import Failed, HoneError
-from shared.logs import get_logger
-from shared.operations import done_or
+from shared.errors import HoneError
+from shared.operations import client_went_away, done_or, failing_as
 
 LINES = "application/x-ndjson"
 
@@ -37,18 +36,8 @@ async def answer(
     end = time.monotonic() + deadline_s
 
     async def next_line() -> bytes | None:
-        try:
-            async with asyncio.timeout(max(end - time.monotonic(), 0.0)):
-                result = await anext(results, None)
-        except TimeoutError as error:
-            raise Failed(
-                f"{name} was not done after {deadline_s:g} s (setting HONE_OPERATION_DEADLINE_S)"
-            ) from error
-        except HoneError:
-            raise
-        except Exception as error:
-            get_logger().exception("stream failed", operation=name)
-            raise Failed(f"{name}: {type(error).__name__}: {error}", code="bug") from error
+        async with failing_as(name, deadline_s, end - time.monotonic()):
+            result = await anext(results, None)
         return None if result is None else codec.encode(result) + b"\n"
 
     begun = asyncio.create_task(next_line())
@@ -58,7 +47,7 @@ async def answer(
         await asyncio.wait({begun})
         if draining.has_begun():
             raise draining.error()
-        raise Failed(f"{name} was ended: its client went away")
+        raise client_went_away(name)
     first = begun.result()
 
     async def lines() -> AsyncGenerator[bytes]:
