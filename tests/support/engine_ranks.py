@@ -15,6 +15,10 @@ from tests.support.trainer_reference import TEMPERATURE
 
 DEADLINE_S = 240
 
+SPREAD_SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+"""ZeRO-3 leaves small parameters whole on every rank unless told otherwise, and all of a tiny
+model's are small."""
+
 
 def a_job(
     model: Path | str, *, memory: dict | None = None, training: dict | None = None, **sections: Any

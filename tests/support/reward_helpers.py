@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import AsyncGenerator
 
 from services.reward import graders
 from services.reward.grading.registry import GraderTools
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox, Worker
+from services.reward.sandbox.local import LocalSandbox
 from shared.config import Settings
 from shared.errors import Failed
 from shared.wire import ExecuteRequest, Execution
@@ -100,3 +102,14 @@ def _user_namespace(pid: int) -> str | None:
         return os.readlink(f"/proc/{pid}/ns/user")  # noqa: PTH115 (asked often)
     except OSError:
         return None
+
+
+@contextlib.asynccontextmanager
+async def running_sandbox(num_slots: int) -> AsyncGenerator[LocalSandbox]:
+    """Yields an isolated sandbox, and finds nothing of it left at the end."""
+    sandbox = LocalSandbox(isolated=True, num_slots=num_slots)
+    await sandbox.start()
+    assert sandbox.problem() is None
+    yield sandbox
+    await sandbox.close()
+    assert processes_of(os.getpid()) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.running import free_port
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -42,12 +43,6 @@ class RunningService:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             return json.load(error)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What tests run beside themselves: a free port, a real Redis."""
+"""What tests run beside themselves: a free port, a real Redis, and whether a process lives."""
 
 from __future__ import annotations
 
@@ -35,3 +35,10 @@ def running_redis(folder: Path) -> Generator[str]:
     finally:
         process.terminate()
         process.wait()
+
+
+def lives(pid: int) -> bool:
+    """Whether the process still does anything; one that only waits to be reaped does not."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False

@@ -9,21 +9,39 @@ VOCAB_SIZE = 64
 
 
 def make_tiny_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = True) -> Path:
-    """Writes a model of about 0.1 M parameters (hidden 64, 2 layers, vocabulary 64) into `folder`
-    and returns it."""
-    import torch
+    """Writes `save_tiny_qwen2`'s model and a tokenizer into `folder` and returns it."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
+
+    save_tiny_qwen2(folder, seed=seed, tie_word_embeddings=tie_word_embeddings)
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {
+        f"w{index}": index for index in range(3, VOCAB_SIZE)
+    }
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return folder
+
+
+def save_tiny_qwen2(
+    folder: Path, *, seed: int, tie_word_embeddings: bool, num_heads: int = 4
+) -> None:
+    """Writes a model of about 0.1 M parameters (hidden 64, 2 layers, vocabulary 64; padding is
+    token 0 and the end of a text token 1)."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
         max_position_embeddings=256,
         tie_word_embeddings=tie_word_embeddings,
         bos_token_id=None,
@@ -37,12 +55,3 @@ def make_tiny_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = 
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {
-        f"w{index}": index for index in range(3, VOCAB_SIZE)
-    }
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    ).save_pretrained(folder)
-    return folder

@@ -9,9 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.wire import Example
+from tests.support.tiny_models import make_tiny_model
 
 TEMPERATURE = 0.8
 MAX_RATIO = (1 - 0.2, 1 + 0.28)
+
+LEARNING_RATE, MAX_GRAD_NORM = 1e3, 1e-9
+"""With gradients clipped far below Adam's epsilon (1e-8) its first step is linear in the gradient:
+-lr * g / (|g| + eps). Then a relative error of the update is one of the gradient, and not the sign
+of elements whose gradient is rounding noise."""
 
 
 def some_examples(model: Path, num: int = 12, seed: int = 5) -> tuple[Example, ...]:
@@ -33,6 +39,36 @@ def some_examples(model: Path, num: int = 12, seed: int = 5) -> tuple[Example, .
             )
         )
     return tuple(examples)
+
+
+def model_with_a_nan(folder: Path) -> Path:
+    """Writes a tiny model whose embedding of token 63, and nothing else, is NaN."""
+    import torch
+
+    make_tiny_model(folder, tie_word_embeddings=False)
+    policy = load(folder)
+    with torch.no_grad():
+        policy.get_input_embeddings().weight[63] = math.nan
+    policy.save_pretrained(folder)
+    return folder
+
+
+def batch_without_a_nan() -> tuple[Example, ...]:
+    return tuple(
+        Example(
+            prompt_token_ids=(1, 2, index),
+            token_ids=(3, 4),
+            old_logprobs=(-4.0, -4.0),
+            advantage=index - 5.0,
+        )
+        for index in range(11)
+    )
+
+
+EXAMPLE_WITH_A_NAN = Example(
+    prompt_token_ids=(63,), token_ids=(3,), old_logprobs=(-4.0,), advantage=1.0
+)
+"""For `model_with_a_nan`."""
 
 
 def load(folder: Path):

@@ -43,7 +43,7 @@ from shared.wire import (
     WeightsRef,
 )
 from tests.support.proxy import proxy
-from tests.support.running import free_port, running_redis
+from tests.support.running import free_port, lives, running_redis
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -95,14 +95,6 @@ def descendants(pid: int) -> set[int]:
             for child in map(int, (task / "children").read_text().split()):
                 found |= {child} | descendants(child)
     return found
-
-
-def lives(pid: int) -> bool:
-    """Whether the process still does anything; one that only waits to be reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import string
 import subprocess
 import sys
@@ -47,6 +46,8 @@ from shared.wire import (
     ServingWeights,
     Span,
 )
+from tests.support.running import free_port, lives
+from tests.support.tiny_models import save_tiny_qwen2
 
 pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -124,12 +125,6 @@ class Running:
         )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def start(folder: Path, **settings: str) -> Running:
     port = free_port()
     models = folder.parent / "models"
@@ -178,41 +173,16 @@ def wait_for(condition: object, seconds: float, what: str) -> None:
         time.sleep(0.25)
 
 
-def lives(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 def make_model(folder: Path, seed: int, tied: bool) -> None:
-    """Writes a Qwen2 model of 0.1 M parameters. Its heads have 32 dimensions: vLLM's CPU attention
-    has no kernel for 16."""
-    import torch
+    """Writes a tiny model whose heads have 32 dimensions: vLLM's CPU attention has no kernel for
+    16."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=0,
-    )
-    torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    save_tiny_qwen2(folder, seed=seed, tie_word_embeddings=tied, num_heads=2)
     vocabulary = {token: id for id, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
     tokenizer = Tokenizer(BPE(vocabulary, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)

@@ -3,22 +3,25 @@ against plain torch autograd."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 
 from shared.errors import BadRequest, Conflict, Failed
-from shared.wire import Example
 from tests.support.tiny_models import make_tiny_model
-from tests.support.trainer_reference import load, relative, some_examples, weights
+from tests.support.trainer_reference import (
+    EXAMPLE_WITH_A_NAN,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    batch_without_a_nan,
+    model_with_a_nan,
+    relative,
+    some_examples,
+    weights,
+)
 from tests.support.trainer_service import a_job, gone, running
 
-LEARNING_RATE, MAX_GRAD_NORM = 1e3, 1e-9
 LINEAR = {"learning_rate": LEARNING_RATE, "max_grad_norm": MAX_GRAD_NORM}
-"""With gradients clipped far below Adam's epsilon (1e-8) its first step is linear in the gradient:
--lr * g / (|g| + eps). Then a relative error of the update is one of the gradient, and not the sign
-of elements whose gradient is rounding noise."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.system]
 
@@ -52,26 +55,9 @@ def test_a_retried_step_moves_weights_once(trainers, tiny_model):
 def test_a_step_whose_gradient_is_not_finite_is_refused_as_if_it_had_never_come(
     trainers, tmp_path, ranks
 ):
-    import torch
-
-    model = make_tiny_model(tmp_path / "broken", tie_word_embeddings=False)
-    policy = load(model)
-    with torch.no_grad():
-        policy.get_input_embeddings().weight[63] = math.nan
-    policy.save_pretrained(model)
-    good = tuple(
-        Example(
-            prompt_token_ids=(1, 2, index),
-            token_ids=(3, 4),
-            old_logprobs=(-4.0, -4.0),
-            advantage=index - 5.0,
-        )
-        for index in range(10)
-    )
-    bad = (
-        *good,
-        Example(prompt_token_ids=(63,), token_ids=(3,), old_logprobs=(-4.0,), advantage=1.0),
-    )
+    model = model_with_a_nan(tmp_path / "broken")
+    good = batch_without_a_nan()
+    bad = (*good, EXAMPLE_WITH_A_NAN)
     service, digests = trainers[ranks], []
     for job_id in ("clean", "refused"):
         service.load(

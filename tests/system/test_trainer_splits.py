@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine_ranks import Ranks, a_job
+from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import (
+    EXAMPLE_WITH_A_NAN,
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    batch_without_a_nan,
     difference,
     load,
+    model_with_a_nan,
     named,
     optimizer,
     reference_loss,
@@ -22,17 +27,8 @@ from tests.support.trainer_reference import (
     weights,
 )
 
-LEARNING_RATE, MAX_GRAD_NORM = 1e3, 1e-9
-"""With gradients clipped far below Adam's epsilon (1e-8) its first step is linear in the gradient:
--lr * g / (|g| + eps). Then a relative error of the update is one of the gradient, and not the sign
-of elements whose gradient is rounding noise."""
-
 LOSSES = ("dapo", "grpo", "gspo")  # three ways to average, two kinds of ratio
 STAGES = {"dapo": (0, 1, 2, 3), "grpo": (2,), "gspo": (0, 3)}
-SHARED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-"""ZeRO-3 leaves small parameters whole on every rank unless told otherwise, and all of a tiny
-model's are small."""
-
 RECIPES = {
     "epochs": {
         "training": {"epochs": 2, "minibatches": 2, "beta": 0.05},
@@ -67,7 +63,7 @@ def train(folder: Path, model: Path, examples, todo) -> dict:
         memory = {
             "zero_stage": stage,
             "micro_batch_tokens": budget,
-            "deepspeed": SHARED if stage == 3 else {},
+            "deepspeed": SPREAD_SMALL if stage == 3 else {},
         }
         job = a_job(model, memory=memory, training=training, correction={"ratio_base": "sampler"})
         engine = DeepSpeedEngine(job, torch.device("cpu"))
@@ -157,7 +153,7 @@ def follow(folder: Path, model: Path, examples, stages) -> dict:
             memory = {
                 "zero_stage": stage,
                 "micro_batch_tokens": 64,
-                "deepspeed": SHARED if stage == 3 else {},
+                "deepspeed": SPREAD_SMALL if stage == 3 else {},
             }
             training = recipe["training"] | {"max_grad_norm": 1e-7}
             job = a_job(model, **{**recipe, "training": training}, memory=memory)
@@ -216,34 +212,15 @@ def refuse(job, good, bad) -> list:
 
 
 def test_a_nan_that_one_rank_meets_is_skipped_by_all(two, tmp_path):
-    import torch
-
-    from shared.wire import Example
-
-    model = make_tiny_model(tmp_path / "broken", tie_word_embeddings=False)
-    policy = load(model)
-    with torch.no_grad():
-        policy.get_input_embeddings().weight[63] = float("nan")
-    policy.save_pretrained(model)
-    good = tuple(
-        Example(
-            prompt_token_ids=(1, 2, index),
-            token_ids=(3, 4),
-            old_logprobs=(-4.0, -4.0),
-            advantage=index - 5.0,
-        )
-        for index in range(11)
-    )
-    bad = (
-        Example(prompt_token_ids=(63,), token_ids=(3,), old_logprobs=(-4.0,), advantage=1.0),
-        *good,
-    )
+    model = model_with_a_nan(tmp_path / "broken")
+    good = batch_without_a_nan()
+    bad = (EXAMPLE_WITH_A_NAN, *good)
     for stage in (0, 2, 3):
         training = {"on_nonfinite": "skip", "minibatches": 2}
         job = a_job(
             model,
             training=training,
-            memory={"zero_stage": stage, "micro_batch_tokens": 20, "deepspeed": SHARED},
+            memory={"zero_stage": stage, "micro_batch_tokens": 20, "deepspeed": SPREAD_SMALL},
         )
         plain, disturbed = two.call(refuse, job, good, bad)
         assert [update.skipped for update in disturbed] == [False, True, False]

@@ -19,7 +19,7 @@ from services.reward.sandbox.cgroups import Groups
 from services.reward.sandbox.local import LocalSandbox
 from shared.wire import ExecuteRequest
 from tests.support import sandbox_attacks
-from tests.support.reward_helpers import processes_of
+from tests.support.reward_helpers import processes_of, running_sandbox
 from tests.support.sandbox_attacks import ATTACKS, KERNEL, Attack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -48,12 +48,8 @@ class Rest:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    sandbox = LocalSandbox(isolated=True, num_slots=1)
-    await sandbox.start()
-    assert sandbox.problem() is None
-    yield sandbox
-    await sandbox.close()
-    assert processes_of(os.getpid()) == []
+    async with running_sandbox(1) as sandbox:
+        yield sandbox
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

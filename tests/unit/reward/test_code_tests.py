@@ -13,18 +13,15 @@ from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
-from tests.support.reward_helpers import ScriptedSandbox, tools_of
+from tests.support.reward_helpers import ScriptedSandbox, running_sandbox, tools_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    sandbox = LocalSandbox(isolated=True, num_slots=2)
-    await sandbox.start()
-    assert sandbox.problem() is None
-    yield sandbox
-    await sandbox.close()
+    async with running_sandbox(2) as sandbox:
+        yield sandbox
 
 
 async def grade(sandbox: LocalSandbox, completion: str, row: dict[str, Any], **params: Any) -> Part:

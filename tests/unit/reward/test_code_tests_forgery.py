@@ -19,7 +19,7 @@ from services.reward.grading.registry import GradingFailed
 from services.reward.sandbox.local import LocalSandbox
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
-from tests.support.reward_helpers import tools_of
+from tests.support.reward_helpers import running_sandbox, tools_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -234,11 +234,8 @@ STYLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    sandbox = LocalSandbox(isolated=True, num_slots=4)
-    await sandbox.start()
-    assert sandbox.problem() is None
-    yield sandbox
-    await sandbox.close()
+    async with running_sandbox(4) as sandbox:
+        yield sandbox
 
 
 async def grade(sandbox: LocalSandbox, completion: str, row: dict[str, Any], **params: Any) -> Part:

@@ -19,7 +19,7 @@ from services.reward.sandbox.base import SlotDied, Worker
 from services.reward.sandbox.local import LocalSandbox
 from shared.job import RewardSpec
 from shared.wire import Execution, Part
-from tests.support.reward_helpers import ScriptedSandbox, processes_of
+from tests.support.reward_helpers import ScriptedSandbox, processes_of, running_sandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,11 +29,8 @@ PROCESSES_PER_WORKER = 3
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    sandbox = LocalSandbox(isolated=True, num_slots=1)
-    await sandbox.start()
-    yield sandbox
-    await sandbox.close()
-    assert processes_of(os.getpid()) == []
+    async with running_sandbox(1) as sandbox:
+        yield sandbox
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -22,15 +22,10 @@ from typing import Any
 import pytest
 
 from tests.support.reward_helpers import processes_in, processes_of, user_namespaces_of
+from tests.support.running import free_port
 
 ROOT = Path(__file__).parents[3]
 SYSTEM_PYTHON = Path("/usr/bin/python3.11")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:

@@ -23,7 +23,7 @@ from services.reward.sandbox.cgroups import Groups
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import Failed
 from shared.wire import ExecuteRequest, Execution
-from tests.support.reward_helpers import processes_of
+from tests.support.reward_helpers import processes_of, running_sandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -71,12 +71,8 @@ class Standing:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    sandbox = LocalSandbox(isolated=True, num_slots=NUM_SLOTS)
-    await sandbox.start()
-    assert sandbox.problem() is None
-    yield sandbox
-    await sandbox.close()
-    assert processes_of(os.getpid()) == []
+    async with running_sandbox(NUM_SLOTS) as sandbox:
+        yield sandbox
     assert [
         folder
         for parent in set(Groups.find().parents.values())

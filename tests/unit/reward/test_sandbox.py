@@ -18,7 +18,7 @@ from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.slots import STOP_DEADLINE_S, Slot
 from services.reward.sandbox.verdicts import Facts
 from shared.wire import ExecuteRequest, Execution
-from tests.support.reward_helpers import is_alive, kill, processes_of
+from tests.support.reward_helpers import is_alive, kill, processes_of, running_sandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,12 +29,8 @@ program."""
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    sandbox = LocalSandbox(isolated=True, num_slots=1)
-    await sandbox.start()
-    assert sandbox.problem() is None
-    yield sandbox
-    await sandbox.close()
-    assert processes_of(os.getpid()) == []
+    async with running_sandbox(1) as sandbox:
+        yield sandbox
 
 
 async def run(

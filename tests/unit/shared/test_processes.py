@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.running import lives
+
 ROOT = Path(__file__).parents[3]
 
 STARTS_A_CHILD = """
@@ -30,14 +32,6 @@ print(child.pid, flush=True)
 time.sleep(60)
 """
 SAY_AND_SLEEP = "(int(sys.argv[1])); print(flush=True)"
-
-
-def lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from services.trainer.trainer import checkpoint_bytes
 from shared.errors import Conflict, Failed
 from shared.job import CheckpointSpec
 from shared.wire import CheckpointRequest, PublishRequest
+from tests.support.safetensors_files import safetensors
 from tests.support.trainer_fakes import (
     EXAMPLE,
     ThreadRanks,
@@ -61,7 +62,7 @@ def test_a_checkpoint_is_written_once_and_found_later(tmp_path):
     assert trainer.write_checkpoint(checkpoint(1)) == first
     assert (
         tmp_path / "runs/a/checkpoints/step-000001/model.safetensors"
-    ).read_bytes() == b"weights 1"
+    ).read_bytes() == safetensors(w=b"weights 1")
     with pytest.raises(Conflict, match="got step 5, expected 2"):
         trainer.write_checkpoint(checkpoint(5))
     assert trainer.list_checkpoints().checkpoints == (first,)
@@ -348,7 +349,7 @@ def test_only_rank_0_publishes_with_every_rank_taking_part(tmp_path):
     ref, nothing = on_both(
         trainers, "publish_weights", PublishRequest(job_id="a", version=0, method="shm")
     )
-    assert (Path(ref.path) / "model.safetensors").read_bytes() == b"weights 0"
+    assert (Path(ref.path) / "model.safetensors").read_bytes() == safetensors(w=b"weights 0")
     assert nothing is None
     again, nothing = on_both(
         trainers, "publish_weights", PublishRequest(job_id="a", version=0, method="shm")

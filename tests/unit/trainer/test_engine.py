@@ -10,13 +10,16 @@ import pytest
 
 from shared.errors import Failed
 from shared.job import Job
-from tests.support.engine_ranks import Ranks, a_job
+from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import (
+    EXAMPLE_WITH_A_NAN,
+    batch_without_a_nan,
     clipped,
     difference,
     load,
     logprobs,
+    model_with_a_nan,
     named,
     optimizer,
     relative,
@@ -26,10 +29,6 @@ from tests.support.trainer_reference import (
 )
 
 pytestmark = pytest.mark.engine
-
-SHARED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-"""ZeRO-3 leaves small parameters whole on every rank unless told otherwise, and all of a tiny
-model's are small."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def memory(stage: int, **settings: Any) -> dict[str, Any]:
     return {
         "zero_stage": stage,
         "micro_batch_tokens": 64,
-        "deepspeed": SHARED if stage == 3 else {},
+        "deepspeed": SPREAD_SMALL if stage == 3 else {},
         **settings,
     }
 
@@ -388,28 +387,12 @@ def twice(job: Job, good, folder: Path) -> str:
 def test_a_batch_with_a_nan_changes_nothing_and_is_refused_or_skipped(
     rank, tmp_path, stage, dtype, minibatches
 ):
-    import torch
-
     from services.trainer.learning.minibatches import deal
-    from shared.wire import Example
 
-    model = make_tiny_model(tmp_path / "broken", tie_word_embeddings=False)
-    policy = load(model)
-    with torch.no_grad():
-        policy.get_input_embeddings().weight[63] = float("nan")
-    policy.save_pretrained(model)
-    good = tuple(
-        Example(
-            prompt_token_ids=(1, 2, index),
-            token_ids=(3, 4),
-            old_logprobs=(-4.0, -4.0),
-            advantage=index - 5.0,
-        )
-        for index in range(11)
-    )
-    nan = Example(prompt_token_ids=(63,), token_ids=(3,), old_logprobs=(-4.0,), advantage=1.0)
-    bad = (nan, *good)
-    assert nan in deal(bad, minibatches, 0)[-1], "the last optimizer step"
+    model = model_with_a_nan(tmp_path / "broken")
+    good = batch_without_a_nan()
+    bad = (EXAMPLE_WITH_A_NAN, *good)
+    assert EXAMPLE_WITH_A_NAN in deal(bad, minibatches, 0)[-1], "the last optimizer step"
     jobs = {
         action: a_job(
             model,

@@ -7,20 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine_ranks import Ranks, a_job
+from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model
-from tests.support.trainer_reference import difference, relative, some_examples, weights
+from tests.support.trainer_reference import (
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    difference,
+    relative,
+    some_examples,
+    weights,
+)
 
 pytestmark = pytest.mark.engine
-
-LEARNING_RATE, MAX_GRAD_NORM = 1e3, 1e-9
-"""Clipped this far below Adam's epsilon, the first step is linear in the gradient; see
-tests/system/test_trainer_splits.py."""
 
 PLAIN = {"zero_stage": 0, "packing": "off", "micro_batch_tokens": 10_000}
 SPREAD = {
     "zero_stage": 3,
-    "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+    "deepspeed": SPREAD_SMALL,
 }
 KNOBS = {
     "packed": {"packing": "on", "micro_batch_tokens": 64},
