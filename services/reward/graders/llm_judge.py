@@ -10,7 +10,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from services.reward.grading import templates
-from services.reward.grading.judge import JudgeGrader, JudgeParams, Sampling, replies
+from services.reward.grading.judge import JudgeGrader, JudgeParams, JudgeSampling, replies
 from services.reward.grading.judge.client import Question
 from services.reward.grading.registry import grader
 from shared.wire import Part, ScoreItem
@@ -33,7 +33,7 @@ class LlmJudgeParams(JudgeParams):
     low: float = 0.0
     high: float = 10.0
     system: str | None = None
-    sampling: Sampling = Sampling(temperature=0.0)
+    sampling: JudgeSampling = JudgeSampling(temperature=0.0)
 
     @model_validator(mode="after")
     def _range(self) -> LlmJudgeParams:

@@ -46,7 +46,7 @@ def test_json_has_the_same() -> None:
 @pytest.mark.parametrize(
     ("key", "kind", "bounds"),
     [
-        ("weight_sync", '"shm" or "disk"', ""),
+        ("wandb.mode", '"online" or "offline"', ""),
         ("lora.target_modules", '"all-linear" or list of text', ""),
         ("rewards.0.weight", "number", ""),
         ("rewards", "list of sections", "at least 1 of them"),

@@ -70,9 +70,8 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
         ("rewards.0.wieght=1", "unknown key 'rewards.0.wieght'; did you mean 'weight'?"),
         ("steps=0", "'steps': got 0; input should be greater than or equal to 1"),
         (
-            "training.loss=ppo",
-            "'training.loss': got 'ppo'; input should be 'dapo', 'grpo', 'dr_grpo', 'bnpo', "
-            "'cispo', 'sapo' or 'gspo'",
+            "training.schedule=step",
+            "'training.schedule': got 'step'; input should be 'constant', 'linear' or 'cosine'",
         ),
         ("rewards.4.weight=1", "'4' is not a position in a list of 1"),
         ("steps", "expected KEY=VALUE"),

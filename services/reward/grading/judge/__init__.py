@@ -17,7 +17,7 @@ from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
 
 
-class Sampling(Params):
+class JudgeSampling(Params):
     """How the judge samples. What is None is left to the endpoint. `max_completions_tokens` is what
     OpenAI's graders call the second of the three limits; which of them an endpoint knows
     differs."""

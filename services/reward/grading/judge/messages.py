@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 from pydantic import Field
 
 from services.reward.grading import templates
-from services.reward.grading.judge import JudgeGrader, JudgeParams, Sampling
+from services.reward.grading.judge import JudgeGrader, JudgeParams, JudgeSampling
 from services.reward.grading.judge.client import Question
 from services.reward.grading.registry import Params
 from shared.wire import ScoreItem
@@ -39,7 +39,7 @@ class MessagesParams(JudgeParams):
     name: str = ""
     model: str
     input: tuple[InputMessage, ...] = Field(min_length=1)
-    sampling_params: Sampling = Sampling()
+    sampling_params: JudgeSampling = JudgeSampling()
 
 
 M = TypeVar("M", bound=MessagesParams)
