@@ -174,8 +174,7 @@ class Client:
             if not (isinstance(problem, Unavailable) or problem.code == "no_operation"):
                 raise problem
             now = time.monotonic()
-            if away_since is None or now - asked_at > WAIT_S / 2:
-                away_since = asked_at
+            away_since = max(asked_at if away_since is None else away_since, watch.heard_at)
             if isinstance(problem, Busy):
                 away_since = now + pause_s  # it is there
             if now + pause_s >= min(end, away_since + self._patience_s):
@@ -209,9 +208,11 @@ class Client:
 
 class _Watch:
     """Says in the log, after `FIRST_REPORT_S` seconds and then every `REPORT_S`, what a call waits
-    for; whose call it is, the log's `service` says."""
+    for; whose call it is, the log's `service` says. `heard_at` is when the service said last that
+    it works on it."""
 
     def __init__(self, service: str, operation: str) -> None:
+        self.heard_at = 0.0
         self._names = {"waits_for": service, "to": operation}
         self._start = time.monotonic()
         self._report_at = self._start + FIRST_REPORT_S
@@ -223,6 +224,7 @@ class _Watch:
             )
 
     def waits_for_operation(self) -> None:
+        self.heard_at = time.monotonic()
         if self._is_time():
             get_logger().info("waiting for an operation", **self._names, seconds=self._seconds())
 

@@ -157,6 +157,19 @@ async def test_only_an_unknown_operation_is_asked_for_again(
     assert counter.runs == 3
 
 
+async def test_work_that_took_longer_than_the_patience_is_asked_for_again_after_a_restart(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.client.WAIT_S", 0)
+    counter = Counter(settings)
+    counter.seconds = 1.0
+    task = asyncio.create_task(call(counter.client(patience_s=0.4)))
+    await asyncio.sleep(0.6)
+    counter.seconds = 0.0
+    counter.service.operations = Operations(10.0, counter.service.draining)  # as after a restart
+    assert (await task).size_bytes == counter.runs == 2
+
+
 async def test_only_unavailable_is_retried(settings: Settings) -> None:
     counter = Counter(settings)
     counter.error = Unavailable("starting")
@@ -190,6 +203,27 @@ async def test_a_service_that_stays_away_is_given_up_long_before_the_deadline(
     with pytest.raises(Unavailable, match="the engine process died"):
         await call(counter.client(patience_s=0.5), deadline_s=600)
     assert 2 <= counter.runs <= 5
+
+
+async def test_a_service_that_takes_connections_and_never_answers_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shared.client.WAIT_S", 0.1)
+    monkeypatch.setattr("shared.client.MAX_PAUSE_S", 0.1)
+    asked = 0
+
+    async def silent(_: httpx.Request) -> httpx.Response:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0.2)
+        raise httpx.ReadTimeout("")
+
+    client = Client(
+        "trainer", "http://localhost", transport=httpx.MockTransport(silent), patience_s=0.5
+    )
+    with pytest.raises(Unavailable, match="ReadTimeout"):
+        await call(client, deadline_s=5)
+    assert 2 <= asked <= 4
 
 
 async def test_a_long_wait_names_who_is_waited_for_and_for_what(
