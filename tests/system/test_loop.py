@@ -33,6 +33,7 @@ from shared.job import Job
 from shared.wire import (
     TERMINAL,
     EventList,
+    FolderWeights,
     JobRecord,
     JobState,
     RegradeReport,
@@ -297,17 +298,19 @@ async def test_without_weight_sync_nothing_is_learned_and_it_shows(
 ) -> None:
     """A replica that loads the first weights again and again and claims the version it was asked
     for."""
-    first: dict[str, WeightsRef] = {}
-    asked: dict[str, WeightsRef] = {}
+    first: dict[str, FolderWeights] = {}
+    asked: dict[str, FolderWeights] = {}
 
     async def load_old(body: bytes) -> bytes:
-        ref = asked["ref"] = codec.decode(WeightsRef, body, codec.MSGPACK)
+        ref = codec.decode(WeightsRef, body, codec.MSGPACK).root
+        assert isinstance(ref, FolderWeights)
+        asked["ref"] = ref
         if ref.job_id not in first:
             kept = stack.folder / "runs" / "first"
             shutil.copytree(ref.path, kept)
             first[ref.job_id] = ref.model_copy(update={"path": str(kept)})
         old = first[ref.job_id].model_copy(update={"version": ref.version})
-        return codec.encode(old, codec.MSGPACK)
+        return codec.encode(WeightsRef(old), codec.MSGPACK)
 
     async def claim(body: bytes) -> bytes:
         answer = codec.decode(ServingWeights, body, codec.MSGPACK)
