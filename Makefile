@@ -15,7 +15,7 @@ $(VENV)/.ready: requirements/cpu.txt requirements/install.sh pyproject.toml
 
 setup: $(VENV)/.ready ## make the environment (the other targets do it too)
 
-demo: $(VENV)/.ready ## the main job: make a tiny model, start the stack, train it, show what it learned (SEED=0)
+demo: $(VENV)/.ready ## the main job: make a tiny model, start the stack, train it (SEED=0)
 	$(BIN)/python -m deploy.demo --seed $(SEED)
 
 up: $(VENV)/.ready ## start Redis and the four services here

@@ -1,25 +1,34 @@
 #!/bin/sh
-# Makes the virtual environment $1 with everything the laptop stack and its tests need, pinned. Needs Python 3.11 or newer.
+# Makes the virtual environment $1 with everything the laptop stack and its tests need, pinned.
+# Needs Python 3.11 or newer.
 set -eu
 cd "$(dirname "$0")/.."
 venv=$1
 python=${PYTHON:-python3}
 torch=2.13.0
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    { echo "hone: $python is $("$python" --version 2>&1); Python 3.11 or newer is needed (make PYTHON=python3.12)" >&2; exit 2; }
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "hone: $python is $("$python" --version 2>&1); Python 3.11 or newer is needed" \
+        "(make PYTHON=python3.12)" >&2
+    exit 2
+fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check 'uv==0.13.8'
 export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}" VIRTUAL_ENV="$PWD/$venv"
 
-# The CPU build of torch: from a local wheel folder where pip knows one, else from PyTorch's own index. A Mac's is PyPI's.
-if ! "$venv/bin/python" -c "import importlib.metadata as m, sys; sys.exit(not m.version('torch').startswith('$torch'))" 2>/dev/null; then
+# The CPU build of torch: from a local wheel folder where pip knows one, else from PyTorch's own
+# index. A Mac's is PyPI's.
+has_torch="import importlib.metadata as m, sys
+sys.exit(not m.version('torch').startswith('$torch'))"
+if ! "$venv/bin/python" -c "$has_torch" 2>/dev/null; then
     echo "installing torch $torch (CPU)"
     if [ "$(uname)" = Darwin ]; then
         "$venv/bin/uv" pip install --quiet --no-deps "torch==$torch"
     else
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "torch==$torch+cpu" 2>/dev/null ||
-            "$venv/bin/uv" pip install --quiet --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$torch"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
+            "torch==$torch+cpu" 2>/dev/null ||
+            "$venv/bin/uv" pip install --quiet --no-deps \
+                --index-url https://download.pytorch.org/whl/cpu "torch==$torch"
     fi
 fi
 echo "installing the pinned packages of requirements/cpu.txt"
