@@ -64,17 +64,17 @@ class RunFolder:
 
     def metrics(self, after_step: int = -1) -> list[MetricsRow]:
         """Returns the rows after `after_step`, in order. A last line that a crash cut short is not
-        a row."""
+        a row; of several of one step, which a worker leaves that was superseded as it wrote, the
+        first is."""
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return []
         lines = [line for line in path.read_bytes().split(b"\n")[:-1] if line]
-        rows = (json.loads(line) for line in lines)
-        return [
-            MetricsRow(step=row.pop("step"), metrics=row)
-            for row in rows
-            if row["step"] > after_step
-        ]
+        rows: dict[int, MetricsRow] = {}
+        for row in map(json.loads, lines):
+            step = row.pop("step")
+            rows.setdefault(step, MetricsRow(step=step, metrics=row))
+        return [rows[step] for step in sorted(rows) if step > after_step]
 
     def write_batch(self, batch: Batch) -> None:
         """Stores the step's batch. One that is graded takes the place of an ungraded one. Raises
@@ -88,7 +88,9 @@ class RunFolder:
             try:
                 disk.create_file(path, data)
             except FileExistsError as error:
-                if self.batch(batch.step) != batch:
+                # Bytes, for a row may hold NaN, which equals nothing; not those of the file, for
+                # another version of Hone may have written it.
+                if codec.encode(self.batch(batch.step), codec.MSGPACK) != data:
                     raise BatchExists(
                         f"another batch of step {batch.step} is stored in {str(path)!r}"
                     ) from error
@@ -148,9 +150,9 @@ def _metrics_line(row: MetricsRow) -> bytes:
 
 
 def _point(link: Path, target: str) -> None:
-    """Makes `link` a symbolic link to its sibling `target`, unless something that is no link is in
-    its place."""
-    if link.exists() and not link.is_symlink():
+    """Makes `link` a symbolic link to its sibling `target`, unless it is one to a newer sibling (ids
+    of one name sort by time) or something that is no link is in its place."""
+    if link.exists() and (not link.is_symlink() or link.readlink().name > target):
         return
     aside = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
     aside.symlink_to(target)

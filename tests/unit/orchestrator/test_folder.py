@@ -61,6 +61,15 @@ def test_the_name_points_at_the_newest_run(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "demo" / "job.json").read_text())["name"] == "demo"
 
 
+def test_an_older_run_that_goes_on_does_not_take_the_name_back(tmp_path: Path) -> None:
+    for job_id in ("demo-1", "demo-2", "demo-1"):
+        RunFolder(tmp_path / job_id).create(JOB)
+    assert (tmp_path / "demo").resolve().name == "demo-2"
+    RunFolder(tmp_path / "demo-2").remove()
+    RunFolder(tmp_path / "demo-1").create(JOB)
+    assert (tmp_path / "demo").resolve().name == "demo-1"
+
+
 def test_a_folder_of_that_name_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     RunFolder(tmp_path / "demo-1").create(JOB)
@@ -90,6 +99,18 @@ def test_steps_that_will_be_done_again_are_dropped(tmp_path: Path) -> None:
     assert folder.start_at(1) == 1
     folder.append_metrics(MetricsRow(step=2, metrics={}))
     assert [row.step for row in folder.metrics()] == [0, 1, 2]
+
+
+def test_a_row_that_a_superseded_worker_wrote_late_is_not_a_second_row(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "demo-1")
+    folder.create(JOB)
+    for step, seconds in ((0, 1.0), (1, 1.0), (2, 1.0), (1, 30.0)):
+        folder.append_metrics(MetricsRow(step=step, metrics={"seconds": seconds}))
+    assert [(row.step, row.metrics["seconds"]) for row in folder.metrics()] == [
+        (0, 1.0),
+        (1, 1.0),
+        (2, 1.0),
+    ]
 
 
 @pytest.fixture
@@ -130,6 +151,16 @@ def test_a_scored_batch_is_written_once(tmp_path: Path) -> None:
         folder.write_batch(make_batch(2, text="another worker's"))
     assert folder.batch(2) == make_batch(2)
     assert [path.name for path in (folder.path / "rollouts").iterdir()] == ["000002.msgpack"]
+
+
+def test_a_batch_with_a_column_that_is_not_a_number_is_the_same_batch_again(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "demo-1")
+    folder.create(JOB)
+    prompt = Prompt(index=0, content="3 5 15", row={"target": float("nan")})
+    folder.write_batch(make_batch(2).model_copy(update={"prompts": (prompt,)}))
+    folder.write_batch(folder.batch(2))
 
 
 def test_a_batch_waits_under_another_name_until_it_is_graded(tmp_path: Path) -> None:
