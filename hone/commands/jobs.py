@@ -85,7 +85,7 @@ def cancel(job: JobArgument, output: OutputOption = Output.table) -> None:
 
 @command
 def pause(job: JobArgument, output: OutputOption = Output.table) -> None:
-    """Pause a job: it lets go of the services, and keeps all it has."""
+    """Pause a job: the services are free for others, and it keeps all it has."""
     with connect() as client:
         state = client.pause(job)
     done = "paused" if state.status == "paused" else "being paused"

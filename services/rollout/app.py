@@ -127,8 +127,8 @@ class _Counts:
 
 
 def by_state(_: BaseModel) -> str:
-    """Remembers no result: what was done is read off what serves now. A remembered "version 5 is
-    loaded" would still be answered after another engine took its place."""
+    """Caches no result: what was done is read off what serves now. A cached "version 5 is loaded"
+    would still be answered after another engine took its place."""
     return ""
 
 

@@ -86,7 +86,8 @@ class Starter(Protocol):
     """Finds models and starts engines for them."""
 
     async def preload(self) -> None:
-        """Does what the first start can be spared. Raises Failed if no engine can start here."""
+        """Does ahead what the first start would otherwise do. Raises Failed if no engine can start
+        here."""
         ...
 
     async def find_model(self, spec: EngineSpec) -> Path:

@@ -42,7 +42,8 @@ class Fences:
         self._aborted: dict[str, Fence] = {}
 
     def take_over(self, asker: Fenced | ModelRequest) -> None:
-        """Makes whoever is older than this asker stale. Raises Conflict if it is so itself."""
+        """Makes all older attempts and epochs stale. Raises Conflict if the asker is stale
+        itself."""
         if asker.job_id is None:
             return
         self.refuse_stale(asker, asker.job_id)

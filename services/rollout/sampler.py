@@ -125,7 +125,7 @@ class Sampler:
         try:
             await self._starter.preload()
             async with self._change:
-                if model and self._engine is None:  # else somebody was faster
+                if model and self._engine is None:  # else another call was faster
                     await self._serve(EngineSpec(model=model))
         except HoneError as error:
             self._starting = None
@@ -171,7 +171,7 @@ class Sampler:
     async def generate(self, request: GenerateRequest) -> RolloutGroup:
         """Returns the prompt's group `[G]`, sampled by weights of at least `min_version`, all of
         the job's epoch. A prompt that nothing can be sampled after is data to a job: rollouts that
-        went wrong. Who asks by hand gets BadRequest."""
+        went wrong. A request by hand gets BadRequest."""
         engine = await self.ready_engine()
         self._fences.check(request, self.serving)
         self._check_version(request.min_version)
@@ -216,8 +216,8 @@ class Sampler:
         return PauseState(paused=False)
 
     def _take_over(self, asker: Published | ModelRequest) -> None:
-        """Supersedes whoever is older, requests under way included. Raises Conflict if the asker is
-        superseded itself."""
+        """Supersedes all older attempts and epochs, requests under way included. Raises Conflict if
+        the asker is superseded itself."""
         self._fences.take_over(asker)
         if asker.job_id is not None:
             self._requests.end(

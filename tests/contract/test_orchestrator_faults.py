@@ -202,7 +202,7 @@ async def test_a_batch_of_nothing_but_errors_pauses_the_job(stack: Stack) -> Non
     job_id = (await stack.submit(quiet(stack.job))).id
     paused = await stack.until(job_id, "paused", "failed")
     assert paused.status == "paused" and paused.error == (
-        "step 3: all 24 rollouts ended in an error; the template broke; see to it, "
+        "step 3: all 24 rollouts ended in an error; the template broke; fix the cause, "
         f"then `hone resume {job_id}` goes on from there"
     )
     stack.fakes.errors = lambda _: None
@@ -229,7 +229,7 @@ async def test_a_wandb_that_is_away_costs_one_warning_and_no_job(
     assert len(begun) >= 8, "it is tried again at each step"
     (warning,) = await warnings(stack, record.id)
     assert warning.startswith(
-        "Weights & Biases has not all metrics: ConnectionError: no route to api.wandb.ai; the job "
+        "Weights & Biases lacks some metrics: ConnectionError: no route to api.wandb.ai; the job "
         "goes on"
     )
 
@@ -284,7 +284,7 @@ async def test_a_sampler_that_never_has_the_versions_asked_for_pauses_the_job(st
     paused = await stack.until((await stack.submit(quiet(stack.job))).id, "paused", "failed")
     assert paused.status == "paused" and paused.error is not None
     assert paused.error.startswith(
-        "step 5: the sampler was asked for versions 4 to 4 and sampled with [2], 3 times; see to it"
+        "step 5: the sampler was asked for versions 4 to 4 and sampled with [2], 3 times; fix the cause"
     )
 
 

@@ -111,7 +111,7 @@ async def test_recoveries_in_a_row_are_bounded_and_the_job_then_pauses(stack: St
     paused = await stack.until(job_id, "paused", "failed")
     assert (paused.status, paused.recoveries, paused.step) == ("paused", 3, 3)
     assert paused.error == (
-        "got step 4, expected 3; see that it works (`hone doctor` shows how the services are), "
+        "got step 4, expected 3; make sure that it works (`hone doctor` shows how the services are), "
         f"then `hone resume {job_id}` goes on from there"
     )
     assert len(await warnings(stack, job_id)) == 3 + 1
@@ -158,7 +158,7 @@ async def test_a_trainer_that_fails_again_and_again_pauses_the_job(stack: Stack)
     record = await stack.until((await stack.submit()).id, "paused", "failed")
     assert (record.status, record.recoveries, record.step) == ("paused", 3, 2)
     assert record.error is not None and record.error.startswith(
-        "the update is not finite; set training.on_nonfinite to skip; see that it works"
+        "the update is not finite; set training.on_nonfinite to skip; make sure that it works"
     )
 
 
@@ -193,7 +193,7 @@ async def test_a_service_that_is_away_at_the_start_pauses_the_job(stack: Stack, 
     paused = await stack.until(job_id, "paused", "failed")
     assert (paused.status, paused.recoveries) == ("paused", 3)
     assert paused.error is not None and paused.error.startswith(
-        "the service has no GPU; see that it works (`hone doctor` shows how the services are), "
+        "the service has no GPU; make sure that it works (`hone doctor` shows how the services are), "
     )
     stack.fakes.fault.clear()
     await stack.post(f"{job_id}/resume")
@@ -217,7 +217,7 @@ async def test_a_trainer_that_refuses_the_job_pauses_it_with_its_own_words(stack
     job_id = (await stack.submit()).id
     paused = await stack.until(job_id, "paused", "failed")
     assert (paused.status, paused.recoveries) == ("paused", 0)
-    assert paused.error == f"{words}; see to it, then `hone resume {job_id}` goes on from there"
+    assert paused.error == f"{words}; fix the cause, then `hone resume {job_id}` goes on from there"
 
 
 async def test_checkpoints_that_the_trainer_found_damaged_are_told(stack: Stack) -> None:

@@ -24,14 +24,14 @@ from shared.errors import (
 )
 
 MAX_RECOVERIES = 3
-"""In a row, without a step done that was not done before."""
+"""In a row, without any further step done."""
 
 PAUSES_S = (0.0, 5.0, 30.0)
-"""Seconds before each of them. A service that is away was waited for already, by the client."""
+"""Seconds before each of them. The client has already waited for a service that is away."""
 
 
 class MustPause(Failed):
-    """The job cannot go on until somebody has seen to what the sentence says. Nothing is lost: it
+    """The job cannot go on until a person has mended what the sentence says. Nothing is lost: it
     goes on where it was."""
 
 
@@ -55,7 +55,7 @@ class Rule:
 
     kind: type[Exception]
     action: Action
-    remedy: str = "see to it"
+    remedy: str = "fix the cause"
     codes: frozenset[str] = frozenset()
 
 
@@ -71,7 +71,7 @@ def _codes(*codes: str) -> frozenset[str]:
     return frozenset(codes)
 
 
-LOOK = "see that it works (`hone doctor` shows how the services are)"
+LOOK = "make sure that it works (`hone doctor` shows how the services are)"
 
 RULES = (
     Rule(LeaseLost, Action.STOP),
@@ -88,7 +88,9 @@ RULES = (
     Rule(Failed, Action.PAUSE, "free memory on its device", _codes("out_of_memory")),
     Rule(Failed, Action.RECOVER, LOOK),
     Rule(Unauthorized, Action.PAUSE, "give all services the same HONE_TOKEN"),
-    Rule(NotFound, Action.PAUSE, "see that the services are of one version (`hone doctor`)"),
+    Rule(
+        NotFound, Action.PAUSE, "make sure that all services have the same version (`hone doctor`)"
+    ),
     Rule(BadRequest, Action.FAIL),
     Rule(Exception, Action.PAUSE, "look at the trace in the orchestrator's log"),
 )

@@ -84,7 +84,8 @@ def to_batch(
 
 
 def is_graded(score: Score) -> bool:
-    """Returns whether graders were asked. They are not, of a rollout that ended in an error."""
+    """Returns whether graders were asked. They are not asked about a rollout that ended in an
+    error."""
     return bool(score.parts)
 
 

@@ -70,7 +70,7 @@ class Peers:
         )
 
     def new_epoch(self) -> None:
-        """Makes every call from now on one of another life of the weights: what was asked for
+        """Makes every call from now on one of another epoch: what was asked for
         before is refused or never joined."""
         self._who = self._who.model_copy(update={"epoch": self._who.epoch + 1})
 
@@ -84,7 +84,7 @@ class Peers:
 
     @property
     def life(self) -> str:
-        """Names the job and this life of its weights."""
+        """Names the job and the epoch of its weights."""
         return f"{self._who.job_id}:{self._who.attempt}:{self._who.epoch}"
 
     async def close(self) -> None:
@@ -133,7 +133,7 @@ class Peers:
         self, prompt: Prompt, group: RolloutGroup, *, job_id: str | None = None
     ) -> tuple[Score, ...]:
         """Returns the group's scores `[G]`: NOT_GRADED for rollouts that ended in an error. What
-        graders remember goes into the run folder of `job_id`, if given."""
+        graders cache goes into the run folder of `job_id`, if given."""
         items = tuple(
             ScoreItem(
                 prompt=prompt.content,

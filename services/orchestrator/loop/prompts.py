@@ -44,8 +44,8 @@ class Prompts:
         return tuple(name for name in self._train.column_names if name in held_out)
 
     def for_step(self, step: int, round: int = 0) -> tuple[Prompt, ...]:
-        """Returns the step's `[P]` prompts. Each pass over the data is shuffled anew; step 1 is the
-        first.
+        """Returns the step's `[P]` prompts. Each pass over the data has another order; step 1 is
+        the first.
 
         In rounds from 1, those that may replace groups without signal: drawn from all rows that no
         earlier round of the step could have taken, so fewer than `[P]` once a small data set has no
@@ -116,7 +116,7 @@ def _load(source: str, split: str, spec: DataSpec) -> Rows:
         raise
     except ConnectionError as error:
         raise Unavailable(f"dataset {source!r} cannot be fetched: {error}") from error
-    except Exception as error:  # whatever reading a file of somebody else's raises
+    except Exception as error:  # whatever reading a file that we did not write raises
         reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
         raise BadRequest(f"dataset {source!r} cannot be read: {reason[0]}") from error
     if not len(rows):

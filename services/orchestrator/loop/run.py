@@ -178,7 +178,7 @@ class Run:
         return Pipeline(self._job, batches, peers, folder, self._journal)
 
     def _note_progress(self, step: int) -> None:
-        """Counts recoveries anew once the job has got further than before."""
+        """Counts recoveries from 0 again once the job has got further than before."""
         if step > self._furthest:
             self._furthest, self._in_a_row = step, 0
 

@@ -10,7 +10,7 @@ from shared.job import Job
 from shared.wire import ServingWeights
 
 NOT_OF_THE_SYNC = frozenset({"stale", "tensors_differ", "disk_full", "out_of_memory"})
-"""Codes of errors that another push does not help against."""
+"""Codes of errors that another push does not mend."""
 
 
 async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -> ServingWeights:

@@ -39,7 +39,7 @@ local function field(id, name) return redis.call('HGET', job(id), name) end
 local function set(id, ...) redis.call('HSET', job(id), ...) end
 local function asked(id, what) return field(id, what .. '_requested') == '1' end
 
--- Whether there is something that scripts can work on: not nothing, nor what is no job.
+-- Whether there is a job of that id: its key exists and is a hash.
 local function is_job(id) return redis.call('TYPE', job(id)).ok == 'hash' end
 
 local function has_ended(id)

@@ -359,7 +359,7 @@ class Store:
             raise _unreadable(job_id, fields, error) from error
 
     async def _hash(self, key: str) -> dict[str, str]:
-        """Returns the hash; raises Unreadable for a key that is none."""
+        """Returns the hash; raises Unreadable for a key that is not a hash."""
         try:
             return await self._redis.hgetall(key)
         except ResponseError as error:

@@ -150,8 +150,8 @@ def _metrics_line(row: MetricsRow) -> bytes:
 
 
 def _point(link: Path, target: str) -> None:
-    """Makes `link` a symbolic link to its sibling `target`, unless it is one to a newer sibling (ids
-    of one name sort by time) or something that is no link is in its place."""
+    """Makes `link` a symbolic link to its sibling `target`, unless it is one to a newer sibling
+    (ids of one name sort by time) or something that is no link is in its place."""
     if link.exists() and (not link.is_symlink() or link.readlink().name > target):
         return
     aside = link.with_name(f".{link.name}.{secrets.token_hex(4)}")

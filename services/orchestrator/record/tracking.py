@@ -93,7 +93,7 @@ class Tracker:
 
     def _note(self, reason: str) -> None:
         self.trouble = (
-            f"Weights & Biases has not all metrics: {reason}; the job goes on, and they are sent "
+            f"Weights & Biases lacks some metrics: {reason}; the job goes on, and they are sent "
             'again with the next step (check WANDB_API_KEY, or set wandb.mode = "offline")'
         )
         get_logger().warning("W&B did not take metrics", job=self._job_id, reason=reason)

@@ -1,5 +1,5 @@
-"""Verdicts by content, in memory: what a pure grader said of some params and an item, it need not
-say again. The least recently used are dropped first."""
+"""Verdicts by content, in memory: a pure grader is not asked twice about the same params and item.
+The least recently used are dropped first."""
 
 from __future__ import annotations
 

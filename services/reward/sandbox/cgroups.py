@@ -36,7 +36,7 @@ class Group:
     version: int
 
     def entrances(self) -> list[str]:
-        """Returns the files to write one's pid into."""
+        """Returns the files that a process writes its pid into."""
         return sorted({str(folder / "cgroup.procs") for folder in self.folders.values()})
 
     def meters(self) -> list[str]:

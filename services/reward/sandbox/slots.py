@@ -279,8 +279,8 @@ def _from_json(message: bytes) -> Any:
 
 
 def _outside_uid(number: int) -> int | None:
-    """Returns the user to be outside: root's slots are nobody's uid; None (oneself) where there is
-    no choice."""
+    """Returns the user to be outside: root's slots are nobody's uid; None (the same user) where
+    there is no choice."""
     if os.geteuid() != 0:
         return None
     uid = OUTSIDE_UID + number

@@ -58,7 +58,7 @@ def killed_from_outside(facts: Facts, request: ExecuteRequest) -> bool:
     """Returns whether a job was ended by neither itself nor one of its limits: then nothing can be
     said about its program.
 
-    A program cannot bring that about (`missing` would serve it better than 0): pid 1 of a namespace
+    A program cannot cause that (`missing` would serve it better than 0): pid 1 of a namespace
     is out of reach of what runs in it, and what its limits do is known. Where no cgroup tells, a
     job that used much memory was killed for that.
     """

@@ -80,7 +80,7 @@ class Candidate:
         return self._outcomes(execution.value, len(calls))
 
     async def execute(self, request: ExecuteRequest) -> Execution:
-        """Returns how a job of this program ended, and takes note of its time and output."""
+        """Returns how a job of this program ended, and adds up its time and output."""
         execution = await self.sandbox.execute(request)
         self.wall_s += execution.wall_s
         self.stdout = execution.stdout[-KEEP_CHARS:]

@@ -73,7 +73,7 @@ def _tree(value: Any, depth: int) -> Any:
 
 def decode(text: str, *, allow_nan: bool = True) -> Any:
     """Returns the value that `text` stands for, made of exact built-in types. Raises NotPlain for
-    any text that stands for none."""
+    any other text."""
     try:
         return _value(json.loads(text), 0, allow_nan)
     except (ValueError, TypeError, RecursionError, OverflowError) as error:

@@ -2,7 +2,7 @@
 library only.
 
 No candidate code runs here. A proxy answers a call from `known`, the results of calls made so far,
-which are plain data. At the first call that is not known it takes note of it and guesses on: its
+which are plain data. At the first call that is not known it notes that call and guesses on: its
 answer is then a `Guess`, of which everything is true, so that the further calls of a loop are found
 in one go. What a run with guesses says of the tests does not count.
 """

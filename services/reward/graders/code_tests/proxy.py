@@ -28,7 +28,7 @@ MAX_TURNS = 100
 UNSTEADY_TURNS = 10
 GUESSING_TURNS = 4
 ENDINGS = ("late", "large", "memory")
-"""How a call ends that the tests are not told of: it decides all."""
+"""Ends of a call that the tests never see: such a call decides the verdict."""
 
 _VERDICTS: dict[str, Verdict] = {"passed": "ok", "failed": "wrong", "opaque": "wrong"}
 

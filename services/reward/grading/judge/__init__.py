@@ -87,7 +87,7 @@ class JudgeGrader(Grader[J]):
         settings = self.tools.settings
         if settings.judge_url is None and settings.judge_api_key is None:
             raise BadRequest(
-                f"reward {self.spec.label!r} asks a judge, and this service knows none: set "
+                f"reward {self.spec.label!r} asks a judge, and this service has none: set "
                 "HONE_JUDGE_URL (an OpenAI-compatible "
                 "endpoint; without it OpenAI's) and HONE_JUDGE_API_KEY"
             )

@@ -169,7 +169,7 @@ def _finished(result: Any) -> Any:
 
 
 def _result(value_of: Callable[[], Any], position: int, file: str) -> dict[str, Any]:
-    """Returns what one completion gets; an exception, or a value that is none, concerns this one
+    """Returns what one completion gets; an exception, or a value of another kind, concerns this one
     alone."""
     try:
         value, detail = value_of(), ""
@@ -181,7 +181,7 @@ def _result(value_of: Callable[[], Any], position: int, file: str) -> dict[str, 
                 )
             value, detail = value
         return {"value": _number(value, position), "detail": detail}
-    except Exception as error:  # the job's function, or a value that is none
+    except Exception as error:  # the job's function, or what it returned
         return {"error": explain(error, file)}
 
 

@@ -80,8 +80,8 @@ def _end_as(child: int) -> NoReturn:
 
 
 def _unshare_mapped(uid: int | None) -> None:
-    """Enters the namespaces as uid 0 there, which is `uid` outside, or oneself where that is None
-    or not permitted.
+    """Enters the namespaces as uid 0 there, which is `uid` outside, or the same user where that is
+    None or not permitted.
 
     Root maps to an unused uid: nothing of root's is then ours, and the kernel's limit on processes
     holds (it spares root).
