@@ -137,8 +137,8 @@ class VllmEngine:
         return output.prompt_logprobs.logprobs
 
     async def pause(self, *, abort: bool = False) -> None:
-        # AsyncLLM.pause_generation does this and then sleeps 20 ms, which its own comment calls
-        # cosmetic.
+        # AsyncLLM.pause_generation does this and then sleeps 20 ms, which only makes the order of
+        # events more intuitive, as it says.
         mode = "abort" if abort else "keep"
         core = self._llm.engine_core
         await self._answer(core.pause_scheduler_async(mode=mode, clear_cache=True))

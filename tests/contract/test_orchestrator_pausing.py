@@ -198,7 +198,8 @@ async def test_missing_rewards_beyond_the_limit_pause_the_job_and_are_graded_aga
     assert paused.error == (
         f"step {paused.step + 1}: 100% of the rewards are missing, more than the 50% of "
         "HONE_MAX_MISSING_REWARDS; "
-        f"right: the judge answered 401; fix the cause, then `hone resume {job_id}` goes on from there"
+        "right: the judge answered 401; fix the cause, "
+        f"then `hone resume {job_id}` goes on from there"
     )
     assert [request.step for request in stack.fakes.trained] == list(range(1, paused.step + 1)), (
         "not trained on"

@@ -111,7 +111,8 @@ async def test_recoveries_in_a_row_are_bounded_and_the_job_then_pauses(stack: St
     paused = await stack.until(job_id, "paused", "failed")
     assert (paused.status, paused.recoveries, paused.step) == ("paused", 3, 3)
     assert paused.error == (
-        "got step 4, expected 3; make sure that it works (`hone doctor` shows how the services are), "
+        "got step 4, expected 3; "
+        "make sure that it works (`hone doctor` shows how the services are), "
         f"then `hone resume {job_id}` goes on from there"
     )
     assert len(await warnings(stack, job_id)) == 3 + 1
@@ -193,7 +194,8 @@ async def test_a_service_that_is_away_at_the_start_pauses_the_job(stack: Stack, 
     paused = await stack.until(job_id, "paused", "failed")
     assert (paused.status, paused.recoveries) == ("paused", 3)
     assert paused.error is not None and paused.error.startswith(
-        "the service has no GPU; make sure that it works (`hone doctor` shows how the services are), "
+        "the service has no GPU; "
+        "make sure that it works (`hone doctor` shows how the services are), "
     )
     stack.fakes.fault.clear()
     await stack.post(f"{job_id}/resume")

@@ -81,8 +81,8 @@ def test_recovering_ends_after_a_few_times_in_a_row_and_pauses_with_what_to_do()
     assert [decide(error, count).action for count in range(5)] == [RECOVER] * 3 + [PAUSE] * 2
     assert decide(error, 2).why == "cannot reach the trainer service"
     assert decide(error, 3).why == (
-        "cannot reach the trainer service; make sure that it works (`hone doctor` shows how the services "
-        "are)"
+        "cannot reach the trainer service; "
+        "make sure that it works (`hone doctor` shows how the services are)"
     )
     assert len(PAUSES_S) == MAX_RECOVERIES
 
