@@ -17,7 +17,8 @@ A job's hash has the fields of `wire.JobRecord`, and besides:
     schema            version of what `store.py` wrote
     attempt, trainer  the newest lease given for the job
     owner             the worker that has it, for people
-    tries             how often a worker took the job up since a step was last done
+    tries             how often a worker took the job up since a step was done that was not before
+    furthest          the last of the steps that ever were done
     key               the idempotency key of its submission
     submission        the call that made it
     last_step, last_eval   the newest step that has such an event

@@ -178,10 +178,9 @@ TAKE = once("""
     elseif status == 'queued' or not is_leased(id) then
       if redis.call('HINCRBY', job(id), 'tries', 1) > tonumber(call.max_tries) then
         local why = 'gave up after ' .. call.max_tries
-          .. ' attempts in a row that were cut off before a step was done'
-        set(id, 'error', why)
-        become(id, 'failed', 'error', why)
-        close(id)
+          .. ' attempts in a row that were cut off before a step was done; look into the'
+          .. " orchestrator's log, then `hone resume " .. id .. '` goes on from there'
+        if asked(id, 'cancel') then cancel(id) else pause(id, 'error', why) end
       else
         local last, now = redis.call('INCR', ATTEMPTS), tonumber(redis.call('TIME')[1])
         local attempt = string.format('%d', math.max(last, now))
@@ -200,7 +199,7 @@ TAKE = once("""
   return ''
 """)
 """call: owner, trainer, lease_ms, max_tries. Gives the first job that nobody has to a worker that
-can have the trainer. Returns attempt and job id; '' if the trainer is taken or nothing waits; or
+can have the trainer; one that was cut off too often pauses. Returns attempt and job id; '' if the trainer is taken or nothing waits; or
 'emptied', once, if Redis lost what it had. Attempts are at least the Unix seconds, so that none is
 given twice even if Redis is emptied."""
 
@@ -226,7 +225,10 @@ REPORT = once("""
     set(call.id, last, call.step)
   end
   for name, value in pairs(call.fields) do set(call.id, name, value) end
-  if call.type == 'step' then set(call.id, 'tries', 0) end
+  local step = call.type == 'step' and tonumber(call.step)
+  if step and step > tonumber(field(call.id, 'furthest') or '0') then
+    set(call.id, 'tries', 0, 'furthest', call.step)
+  end
   if call.type == 'checkpoint' then
     redis.call('HSET', checkpoints(call.id), call.step, call.data)
   end

@@ -92,7 +92,7 @@ class Worker:
                 beat.result()  # raises what ended it, if it was not that something was asked for
                 await self._store.halt(lease, None)
             else:
-                await self._finish(lease, work.result())
+                await self._finish(lease, _outcome(work))
         finally:
             await stop(work, beat)
             await run.close()
@@ -118,3 +118,10 @@ class Worker:
             error=why,
             summary=outcome.summary,
         )
+
+
+def _outcome(work: asyncio.Task[Outcome]) -> Outcome:
+    """Returns what became of the job, also of one whose work was cancelled by something within."""
+    if work.cancelled():
+        return Outcome("paused", "a bug in Hone: its work was cancelled, and not by its worker")
+    return work.result()

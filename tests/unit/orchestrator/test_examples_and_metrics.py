@@ -13,6 +13,7 @@ from services.orchestrator.loop.peers import NOT_GRADED
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.record.telemetry import reward_metrics, step_metrics
 from shared.job import Job
+from shared.packed import Mask
 from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score, StepResult, StepTotals
 
 
@@ -141,6 +142,17 @@ def test_rollouts_that_ended_in_an_error_are_counted_and_have_no_length() -> Non
     assert metrics["errored_rollouts"] == pytest.approx(2 / 4)
     assert metrics["missing_rewards"] == 0.0 and metrics["reward"] == pytest.approx(1 / 2)
     assert metrics["completions/mean_length"] == pytest.approx(6 / 2)
+
+
+def test_lengths_are_of_what_the_policy_sampled_as_in_trl() -> None:
+    # Two completions of four tokens, of which a tool said three of one.
+    step = make_step()
+    with_tool = rollout(4).model_copy(update={"sampled": Mask([1, 0, 0, 0])})
+    group = RolloutGroup(prompt_token_ids=(3,), rollouts=(with_tool, rollout(4)))
+    batch = step.batch.model_copy(update={"groups": (group,)})
+    metrics = step_metrics(dataclasses.replace(step, batch=batch), JOB, 1.5)
+    assert metrics["completions/mean_length"] == pytest.approx(5 / 2)
+    assert metrics["completions/max_length"] == 4
 
 
 def test_a_step_whose_update_was_refused_is_counted() -> None:
