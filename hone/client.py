@@ -80,13 +80,9 @@ class Client:
         return self._background.run(call)
 
     def get(self, job: str) -> JobRecord:
-        try:
-            return self._background.run(self._client.get(f"/v1/jobs/{job}", JobRecord))
-        except NotFound:
-            for record in self.list().jobs:
-                if record.name == job:
-                    return record
-            raise
+        return self._by_id_or_name(
+            job, lambda job_id: self._client.get(f"/v1/jobs/{job_id}", JobRecord)
+        )
 
     def list(self, limit: int = 1000) -> JobList:
         """Returns the newest `limit` jobs, newest first."""
@@ -108,7 +104,7 @@ class Client:
         """Forgets a job that has ended, with its events. `files` removes its run folder and the
         checkpoints in it as well. Raises Conflict for a job that has not ended."""
         query = f"files={str(files).lower()}"
-        return self._change(
+        return self._by_id_or_name(
             job,
             lambda job_id: self._client.call(
                 "DELETE",
@@ -194,17 +190,22 @@ class Client:
         return record
 
     def _post(self, job: str, action: str) -> JobState:
-        return self._change(
+        return self._by_id_or_name(
             job,
             lambda job_id: self._client.call(
                 "POST", f"/v1/jobs/{job_id}/{action}", None, JobState, deadline_s=CHANGE_DEADLINE_S
             ),
         )
 
-    def _change(self, job: str, call: Callable[[str], Coroutine[Any, Any, M]]) -> M:
-        """Tries `job` as an id first and reads no record for it: a job whose record cannot be read
-        can be cancelled and removed."""
+    def _by_id_or_name(self, job: str, call: Callable[[str], Coroutine[Any, Any, M]]) -> M:
+        """Takes `job` for an id, and if there is none for a name. Reads no record for that, so a
+        job whose record cannot be read can be cancelled and removed."""
         try:
             return self._background.run(call(job))
         except NotFound:
-            return self._background.run(call(self.get(job).id))
+            page = self.list()
+            ids = [record.id for record in page.jobs if record.name == job]
+            ids += [job_id for job_id in page.unreadable if job_id.rpartition("-")[0] == job]
+            if not ids:
+                raise
+            return self._background.run(call(max(ids)))  # ids of one name sort by time

@@ -32,7 +32,7 @@ Run = Callable[[str, Wire], Awaitable[BaseModel]]
 """Runs the command of that name (a method of `Trainer`) on all ranks."""
 
 Problem = Callable[[str | None], str | None]
-"""Given the job that is loaded, says why the trainer is of no use now; None if it is of use."""
+"""Given the job that is loaded, says why the trainer is not ready; None if it is."""
 
 GAUGES: tuple[tuple[str, str, Callable[[TrainerState], float]], ...] = (
     ("step", "The last applied step of the loaded job", lambda state: state.step),
@@ -49,7 +49,7 @@ GAUGES: tuple[tuple[str, str, Callable[[TrainerState], float]], ...] = (
 )
 
 
-class Readable(Protocol):
+class TrainerView(Protocol):
     """What can be read of the trainer while a command runs."""
 
     def state(self) -> TrainerState: ...
@@ -63,7 +63,7 @@ async def _up() -> str | None:
 
 def create_service(
     settings: Settings,
-    trainer: Readable,
+    trainer: TrainerView,
     run: Run,
     versions: dict[str, Any],
     problem: Problem = lambda _job: None,

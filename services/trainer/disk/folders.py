@@ -15,8 +15,8 @@ from shared import disk
 from shared.errors import Failed
 
 ASIDE = ".tmp-"
-"""What the names of folders begin with that are being written or removed. Any that no process works
-on is rubbish."""
+"""What the names of folders begin with that are being written or removed. One that no process works
+on is left over."""
 
 
 @contextlib.contextmanager
@@ -62,8 +62,8 @@ def discard(folder: Path) -> None:
 def sweep(folder: Path) -> None:
     """Removes what a killed process left aside in `folder`. Only for one that no process writes
     into."""
-    for rubbish in folder.glob(ASIDE + "*") if folder.is_dir() else ():
-        shutil.rmtree(rubbish, ignore_errors=True)
+    for leftover in folder.glob(ASIDE + "*") if folder.is_dir() else ():
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def files_in(folder: Path) -> list[Path]:

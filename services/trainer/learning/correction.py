@@ -17,7 +17,7 @@ logarithm grows with T: a completion of 10,000 tokens that differ by -0.001 each
 (the ratio of GSPO, arXiv 2507.18071).
 
 A token of weight 0 has no gradient and still counts in the loss's denominators: what is rejected
-must not make the rest weigh more. A token whose sampler's log-prob nobody measured has the
+must not make the rest weigh more. A token whose sampler's log-prob was not measured has the
 trainer's own, so w = 1.
 """
 

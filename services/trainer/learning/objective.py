@@ -43,5 +43,5 @@ def loss_inputs(
 
 
 def known_sampler_logprobs(batch: MicroBatch, trainer_logprobs_N: Tensor) -> Tensor:
-    """Returns the sampler's log-probs `[N]`, and the trainer's where nobody measured them."""
+    """Returns the sampler's log-probs `[N]`, and the trainer's where they were not measured."""
     return torch.where(batch.measured_N, batch.sampler_logprobs_N, trainer_logprobs_N)

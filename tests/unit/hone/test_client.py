@@ -11,11 +11,11 @@ from hone import Client, Failed, NotFound
 from shared import client as shared_client
 from shared.errors import HoneError
 from shared.wire import JobDeleted, JobList, JobState
-from tests.unit.hone.test_job_commands import record
+from tests.support.job_records import record
 
 
 def answer(request: httpx.Request) -> httpx.Response:
-    """Answers for job `demo-1`, called demo, whose own record cannot be read."""
+    """Answers for jobs `demo-1` and, newer, `demo-2`, whose own record cannot be read."""
     try:
         return httpx.Response(200, json=_body(request).model_dump(mode="json"))
     except HoneError as error:
@@ -25,14 +25,14 @@ def answer(request: httpx.Request) -> httpx.Response:
 def _body(request: httpx.Request) -> JobList | JobState | JobDeleted:
     path = request.url.path
     if path == "/v1/jobs":
-        return JobList(jobs=(record("paused"),))
-    if not path.startswith("/v1/jobs/demo-1"):
+        return JobList(jobs=(record("paused"),), unreadable=("demo-2",))
+    if not path.startswith("/v1/jobs/demo-2"):
         raise NotFound(f"no job at {path}")
     if request.method == "GET":
-        raise Failed("the record of job 'demo-1' cannot be read")
+        raise Failed("the record of job 'demo-2' cannot be read")
     if request.method == "DELETE":
-        return JobDeleted(id="demo-1", files=request.url.params["files"] == "true")
-    return JobState(id="demo-1", status="cancelled")
+        return JobDeleted(id="demo-2", files=request.url.params["files"] == "true")
+    return JobState(id="demo-2", status="cancelled")
 
 
 @pytest.fixture
@@ -44,12 +44,12 @@ def client() -> Iterator[Client]:
         yield client
 
 
-@pytest.mark.parametrize("job", ["demo-1", "demo"])
+@pytest.mark.parametrize("job", ["demo-2", "demo"])
 def test_a_job_that_cannot_be_read_is_cancelled_and_removed(client: Client, job: str) -> None:
     with pytest.raises(Failed, match="cannot be read"):
-        client.get("demo-1")
+        client.get(job)
     assert client.cancel(job).status == "cancelled"
-    assert client.delete(job, files=True) == JobDeleted(id="demo-1", files=True)
+    assert client.delete(job, files=True) == JobDeleted(id="demo-2", files=True)
 
 
 def test_a_job_that_nobody_knows_is_not_found(client: Client) -> None:

@@ -12,31 +12,8 @@ from typer.testing import CliRunner
 from hone.cli import app
 from hone.commands import jobs
 from shared.errors import NotFound
-from shared.job import DataSpec, Job, RewardSpec
 from shared.wire import JobDeleted, JobList, JobRecord, JobState
-
-JOB = Job(
-    name="demo",
-    model="m",
-    steps=9,
-    data=DataSpec(train="t.jsonl"),
-    rewards=(RewardSpec(grader="length"),),
-)
-
-
-def record(status: str) -> JobRecord:
-    return JobRecord.model_validate(
-        {
-            "id": "demo-1",
-            "name": "demo",
-            "status": status,
-            "job": JOB,
-            "run_dir": "/runs/demo-1",
-            "created_at": 1.0,
-            "step": 3,
-            "steps": 9,
-        }
-    )
+from tests.support.job_records import record
 
 
 class Orchestrator:
