@@ -60,5 +60,6 @@ def _validated(model: type[M], data: bytes, media_type: str, *, tolerant: bool) 
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
     except (ValueError, _msgpack.exceptions.UnpackException) as error:
         raise BadRequest(
-            f"a body of {len(data)} bytes is not valid {media_type}: {error}"
+            f"a body of {len(data)} bytes is not valid {media_type}: "
+            f"{error or type(error).__name__}"
         ) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +30,11 @@ class Settings(BaseSettings):
     explain` shows."""
 
     model_config = SettingsConfigDict(
-        env_prefix=PREFIX, extra="ignore", frozen=True, use_attribute_docstrings=True
+        env_prefix=PREFIX,
+        extra="ignore",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
     # every service
@@ -247,7 +252,10 @@ def load_settings() -> Settings:
     try:
         settings = Settings()
     except ValidationError as error:
-        faults = sentences(error, Settings, "setting HONE_*")
+        faults = [
+            fault | {"detail": _NAME.sub(_in_environment, fault["detail"])}
+            for fault in sentences(error, Settings)
+        ]
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
     if not settings.token and not is_loopback(settings.host):
         raise BadRequest(
@@ -256,6 +264,13 @@ def load_settings() -> Settings:
             "set HONE_TOKEN, or HONE_HOST=127.0.0.1"
         )
     return settings
+
+
+_NAME = re.compile(r"^'(\w+)")
+
+
+def _in_environment(name: re.Match[str]) -> str:
+    return f"'{PREFIX}{name[1].upper()}"
 
 
 def is_loopback(host: str) -> bool:

@@ -18,9 +18,14 @@ def nearest(name: str, valid: Sequence[str], what: str = "valid keys") -> str:
 
 
 def closest(name: str, valid: Sequence[str]) -> str | None:
-    """Returns the one of `valid` that `name` is probably a misspelling of."""
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return close[0] if close else None
+    """Returns the one of `valid` that `name` is probably a misspelling of, or the initials of."""
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    short = [key for key in valid if "_" in key and _initials(key) == name]
+    return next(iter(close + short), None)
+
+
+def _initials(key: str) -> str:
+    return "".join(part[:1] for part in key.split("_"))
 
 
 def sentences(
@@ -28,7 +33,16 @@ def sentences(
 ) -> list[dict[str, str]]:
     """Returns one `{pointer, detail}` for each fault. `where` opens each sentence, for example a
     file's name."""
-    return [_explain(dict(fault), model, where) for fault in error.errors(include_url=False)]
+    faults = [dict(fault) for fault in error.errors(include_url=False)]
+    return [_explain(fault, model, where) for fault in faults if not _follows(fault, faults)]
+
+
+def _follows(fault: dict[str, Any], faults: Sequence[dict[str, Any]]) -> bool:
+    """Whether a list is too short only because pydantic leaves out its items that have faults."""
+    loc = fault["loc"]
+    return fault["type"] == "too_short" and any(
+        other["loc"][: len(loc)] == loc for other in faults if other is not fault
+    )
 
 
 def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[str, str]:
@@ -42,25 +56,39 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
         owner = _model_in(parent)
         hint = f"; {nearest(str(path[-1]), list(owner.model_fields))}" if owner else ""
         detail = f"unknown key {key!r}{hint}"
-    elif fault["type"] == "missing":
-        detail = f"{key!r} is missing and has no default"
     elif fault["type"] == "union_tag_not_found":
         detail = f"{key!r} is missing; it says which kind this is"
     elif fault["type"] == "union_tag_invalid":
         detail = f"{key!r}: got {context['tag']!r}; expected one of {context['expected_tags']}"
     else:
-        detail = _refused(key, fault)
+        detail = refused(key, fault)
     start = f"{where}: " if where else ""
     return {"pointer": "/" + "/".join(str(part) for part in path), "detail": start + detail}
 
 
-def _refused(key: str, fault: dict[str, Any]) -> str:
-    message = fault["msg"].removeprefix("Value error, ")
+def refused(key: str, fault: dict[str, Any]) -> str:
+    """Returns the sentence for a value that pydantic refused: what it was and what was expected."""
+    if fault["type"] == "missing":
+        return f"{key!r} is missing and has no default"
+    message = _expected(fault) or fault["msg"].removeprefix("Value error, ")
     if not key:
         return message
     shown = repr(fault.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return f"{key!r}: got {shown}; {message[0].lower() + message[1:]}"
+
+
+def _expected(fault: dict[str, Any]) -> str | None:
+    """Returns what was expected, where pydantic would name a type of Python."""
+    match fault["type"]:
+        case "tuple_type" | "list_type":
+            return "expected a list"
+        case "model_type" | "dict_type":
+            return "expected a table"
+        case "too_short":
+            return f"expected at least {fault['ctx']['min_length']} in the list"
+        case _:
+            return None
 
 
 def _followed(model: Any, loc: tuple[int | str, ...]) -> tuple[list[int | str], Any]:

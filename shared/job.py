@@ -6,7 +6,7 @@ The text under a key is its documentation: `hone explain` and the OpenAPI docume
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -30,14 +30,14 @@ class DataSpec(Section):
     """Training and held-out problems, one per row. The columns beside the prompt go to the
     graders."""
 
-    train: str
+    train: str = Field(min_length=1)
     """The training problems: a `.jsonl`, `.json`, `.csv` or `.parquet` file on the orchestrator's
     host, or a Hugging Face dataset id. Each pass takes them in another order."""
 
     train_split: str = "train"
     """Split of a Hugging Face dataset to train on. Files have none."""
 
-    eval: str | None = None
+    eval: str | None = Field(default=None, min_length=1)
     """The held-out problems, never trained on: a file or a dataset id, as for `train`. None: the
     job does no evaluation."""
 
@@ -87,7 +87,7 @@ class SamplingSpec(Section):
     """Samples only from this many most likely tokens. 0 samples from the whole vocabulary; else as
     with `top_p`."""
 
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, besides the model's own end token."""
 
     refills: int = Field(default=0, ge=0, le=10)
@@ -140,6 +140,11 @@ class RewardSpec(Section):
     def _function_needs_source(self) -> RewardSpec:
         if self.grader == "function" and self.file is None and self.source is None:
             raise ValueError('a reward needs either grader = "..." or file = "your_rewards.py"')
+        if self.grader != "function" and (self.file is not None or self.source is not None):
+            raise ValueError(
+                f"grader is {self.grader!r}, and there is code of your own; a reward has one of "
+                "them"
+            )
         return self
 
 
@@ -438,7 +443,7 @@ class Job(Section):
     """Begins the job's id and its run folder; `runs/<name>` points at the newest run of the name.
     Lower-case letters, digits, "-" and "_", at most 40."""
 
-    model: str
+    model: str = Field(min_length=1)
     """The model that training begins with: a folder in Hugging Face format, which trainer and
     sampler both see, or a Hugging Face id."""
 

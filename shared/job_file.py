@@ -123,5 +123,6 @@ def _source(file: Path, folder: Path) -> str:
 def _absolute(document: dict[str, Any]) -> None:
     data = document.get("data")
     for section, key in ((document, "model"), (data, "train"), (data, "eval")):
-        if _is_table(section) and isinstance(section.get(key), str) and Path(section[key]).exists():
-            section[key] = str(Path(section[key]).resolve())
+        value: Any = section.get(key) if _is_table(section) else None
+        if _is_table(section) and isinstance(value, str) and value and Path(value).exists():
+            section[key] = str(Path(value).resolve())

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from shared import codec
 from shared.errors import MEDIA_TYPE, BadRequest, Busy, HoneError, NotFound, from_problem
+from shared.explain import refused
 
 MAX_WAIT_S = 60.0
 
@@ -57,7 +58,7 @@ async def answer_validation(_request: Request, error: Exception) -> Response:
     faults = [
         {
             "pointer": "/" + "/".join(map(str, fault["loc"])),
-            "detail": f"{fault['loc'][-1]!r}: {fault['msg']}",
+            "detail": refused(str(fault["loc"][-1]), fault),
         }
         for fault in error.errors()
     ]

@@ -56,7 +56,7 @@ def doctor(output: OutputOption = Output.table) -> None:
 def _line(check: Check) -> Text:
     mark = "FAULT" if check.state == "fault" else check.state
     return Text.assemble(
-        (f"{mark:5}", STYLES[check.state]), (f"{check.name}: ", "bold"), check.detail
+        (f"{mark:6}", STYLES[check.state]), (f"{check.name}: ", "bold"), check.detail
     )
 
 

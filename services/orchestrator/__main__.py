@@ -16,11 +16,17 @@ def main(settings: Settings) -> None:
             "HONE_REDIS_URL is not set: expected for example redis://127.0.0.1:6379/0 (`hone up` "
             "starts one itself)"
         )
-    store = Store(
-        settings.redis_url.get_secret_value(),
-        keep_jobs=settings.keep_jobs,
-        keep_events=settings.keep_events,
-    )
+    try:
+        store = Store(
+            settings.redis_url.get_secret_value(),
+            keep_jobs=settings.keep_jobs,
+            keep_events=settings.keep_events,
+        )
+    except ValueError as error:  # the URL is not shown: it may hold a password
+        raise BadRequest(
+            f"HONE_REDIS_URL is not the URL of a Redis: {error}; expected for example "
+            "redis://127.0.0.1:6379/0"
+        ) from error
     create_service(settings, store).run(settings.orchestrator_port, opening=store.open)
 
 

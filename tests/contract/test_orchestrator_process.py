@@ -8,6 +8,8 @@ import signal
 import sys
 from typing import Any
 
+import pytest
+
 from services.orchestrator.queue.store import Store
 from shared.client import Client
 from shared.config import Settings
@@ -72,3 +74,17 @@ async def _follow(client: Client, job_id: str) -> None:
             pass
     except Unavailable:
         pass  # the connection ends with the process
+
+
+@pytest.mark.parametrize("url", ["", "localhost:6379", "http://127.0.0.1", "redis://h:port/0"])
+async def test_a_url_that_is_no_redis_is_one_sentence(url: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "services.orchestrator",
+        env={**os.environ, "HONE_REDIS_URL": url, "HONE_ORCHESTRATOR_PORT": str(free_port())},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate()
+    assert (process.returncode, len(said.splitlines())) == (2, 1)
+    assert b"HONE_REDIS_URL is not the URL of a Redis" in said

@@ -51,7 +51,10 @@ class Prompts:
         earlier round of the step could have taken, so fewer than `[P]` once a small data set has no
         more.
         """
-        return tuple(self._prompt(self._train, index) for index in self._indices(step, round))
+        source = self._job.data.train
+        return tuple(
+            self._prompt(self._train, source, index) for index in self._indices(step, round)
+        )
 
     def held_out(self) -> tuple[Prompt, ...]:
         """Returns the evaluation problems, the same ones each time; empty without `data.eval`."""
@@ -60,7 +63,8 @@ class Prompts:
         count = min(
             self._job.evaluation.num_prompts or len(self._evaluation), len(self._evaluation)
         )
-        return tuple(self._prompt(self._evaluation, index) for index in range(count))
+        source = str(self._job.data.eval)
+        return tuple(self._prompt(self._evaluation, source, index) for index in range(count))
 
     def _indices(self, step: int, round: int) -> list[int]:
         count, rows = self._job.sampling.prompts_per_step, range(len(self._train))
@@ -78,9 +82,10 @@ class Prompts:
         epoch, offset = divmod(position, len(self._train))
         return _shuffled(len(self._train), self._job.seed, epoch)[offset]
 
-    def _prompt(self, rows: Rows, index: int) -> Prompt:
+    def _prompt(self, rows: Rows, source: str, index: int) -> Prompt:
         row = rows[index]
-        return Prompt(index=index, content=_content(row, self._job.data, index), row=row)
+        where = f"row {index} of dataset {source!r}"
+        return Prompt(index=index, content=_content(row, self._job.data, where), row=row)
 
 
 def load_prompts(job: Job) -> Prompts:
@@ -114,6 +119,8 @@ def _load(source: str, split: str, spec: DataSpec) -> Rows:
             rows = datasets.load_dataset(source, spec.config, split=split, revision=spec.revision)
     except BadRequest:
         raise
+    except StopIteration as error:
+        raise BadRequest(f"dataset {source!r} has no rows") from error
     except ConnectionError as error:
         raise Unavailable(f"dataset {source!r} cannot be fetched: {error}") from error
     except Exception as error:  # whatever reading a file that we did not write raises
@@ -137,18 +144,24 @@ def _shuffled(count: int, seed: int, epoch: int) -> Sequence[int]:
     return order
 
 
-def _content(row: dict[str, Any], spec: DataSpec, index: int) -> str | tuple[dict[str, Any], ...]:
+def _content(row: dict[str, Any], spec: DataSpec, where: str) -> str | tuple[dict[str, Any], ...]:
     value = row[spec.prompt_column]
     system = [{"role": "system", "content": spec.system_prompt}] if spec.system_prompt else []
     if isinstance(value, str):
         return (*system, {"role": "user", "content": value}) if system else value
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(message, dict) and "role" in message for message in value)
-    ):
+    if isinstance(value, list) and value and all(map(_is_message, value)):
         return (*system, *value)
     raise BadRequest(
-        f"row {index}, column {spec.prompt_column!r}: got {value!r:.80}; expected text or a list "
-        "of chat messages"
+        f"{where}, column {spec.prompt_column!r}: got {value!r:.80}; expected text or a list of "
+        "chat messages, each with a role and its content"
+    )
+
+
+def _is_message(value: Any) -> bool:
+    """Whether it has a role and something beside it: what an assistant's tool calls stand in has no
+    `content`. A key that only other rows have is None."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and any(said is not None for key, said in value.items() if key != "role")
     )

@@ -98,8 +98,22 @@ def test_chat_messages_stay_as_they_are() -> None:
 
 
 def test_a_prompt_that_is_no_text_names_row_and_value() -> None:
-    with pytest.raises(BadRequest, match=r"row \d, column 'prompt': got 7"):
+    with pytest.raises(BadRequest, match=r"row \d of dataset '.+', column 'prompt': got 7"):
         Prompts(make_job(), Rows([{"prompt": 7}] * 4), None).for_step(1)
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "user"}, {"role": "user", "content": None}, {"role": 3, "content": "2+2?"}]
+)
+def test_a_message_without_role_or_content_is_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="chat messages, each with a role and its content"):
+        Prompts(make_job(), Rows([{"prompt": [message]}] * 4), None).for_step(1)
+
+
+def test_an_assistants_tool_call_needs_no_content() -> None:
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
+    (prompt, *_) = Prompts(make_job(), Rows([{"prompt": messages}] * 4), None).for_step(1)
+    assert prompt.content == tuple(messages)
 
 
 def test_files_are_read_and_columns_checked(tmp_path: Path) -> None:
@@ -123,7 +137,7 @@ def test_files_are_read_and_columns_checked(tmp_path: Path) -> None:
     ("name", "content", "sentence"),
     [
         ("missing.jsonl", None, "no dataset file at"),
-        ("empty.jsonl", "", "empty.jsonl"),
+        ("empty.jsonl", "", "has no rows"),
         ("broken.jsonl", "{not json\n", "cannot be read"),
         ("data.txt", "hello", "is not a file ending in"),
     ],

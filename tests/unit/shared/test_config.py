@@ -20,8 +20,14 @@ def test_a_misspelt_setting_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -
 def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HONE_TRAINER_RANKS", "none")
     with pytest.raises(
-        BadRequest, match=r"'trainer_ranks': got 'none'; input should be a valid integer"
+        BadRequest, match=r"'HONE_TRAINER_RANKS': got 'none'; input should be a valid integer"
     ):
+        load_settings()
+
+
+def test_no_deadline_is_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HONE_LEASE_S", "inf")
+    with pytest.raises(BadRequest, match=r"'HONE_LEASE_S': got 'inf'; .* a finite number"):
         load_settings()
 
 

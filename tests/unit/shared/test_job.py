@@ -67,6 +67,13 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
             "training.lerning_rate=1",
             "unknown key 'training.lerning_rate'; did you mean 'learning_rate'?",
         ),
+        ("training.lr=1", "unknown key 'training.lr'; did you mean 'learning_rate'?"),
+        ("sampling.stop=x", "'sampling.stop': got 'x'; expected a list"),
+        ("sampling.stop=['']", "'sampling.stop.0': got ''; string should have at least 1"),
+        ("data=3", "'data': got 3; expected a table"),
+        ("rewards=[]", "'rewards': got []; expected at least 1 in the list"),
+        ("model=''", "'model': got ''; string should have at least 1"),
+        ("rewards.0.source=x", "grader is 'exact_match', and there is code of your own"),
         ("rewards.0.wieght=1", "unknown key 'rewards.0.wieght'; did you mean 'weight'?"),
         ("steps=0", "'steps': got 0; input should be greater than or equal to 1"),
         (
@@ -85,6 +92,12 @@ def test_a_mistake_is_named_with_its_value_and_remedy(
     with pytest.raises(BadRequest) as raised:
         load_job(write(tmp_path), [override])
     assert sentence in raised.value.detail
+
+
+def test_a_fault_in_a_list_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest) as raised:
+        load_job(write(tmp_path), ["rewards.0.weight=nan"])
+    assert [fault["pointer"] for fault in raised.value.errors] == ["/rewards/0/weight"]
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:

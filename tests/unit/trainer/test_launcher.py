@@ -43,7 +43,7 @@ def start(**environment: str) -> subprocess.CompletedProcess[str]:
             "unknown setting 'HONE_TRAINER_RANK' in the environment; did you mean "
             "'HONE_TRAINER_RANKS'?",
         ),
-        ({"HONE_TRAINER_RANKS": "0"}, "'trainer_ranks': got '0'"),
+        ({"HONE_TRAINER_RANKS": "0"}, "'HONE_TRAINER_RANKS': got '0'"),
         (
             {"HONE_TRAINER_NODES": "2"},
             "HONE_TRAINER_NODES is 2 and HONE_TRAINER_RENDEZVOUS is not set",
