@@ -10,7 +10,7 @@ thing.
 | resampled_groups               | groups sampled again: their weights' version was not asked  |
 | missing_rewards                | share of graded rollouts without a reward                   |
 | errored_rollouts               | share of rollouts that ended in an error; never graded      |
-| completions/mean_length        | tokens; also max_length                                     |
+| completions/mean_length        | tokens that were sampled; also max_length                   |
 | completions/clipped_ratio      | share cut off by max_tokens                                 |
 | staleness                      | steps between the weights that sampled and those trained    |
 | num_examples, num_tokens       | what was trained on                                         |
@@ -88,7 +88,7 @@ def _completion_metrics(step: Step) -> dict[str, float]:
         for rollout in group.rollouts
         if rollout.finish_reason != "error"
     ]
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    lengths = [rollout.num_sampled for rollout in rollouts]
     return {
         "completions/mean_length": statistics.fmean(lengths),
         "completions/max_length": max(lengths),
