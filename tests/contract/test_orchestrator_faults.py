@@ -168,6 +168,22 @@ async def test_a_bug_pauses_the_job_rather_than_losing_it(
     )
 
 
+async def test_work_that_is_cancelled_from_within_pauses_the_job_and_not_the_worker(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a library does whose own time-out gets out of it."""
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "services.orchestrator.loop.run.summarize",
+            lambda *_: raising(asyncio.CancelledError())(),
+        )
+        job_id = (await stack.submit()).id
+        paused = await stack.until(job_id, "paused", "failed")
+    assert paused.error is not None and "its work was cancelled" in paused.error
+    await stack.post(f"{job_id}/resume")
+    assert (await stack.until(job_id)).status == "succeeded"
+
+
 # --- one rollout's fault
 
 

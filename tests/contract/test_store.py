@@ -199,15 +199,43 @@ async def test_a_lease_given_back_is_free_at_once(store: Store, other: Store) ->
     assert (record.status, record.error) == ("paused", "the judge is away")
 
 
-async def test_a_job_that_kills_its_workers_fails_and_the_next_one_runs(store: Store) -> None:
+async def test_a_job_that_kills_its_workers_pauses_and_the_next_one_runs(store: Store) -> None:
     ids = [await submit(store) for _ in range(2)]
     for _ in range(MAX_TRIES):
         assert (await take(store, lease_s=0.005)).job_id == ids[0]
         await asyncio.sleep(0.02)
     assert (await take(store)).job_id == ids[1]
     record = await store.get(ids[0])
-    assert record.status == "failed" and record.finished_at is not None
+    assert (record.status, record.finished_at) == ("paused", None)
     assert record.error is not None and record.error.startswith("gave up after 20 attempts")
+    await store.cancel(ids[1])
+    assert (await store.resume(ids[0])).status == "queued"
+
+
+async def test_a_job_that_kills_its_workers_is_cancelled_if_that_was_asked_for(
+    store: Store,
+) -> None:
+    job_id = await submit(store)
+    for _ in range(MAX_TRIES):
+        await take(store, lease_s=0.005)
+        await asyncio.sleep(0.02)
+    await store.cancel(job_id)
+    assert await store.take("worker", TRAINER, 30) is None
+    assert (await store.get(job_id)).status == "cancelled"
+
+
+async def test_only_a_step_that_was_not_done_before_counts_attempts_anew(
+    store: Store, raw: Any
+) -> None:
+    """A job that kills its worker and the trainer would else be replayed for ever."""
+    job_id = await submit(store)
+    tries: list[str | None] = []
+    for step in (4, 2, 4, 5):
+        lease = await take(store, lease_s=0.2)
+        await store.report(lease, "step", "done", {"step": step})
+        tries.append(await raw.hget(keys.job(job_id), "tries"))
+        await asyncio.sleep(0.25)
+    assert tries == ["0", "1", "2", "0"]
 
 
 # --- heartbeat

@@ -199,9 +199,9 @@ TAKE = once("""
   return ''
 """)
 """call: owner, trainer, lease_ms, max_tries. Gives the first job that nobody has to a worker that
-can have the trainer; one that was cut off too often pauses. Returns attempt and job id; '' if the trainer is taken or nothing waits; or
-'emptied', once, if Redis lost what it had. Attempts are at least the Unix seconds, so that none is
-given twice even if Redis is emptied."""
+can have the trainer; one that was cut off too often pauses. Returns attempt and job id; '' if the
+trainer is taken or nothing waits; or 'emptied', once, if Redis lost what it had. Attempts are at
+least the Unix seconds, so that none is given twice even if Redis is emptied."""
 
 BEAT = (
     _SHARED

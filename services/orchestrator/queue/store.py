@@ -34,8 +34,8 @@ SCHEMA = 1
 """Version of what is written into a job's hash. Readers ignore fields that they do not know."""
 
 MAX_TRIES = 20
-"""Attempts in a row, without a step done, after which a job fails: it probably kills its workers
-itself."""
+"""Attempts in a row, without a step done that was not done before, after which a job pauses: it
+probably kills its workers itself."""
 
 PAUSED_ON_REQUEST = "paused on request"
 
