@@ -274,7 +274,12 @@ class Supervisor:
 def up(folder: Path, *, quiet: bool = False) -> dict[str, Any]:
     """Starts the stack and returns its state (`pid`, `urls`, `logs`) once every service is ready.
     Raises HoneError with the reason if one is not, with everything stopped again."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadRequest(
+            f"no folder can be made at {str(folder)!r}: {error.strerror}; --dir names another"
+        ) from error
     command = [sys.executable, "-m", "deploy.local", "supervise", "--dir", str(folder)]
     errors = folder / "supervisor.err"
     with errors.open("wb") as stderr:

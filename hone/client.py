@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 from hone.background import Background
 from shared import client as shared_client
 from shared.errors import NotFound, Unavailable
-from shared.job import Job, RewardSpec
+from shared.job import JOB_ID, Job, RewardSpec
 from shared.wire import (
     TERMINAL,
     CheckpointList,
@@ -200,6 +201,8 @@ class Client:
     def _by_id_or_name(self, job: str, call: Callable[[str], Coroutine[Any, Any, M]]) -> M:
         """Takes `job` for an id, and if there is none for a name. Reads no record for that, so a
         job whose record cannot be read can be cancelled and removed."""
+        if not re.fullmatch(JOB_ID, job):
+            raise NotFound(f"no job {job!r}; `hone ls` lists them")
         try:
             return self._background.run(call(job))
         except NotFound:

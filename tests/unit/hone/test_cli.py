@@ -9,7 +9,8 @@ import pytest
 from hone import cli, commands
 from hone.cli import app
 from hone.commands.rollouts import steps_of
-from hone.shell import REWARDS_ONLY
+from hone.commands.up import _local
+from hone.shell import REWARDS_ONLY, Output
 from shared.errors import BadRequest
 from shared.job_file import load_job
 
@@ -51,3 +52,12 @@ def test_every_module_of_commands_is_found_without_being_named() -> None:
     homes = {callback.__module__.rpartition(".")[2] for callback in callbacks if callback}
     assert homes == modules
     assert not [name for name in modules if f'"{name}"' in Path(cli.__file__).read_text()]
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert _local("up", tmp_path / "file" / "stack", Output.table) != 0
+    assert "no folder can be made at" in (said := capfd.readouterr().err)
+    assert "Traceback" not in said

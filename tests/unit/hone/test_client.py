@@ -52,6 +52,12 @@ def test_a_job_that_cannot_be_read_is_cancelled_and_removed(client: Client, job:
     assert client.delete(job, files=True) == JobDeleted(id="demo-2", files=True)
 
 
+@pytest.mark.parametrize("job", ["", "../x", "demo-2/cancel", "demo-2?files=true", "demo-2\n"])
+def test_what_can_be_no_id_is_not_asked_for(client: Client, job: str) -> None:
+    with pytest.raises(NotFound, match="`hone ls` lists them"):
+        client.delete(job)
+
+
 def test_a_job_that_nobody_knows_is_not_found(client: Client) -> None:
     with pytest.raises(NotFound, match="no job at /v1/jobs/other"):
         client.cancel("other")
