@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.record import tracking
-from shared.errors import Failed, StateLost, Unavailable
+from shared.errors import BadRequest, Failed, StateLost, Unavailable
 from shared.job import Job, WandbSpec
 from shared.wire import (
     Event,
@@ -166,6 +166,22 @@ async def test_a_bug_pauses_the_job_rather_than_losing_it(
         "a bug in Hone: ZeroDivisionError: 1/0; look at the trace in the orchestrator's log, "
         f"then `hone resume {job_id}` goes on from there"
     )
+
+
+async def test_a_request_that_is_refused_late_pauses_the_job(stack: Stack) -> None:
+    """As a step whose body is over the limit, or a service of another version, is refused."""
+
+    async def refuse(body: Any) -> None:
+        if body.step == 5:
+            raise BadRequest("body of 2000 bytes; at most 1000 are taken")
+
+    stack.fakes.fault["train_step"] = refuse
+    job_id = (await stack.submit()).id
+    paused = await stack.until(job_id, "paused", "failed")
+    assert (paused.status, paused.step) == ("paused", 4)
+    del stack.fakes.fault["train_step"]
+    await stack.post(f"{job_id}/resume")
+    assert (await stack.until(job_id)).status == "succeeded"
 
 
 async def test_work_that_is_cancelled_from_within_pauses_the_job_and_not_the_worker(

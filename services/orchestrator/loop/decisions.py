@@ -97,12 +97,15 @@ RULES = (
 """The first that matches counts."""
 
 
-def decide(error: Exception, num_recoveries: int = 0) -> Decision:
+def decide(error: Exception, num_recoveries: int = 0, *, has_run: bool = False) -> Decision:
     """Returns what becomes of the job. `num_recoveries` is how often in a row recovering did not
-    help; beyond MAX_RECOVERIES the job pauses."""
+    help; beyond MAX_RECOVERIES the job pauses. One that `has_run`, a step at least, does not fail:
+    what is wrong now was right before (a limit on bodies, a service of another version)."""
     rule = next(rule for rule in RULES if _matches(rule, error))
     action = rule.action
     if action is Action.RECOVER and num_recoveries >= MAX_RECOVERIES:
+        action = Action.PAUSE
+    if action is Action.FAIL and has_run:
         action = Action.PAUSE
     why = _sentence(error)
     return Decision(action, f"{why}; {rule.remedy}" if action is Action.PAUSE else why)

@@ -85,7 +85,7 @@ class Run:
         try:
             return Outcome("succeeded", summary=await self._train())
         except Exception as error:  # the last resort: decided here, whatever it is
-            decision = decide(error, self._in_a_row)
+            decision = decide(error, self._in_a_row, has_run=self._furthest > 0)
             if decision.action is Action.STOP:
                 raise _stopped(self._record.id, error) from None
             get_logger().warning(

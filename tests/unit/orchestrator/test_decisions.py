@@ -87,6 +87,12 @@ def test_recovering_ends_after_a_few_times_in_a_row_and_pauses_with_what_to_do()
     assert len(PAUSES_S) == MAX_RECOVERIES
 
 
+def test_a_job_that_has_run_does_not_fail() -> None:
+    refused = decide(BadRequest("body of 2000 bytes; at most 1000 are taken"), has_run=True)
+    assert refused.action is PAUSE and refused.why.endswith("are taken; fix the cause")
+    assert decide(LeaseLost("job"), has_run=True).action is STOP
+
+
 def test_a_pause_names_its_remedy() -> None:
     assert decide(Failed("the disk is full", code="disk_full")).why.endswith("; free some space")
     assert decide(ZeroDivisionError("1/0")).why == (
