@@ -100,6 +100,8 @@ class Trainer:
                     code="body_differs",
                 )
             loaded.request = request
+            if self._ranks.rank == 0:
+                self._seams.remember_job(request)  # else the next life would let older ones in
             return self.state()
         self._ranks.together(lambda: self._seams.check_job(request.job))
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)

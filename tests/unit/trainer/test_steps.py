@@ -169,6 +169,14 @@ def test_a_loaded_job_is_remembered_for_the_ranks_next_life_until_another_is(tmp
     assert engines.remembered is None
 
 
+def test_the_ranks_next_life_knows_the_newest_fence_of_its_job(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request("a"))
+    newer = job_request("a").model_copy(update={"attempt": 7, "epoch": 2})
+    trainer.load_job(newer)
+    assert engines.remembered == newer and len(engines) == 1
+
+
 def test_the_state_says_what_became_of_the_ranks_before(tmp_path):
     trainer, _ = make_trainer(tmp_path, past=Past(2, "rank 1 was killed by SIGKILL"))
     state = trainer.state()
