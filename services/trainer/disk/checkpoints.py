@@ -121,7 +121,7 @@ def read_manifest(path: Path) -> Manifest:
         raise Conflict(
             f"the checkpoint {str(path)!r} is of another version of Hone: {MANIFEST}: {where}: "
             f"{fault['msg']}; go on with the "
-            "version that wrote it, or move the checkpoint away to begin anew"
+            "version that wrote it, or move the checkpoint away to start again"
         ) from error
 
 

@@ -92,7 +92,7 @@ class Inbox:
 
 
 class Readiness:
-    """Whether the trainer is of use: once it has loaded again, ahead of all other commands, what
+    """Whether the trainer is ready: once it has loaded again, ahead of all other commands, what
     the ranks before had loaded (None: nothing), and until it `ends` for that reason."""
 
     def __init__(self, inbox: Inbox, request: TrainerJob | None) -> None:
@@ -101,7 +101,7 @@ class Readiness:
         self._answer = inbox.put("load_job", request) if request else None
 
     def problem(self, loaded_job: str | None) -> str | None:
-        """Returns why the trainer is of no use, given the job that is loaded: None if it is."""
+        """Returns why the trainer is not ready, given the job that is loaded; None if it is."""
         if self.ends is not None:
             return self.ends
         if self._request is None or self._answer is None or loaded_job is not None:
