@@ -67,6 +67,27 @@ async def test_a_paused_job_frees_the_worker_and_goes_on_where_it_was(stack: Sta
     assert stack.fakes.calls["generate"] - sampled == 4 * 6 + 2 * 12
 
 
+@pytest.mark.parametrize("kept", [3, 0])
+async def test_a_job_goes_on_whose_metrics_were_lost(stack: Stack, kept: int) -> None:
+    """The trainer, at step 5, would refuse the step after the last row for ever."""
+    gate = Gate(stack.fakes, "train_step", 6)
+    job_id = (await stack.submit()).id
+    await gate.reached.wait()
+    await stack.post(f"{job_id}/pause")
+    await stack.until(job_id, "paused")
+    path = stack.folder(job_id).path / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept]))
+    gate.open()
+    await stack.post(f"{job_id}/resume")
+    done = await stack.until(job_id, "succeeded", "failed", "paused")
+    assert (done.status, done.error) == ("succeeded", None)
+    assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
+    rows = [row.step for row in stack.folder(job_id).metrics()]
+    assert rows == [*range(kept), 6, 7, 8]
+    events = [event.message for event in await stack.events(job_id)]
+    assert any(message.startswith("metrics.jsonl has no rows of steps") for message in events)
+
+
 async def test_pausing_and_resuming_twice_are_once_and_a_queued_job_is_paused_at_once(
     stack: Stack,
 ) -> None:

@@ -118,15 +118,16 @@ class Run:
         state = await self._load()
         pipeline = self._pipeline(after.prompts)
         done = await asyncio.to_thread(self._folder.start_at, state.step)
-        if done is None:
-            await after.start()
-        else:
+        if done is not None:
             (row, *_) = await asyncio.to_thread(self._folder.metrics, done - 1)
             await self._journal.row(row, self._job.steps, missing_only=True)
+        elif state.step <= 1:
+            await after.start()
+        last = await self._last_step(done, state)
         checkpoint = None
         self._began = self._began or time.monotonic()
-        progress = Progress(done or 0, self._job.steps)
-        async with contextlib.aclosing(pipeline.steps(done or 0)) as steps:
+        progress = Progress(last, self._job.steps)
+        async with contextlib.aclosing(pipeline.steps(last)) as steps:
             since = time.monotonic()
             async for step in steps:
                 number = step.batch.step
@@ -141,6 +142,17 @@ class Run:
         summary = summarize(self._record, rows, checkpoint, train_s, versions)
         await asyncio.to_thread(self._folder.write_summary, summary)
         return summary
+
+    async def _last_step(self, done: int | None, state: TrainerState) -> int:
+        """Returns the step to go on after: the last one recorded. The trainer remembers one step
+        after that; where it is further, rows were lost, and training goes on without them."""
+        last, first_possible = done or 0, state.step - 1
+        if last < first_possible:
+            await self._journal.warn(
+                f"metrics.jsonl has no rows of steps {last + 1} to {first_possible}, which the "
+                "trainer has done; the job goes on without them"
+            )
+        return max(last, first_possible)
 
     async def _begin(self) -> AfterStep:
         """Makes the run folder, and checks what the job names: its data and its rewards."""
