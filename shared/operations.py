@@ -32,6 +32,7 @@ class Operation:
     key: str | None
     fingerprint: str
     task: asyncio.Task[BaseModel]
+    durable: bool = False
     finished_at: float | None = field(default=None)
 
 
@@ -46,10 +47,17 @@ class Operations:
         self._by_key: dict[str, Operation] = {}
 
     def start(
-        self, work: Callable[[], Awaitable[BaseModel]], key: str | None, fingerprint: str, name: str
+        self,
+        work: Callable[[], Awaitable[BaseModel]],
+        key: str | None,
+        fingerprint: str,
+        name: str,
+        *,
+        durable: bool = False,
     ) -> Operation:
         """Returns the operation of `key`, started now unless it was already. Raises Conflict for
-        the same key with another body."""
+        the same key with another body. What `durable` work did it remembers itself, by its key: it
+        is joined while it runs, and asked again afterwards."""
         self._forget_old()
         if key and (known := self._by_key.get(key)):
             if known.fingerprint != fingerprint:
@@ -60,7 +68,7 @@ class Operations:
                 )
             return known
         task = asyncio.create_task(self._run(work, name))
-        operation = Operation(secrets.token_hex(12), key, fingerprint, task)
+        operation = Operation(secrets.token_hex(12), key, fingerprint, task, durable)
         self._by_id[operation.id] = operation
         if key:
             self._by_key[key] = operation
@@ -117,7 +125,8 @@ class Operations:
     def _finished(self, operation: Operation) -> None:
         operation.finished_at = time.monotonic()
         failed = operation.task.cancelled() or operation.task.exception() is not None
-        if failed and operation.key and self._by_key.get(operation.key) is operation:
+        forgotten = failed or operation.durable
+        if forgotten and operation.key and self._by_key.get(operation.key) is operation:
             del self._by_key[operation.key]
 
     def _forget_old(self) -> None:

@@ -87,13 +87,15 @@ class Service:
         key: Callable[[Any], str] | None = None,
         stream: Callable[[Any], AsyncGenerator[BaseModel]] | None = None,
         cancellable: bool = False,
+        durable: bool = False,
     ) -> None:
         """Adds a route that runs `handler` once per key, whoever retries. The key is `key(body)`
         (the natural one) or the request's Idempotency-Key; with neither, each request is its own.
 
         `stream` yields the same results one by one; it is run for each request that accepts NDJSON,
         and ends with it. With `cancellable`, so does an operation that nobody can ask for again:
-        one without a key, waited for by a plain request.
+        one without a key, waited for by a plain request. A `durable` handler keeps what came of
+        `request_key` itself, and is asked each time.
         """
         hints = get_type_hints(handler, include_extras=True)
         result_type = hints.pop("return")
@@ -113,6 +115,7 @@ class Service:
                 f"{name} {given}" if given else None,
                 hashlib.sha256(data).hexdigest(),
                 name,
+                durable=durable,
             )
             return await self.answer(operation, request, ends_with_client=cancellable and not given)
 

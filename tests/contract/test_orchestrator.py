@@ -142,6 +142,15 @@ async def test_submitting_twice_with_a_key_is_submitting_once(stack: Stack) -> N
     assert (await stack.submit(key="k2")).id != first.id
 
 
+async def test_a_key_is_free_again_once_its_job_was_deleted(stack: Stack) -> None:
+    first = await stack.submit(key="mine")
+    await stack.until(first.id)
+    assert (await stack.submit(key="mine")).status == "succeeded", "as it is now"
+    (await stack.http.delete(f"/v1/jobs/{first.id}")).raise_for_status()
+    second = await stack.submit(key="mine")
+    assert second.id != first.id and (await stack.get(second.id)).id == second.id
+
+
 async def test_a_key_is_remembered_across_a_restart(
     settings: Settings, redis_url: str, job: Job
 ) -> None:

@@ -27,7 +27,7 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         await check_job(request.job, settings)
         return await store.submit(request.job, settings.runs_dir, request_key.get())
 
-    service.operation("POST", "/v1/jobs", submit)
+    service.operation("POST", "/v1/jobs", submit, durable=True)
     app = service.app
 
     @app.get("/v1/jobs")
