@@ -349,7 +349,7 @@ def test_a_rank_that_really_runs_out_of_memory_trains_on(rank, examples, tmp_pat
 def meet_nan(job: Job, good, bad, folder: Path) -> tuple[str, Any, str]:
     """An update on `good`, one on `bad`, one on `good`: what the one between gave or raised, and
     the weights' digest before it."""
-    from services.trainer.disk.weights import digest
+    from shared.digest import digest_of
 
     engine = an_engine(job)
     engine.update(good, 1e-2)
@@ -363,15 +363,15 @@ def meet_nan(job: Job, good, bad, folder: Path) -> tuple[str, Any, str]:
     engine.update(good, 1e-2)
     engine.save_weights(folder / "later")
     engine.close()
-    assert digest(folder / "before") == digest(folder / "after")
-    return error, answer, digest(folder / "later")
+    assert digest_of(folder / "before") == digest_of(folder / "after")
+    return error, answer, digest_of(folder / "later")
 
 
 def twice(job: Job, good, folder: Path) -> str:
-    from services.trainer.disk.weights import digest
+    from shared.digest import digest_of
 
     train(job, [good] * 2, 1e-2, folder)
-    return digest(folder)
+    return digest_of(folder)
 
 
 @pytest.mark.parametrize(
