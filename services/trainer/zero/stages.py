@@ -19,6 +19,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero import parameter_offload
 from torch import nn
 
 from shared.errors import BadRequest
@@ -30,24 +31,69 @@ MAX_BUCKET = 200_000_000
 LINEAR = torch.nn.functional.linear
 """torch's own. ZeRO-3 puts another in its place, for good, whose results differ in the last bit."""
 
-OURS = {
+ALLOWED = frozenset(
+    {
+        *("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state"),
+        *("flops_profiler", "comms_logger", "log_level", "timers", "disable_python_gc", "aio"),
+        "zero_optimization.allgather_bucket_size",
+        "zero_optimization.allgather_partitions",
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.enable_sanity_checks",
+        "zero_optimization.log_trace_cache_warnings",
+        "zero_optimization.offload_optimizer.buffer_count",
+        "zero_optimization.offload_optimizer.fast_init",
+        "zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.offload_param.buffer_count",
+        "zero_optimization.offload_param.buffer_size",
+        "zero_optimization.offload_param.device",
+        "zero_optimization.offload_param.max_in_cpu",
+        "zero_optimization.offload_param.nvme_path",
+        "zero_optimization.offload_param.pin_memory",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.reduce_scatter",
+        "zero_optimization.round_robin_gradients",
+        "zero_optimization.stage3_allgather_sequential",
+        "zero_optimization.stage3_max_live_parameters",
+        "zero_optimization.stage3_max_reuse_distance",
+        "zero_optimization.stage3_model_persistence_threshold",
+        "zero_optimization.stage3_module_granularity_threshold",
+        "zero_optimization.stage3_param_persistence_threshold",
+        "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+        "zero_optimization.sub_group_size",
+        "zero_optimization.use_multi_rank_bucket_allreduce",
+    }
+)
+"""The keys that `memory.deepspeed` may set: they change where things lie, when they are sent and
+what is logged, and not what is computed. A key stands for all below it."""
+
+INSTEAD = {
     "train_batch_size": "the batch is what /train_step brings",
     "train_micro_batch_size_per_gpu": "use memory.micro_batch_tokens",
     "gradient_accumulation_steps": "use memory.micro_batch_tokens",
     "managed_gradient_accumulation": "use memory.micro_batch_tokens",
     "gradient_clipping": "use training.max_grad_norm",
+    "gradient_predivide_factor": "the loss is already divided by the tokens of all ranks",
+    "prescale_gradients": "the loss is already divided by the tokens of all ranks",
+    "gradient_allreduce_op": "the loss is already divided by the tokens of all ranks",
+    "communication_data_type": "gradients are added up in float32",
+    "data_types": "gradients are added up in float32",
     "optimizer": "use training.learning_rate, weight_decay, adam_beta1 and adam_beta2",
     "scheduler": "use training.schedule and warmup_steps",
     "fp16": "use training.dtype",
     "bf16": "use training.dtype",
     "torch_autocast": "use training.dtype",
     "amp": "use training.dtype",
-    "data_types": "gradients are added up in float32",
+    "data_efficiency": "the batch is what /train_step brings",
+    "curriculum_learning": "the batch is what /train_step brings",
+    "activation_checkpointing": "use memory.gradient_checkpointing",
+    "checkpoint": "use [checkpoints]",
     "zero_optimization.stage": "use memory.zero_stage",
     "zero_optimization.offload_optimizer.device": "use memory.offload_optimizer",
+    "zero_optimization.cpu_offload": "use memory.offload_optimizer",
 }
-"""Keys that `memory.deepspeed` may not set: another setting does, or the loss's denominators rest
-on them."""
+"""What to use in place of keys that `memory.deepspeed` may not set."""
 
 
 def start(policy: nn.Module, job: Job, dtype: torch.dtype, device: torch.device) -> Any:
@@ -80,8 +126,10 @@ def start(policy: nn.Module, job: Job, dtype: torch.dtype, device: torch.device)
 
 def stop(zero: Any) -> None:
     """Frees what DeepSpeed holds, and gives torch back what ZeRO-3 took: the next job is to compute
-    as in a new process."""
-    zero.destroy()
+    as in a new process. `zero` None: whatever a start that failed has left."""
+    if zero is not None:
+        zero.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()  # ZeRO-3 keeps each policy here, and frees none
     torch.nn.functional.linear = LINEAR
 
 
@@ -150,35 +198,36 @@ def config(job: Job, dtype: torch.dtype, num_trainable: int) -> dict[str, Any]:
         "bf16": {"enabled": dtype is torch.bfloat16, "check_grad_overflow": True},
         "zero_optimization": zero,
     }
-    return merged(base, checked(memory), "")
+    return merged(base, checked(memory))
 
 
 def checked(memory: MemorySpec) -> dict[str, Any]:
-    """Returns `memory.deepspeed`. Raises BadRequest if it sets what another setting does."""
-    for path, instead in OURS.items():
-        value: Any = memory.deepspeed
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if value is not None:
-            raise BadRequest(
-                f"memory.deepspeed sets {path} to {value!r}, which is not to be set there; "
-                f"{instead}"
-            )
+    """Returns `memory.deepspeed`. Raises BadRequest if it sets what is not `ALLOWED`."""
+    _check_allowed(memory.deepspeed, "")
     return memory.deepspeed
 
 
-def merged(base: dict[str, Any], over: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns `base` with the keys of `over`, section by section. Raises BadRequest where a section
-    is given another value."""
+def _check_allowed(section: dict[str, Any], prefix: str) -> None:
+    for key, value in section.items():
+        path = f"{prefix}{key}"
+        if path in ALLOWED:
+            continue
+        if any(allowed.startswith(f"{path}.") for allowed in ALLOWED):
+            if not isinstance(value, dict):
+                raise BadRequest(f"memory.deepspeed sets {path} to {value!r}, expected a table")
+            _check_allowed(value, f"{path}.")
+            continue
+        instead = INSTEAD.get(path, "it may change what is computed")
+        raise BadRequest(
+            f"memory.deepspeed sets {path} to {value!r}, which cannot be set there; {instead}"
+        )
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Returns `base` with the keys of `over`, section by section."""
     result = dict(base)
     for key, value in over.items():
-        if isinstance(base.get(key), dict):
-            if not isinstance(value, dict):
-                raise BadRequest(
-                    f"memory.deepspeed sets {path}{key} to {value!r}, expected a table"
-                )
-            value = merged(base[key], value, f"{path}{key}.")
-        result[key] = value
+        result[key] = merged(base[key], value) if isinstance(base.get(key), dict) else value
     return result
 
 
@@ -200,7 +249,8 @@ def make_optimizer(
     groups = [group for group in groups if group["params"]]
     betas = (training.adam_beta1, training.adam_beta2)
     if not offload:
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas)
+        # Fused: `foreach` would make a second float32 copy of all weights in the middle of a step.
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     try:

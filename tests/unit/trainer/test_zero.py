@@ -60,6 +60,17 @@ def test_a_jobs_deepspeed_settings_are_merged_key_by_key():
             "memory.offload_optimizer",
         ),
         ({"zero_optimization": 2}, "sets zero_optimization to 2, expected a table"),
+        ({"gradient_predivide_factor": 2.0}, "sets gradient_predivide_factor to 2.0, .*divided"),
+        ({"prescale_gradients": True}, "sets prescale_gradients to True, .*divided"),
+        ({"gradient_allreduce_op": "sum"}, "sets gradient_allreduce_op to 'sum', .*divided"),
+        ({"communication_data_type": "bf16"}, "sets communication_data_type .*in float32"),
+        ({"gradient_clipping": 9.0}, "sets gradient_clipping .*; use training.max_grad_norm"),
+        ({"curriculum_learning": {"enabled": True}}, "sets curriculum_learning .*/train_step"),
+        ({"compression_training": {}}, "sets compression_training .*may change what is computed"),
+        (
+            {"zero_optimization": {"zero_quantized_gradients": True}},
+            "sets zero_optimization.zero_quantized_gradients to True, .*may change",
+        ),
     ],
 )
 def test_what_another_setting_says_is_not_taken_from_deepspeeds(over, sentence):
