@@ -31,7 +31,7 @@ from urllib.parse import quote
 
 import httpx2 as httpx
 
-from deploy import redis_server
+from deploy import devices, redis_server
 from shared.config import Settings, load_settings
 from shared.errors import BadRequest, Failed, HoneError
 from shared.ports import check_port
@@ -109,6 +109,7 @@ class Supervisor:
                 self._check_ports()
                 self._own_shared_memory()
                 self._start_redis()
+                self._say_devices(report)
                 for name in SERVICES:
                     self._start_service(name)
                 self._wait_until_ready(report)
@@ -198,7 +199,21 @@ class Supervisor:
             environment["HONE_REDIS_URL"] = (
                 f"unix://{quote(str(redis_server.socket_path(self._folder / 'redis')))}"
             )
+        plan = devices.plan(devices.visible_devices(), self._settings)
+        if plan is not None:
+            environment |= plan.environment(name)
         self._add(name, [sys.executable, "-m", f"services.{name}"], environment)
+
+    def _say_devices(self, report: IO[str]) -> None:
+        plan = devices.plan(devices.visible_devices(), self._settings)
+        if plan is not None:
+            _say(
+                report,
+                "devices",
+                rollout=plan.rollout,
+                trainer=plan.trainer,
+                gpu_memory_utilization=plan.gpu_memory_utilization,
+            )
 
     def _add(self, name: str, command: list[str], environment: dict[str, str]) -> None:
         child = Child(name, command, environment, self._folder / "logs" / f"{name}.log")
@@ -300,6 +315,15 @@ def up(folder: Path, *, quiet: bool = False) -> dict[str, Any]:
                     pass
                 case "started":
                     print(f"  {message['service']} is ready", flush=True)
+                case "devices" if quiet:
+                    pass
+                case "devices":
+                    print(
+                        f"  GPUs: {', '.join(message['rollout'])} sample "
+                        f"({message['gpu_memory_utilization']:.0%} of their memory), "
+                        f"{', '.join(message['trainer'])} train",
+                        flush=True,
+                    )
                 case "ready":
                     return message
                 case _:

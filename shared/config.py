@@ -144,8 +144,13 @@ class Settings(BaseSettings):
     kv_cache_gib: int = Field(default=1, gt=0)
     """GiB of memory for attention's keys and values where vLLM runs on a CPU."""
 
+    rollout_devices: Annotated[tuple[str, ...], NoDecode] = ()
+    """GPUs of the sampler in the stack that `hone up` starts, as CUDA_VISIBLE_DEVICES names them:
+    "0,1". Empty: the first `tensor_parallel_size`."""
+
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
-    """Share of a GPU's memory that vLLM takes, weights and cache together."""
+    """Share of a GPU's memory that vLLM takes, weights and cache together. `hone up` lowers the
+    default to 0.35 where sampler and trainer have to share a GPU."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that the sampler's model is split over. 1 is fastest for a model that fits."""
@@ -161,6 +166,10 @@ class Settings(BaseSettings):
 
     trainer_ranks: int = Field(default=1, ge=1)
     """Processes on each node, one per GPU."""
+
+    trainer_devices: Annotated[tuple[str, ...], NoDecode] = ()
+    """GPUs of the trainer in the stack that `hone up` starts, as CUDA_VISIBLE_DEVICES names them:
+    "2,3". Empty: `trainer_ranks` of those that the sampler leaves, or shared ones."""
 
     trainer_threads: int | None = Field(default=None, ge=1)
     """CPU threads per rank. None: the cores of the node, shared out."""
@@ -218,7 +227,7 @@ class Settings(BaseSettings):
     judge_api_key: SecretStr | None = None
     """API key of that endpoint."""
 
-    @field_validator("sandbox_packages", mode="before")
+    @field_validator("sandbox_packages", "rollout_devices", "trainer_devices", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
         """In the environment they are one text: "numpy,sympy"."""

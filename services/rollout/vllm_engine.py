@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from starlette.types import ASGIApp
@@ -32,6 +32,7 @@ from services.rollout.executors import InProcessExecutor, ProcessPerDeviceExecut
 from services.rollout.openai_routes import openai_app
 from services.rollout.processes import in_daemon_thread, root_cause, stop_children
 from services.rollout.versions import label, spans
+from shared import dtype as dtypes
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, StateLost
 from shared.packed import Logprobs, TokenIds
@@ -78,14 +79,15 @@ def engine_args(spec: EngineSpec, settings: Settings) -> AsyncEngineArgs:
 
 
 def choose_dtype(asked: Dtype) -> Dtype:
-    """Returns the dtype to serve in. "auto" is bfloat16 where the hardware multiplies it, else
-    float32, as in the trainer."""
-    if asked != "auto":
-        return asked
-    if not current_platform.is_cpu():
-        return "bfloat16" if current_platform.has_device_capability(80) else "float32"
-    multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if multiplies else "float32"
+    """Returns the dtype to serve in on this hardware: `shared/dtype.py`, as in the trainer."""
+    capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
+    chosen = dtypes.choose_dtype(
+        asked,
+        capability=None if capability is None else (capability.major, capability.minor),
+        cpu_multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported()
+        or torch.cpu._is_amx_tile_supported(),
+    )
+    return cast(Dtype, chosen)
 
 
 class VllmEngine:

@@ -1,37 +1,18 @@
-"""`python -m services.trainer`: checks settings and port, then keeps the ranks running under
-torchrun until SIGTERM.
-
-This process imports no torch. When a rank dies, torchrun ends those of this node; the launcher says
-which died and of what, and starts them again: at most `HONE_TRAINER_RESTARTS` times in ten minutes.
-The new ranks load the job that was loaded by themselves, from its newest checkpoint. With several
-nodes each has a launcher; HTTP is on node 0.
-"""
+"""`python -m services.trainer`: checks settings and port, then keeps the ranks running until
+SIGTERM (`processes/launcher.py`). With several nodes each has a launcher; HTTP is on node 0."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
-from types import FrameType
 
-from services.trainer.processes.launch_folder import LaunchFolder, Past
-from services.trainer.processes.nodes import check_nodes, interface_of
+from services.trainer.processes.launch_folder import LaunchFolder
+from services.trainer.processes.launcher import Launcher
+from services.trainer.processes.nodes import check_nodes
 from shared.config import Settings
-from shared.logs import get_logger
 from shared.ports import check_port
 from shared.startup import run_main
-
-PR_SET_PDEATHSIG = 1
-STOP_S = 10
-RESTART_WINDOW_S = 600.0
-FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
 
 def main(settings: Settings) -> int:
@@ -43,105 +24,6 @@ def main(settings: Settings) -> int:
         return Launcher(settings, folder).run()
     finally:
         shutil.rmtree(folder.path, ignore_errors=True)
-
-
-class Launcher:
-    """Keeps this node's ranks running."""
-
-    def __init__(self, settings: Settings, folder: LaunchFolder) -> None:
-        self._settings = settings
-        self._folder = folder
-        self._asked = threading.Event()
-        self._torchrun: subprocess.Popen[bytes] | None = None
-
-    def run(self) -> int:
-        """Returns the exit code: 0 if asked to stop, torchrun's if the ranks died too often."""
-        signal.signal(signal.SIGTERM, self._stop)
-        signal.signal(signal.SIGINT, self._stop)
-        past, deaths = Past(), list[float]()
-        while True:
-            code = self._live(past)
-            if self._asked.is_set():
-                return 0
-            failure = self._folder.failure() or f"torchrun ended with exit code {code}"
-            now = time.monotonic()
-            deaths = [*(death for death in deaths if now - death < RESTART_WINDOW_S), now]
-            if len(deaths) > self._settings.trainer_restarts:
-                get_logger().error(
-                    "the ranks died too often",
-                    reason=failure,
-                    restarts=past.restarts,
-                    exit_code=code,
-                )
-                return code or 1
-            pause_s = min(FIRST_PAUSE_S * 2 ** (len(deaths) - 1), MAX_PAUSE_S)
-            get_logger().error(
-                "the ranks died and start again",
-                reason=failure,
-                restart=past.restarts + 1,
-                after_s=pause_s,
-            )
-            past = Past(past.restarts + 1, failure)
-            if self._asked.wait(pause_s):
-                return 0
-
-    def _live(self, past: Past) -> int:
-        """Runs the ranks until they end, and returns torchrun's exit code."""
-        life = self._folder.new_life(past)
-        libc = ctypes.CDLL(None)
-        self._torchrun = subprocess.Popen(
-            torchrun_command(self._settings.trainer_ranks, life),
-            env=rank_environment(self._settings),
-            start_new_session=True,  # Ctrl-C reaches this process only, which hands it on
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
-        if self._asked.is_set():
-            self._torchrun.terminate()
-        return self._torchrun.wait()
-
-    def _stop(self, _signal: int, _frame: FrameType | None) -> None:
-        self._asked.set()
-        if self._torchrun is not None:
-            self._torchrun.terminate()
-
-
-def torchrun_command(num_ranks: int, life: Path) -> list[str]:
-    """Returns torchrun's command line for this node's ranks.
-
-    Its rendezvous is a file of this node, because its TCP store would listen on every interface;
-    ranks of several nodes meet as rendezvous.py says.
-    """
-    return [
-        *(sys.executable, "-m", "services.trainer.processes.agent"),
-        *("--nnodes", "1", "--nproc-per-node", str(num_ranks), "--max-restarts", "0"),
-        *(
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            str(life / "rendezvous"),
-            "--rdzv-conf",
-            "store_type=file",
-        ),
-        *("--log-dir", str(life / "logs")),
-        *("--local-addr", "127.0.0.1", "--shutdown-timeout", str(STOP_S)),
-        *("--module", "services.trainer.processes.ranks", str(life)),
-    ]
-
-
-def rank_environment(settings: Settings) -> dict[str, str]:
-    """Returns the environment of the ranks: threads shared out, sockets between them on the one
-    interface that they need."""
-    cores = len(os.sched_getaffinity(0))
-    threads = settings.trainer_threads or max(1, cores // settings.trainer_ranks)
-    interface = interface_of(settings)
-    sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    no_store_server = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return (
-        sockets
-        | os.environ
-        | no_store_server
-        | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    )
 
 
 if __name__ == "__main__":

@@ -29,6 +29,16 @@ class Update:
     skipped: bool = False
 
 
+class OutOfMemory(RuntimeError):
+    """This rank ran out of memory where it cannot go on by itself: the message says how to avoid
+    it. `micro_batch_tokens`: with so many tokens in a micro-batch it might fit; None if fewer would
+    not help."""
+
+    def __init__(self, message: str, micro_batch_tokens: int | None = None) -> None:
+        super().__init__(message)
+        self.micro_batch_tokens = micro_batch_tokens
+
+
 class Engine(Protocol):
     """The trained policy: `zero/deepspeed_engine.py`. Every method is called on all ranks, with the
     same arguments.

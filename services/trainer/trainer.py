@@ -10,6 +10,7 @@ about them goes too.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ from pathlib import Path
 from services.trainer.disk import checkpoints
 from services.trainer.disk.checkpoints import File, Manifest
 from services.trainer.disk.folders import sweep, written_aside
-from services.trainer.disk.resume import Found, newest_whole
+from services.trainer.disk.resume import Found, newest_whole, same_learning
 from services.trainer.disk.weights import Publisher
-from services.trainer.engine import Engine, Update
+from services.trainer.engine import Engine, OutOfMemory, Update
 from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.schedule import learning_rate
 from services.trainer.processes.launch_folder import Past
@@ -64,17 +65,28 @@ class Loaded:
 @dataclass(frozen=True)
 class Seams:
     """What a trainer does through others. `start_engine` loads a model; `check_job` says first
-    whether it can, before memory is freed for it; `fingerprint` tells one model from another;
-    `remember_job` keeps the loaded job for the ranks' next life."""
+    whether it can, before memory is freed for it; `fingerprint` tells one model from another.
+
+    `remember_job` keeps the loaded job for the ranks that come after these. `remember_budget` does
+    so for how many tokens of a micro-batch fit into memory; `budget` returns that, or what the job
+    asks for. `device_fault` says why this rank's device is of no use any more, if so.
+    """
 
     check_job: Callable[[Job], None]
     start_engine: Callable[[Job], Engine]
     fingerprint: Callable[[Job], str]
     remember_job: Callable[[TrainerJob | None], None]
+    remember_budget: Callable[[TrainerJob, int], None]
+    budget: Callable[[TrainerJob], int]
+    device_fault: Callable[[], str | None]
 
 
 class Trainer:
-    """One rank's part of the service. `past`: what became of the ranks before these."""
+    """One rank's part of the service. `past`: what became of the ranks before these.
+
+    The newest PUT /job, by its attempt and epoch, is the one whose caller is obeyed, even if it
+    could not be loaded: what comes with an older fence is refused as stale.
+    """
 
     def __init__(
         self, settings: Settings, ranks: Ranks, seams: Seams, past: Past | None = None
@@ -84,32 +96,33 @@ class Trainer:
         self._seams = seams
         self._past = past or Past()
         self._loaded: Loaded | None = None
+        self._newest: TrainerJob | None = None
+        self._boot_id = secrets.token_hex(8)
 
     def load_job(self, request: TrainerJob) -> TrainerState:
         """Loads the job in place of the one before: from its newest checkpoint, or at its start.
         The same job again changes nothing. Raises Conflict for checkpoints of another job or
         model."""
         loaded = self._loaded
-        if loaded and request.fence < loaded.request.fence:
-            raise _stale(request, loaded.request)
+        if self._newest is not None and request.fence < self._newest.fence:
+            raise _stale(request, self._newest)
+        self._newest = request
         if loaded and loaded.request.job_id == request.job_id:
-            if loaded.request.job != request.job:
+            if not same_learning(loaded.request.job, request.job):
                 raise Conflict(
                     f"job {request.job_id!r} is loaded with another body; the same job id must "
                     "come with the same job",
                     code="body_differs",
                 )
-            loaded.request = request
-            if self._ranks.rank == 0:
-                self._seams.remember_job(request)  # else the next life would let older ones in
-            return self.state()
+            if loaded.request.job.memory == request.job.memory:
+                return self._continued(loaded, request)
         self._ranks.together(lambda: self._seams.check_job(request.job))
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
         model = self._ranks.from_rank_0(lambda: self._seams.fingerprint(request.job))
         found = newest_whole(self._ranks, folder, request, model)
         self.unload()
         started = time.monotonic()
-        engine = self._seams.start_engine(request.job)
+        engine = self._seams.start_engine(self._fitting(request))
         self._loaded = self._resumed(request, model, engine, found)
         if self._ranks.rank == 0:
             sweep(folder)
@@ -122,6 +135,14 @@ class Trainer:
             step=self._loaded.step,
             seconds=seconds,
         )
+        return self.state()
+
+    def _continued(self, loaded: Loaded, request: TrainerJob) -> TrainerState:
+        """Goes on with the engine that is loaded, for a job that may differ in what an engine does
+        not know."""
+        loaded.request = request
+        if self._ranks.rank == 0:
+            self._seams.remember_job(request)  # else the next life would let older ones in
         return self.state()
 
     def train_step(self, request: TrainStepRequest) -> StepResult:
@@ -191,8 +212,7 @@ class Trainer:
             checkpoints.remove_old(folder, loaded.request.job.checkpoints)
             return checkpoints.described(path)
 
-        def save(aside: Path) -> None:
-            engine.save_checkpoint(aside)
+        def save_state(aside: Path) -> None:
             (aside / checkpoints.STATE).mkdir(exist_ok=True)
             engine.save_state(aside / checkpoints.STATE)
 
@@ -200,7 +220,8 @@ class Trainer:
         return self._ranks.write(
             lead,
             lambda aside: checkpoints.check_seen(aside, rank),
-            save,
+            engine.save_checkpoint,
+            save_state,
             lambda aside: checkpoints.measured(aside, slice(rank, None, num_ranks)),
         )
 
@@ -211,6 +232,7 @@ class Trainer:
             "num_ranks": self._ranks.num_ranks,
             "restarts": self._past.restarts,
             "last_failure": self._past.last_failure,
+            "boot_id": self._boot_id,
         }
         if loaded is None:
             return TrainerState(job_id=None, step=0, dtype="", device="", num_parameters=0, **past)
@@ -246,6 +268,10 @@ class Trainer:
             self._seams.remember_job(None)
         self._free()
 
+    def device_fault(self) -> str | None:
+        """Returns why this rank's device is of no use any more; None if it works."""
+        return self._seams.device_fault()
+
     def free_shared_memory(self) -> None:
         """Frees the job's shared memory, and only that. Safe to call from another thread, while the
         process ends."""
@@ -263,11 +289,11 @@ class Trainer:
     def _job(self, request: Fenced) -> Loaded:
         """Returns the loaded job. Raises StateLost without one, and Conflict unless it is the
         request's, of the same fence."""
+        if self._newest is not None and request.fence < self._newest.fence:
+            raise _stale(request, self._newest)
         if self._loaded is None:
             raise StateLost(f"got job {request.job_id!r}, but no job is loaded; PUT /job first")
         current = self._loaded.request
-        if request.fence < current.fence:
-            raise _stale(request, current)
         if current.job_id != request.job_id:
             raise StateLost(
                 f"got job {request.job_id!r}, expected {current.job_id!r}, the one loaded"
@@ -279,6 +305,12 @@ class Trainer:
                 code="out_of_order",
             )
         return self._loaded
+
+    def _fitting(self, request: TrainerJob) -> Job:
+        """Returns the job with micro-batches of the tokens that fit into memory on every rank."""
+        tokens = min(self._ranks.together(lambda: self._seams.budget(request)))
+        memory = request.job.memory.model_copy(update={"micro_batch_tokens": tokens})
+        return request.job.model_copy(update={"memory": memory})
 
     def _resumed(self, request: TrainerJob, model: str, engine: Engine, found: Found) -> Loaded:
         """Returns the job as its checkpoint has it; at its start if there is none."""
@@ -324,7 +356,9 @@ class Trainer:
                 update = loaded.engine.update(request.examples, rate, request.totals)
             except HoneError:
                 raise
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, OutOfMemory) and error.micro_batch_tokens:
+                    self._seams.remember_budget(loaded.request, error.micro_batch_tokens)
                 # An update that died on the way leaves half-filled gradient buckets: nothing can be
                 # trained on top of them. If it died of another rank's death, the next life loads
                 # the job again: it is not forgotten.
@@ -345,9 +379,9 @@ class Trainer:
 
 
 def checkpoint_bytes(engine: Engine) -> int:
-    """Returns about how much a checkpoint takes: the export, DeepSpeed's copy of the weights, and
-    for each trained parameter the float32 master and Adam's two moments."""
-    return 2 * engine.weights_bytes + 12 * engine.num_trainable
+    """Returns about how much a checkpoint takes: the export, and for each trained parameter the
+    float32 master and Adam's two moments."""
+    return engine.weights_bytes + 12 * engine.num_trainable
 
 
 def _stale(request: Fenced, current: Fenced) -> Conflict:

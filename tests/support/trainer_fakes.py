@@ -73,7 +73,8 @@ class FakeEngine:
         (folder / f"rank-{self.rank}").write_text(str(self.num_updates))
 
     def load_state(self, folder: Path) -> None:
-        self.num_updates = int((folder / f"rank-{self.rank}").read_text())
+        own = folder / f"rank-{self.rank}"
+        self.num_updates = int((own if own.exists() else folder / "rank-0").read_text())
 
     def close(self) -> None:
         self.closed = True
@@ -81,12 +82,14 @@ class FakeEngine:
 
 @dataclass
 class Engines(list[FakeEngine]):
-    """Every engine that was started, in order; what the model's fingerprint is, and which job would
-    be loaded again."""
+    """Every engine that was started, in order; what the model's fingerprint is, which job would be
+    loaded again with how many tokens in a micro-batch, and what is wrong with the device."""
 
     rank: int = 0
     model: str = "tiny's"
     remembered: TrainerJob | None = None
+    budget: int = 1 << 20
+    fault: str | None = None
 
     def start(self, job: Job) -> FakeEngine:
         self.append(FakeEngine(job, self.rank))
@@ -94,6 +97,12 @@ class Engines(list[FakeEngine]):
 
     def remember(self, request: TrainerJob | None) -> None:
         self.remembered = request
+
+    def remember_budget(self, _request: TrainerJob, tokens: int) -> None:
+        self.budget = tokens
+
+    def budget_of(self, request: TrainerJob) -> int:
+        return min(self.budget, request.job.memory.micro_batch_tokens)
 
 
 @dataclass
@@ -157,7 +166,15 @@ def make_trainer(
     ranks = ranks or Ranks()
     engines = Engines(ranks.rank)
     settings = Settings(shm_dir=tmp_path / "shm", runs_dir=tmp_path / "runs")
-    seams = Seams(check_job, engines.start, lambda _job: engines.model, engines.remember)
+    seams = Seams(
+        check_job=check_job,
+        start_engine=engines.start,
+        fingerprint=lambda _job: engines.model,
+        remember_job=engines.remember,
+        remember_budget=engines.remember_budget,
+        budget=engines.budget_of,
+        device_fault=lambda: engines.fault,
+    )
     return Trainer(settings, ranks, seams, past), engines
 
 

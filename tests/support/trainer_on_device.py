@@ -172,11 +172,13 @@ def train_speed(
     file is left out."""
     from services.trainer.zero import deepspeed_engine as engine_module
 
-    engine_module.load_model = lambda job, dtype, device: random_model(shape, dtype, device)
+    engine_module.load_on_all_ranks = lambda job, dtype, device, spread: random_model(
+        shape, dtype, device
+    )
     sections = {"lora": lora} if lora else {}
     job = a_job(Path("random"), memory=memory, training={"dtype": "bfloat16"}, **sections)
     join_alone(device)
-    engine = engine_module.DeepSpeedEngine(job, device)
+    engine = engine_module.start_engine(job, device)
     engine.update(examples, 1e-6)
     static_bytes = _start_peak(device)
     started = time.perf_counter()

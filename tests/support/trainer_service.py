@@ -23,6 +23,7 @@ from shared.job_file import parse_job
 from shared.wire import (
     Checkpoint,
     CheckpointRequest,
+    FolderWeights,
     PublishRequest,
     StepResult,
     TrainerJob,
@@ -79,13 +80,11 @@ class Service:
     def state(self) -> TrainerState:
         return self.call("GET", "/state", None, TrainerState)
 
-    def publish(self, job_id: str, version: int) -> WeightsRef:
-        return self.call(
-            "POST",
-            "/publish_weights",
-            PublishRequest(job_id=job_id, version=version, method="shm"),
-            WeightsRef,
-        )
+    def publish(self, job_id: str, version: int) -> FolderWeights:
+        body = PublishRequest(job_id=job_id, version=version, method="shm")
+        ref = self.call("POST", "/publish_weights", body, WeightsRef).root
+        assert isinstance(ref, FolderWeights)
+        return ref
 
     def processes(self) -> list[psutil.Process]:
         """Launcher, torchrun, and the ranks in their order."""

@@ -40,7 +40,7 @@ if __name__ == "__main__":
     ranks.main()
 '''
 LIGHT_LAUNCHER = """
-from services.trainer import __main__ as launcher
+from services.trainer.processes import launcher
 command = launcher.torchrun_command
 launcher.torchrun_command = lambda *given: [
     word.replace("services.trainer.processes.ranks", "light_ranks") for word in command(*given)

@@ -55,7 +55,7 @@ def train(folder: Path, model: Path, examples, todo) -> dict:
     own."""
     import torch
 
-    from services.trainer.zero.deepspeed_engine import DeepSpeedEngine
+    from services.trainer.zero.deepspeed_engine import start_engine
 
     results = {}
     for loss, stage, budget in todo:
@@ -66,7 +66,7 @@ def train(folder: Path, model: Path, examples, todo) -> dict:
             "deepspeed": SPREAD_SMALL if stage == 3 else {},
         }
         job = a_job(model, memory=memory, training=training, correction={"ratio_base": "sampler"})
-        engine = DeepSpeedEngine(job, torch.device("cpu"))
+        engine = start_engine(job, torch.device("cpu"))
         update = engine.update(examples, LEARNING_RATE)
         target = folder / f"{loss}-{stage}-{budget}"
         engine.save_weights(target)
@@ -145,7 +145,7 @@ def follow(folder: Path, model: Path, examples, stages) -> dict:
     """Trains by each recipe at each stage; the weights are published into folders of their own."""
     import torch
 
-    from services.trainer.zero.deepspeed_engine import DeepSpeedEngine
+    from services.trainer.zero.deepspeed_engine import start_engine
 
     results = {}
     for name, recipe in RECIPES.items():
@@ -157,7 +157,7 @@ def follow(folder: Path, model: Path, examples, stages) -> dict:
             }
             training = recipe["training"] | {"max_grad_norm": 1e-7}
             job = a_job(model, **{**recipe, "training": training}, memory=memory)
-            engine = DeepSpeedEngine(job, torch.device("cpu"))
+            engine = start_engine(job, torch.device("cpu"))
             updates = [engine.update(examples, 0.1) for _ in range(2)]
             (folder / f"{name}-{stage}").mkdir(parents=True, exist_ok=True)
             engine.save_checkpoint(folder / f"{name}-{stage}")
@@ -201,11 +201,11 @@ def refuse(job, good, bad) -> list:
     been."""
     import torch
 
-    from services.trainer.zero.deepspeed_engine import DeepSpeedEngine
+    from services.trainer.zero.deepspeed_engine import start_engine
 
     answers = []
     for batches in ((good, good), (good, bad, good)):
-        engine = DeepSpeedEngine(job, torch.device("cpu"))
+        engine = start_engine(job, torch.device("cpu"))
         answers.append([engine.update(batch, 1e-2) for batch in batches])
         engine.close()
     return answers

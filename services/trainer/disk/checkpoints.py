@@ -2,7 +2,8 @@
 which training also goes on.
 
     config.json, *.safetensors, tokenizer ...   what plain `transformers` loads
-    trainer/manifest.json                       whose it is and how far; size and checksum of every other file
+    trainer/manifest.json                       whose it is and how far; size and checksum of each
+                                                other file
     trainer/...                                 the state of each rank (state.py)
 
 A folder of that name is whole and on disk: it is written aside and renamed. One that was damaged

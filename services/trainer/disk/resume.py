@@ -1,9 +1,9 @@
-"""Which checkpoint a job goes on from: the newest whole one, if it is this job's, this model's and
-of this many ranks.
+"""Which checkpoint a job goes on from: the newest whole one, if it is this job's and this model's.
 
-One of another job, model or number of ranks is refused, with both values. A damaged one is renamed,
-said loudly, and the next older one is taken. Every rank reads a share of the checksums, and all
-come to the same choice.
+One of another job or model is refused, with both values; what a job says of memory, length, logs
+and the like may have changed since (`MAY_CHANGE`), and so may the number of ranks. A damaged one is
+renamed, said loudly, and the next older one is taken. Every rank reads a share of the checksums,
+and all come to the same choice.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ from services.trainer.disk import checkpoints
 from services.trainer.disk.checkpoints import Damaged, Manifest
 from services.trainer.processes.together import Ranks
 from shared.errors import Conflict
+from shared.job import Job
 from shared.logs import get_logger
 from shared.wire import TrainerJob
+
+MAY_CHANGE = frozenset(
+    {"name", "steps", "weight_sync", "memory", "evaluation", "checkpoints", "rollouts", "wandb"}
+)
+"""Keys of a job that do not say what is learned: a job goes on with others than it began with."""
 
 SHOWN_DIFFERENCES = 3
 
@@ -75,7 +81,7 @@ def _examined(
         checkpoints.check_seen(path, ranks.rank)
         try:
             manifest = checkpoints.read_manifest(path)
-            check_ours(path, manifest, request, model, ranks.num_ranks)
+            check_ours(path, manifest, request, model)
             checkpoints.check_files(path, manifest, slice(ranks.rank, None, ranks.num_ranks))
         except Damaged as fault:
             return None, str(fault)
@@ -86,27 +92,25 @@ def _examined(
     return (None, fault) if fault else findings[0]
 
 
-def check_ours(
-    path: Path, manifest: Manifest, request: TrainerJob, model: str, num_ranks: int
-) -> None:
-    """Raises Conflict, with both values, for a checkpoint of another job, model, ZeRO stage or
-    number of ranks."""
-    begin = f"the checkpoint {str(path)!r} cannot be gone on from: it"
+def same_learning(one: Job, other: Job) -> bool:
+    """Whether two jobs differ in nothing but what may change while a job goes on."""
+    return _learned(one) == _learned(other)
+
+
+def _learned(job: Job) -> dict[str, Any]:
+    return job.model_dump(mode="json", exclude=set(MAY_CHANGE))
+
+
+def check_ours(path: Path, manifest: Manifest, request: TrainerJob, model: str) -> None:
+    """Raises Conflict, with both values, for a checkpoint of another job or model."""
+    begin = f"training cannot go on from the checkpoint {str(path)!r}: it"
     away = "move it away to begin anew"
     if manifest.job_id != request.job_id:
         raise Conflict(
             f"{begin} is of job {manifest.job_id!r}, and this is job {request.job_id!r}; {away}"
         )
-    if manifest.num_ranks != num_ranks:
-        raise Conflict(
-            f"{begin} was written by {manifest.num_ranks} rank(s), and this trainer has "
-            f"{num_ranks} (HONE_TRAINER_RANKS a node, on "
-            f"HONE_TRAINER_NODES nodes); start the trainer with as many as before, or {away}"
-        )
-    if manifest.job != request.job:
-        different = _differences(
-            manifest.job.model_dump(mode="json"), request.job.model_dump(mode="json")
-        )
+    if not same_learning(manifest.job, request.job):
+        different = _differences(_learned(manifest.job), _learned(request.job))
         raise Conflict(
             f"{begin} is of the same job id with another job: "
             f"{'; '.join(different[:SHOWN_DIFFERENCES])}; {away}"
@@ -120,7 +124,7 @@ def check_ours(
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Returns what differs, as `memory.zero_stage was 2 and is 3`."""
+    """Returns what differs, as `training.epochs was 2 and is 3`."""
     found: list[str] = []
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name), new.get(name)

@@ -1,9 +1,10 @@
-"""How the ranks speak with each other: a gloo group for commands and outcomes, and a store for the
-notes of those who failed."""
+"""The ranks' connection: a gloo group for commands and outcomes, and a store for the errors of
+ranks that failed where others wait for them."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -11,49 +12,55 @@ import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from services.trainer.processes.together import Ranks
+from shared.errors import HoneError, from_problem
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 READ_TIMEOUT = timedelta(seconds=10)
 
 
 class Notes:
-    """Why a rank will not come to the collective that others wait in: one note a rank, in a store
-    that all of them reach.
+    """Why a rank will not take part in the collective that others wait in: at most one note per
+    rank, in a store that all of them reach.
 
-    The store is a connection of its own, because notes are read while the process group's may be
-    waiting.
+    The store has a connection of its own, because notes are read while that of the process group
+    may be waiting.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
-        store.set_timeout(READ_TIMEOUT)
         self._store = store
         self._own = f"note-{rank}"
         self._all = [f"note-{other}" for other in range(num_ranks)]
 
-    def leave(self, sentence: str) -> None:
-        self._store.set(self._own, sentence)
+    def leave(self, error: HoneError) -> None:
+        self._store.set(self._own, json.dumps(error.problem()))
 
     def clear(self) -> None:
         self._store.delete_key(self._own)
 
-    def standing(self) -> str | None:
-        """Returns a note that stands now, of the lowest rank that left one."""
+    def standing(self) -> HoneError | None:
+        """Returns the note that the lowest rank has left and not cleared."""
         for key in self._all:
             if self._store.check([key]):
                 with contextlib.suppress(RuntimeError):  # cleared just now
-                    return self._store.get(key).decode()
+                    problem = json.loads(self._store.get(key))
+                    return from_problem(problem["status"], problem, "a rank")
         return None
 
 
 class Channel(Ranks):
-    """The ranks' control channel, on CPU whatever the engine's backend is. torch.distributed is
-    initialized before."""
+    """The ranks of torch.distributed, which is initialized. Commands go over a gloo `group`, so
+    over the CPU, whatever the engine's backend is."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Notes, group: Any) -> None:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
-        self.notes = notes
-        self._group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._notes = notes
+        self._group = group
+
+    @classmethod
+    def open(cls, notes: Notes) -> Channel:
+        """Returns the channel, its group made: a collective."""
+        return cls(notes, dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT))
 
     def broadcast(self, value: Any) -> Any:
         values = [value]
@@ -65,8 +72,8 @@ class Channel(Ranks):
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def leave_note(self, sentence: str) -> None:
-        self.notes.leave(sentence)
+    def leave_note(self, error: HoneError) -> None:
+        self._notes.leave(error)
 
     def clear_note(self) -> None:
-        self.notes.clear()
+        self._notes.clear()

@@ -1,10 +1,12 @@
-"""How one command becomes the same method call on every rank, and every rank's outcome one answer.
+"""Commands: each becomes the same method call on every rank, and the outcomes of all one answer.
 
-    HTTP thread of rank 0 --Inbox--> main thread of rank 0 --Ranks.broadcast--> every rank: Trainer.<name>(body)
-                                                           <--Ranks.settle----- result or error
+    HTTP thread of rank 0 --Inbox--> main thread of rank 0
+                                         --Ranks.broadcast--> every rank: Trainer.<name>(body)
+                                         <--Ranks.settle----- result or error
 
-Ranks of which some have trained a step and some have not hold no common weights: they end, and come
-back from a checkpoint.
+Ranks of which some have applied a step and some have not no longer hold the same weights: they end,
+and those started after them go on from a checkpoint. So does a rank whose device has failed for
+good, as a GPU does after an illegal access: every later call on it fails too.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from pydantic import BaseModel
 from services.trainer.processes.together import Ranks, as_hone_error
 from services.trainer.trainer import Trainer
 from shared import codec
-from shared.errors import HoneError, from_problem
+from shared.errors import HoneError, Unavailable, from_problem
 from shared.logs import get_logger
 from shared.wire import CheckpointRequest, PublishRequest, TrainerJob, TrainStepRequest, Wire
 
-HEARTBEAT_S = 30.0
+IDLE_S = 30.0
+"""How long rank 0 waits for a command before it sends an empty one: the others' wait is bounded."""
+
 NOTE_GRACE_S = 10.0
 NOTE_POLL_S = 0.5
 
@@ -39,14 +43,18 @@ BODIES: dict[str, type[Wire]] = {
 """Every command is a method of `Trainer`, and this is its body."""
 
 
-class RanksDiffer(Exception):
-    """Some ranks have applied a step and some have not; why, in a sentence."""
+class RanksMustEnd(Exception):
+    """These ranks cannot go on, those started after them can; `error` says why."""
+
+    def __init__(self, error: HoneError) -> None:
+        super().__init__(error.detail)
+        self.error = error
 
 
-class Readable(Protocol):
-    """Notes of ranks that failed where others wait for them."""
+class Board(Protocol):
+    """Where ranks that failed say so to others that wait for them: `Notes`."""
 
-    def standing(self) -> str | None: ...
+    def standing(self) -> HoneError | None: ...
 
 
 @dataclass(frozen=True)
@@ -95,10 +103,15 @@ class Readiness:
     """Whether the trainer is ready: once it has loaded again, ahead of all other commands, what
     the ranks before had loaded (None: nothing), and until it `ends` for that reason."""
 
-    def __init__(self, inbox: Inbox, request: TrainerJob | None) -> None:
+    def __init__(self, request: TrainerJob | None, answer: Future[BaseModel] | None) -> None:
         self.ends: str | None = None
         self._request = request
-        self._answer = inbox.put("load_job", request) if request else None
+        self._answer = answer
+
+    @classmethod
+    def after_loading(cls, inbox: Inbox, request: TrainerJob | None) -> Readiness:
+        """Returns the readiness of a trainer whose first command is to load `request`."""
+        return cls(request, inbox.put("load_job", request) if request else None)
 
     def problem(self, loaded_job: str | None) -> str | None:
         """Returns why the trainer is not ready, given the job that is loaded; None if it is."""
@@ -114,10 +127,10 @@ class Readiness:
 
 
 def follow(trainer: Trainer, ranks: Ranks, inbox: Inbox | None) -> None:
-    """Every rank's main loop; rank 0 has the inbox. Ends only by an exception: another rank is
-    gone, or the ranks differ."""
+    """Every rank's main loop; rank 0 has the inbox. Ends only by an exception: RanksMustEnd, or a
+    RuntimeError because another rank is gone."""
     while True:
-        ticket = inbox.next(HEARTBEAT_S) if inbox else None
+        ticket = inbox.next(IDLE_S) if inbox else None
         message: bytes = ranks.broadcast(_encode(ticket))
         if message:
             outcome = perform(trainer, ranks, *_decode(message))
@@ -128,8 +141,8 @@ def follow(trainer: Trainer, ranks: Ranks, inbox: Inbox | None) -> None:
 def perform(trainer: Trainer, ranks: Ranks, name: str, body: Wire) -> BaseModel | HoneError:
     """Returns this rank's result, or the error of the first rank that had one.
 
-    If ranks disagree about whether a job is loaded, it is unloaded. If they do about whether a step
-    was applied, rank 0 raises RanksDiffer.
+    If ranks disagree about whether a job is loaded, it is unloaded. Raises RanksMustEnd if this
+    rank's device has failed, and on rank 0 if ranks disagree about whether a step was applied.
     """
     outcome = _attempt(trainer, name, body, ranks.rank)
     problems = [
@@ -138,16 +151,17 @@ def perform(trainer: Trainer, ranks: Ranks, name: str, body: Wire) -> BaseModel 
     failed = [problem for problem in problems if problem]
     if not failed:
         return outcome
+    error = from_problem(failed[0]["status"], failed[0], "a rank")
     if len(failed) < len(problems):
         if name == "load_job":
             trainer.unload()
         elif name == "train_step" and ranks.rank == 0:
-            raise RanksDiffer(failed[0]["detail"])
-    return from_problem(failed[0]["status"], failed[0], "a rank")
+            raise RanksMustEnd(error)
+    return error
 
 
-def watch(notes: Readable, end: Callable[[str], None]) -> None:
-    """Calls `end` with the note of a rank that failed while another is still inside the command.
+def watch(notes: Board, end: Callable[[HoneError], None]) -> None:
+    """Calls `end` with the error of a rank that failed while another is still inside the command.
     Runs in a thread of rank 0.
 
     A note that stands for less than `NOTE_GRACE_S` seconds is of ranks that are about to meet.
@@ -156,7 +170,7 @@ def watch(notes: Readable, end: Callable[[str], None]) -> None:
     while note is None or time.monotonic() - since < NOTE_GRACE_S:
         time.sleep(NOTE_POLL_S)
         standing = notes.standing()
-        if standing != note:
+        if standing is None or note is None or standing.detail != note.detail:
             note, since = standing, time.monotonic()
     end(note)
 
@@ -168,6 +182,8 @@ def _attempt(trainer: Trainer, name: str, body: Wire, rank: int) -> Any:
         return error
     except Exception as error:
         get_logger().exception("command failed", command=name, rank=rank)
+        if fault := trainer.device_fault():
+            raise RanksMustEnd(Unavailable(f"the device of rank {rank} failed: {fault}")) from error
         return as_hone_error(error, name, rank)
 
 

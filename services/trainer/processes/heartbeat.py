@@ -1,5 +1,5 @@
-"""Signs of life between nodes, so that one that lost power or network is missed: its sockets would
-stay open for a long time.
+"""Heartbeats between nodes, so that the loss of one by power or network is noticed: its sockets
+would stay open for a long time.
 
 Within a node torchrun sees every death; a process that dies on another node closes its sockets,
 which ends the others' collectives.
@@ -14,19 +14,19 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from services.trainer.processes.rendezvous import Place
 
-BEAT_S = 2.0
+INTERVAL_S = 2.0
 SILENCE_S = 30.0
 
 
-def beat(store: Store, place: Place, end: Callable[[str], None]) -> None:
-    """Gives signs of life of this node until node 0 cannot be reached, and then calls `end`."""
+def send(store: Store, place: Place, end: Callable[[str], None]) -> None:
+    """Sends this node's heartbeats until node 0 cannot be reached, and then calls `end`."""
     while True:
         try:
             store.add(_key(place.node_rank), 1)
         except RuntimeError as error:  # what a store raises when its server goes away
             end(f"node 0 is gone: {str(error).splitlines()[0]}")
             return
-        time.sleep(BEAT_S)
+        time.sleep(INTERVAL_S)
 
 
 def listen(store: Store, num_nodes: int, end: Callable[[str], None]) -> None:
@@ -38,10 +38,10 @@ def listen(store: Store, num_nodes: int, end: Callable[[str], None]) -> None:
             if now != count:
                 seen[node] = now, time.monotonic()
             elif time.monotonic() - since > SILENCE_S:
-                end(f"node {node} has given no sign of life for {SILENCE_S:g} s")
+                end(f"node {node} has sent no heartbeat for {SILENCE_S:g} s")
                 return
-        time.sleep(BEAT_S)
+        time.sleep(INTERVAL_S)
 
 
 def _key(node: int) -> str:
-    return f"beat-{node}"
+    return f"heartbeat-{node}"

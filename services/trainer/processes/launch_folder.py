@@ -2,6 +2,7 @@
 with the launcher.
 
 job              the loaded job's body, which new ranks load again by themselves
+budget.json      how many tokens of a micro-batch fit into memory, after more did not
 failure          why the ranks ended, by the first of them that knows
 past.json        how often ranks were started again, and after what
 life-<n>/        where the n-th ranks meet: torchrun's rendezvous and logs, the store
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from shared import codec
 from shared.wire import TrainerJob
@@ -56,6 +58,19 @@ class LaunchFolder:
         except FileNotFoundError:
             return None
 
+    def remember_budget(self, request: TrainerJob, tokens: int) -> None:
+        """Keeps that micro-batches of `tokens` tokens may fit where the job's own do not."""
+        _replace(self.path / "budget.json", json.dumps([*_budget_key(request), tokens]).encode())
+
+    def budget(self, request: TrainerJob) -> int:
+        """Returns what was kept for this job as it is, or what the job asks for."""
+        asked = request.job.memory.micro_batch_tokens
+        try:
+            *key, tokens = json.loads((self.path / "budget.json").read_bytes())
+        except FileNotFoundError:
+            return asked
+        return min(asked, int(tokens)) if key == _budget_key(request) else asked
+
     def note_failure(self, sentence: str) -> None:
         """Keeps why the ranks end, unless a reason is there: the first one knows best."""
         if self.failure() is None:
@@ -66,6 +81,10 @@ class LaunchFolder:
             return (self.path / "failure").read_bytes().decode()
         except FileNotFoundError:
             return None
+
+
+def _budget_key(request: TrainerJob) -> list[Any]:
+    return [request.job_id, request.job.memory.model_dump(mode="json")]
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -4,8 +4,8 @@ life's folder in the run folder>`.
     main thread     every rank: the loop of commands.py. DeepSpeed runs here and nowhere else
     HTTP thread     rank 0: uvicorn, so /healthz and GET /state answer during a training step
     signal thread   rank 0: SIGTERM ends it even while the main thread waits inside a collective
-    watch thread    rank 0: a rank that failed where others wait for it ends the service, with a sentence
-    beat threads    with several nodes: each hears whether the others live (heartbeat.py)
+    watch thread    rank 0: a rank that failed where others wait for it ends the service
+    heartbeats      a thread each, with several nodes: whether the others live (heartbeat.py)
 
 Any rank that dies ends all of its node (torchrun) and so those of the other nodes; the launchers
 start them again, and rank 0 loads the job that was loaded from its newest checkpoint.
@@ -29,16 +29,18 @@ import torch.distributed as dist
 import uvicorn
 
 from services.trainer.app import create_service
-from services.trainer.processes import heartbeat as beats
-from services.trainer.processes.channel import COLLECTIVE_TIMEOUT, Channel, Notes
-from services.trainer.processes.commands import Inbox, RanksDiffer, Readiness, follow, watch
+from services.trainer.disk.fingerprint import fingerprint
+from services.trainer.processes import heartbeat
+from services.trainer.processes.channel import COLLECTIVE_TIMEOUT, READ_TIMEOUT, Channel, Notes
+from services.trainer.processes.commands import Inbox, RanksMustEnd, Readiness, follow, watch
 from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import Meeting, Place, meet, tell_libraries
 from services.trainer.processes.together import Ranks
 from services.trainer.trainer import Seams, Trainer
+from services.trainer.zero.out_of_memory import first_line
 from shared import logs
 from shared.config import Settings, load_settings
-from shared.errors import Failed, HoneError, Unavailable
+from shared.errors import HoneError, Unavailable
 from shared.logs import get_logger
 from shared.processes import end_with_parent
 
@@ -66,14 +68,19 @@ def main() -> None:
     except Exception as error:
         folder.note_failure(f"rank {place.rank} could not start: {type(error).__name__}: {error}")
         raise
+    meeting.notes.set_timeout(READ_TIMEOUT)
     notes = Notes(meeting.notes, place.rank, place.num_ranks)
-    channel = Channel(notes)
+    channel = Channel.open(notes)
     if place.rank == 0:
         lead(settings, trainer_of(channel), channel, notes, folder, meeting)
     else:
         if place.node_rank and place.local_rank == 0:
-            start_thread(beats.beat, meeting.beats, place, abandon)
-        follow(trainer_of(channel), channel, None)
+            start_thread(heartbeat.send, meeting.heartbeats, place, abandon)
+        try:
+            follow(trainer_of(channel), channel, None)
+        except RanksMustEnd as end:
+            folder.note_failure(end.error.detail)
+            abandon(end.error.detail)  # an ordinary exit would wait for the device that failed
 
 
 def quieter(settings: Settings) -> Settings:
@@ -114,23 +121,35 @@ def device_of(place: Place) -> torch.device:
     )
 
 
+def fault_of(device: torch.device) -> str | None:
+    """Returns why a device is of no use any more to this process: None if it works. An error that a
+    GPU's context does not survive comes back from every later call."""
+    if device.type != "cuda":
+        return None
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return first_line(error)
+    return None
+
+
 def trainer_maker(
     settings: Settings, place: Place, folder: LaunchFolder
 ) -> Callable[[Ranks], Trainer]:
     """Imports what is heavy, and returns what makes this rank's trainer."""
-    from services.trainer.disk.fingerprint import model_fingerprint
-    from services.trainer.zero.deepspeed_engine import (  # imports deepspeed, which reads DS_ACCELERATOR
-        DeepSpeedEngine,
-        quiet_libraries,
-    )
-    from services.trainer.zero.models import check_model
+    # These import deepspeed, which reads DS_ACCELERATOR.
+    from services.trainer.zero.deepspeed_engine import quiet_libraries, start_engine
+    from services.trainer.zero.models import check_model, model_files
 
     quiet_libraries()
     seams = Seams(
         check_job=check_model,
-        start_engine=lambda job: DeepSpeedEngine(job, device_of(place)),
-        fingerprint=model_fingerprint,
+        start_engine=lambda job: start_engine(job, device_of(place)),
+        fingerprint=lambda job: fingerprint(model_files(job)),
         remember_job=folder.remember_job,
+        remember_budget=folder.remember_budget,
+        budget=folder.budget,
+        device_fault=lambda: fault_of(device_of(place)),
     )
     return lambda ranks: Trainer(settings, ranks, seams, folder.past())
 
@@ -146,7 +165,7 @@ def lead(
     """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank is gone. The
     job that the ranks before had loaded comes first."""
     inbox = Inbox()
-    readiness = Readiness(inbox, folder.job())
+    readiness = Readiness.after_loading(inbox, folder.job())
     service = create_service(
         settings, trainer, inbox.run, versions(channel.num_ranks), readiness.problem
     )
@@ -160,19 +179,23 @@ def lead(
         time.sleep(FLUSH_S)
         leave(1, trainer)
 
+    def end_because(error: HoneError) -> NoReturn:
+        folder.note_failure(error.detail)
+        told = type(error)(f"{error.detail}; {COMES_BACK}", code=error.code)
+        end_with(told, error.detail)
+
     def end(sentence: str) -> NoReturn:
-        folder.note_failure(sentence)
-        end_with(Failed(f"{sentence}; {COMES_BACK}"), sentence)
+        end_because(Unavailable(sentence))
 
     http = start_thread(serve, server, stopping, end)
     stopper = start_thread(stop_on_signal, server, http, stopping, trainer)
-    start_thread(watch, notes, end)
+    start_thread(watch, notes, end_because)
     if settings.trainer_nodes > 1:
-        start_thread(beats.listen, meeting.beats, settings.trainer_nodes, end)
+        start_thread(heartbeat.listen, meeting.heartbeats, settings.trainer_nodes, end)
     try:
         follow(trainer, channel, inbox)
-    except RanksDiffer as error:
-        end(str(error))
+    except RanksMustEnd as must_end:
+        end_because(must_end.error)
     except RuntimeError as error:  # what a torch collective raises when its peer is gone
         if stopping.is_set():
             stopper.join()

@@ -65,7 +65,7 @@ class Meeting:
 
     group: Store
     notes: Store
-    beats: Store
+    heartbeats: Store
 
 
 def meet(settings: Settings, place: Place, life: Path, last_failure: str | None) -> Meeting:
@@ -74,7 +74,10 @@ def meet(settings: Settings, place: Place, life: Path, last_failure: str | None)
     not come."""
     if place.num_nodes == 1:
         return Meeting(
-            *(FileStore(str(life / name), place.num_ranks) for name in ("store", "notes", "beats"))
+            *(
+                FileStore(str(life / name), place.num_ranks)
+                for name in ("store", "notes", "heartbeats")
+            )
         )
     host, port = address_of(settings)
     if place.rank == 0:

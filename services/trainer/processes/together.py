@@ -1,9 +1,9 @@
-"""How ranks do something together and come to one outcome: `Channel` over torch.distributed,
-`Ranks` for one rank alone.
+"""How ranks act together and come to one outcome: `Ranks` is the interface, and one rank alone;
+`Channel` is several, over torch.distributed.
 
-An error on one rank is the error of all. A rank that fails while the others wait for it inside an
-engine's collective cannot tell them by a collective: it leaves a note first, which rank 0 watches
-(`commands.watch`).
+An error on one rank is the error of all. A rank that fails while the others wait for it inside one
+of the engine's collectives cannot tell them by another collective. So it leaves a note first, in a
+store that rank 0 watches (`commands.watch`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shared.errors import Failed, HoneError, from_problem
+from services.trainer.engine import OutOfMemory
+from shared.errors import Failed, HoneError, Unavailable, from_problem
 
 T = TypeVar("T")
 SaveAll = Callable[[Path], Any]
@@ -34,11 +35,11 @@ class Ranks:
         """Returns every rank's value, by rank."""
         return [value]
 
-    def leave_note(self, sentence: str) -> None:
-        """Says why this rank will not come to the collective that others may wait in."""
+    def leave_note(self, error: HoneError) -> None:
+        """Says why this rank will not take part in the collective that others may wait in."""
 
     def clear_note(self) -> None:
-        """Takes the note back: all have met again."""
+        """Removes the note: the ranks are in step again."""
 
     def together(self, act: Callable[[], T]) -> list[T]:
         """Runs `act` on every rank and returns all results, by rank, once it is done everywhere.
@@ -104,14 +105,21 @@ class Ranks:
         """Returns every rank's problem (or None) and result, by rank."""
         if error is None:
             return self.gather((None, result))
-        self.leave_note(error.detail)
+        self.leave_note(error)
         outcomes = self.gather((error.problem(), None))
         self.clear_note()
         return outcomes
 
 
 def as_hone_error(error: BaseException, what: str, rank: int) -> HoneError:
-    """Returns `error` itself, or Failed with what failed on which rank, and of what."""
+    """Returns `error` itself, or Failed with what failed on which rank, and of what. A rank that
+    ran out of memory is Unavailable if fewer tokens in a micro-batch, with which the ranks will be
+    started again, might fit."""
     if isinstance(error, HoneError):
         return error
+    if isinstance(error, OutOfMemory):
+        sentence = f"{what} failed on rank {rank}: {error}"
+        if error.micro_batch_tokens:
+            return Unavailable(sentence)
+        return Failed(sentence, code="out_of_memory")
     return Failed(f"{what} failed on rank {rank}: {type(error).__name__}: {error}")

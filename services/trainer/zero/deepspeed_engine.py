@@ -1,9 +1,8 @@
 """The trained policy on this rank: model, adapters, reference and DeepSpeed put together for one
 job. `update.py` trains it.
 
-Left out: weights spread over ranks while they are read from disk (each rank reads all of them, into
-CPU memory under ZeRO-3). Mixture-of-experts models whose ranks may meet different experts in one
-micro-batch would put different gradients into one collective.
+Left out: mixture-of-experts models. Their ranks may meet different experts in one micro-batch, and
+would put different gradients into one collective.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import gc
 import logging
 import random
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from services.trainer.learning.policy import Policy, check_head, checkpoint_body
 from services.trainer.zero import lora, state
 from services.trainer.zero import stages as zero
 from services.trainer.zero.internals import whole_weights
-from services.trainer.zero.models import choose_dtype, copy_tokenizer, load_model
+from services.trainer.zero.models import choose_dtype, copy_tokenizer, load_on_all_ranks
 from services.trainer.zero.update import Updater
 from shared.job import Job
 from shared.wire import Example, StepTotals
@@ -37,38 +37,92 @@ from shared.wire import Example, StepTotals
 ONE_FILE = "10000GB"
 
 
-class DeepSpeedEngine:
-    """One job's model, optimizer and data-parallel slice on this rank. torch.distributed is
-    initialized before."""
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is put together of. `model` is the policy's Hugging Face model, `wrapped`
+    PEFT's wrapper around it (None without LoRA), `zero` DeepSpeed's engine around both.
 
-    def __init__(self, job: Job, device: torch.device) -> None:
+    The counts are taken before DeepSpeed spreads the parameters over the ranks.
+    """
+
+    model: Any
+    wrapped: Any
+    zero: Any
+    updater: Any
+    dtype: torch.dtype
+    num_parameters: int
+    num_trainable: int
+    weights_bytes: int
+
+
+def start_engine(job: Job, device: torch.device) -> DeepSpeedEngine:
+    """Returns the engine with the job's model loaded: a collective, torch.distributed being
+    initialized. Raises BadRequest for a model or settings that cannot be trained."""
+    try:
+        return DeepSpeedEngine(job, device, assemble(job, device))
+    except BaseException:
+        zero.stop(None)
+        raise
+
+
+def assemble(job: Job, device: torch.device) -> Parts:
+    """Returns the parts of an engine, checked on `device`: under ZeRO-3 the parameters are there
+    only once DeepSpeed has them."""
+    seed_everything(job.seed)
+    dtype = choose_dtype(job.training.dtype)
+    model = load_on_all_ranks(job, dtype, device, spread=job.memory.zero_stage == 3)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    wrapped = lora.attach(model, job.lora).eval() if job.lora else None
+    num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    policy = Policy(model, job.sampling.temperature, job.memory.chunk_tokens)
+    engine: Any = zero.start(policy, job, dtype)
+    check_head(model, job.model)
+    packed = choose_packing(model, job.model, job.memory.packing)
+    if job.memory.gradient_checkpointing:
+        checkpoint_body(model, job.model)
+    reference = start_reference(job, policy, wrapped, dtype, device)
+    seed_everything(job.seed + dist.get_rank())  # ranks drop out differently
+    return Parts(
+        model=model,
+        wrapped=wrapped,
+        zero=engine,
+        updater=Updater(job, engine, policy, reference, packed=packed, device=device),
+        dtype=dtype,
+        num_parameters=num_parameters,
+        num_trainable=num_trainable,
+        weights_bytes=weights_bytes,
+    )
+
+
+def start_reference(
+    job: Job, policy: Policy, wrapped: Any, dtype: torch.dtype, device: torch.device
+) -> reference.Reference | None:
+    """Returns the model that the KL term keeps the policy near to; None if nothing does."""
+    if job.training.beta == 0:
+        return None
+    if wrapped is not None:
+        return reference.adapters_off(wrapped, policy)
+    spread = job.memory.zero_stage == 3
+    model = load_on_all_ranks(job, dtype, device, spread=spread)
+    copy = Policy(model, job.sampling.temperature, job.memory.chunk_tokens)
+    if spread:
+        zero.start_frozen(copy, job, dtype)
+    return reference.frozen_copy(copy)
+
+
+class DeepSpeedEngine:
+    """One job's model, optimizer and data-parallel slice on this rank: `start_engine` makes it."""
+
+    def __init__(self, job: Job, device: torch.device, parts: Parts) -> None:
         self._job = job
         self._device = device
-        seed_everything(job.seed)
-        dtype = choose_dtype(job.training.dtype)
-        model = load_model(job, dtype, _place(job, device))
-        self.dtype = str(dtype).removeprefix("torch.")
+        self._parts: Any = parts
+        self.dtype = str(parts.dtype).removeprefix("torch.")
         self.device = str(device)
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.weights_bytes = sum(
-            parameter.numel() * parameter.element_size() for parameter in model.parameters()
-        )
-        check_head(model, job.model)
-        packed = choose_packing(model, job.model, job.memory.packing)
-        self._vocab_size = model.config.get_text_config().vocab_size
-        self._wrapped = lora.attach(model, job.lora).eval() if job.lora else None
-        self.num_trainable = sum(
-            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
-        )
-        if job.memory.gradient_checkpointing:
-            checkpoint_body(model, job.model)
-        self._model: Any = model
-        policy = Policy(model, job.sampling.temperature, job.memory.chunk_tokens)
-        self._zero: Any = zero.start(policy, job, dtype, device)
-        self._updater: Any = Updater(
-            job, self._zero, policy, self._reference(policy, dtype), packed=packed, device=device
-        )
-        seed_everything(job.seed + dist.get_rank())  # ranks drop out differently
+        self.num_parameters = parts.num_parameters
+        self.num_trainable = parts.num_trainable
+        self.weights_bytes = parts.weights_bytes
 
     def update(
         self,
@@ -79,55 +133,46 @@ class DeepSpeedEngine:
         """Returns what training on `examples` of a batch of `totals` did. Raises BadRequest for
         examples that the model cannot take, and what `Updater.update` raises, with weights and
         optimizer as they were."""
-        check(examples, self._vocab_size)
-        return self._updater.update(examples, learning_rate, totals)
+        check(examples, self._parts.model.config.get_text_config().vocab_size)
+        return self._parts.updater.update(examples, learning_rate, totals)
 
     def save_weights(self, folder: Path) -> None:
         """Writes `model.safetensors` and `config.json` into `folder`."""
-        self._export(whole_weights(self._model), folder, max_shard_size=ONE_FILE)
+        self._export(whole_weights(self._parts.model), folder, max_shard_size=ONE_FILE)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Writes a whole Hugging Face model folder: weights, configurations, tokenizer; with LoRA,
         its adapter in `adapter/`."""
-        weights = whole_weights(self._model)
+        weights = whole_weights(self._parts.model)
         self._export(weights, folder)
         if dist.get_rank() == 0:
-            if self._wrapped is not None:
-                lora.save_adapter(self._wrapped, weights, folder / "adapter")
+            if self._parts.wrapped is not None:
+                lora.save_adapter(self._parts.wrapped, weights, folder / "adapter")
             copy_tokenizer(self._job, folder)
 
     def save_state(self, folder: Path) -> None:
         """Writes this rank's share of what is needed to go on to the bit."""
-        state.save(self._zero, folder)
+        state.save(self._parts.zero, folder)
 
     def load_state(self, folder: Path) -> None:
         """Goes on from what `save_state` wrote."""
-        state.load(self._zero, folder)
+        state.load(self._parts.zero, folder)
 
     def close(self) -> None:
         """Frees the memory of model and optimizer."""
-        zero.stop(self._zero)
-        self._zero = self._updater = self._model = self._wrapped = None
+        parts, self._parts = self._parts, None
+        zero.stop(parts.zero)
+        del parts
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _reference(self, policy: Policy, dtype: torch.dtype) -> reference.Reference | None:
-        if self._job.training.beta == 0:
-            return None
-        if self._wrapped is not None:
-            return reference.adapters_off(self._wrapped, policy)
-        model = load_model(self._job, dtype, _place(self._job, self._device))
-        copy = Policy(model, self._job.sampling.temperature, self._job.memory.chunk_tokens)
-        if self._job.memory.zero_stage == 3:
-            zero.start_frozen(copy, self._job, dtype, self._device)
-        return reference.frozen_copy(copy)
-
     def _export(self, weights: dict[str, Tensor], folder: Path, **settings: Any) -> None:
         """Writes weights and configuration from rank 0, adapters merged."""
         if dist.get_rank() == 0:
-            plain = lora.merged(self._model, weights) if self._wrapped is not None else weights
-            self._model.save_pretrained(folder, state_dict=plain, **settings)
+            model, adapted = self._parts.model, self._parts.wrapped is not None
+            plain = lora.merged(model, weights) if adapted else weights
+            model.save_pretrained(folder, state_dict=plain, **settings)
 
 
 def quiet_libraries() -> None:
@@ -145,8 +190,3 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def _place(job: Job, device: torch.device) -> torch.device:
-    """Returns where a model is loaded to: under ZeRO-3 the device gets only its share of it."""
-    return torch.device("cpu") if job.memory.zero_stage == 3 else device

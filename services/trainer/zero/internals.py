@@ -13,12 +13,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from services.trainer.zero.state import restore_random_state
+from services.trainer.zero.masters import gather_persistent, masters, masters_to_weights
+from services.trainer.zero.random_numbers import restore_random_state
 
 INITIAL_MICRO_STEP = -1
 """What ZeRO-1 and 2 count micro-batches from: the first one's gradient is copied, later ones' are
@@ -93,13 +93,7 @@ def _drop_stage_3(optimizer: Any) -> None:
     optimizer._pre_step()
     optimizer._overflow_clean_up(1.0)
     optimizer._partition_all_parameters()
-    _gather_persistent(optimizer)
-
-
-def _gather_persistent(optimizer: Any) -> None:
-    """What every rank holds of small parameters, in spite of ZeRO-3, is gathered again."""
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    gather_persistent(optimizer)
 
 
 @dataclass(frozen=True)
@@ -131,17 +125,17 @@ class Snapshot:
     @staticmethod
     @torch.no_grad()
     def take(zero: Any) -> Snapshot:
-        masters = _masters(zero)
-        states = [zero.basic_optimizer.state.get(master, {}) for master in masters]
+        tensors = masters(zero)
+        states = [zero.basic_optimizer.state.get(master, {}) for master in tensors]
         return Snapshot(
-            [_copy(master) for master in masters],
+            [_copy(master) for master in tensors],
             [{key: _copy(value) for key, value in state.items()} for state in states],
         )
 
     @torch.no_grad()
     def restore(self, zero: Any) -> None:
         """Makes weights and optimizer what they were: a collective."""
-        for master, saved, state in zip(_masters(zero), self.masters, self.states, strict=True):
+        for master, saved, state in zip(masters(zero), self.masters, self.states, strict=True):
             master.data.copy_(saved)
             current = zero.basic_optimizer.state[master]
             for key, value in current.items():
@@ -149,36 +143,8 @@ class Snapshot:
                     value.copy_(state[key]) if key in state else value.zero_()
                 else:
                     current[key] = state.get(key, 0)
-        _masters_to_weights(zero)
+        masters_to_weights(zero)
 
 
 def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def _masters(zero: Any) -> list[Tensor]:
-    """Returns the tensors that this rank's optimizer steps on: float32, flat where ZeRO cuts them
-    up."""
-    optimizer = zero.optimizer
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return list(optimizer.fp32_partitioned_groups_flat)
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return list(optimizer.single_partition_of_fp32_groups)
-    return [
-        parameter for group in zero.basic_optimizer.param_groups for parameter in group["params"]
-    ]
-
-
-def _masters_to_weights(zero: Any) -> None:
-    optimizer = zero.optimizer
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        optimizer._partition_all_parameters()
-        for group in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        _gather_persistent(optimizer)
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
-        optimizer.update_lp_params()
-    elif isinstance(optimizer, FP16_UnfusedOptimizer):
-        for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-            for master, weight in zip(masters, weights, strict=True):
-                weight.data.copy_(master.data)

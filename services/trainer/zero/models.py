@@ -1,9 +1,14 @@
 """Finding and loading a job's model: a folder, or a Hugging Face id. Says quickly and in words when
-it is neither."""
+it is neither.
+
+Rank 0 alone reads the weights; the other ranks make the model's shape and get the values from it,
+so that a host with several ranks holds one copy in its memory, and not one per rank.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,14 +16,24 @@ from typing import Any
 
 import httpx2
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.hub import cached_file, cached_files
 
-from shared.errors import BadRequest
+from shared import dtype as dtypes
+from shared.errors import BadRequest, HoneError, from_problem
 from shared.job import Job
 from shared.models import EXPECTED, model_folder
 
 HUB_TIMEOUT_S = 10.0
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+SAVED_AS = (
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""What a model's weights are saved as, in the order in which transformers looks for it. An index
+names files that hold a part each."""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *(
@@ -62,19 +77,86 @@ def check_model(job: Job) -> None:
         ) from error
 
 
+def model_files(job: Job) -> list[Path]:
+    """Returns the model's configuration and weights, in the order of their names, after fetching
+    from the hub those that are not in its cache. Raises BadRequest if there are no weights."""
+    for saved_as in SAVED_AS:
+        files = _cached(job, ["config.json", saved_as])
+        if len(files) < 2:
+            continue
+        if not saved_as.endswith(".index.json"):
+            return files
+        index = json.loads(files[1].read_text(encoding="utf-8"))
+        return files[:1] + _cached(job, sorted(set(index["weight_map"].values())))
+    raise BadRequest(f"the model {job.model!r} has no weights; {EXPECTED}")
+
+
+def _cached(job: Job, names: list[str]) -> list[Path]:
+    """Returns the files of those names that the model has: in its folder, or in the cache."""
+    files = cached_files(
+        job.model, names, revision=job.model_revision, _raise_exceptions_for_missing_entries=False
+    )
+    return [Path(file) for file in files or ()]
+
+
+def load_on_all_ranks(
+    job: Job, dtype: torch.dtype, device: torch.device, *, spread: bool = False
+) -> Any:
+    """Returns the model with the same weights on every rank, read by rank 0 alone: a collective.
+
+    `spread`: parameters stay in host memory, with values on rank 0 only, for DeepSpeed to hand out
+    (ZeRO-3). Buffers are on the device either way. Raises rank 0's error on every rank.
+    """
+    place = torch.device("cpu") if spread else device
+    model = _read_by_rank_0(job, dtype, place)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    shared = list(model.buffers()) if spread else [*model.parameters(), *model.buffers()]
+    if dist.get_world_size() > 1:
+        for tensor in shared:
+            dist.broadcast(_bytes_of(tensor), src=0)
+    return model
+
+
+def _read_by_rank_0(job: Job, dtype: torch.dtype, place: torch.device) -> Any:
+    model, problem = None, None
+    try:
+        if dist.get_rank() == 0:
+            model = load_model(job, dtype, place)
+        else:
+            model = load_model(job, dtype, torch.device("meta")).to_empty(device=place)
+            model.tie_weights()  # on the meta device they were, and lost it on the way
+    except HoneError as error:
+        problem = error.problem()
+    problems: list[Any] = [problem] * dist.get_world_size()
+    if len(problems) > 1:
+        dist.all_gather_object(problems, problem)
+    for found in problems:
+        if found is not None:
+            raise from_problem(found["status"], found, "a rank")
+    return model
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)  # not every backend takes every dtype
+
+
 def load_model(job: Job, dtype: torch.dtype, device: torch.device) -> Any:
     """Returns the causal LM, its dropout off: the policy that is trained has to be the one that was
-    sampled."""
-    attention = (
-        {} if job.memory.attention == "auto" else {"attn_implementation": job.memory.attention}
-    )
+    sampled. On the meta device it has its shape only, and no values."""
+    options: dict[str, Any] = {}
+    if job.memory.attention != "auto":
+        options["attn_implementation"] = job.memory.attention
+    if device.type == "meta":
+        options["device_map"] = device
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            job.model, revision=job.model_revision, dtype=dtype, **attention
+            job.model, revision=job.model_revision, dtype=dtype, **options
         )
     except ImportError as error:
         raise BadRequest(
-            f"memory.attention is {job.memory.attention!r}, which is not there: "
+            f"memory.attention is {job.memory.attention!r}, which is not installed: "
             f"{_first_line(error)}"
         ) from error
     except (OSError, ValueError, KeyError) as error:
@@ -91,23 +173,19 @@ def copy_tokenizer(job: Job, folder: Path) -> None:
     Loading and saving it would not do: AutoTokenizer picks a class by the model's architecture,
     which may rewrite the file.
     """
-    names = list(TOKENIZER_FILES)
-    files = cached_files(
-        job.model, names, revision=job.model_revision, _raise_exceptions_for_missing_entries=False
-    )
-    for file in files or ():
-        shutil.copyfile(file, folder / Path(file).name)
+    for file in _cached(job, list(TOKENIZER_FILES)):
+        shutil.copyfile(file, folder / file.name)
 
 
 def choose_dtype(asked: str) -> torch.dtype:
-    """Returns the dtype of weights and products. "auto" is bfloat16 where the hardware multiplies
-    it, else float32."""
-    if asked != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[asked]
-    if torch.cuda.is_available():
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if multiplies else torch.float32
+    """Returns the dtype of weights and products on this rank's hardware: `shared/dtype.py`."""
+    chosen = dtypes.choose_dtype(
+        asked,
+        capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
+        cpu_multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported()
+        or torch.cpu._is_amx_tile_supported(),
+    )
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[chosen]
 
 
 def _first_line(error: Exception) -> str:

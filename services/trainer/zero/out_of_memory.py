@@ -17,13 +17,8 @@ MESSAGE = re.compile(
 )
 
 
-class OutOfMemory(RuntimeError):
-    """This rank ran out of memory where it cannot go on by itself: the message says how to avoid
-    it."""
-
-
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory for a tensor could not be had. A collective that failed for memory is another
+    """Whether there was no memory for a tensor. A collective that failed for memory is another
     matter: peers wait in it."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
@@ -39,22 +34,33 @@ def usage(device: torch.device) -> str:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_allocated(device)
-        return f"of {gib(total)} on {device}, {gib(free)} are free; this rank's tensors take {gib(own)}"
+        return (
+            f"of {gib(total)} on {device}, {gib(free)} are free; this rank's tensors take "
+            f"{gib(own)}"
+        )
     host = _kib_of(Path("/proc/meminfo"), "MemTotal", "MemAvailable")
     process = _kib_of(Path("/proc/self/status"), "VmRSS")
-    return f"of {gib(host['MemTotal'])} of this host, {gib(host['MemAvailable'])} are free; this rank takes {gib(process['VmRSS'])}"
+    return (
+        f"of {gib(host['MemTotal'])} of this host, {gib(host['MemAvailable'])} are free; this rank "
+        f"takes {gib(process['VmRSS'])}"
+    )
+
+
+def half_budget(shape: tuple[int, int] | None) -> int | None:
+    """Returns half the tokens of a micro-batch that did not fit, as the most for those to come;
+    None for a single sequence, which cannot be divided. `shape`: its sequences and its tokens."""
+    if shape is None or shape[0] == 1:
+        return None
+    return max(1, shape[1] // 2)
 
 
 def knobs(memory: MemorySpec, num_ranks: int, shape: tuple[int, int] | None, *, lora: bool) -> str:
-    """Returns the settings that would save memory, those that cost least first. `shape`: rows and
-    padded tokens of each, of the micro-batch that did not fit, if it was one."""
+    """Returns the settings that would save memory, those that cost least first. `shape`: sequences
+    and tokens, padding included, of the micro-batch that did not fit, if it was one."""
     turns: list[str] = []
-    rows, tokens = shape or (0, 0)
-    if rows > 1:
-        turns.append(
-            f"memory.micro_batch_tokens from {memory.micro_batch_tokens} to "
-            f"{max(tokens, rows * tokens // 2)}"
-        )
+    half = half_budget(shape)
+    if half:
+        turns.append(f"memory.micro_batch_tokens from {memory.micro_batch_tokens} to {half}")
     if memory.chunk_tokens > 1:
         turns.append(
             f"memory.chunk_tokens from {memory.chunk_tokens} to {memory.chunk_tokens // 2}"
@@ -72,9 +78,9 @@ def knobs(memory: MemorySpec, num_ranks: int, shape: tuple[int, int] | None, *, 
         )
     if not lora:
         turns.append("[lora], which trains adapters only")
-    if rows == 1:
+    if shape and not half:
         turns.append(
-            f"sampling.max_tokens: a micro-batch was one sequence of {tokens} tokens already"
+            f"sampling.max_tokens: a micro-batch was one sequence of {shape[1]} tokens already"
         )
     return "; ".join(turns)
 

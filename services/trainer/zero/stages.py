@@ -20,6 +20,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 
 from shared.errors import BadRequest
@@ -96,7 +97,7 @@ INSTEAD = {
 """What to use in place of keys that `memory.deepspeed` may not set."""
 
 
-def start(policy: nn.Module, job: Job, dtype: torch.dtype, device: torch.device) -> Any:
+def start(policy: nn.Module, job: Job, dtype: torch.dtype) -> Any:
     """Returns DeepSpeed's engine around `policy`. Raises BadRequest for settings that DeepSpeed
     does not take."""
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -104,7 +105,7 @@ def start(policy: nn.Module, job: Job, dtype: torch.dtype, device: torch.device)
     optimizer = make_optimizer(policy, job.training, offload=job.memory.offload_optimizer)
     try:
         if job.memory.zero_stage == 3:
-            spread(policy, settings, dtype, device)
+            spread(policy, settings, dtype)
         zero: Any = deepspeed.initialize(
             model=policy, optimizer=optimizer, config=settings, dist_init_required=False
         )[0]
@@ -129,28 +130,33 @@ def stop(zero: Any) -> None:
     as in a new process. `zero` None: whatever a start that failed has left."""
     if zero is not None:
         zero.destroy()
-    parameter_offload.FWD_MODULE_STACK.clear()  # ZeRO-3 keeps each policy here, and frees none
+    # ZeRO-3 keeps each policy in these two, and frees none.
+    parameter_offload.FWD_MODULE_STACK.clear()
+    coordinator: Any = PartitionedParameterCoordinator
+    _clear_cache_in(coordinator._PartitionedParameterCoordinator__params_to_release)
     torch.nn.functional.linear = LINEAR
 
 
-def start_frozen(policy: nn.Module, job: Job, dtype: torch.dtype, device: torch.device) -> None:
+def _clear_cache_in(decorated: Any) -> None:
+    """Empties the `lru_cache` of a function that DeepSpeed's profiling hides in a closure."""
+    for cell in decorated.__closure__ or ():
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
+
+
+def start_frozen(policy: nn.Module, job: Job, dtype: torch.dtype) -> None:
     """Spreads a policy that is only asked, never trained, over the ranks as ZeRO-3 does; in
     place."""
     settings = config(job, dtype, sum(parameter.numel() for parameter in policy.parameters()))
     settings["zero_optimization"].pop("offload_optimizer", None)
-    spread(policy, settings, dtype, device)
+    spread(policy, settings, dtype)
     deepspeed.initialize(model=policy, config=settings, dist_init_required=False)
 
 
-def spread(
-    policy: nn.Module, settings: dict[str, Any], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Moves the policy, loaded in CPU memory, to the ranks' devices, parameter by parameter: each
-    keeps its share."""
+def spread(policy: nn.Module, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """Hands out the parameters of the policy, which rank 0 has in host memory, one by one: each
+    rank keeps its share on its device."""
     deepspeed.zero.Init(module=policy, config_dict_or_path=settings, dtype=dtype)
-    for module in policy.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
 
 
 def step(zero: Any, max_grad_norm: float) -> float | None:

@@ -1,70 +1,169 @@
-"""What an engine needs to go on to the bit: DeepSpeed's own checkpoint (weights, optimizer) and
-each rank's random numbers.
+"""What an engine needs to go on: the float32 master weights and Adam's moments of what is trained,
+and each rank's random numbers.
 
-    <folder>/deepspeed/*.pt       DeepSpeed's: the module, and a shard of the optimizer for each rank
-    <folder>/random-rank-<r>.pt   torch, CUDA, numpy and Python generators of rank r
+    <folder>/rank-<r>-<i>.safetensors   the fragments that rank r holds, about a GiB a file
+    <folder>/random-rank-<r>.pt         torch, CUDA, numpy and Python generators of rank r
 
-Both functions are called on every rank. Loading needs an engine that was just made: of the same
-model, the same number of ranks and the same ZeRO stage; `checkpoints.py` sees to that, and that the
-folder is whole.
+A fragment is a run of one parameter's elements, named `<what>/<parameter>`; the file's metadata
+has the index of its first element. So the files say what is where without DeepSpeed's layout, and
+any number of ranks at any ZeRO stage reads what any other wrote. With the same number and stage
+training goes on to the bit; with others it goes on from the same weights and moments, rounds
+differently from there, and draws other random numbers.
+
+Saving is no collective: a rank that cannot write keeps no other waiting.
 """
 
 from __future__ import annotations
 
-import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
-from shared.errors import Failed
+from services.trainer.zero.masters import (
+    Fragment,
+    every_rank_has_all,
+    fragments,
+    masters_to_weights,
+)
+from services.trainer.zero.random_numbers import random_state, restore_random_state
+from shared.errors import Conflict
 
-TAG = "deepspeed"
+MASTER = "master"
+STEPS = "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FILE_BYTES = 1 << 30
 
 
-def save(zero_engine: Any, folder: Path) -> None:
-    """Writes the state of DeepSpeed's `zero_engine` and of this rank's random numbers into
-    `folder`, which is there."""
-    zero_engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+def save(zero: Any, folder: Path) -> None:
+    """Writes this rank's share of the state of DeepSpeed's engine `zero`, and its random numbers,
+    into `folder`, which is there."""
+    rank = dist.get_rank()
+    if rank == 0 or not every_rank_has_all(zero):
+        for index, (tensors, starts) in enumerate(_files(zero)):
+            save_file(tensors, folder / f"rank-{rank}-{index:05d}.safetensors", starts)
     torch.save(random_state(), _random_file(folder))
 
 
-def load(zero_engine: Any, folder: Path) -> None:
-    """Makes `zero_engine`, just made, and this rank's random numbers what they were. Raises Failed
-    if DeepSpeed finds nothing."""
-    path, _ = zero_engine.load_checkpoint(str(folder), tag=TAG)
-    if path is None:
-        raise Failed(f"DeepSpeed found no state in {str(folder / TAG)!r}")
-    restore_random_state(torch.load(_random_file(folder), weights_only=True))
+def load(zero: Any, folder: Path) -> None:
+    """Makes `zero`, just made, what `save` wrote, and this rank's random numbers if this rank's are
+    there: a collective. Raises Conflict if a part of what is trained was not saved."""
+    with torch.no_grad():
+        saved = Saved.of(folder)
+        for fragment in fragments(zero):
+            _restore(zero, fragment, saved)
+        masters_to_weights(zero)
+    if _random_file(folder).is_file():
+        restore_random_state(torch.load(_random_file(folder), weights_only=True))
 
 
-def random_state() -> dict[str, Any]:
-    """Returns this rank's random number generators, in plain numbers and tensors."""
-    numpy_name, numpy_keys, *numpy_rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (
-            str(numpy_name),
-            torch.from_numpy(np.asarray(numpy_keys).astype(np.int64)),
-            *numpy_rest,
-        ),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
+def _files(zero: Any) -> Iterator[tuple[dict[str, Tensor], dict[str, str]]]:
+    """Yields tensors and first indices, a file's worth at a time: copies in host memory, of which
+    there is never more than that."""
+    tensors: dict[str, Tensor] = {}
+    starts: dict[str, str] = {}
+    size_bytes = 0
+    for fragment in fragments(zero):
+        for what, value in _values(zero, fragment):
+            name = f"{what}/{fragment.name}"
+            tensors[name], starts[name] = value, str(fragment.start)
+            size_bytes += value.numel() * value.element_size()
+        if size_bytes >= FILE_BYTES:
+            yield tensors, starts
+            tensors, starts, size_bytes = {}, {}, 0
+    if tensors:
+        yield tensors, starts
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Sets this rank's random number generators to what `random_state` returned. CUDA's stay if
-    either side has none."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+def _values(zero: Any, fragment: Fragment) -> Iterator[tuple[str, Tensor]]:
+    """Yields master weights and, once the optimizer has stepped, its moments and count."""
+    yield MASTER, fragment.of(fragment.flat).to("cpu", torch.float32, copy=True)
+    state = zero.basic_optimizer.state.get(fragment.flat, {})
+    for what in MOMENTS:
+        if what in state:
+            yield what, fragment.of(state[what]).to("cpu", torch.float32, copy=True)
+    if STEPS in state:
+        yield STEPS, torch.tensor([float(state[STEPS])], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A saved fragment: which file has it, and its elements `[start, end)` of the parameter."""
+
+    file: Path
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the files in a folder hold, by `<what>/<parameter>`."""
+
+    pieces: dict[str, list[Piece]]
+
+    @staticmethod
+    def of(folder: Path) -> Saved:
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+        for file in sorted(folder.glob("rank-*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                for name, start in (tensors.metadata() or {}).items():
+                    if name in tensors.keys():  # noqa: SIM118  (it is no dict)
+                        (numel,) = tensors.get_slice(name).get_shape()
+                        pieces[name].append(Piece(file, int(start), int(start) + numel))
+        return Saved(dict(pieces))
+
+    def read(self, name: str, start: int, end: int, into: Tensor) -> None:
+        """Copies the parameter's elements `[start, end)` into `into`. Raises Conflict unless all of
+        them were saved."""
+        copied = 0
+        for piece in self.pieces.get(name, ()):
+            first, last = max(start, piece.start), min(end, piece.end)
+            if first >= last:
+                continue
+            with safe_open(piece.file, "pt") as tensors:
+                found = tensors.get_slice(name)[first - piece.start : last - piece.start]
+            into[first - start : last - start].copy_(found)
+            copied += last - first
+        if copied != end - start:
+            raise Conflict(
+                f"the checkpoint has {copied} of the {end - start} elements of {name!r} from "
+                f"{start} on; it is of a model that trains other parameters"
+            )
+
+    def steps(self, parameter: str) -> int | None:
+        """Returns how many steps the optimizer had made; None before its first."""
+        for piece in self.pieces.get(f"{STEPS}/{parameter}", ()):
+            with safe_open(piece.file, "pt") as tensors:
+                return int(tensors.get_tensor(f"{STEPS}/{parameter}").item())
+        return None
+
+
+def _restore(zero: Any, fragment: Fragment, saved: Saved) -> None:
+    start, end = fragment.start, fragment.start + fragment.numel
+    saved.read(f"{MASTER}/{fragment.name}", start, end, fragment.of(fragment.flat))
+    steps = saved.steps(fragment.name)
+    if steps is None:
+        return
+    state = zero.basic_optimizer.state[fragment.flat]
+    if not state:
+        state.update(_new_state(zero, fragment.flat))
+    state[STEPS] = state[STEPS].fill_(steps) if isinstance(state[STEPS], Tensor) else steps
+    for what in MOMENTS:
+        saved.read(f"{what}/{fragment.name}", start, end, fragment.of(state[what]))
+
+
+def _new_state(zero: Any, flat: Tensor) -> dict[str, Any]:
+    """Returns the optimizer's state of `flat` as it makes it at its first step."""
+    in_torch = isinstance(zero.basic_optimizer, torch.optim.AdamW)
+    count = torch.zeros((), dtype=torch.float32, device=flat.device) if in_torch else 0
+    return {STEPS: count} | {what: torch.zeros_like(flat.detach()) for what in MOMENTS}
 
 
 def _random_file(folder: Path) -> Path:

@@ -1,7 +1,8 @@
 """One batch, trained on: `epochs` passes over it in `minibatches` optimizer steps each, or nothing
 at all.
 
-    [examples] --deal--> minibatches --frozen passes--> old and reference log-probs --forward, loss, backward, step--> weights
+    [examples] --deal--> minibatches --frozen passes--> old and reference log-probs
+                                     --forward, loss, backward, step--> weights
 
 Every micro-batch goes forward once and backward at once, so only one micro-batch's activations
 exist at a time. DeepSpeed averages gradients over ranks, so each loss is multiplied by their
@@ -15,8 +16,10 @@ tell: the trainer's log-probs before the first of several steps, or apart from d
 reference's. With one step and no dropout, the pass that trains tells the former by itself.
 
 All or nothing: where a loss or gradient is not finite, or memory runs out, weights, optimizer and
-random numbers become what they were. One rank of several that runs out of memory leaves the others
-waiting in a collective and cannot; it says so and ends.
+random numbers become what they were. After running out of memory in a micro-batch of several
+sequences the update is made again with half as many tokens in each, and so from then on. One rank
+of several that runs out of memory leaves the others waiting in a collective and cannot do so; it
+says so and ends, and the ranks that come after it begin with half as many.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.engine import Update
+from services.trainer.engine import OutOfMemory, Update
 from services.trainer.learning.batch import MicroBatch
 from services.trainer.learning.correction import resolve
 from services.trainer.learning.loss import total_loss
@@ -45,15 +48,16 @@ from services.trainer.zero import stages as zero_stages
 from services.trainer.zero.internals import Snapshot, Undo
 from services.trainer.zero.lora import set_dropout
 from services.trainer.zero.out_of_memory import (
-    OutOfMemory,
     first_line,
+    half_budget,
     is_out_of_memory,
     knobs,
     usage,
 )
-from services.trainer.zero.state import random_state
+from services.trainer.zero.random_numbers import random_state
 from shared.errors import Failed
 from shared.job import Job
+from shared.logs import get_logger
 from shared.wire import Example, StepTotals
 
 
@@ -69,7 +73,7 @@ class Frozen:
 @dataclass
 class Progress:
     """Where an update is, for its errors. `stepping`: the optimizer is at work, and weights may be
-    half changed."""
+    half changed. `shape`: sequences and tokens, padding included, of the present micro-batch."""
 
     num_updates: int
     update: int = 0
@@ -78,8 +82,12 @@ class Progress:
     stepping: bool = False
 
     def enter(self, passing: str, batch: MicroBatch) -> None:
-        rows, tokens = batch.input_ids_BT.shape
-        self.passing, self.shape = passing, (rows, tokens)
+        self.passing, self.shape = passing, (batch.num_sequences, batch.input_ids_BT.numel())
+
+    @property
+    def half(self) -> int | None:
+        """Half the tokens of the present micro-batch; None if fewer would not help."""
+        return None if self.stepping else half_budget(self.shape)
 
     def __str__(self) -> str:
         step = (
@@ -87,9 +95,19 @@ class Progress:
             if self.update
             else "no optimizer step yet"
         )
-        return (
-            f"{self.passing} of {list(self.shape)} tokens, {step}" if self.shape else self.passing
-        )
+        if self.shape is None:
+            return self.passing
+        sequences, tokens = self.shape
+        return f"{self.passing} of {sequences} sequence(s) in {tokens} tokens, {step}"
+
+
+class TooLarge(Exception):
+    """A micro-batch did not fit into memory, all is as it was, and half its tokens might fit."""
+
+    def __init__(self, error: Failed, budget: int) -> None:
+        super().__init__(error)
+        self.error = error
+        self.budget = budget
 
 
 class NotFinite(Exception):
@@ -129,6 +147,24 @@ class Updater:
         these examples are all of it). Raises Failed if a loss or gradient is not
         finite or memory ran out, with all as it was; OutOfMemory if memory ran out and this rank
         cannot go on."""
+        while True:
+            try:
+                return self._update(examples, learning_rate, totals)
+            except TooLarge as too_large:
+                get_logger().warning(
+                    "out of memory: the step is made again in smaller micro-batches",
+                    before=self._job.memory.micro_batch_tokens,
+                    micro_batch_tokens=too_large.budget,
+                    reason=too_large.error.detail,
+                )
+                memory = {"micro_batch_tokens": too_large.budget}
+                self._job = self._job.model_copy(
+                    update={"memory": self._job.memory.model_copy(update=memory)}
+                )
+
+    def _update(
+        self, examples: tuple[Example, ...], learning_rate: float, totals: StepTotals | None
+    ) -> Update:
         training = self._job.training
         minibatches = plan(
             examples,
@@ -164,6 +200,7 @@ class Updater:
                 raise
             raise self._out_of_memory(error, undo, progress) from None
         loss, values = metrics.reduce(len(norms))
+        values["memory/micro_batch_tokens"] = float(self._job.memory.micro_batch_tokens)
         return Update(loss, sum(norms) / len(norms), values, num_updates=len(norms))
 
     def _train(
@@ -258,7 +295,10 @@ class Updater:
             else "this rank cannot go on from here"
         )
         sentence = f"out of memory in {progress} ({said}); {there_is}; {state}. Turn one of: {turn}"
-        return Failed(sentence) if kept else OutOfMemory(sentence)
+        if not kept:
+            return OutOfMemory(sentence, progress.half)
+        failed = Failed(sentence, code="out_of_memory")
+        return TooLarge(failed, progress.half) if progress.half else failed
 
 
 def _refusable(loss: Tensor, logprobs_N: Tensor) -> Tensor:

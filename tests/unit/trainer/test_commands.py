@@ -9,18 +9,19 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed import HashStore
 
+from services.trainer.engine import OutOfMemory
 from services.trainer.processes import commands
 from services.trainer.processes.channel import Channel, Notes
 from services.trainer.processes.commands import (
     Inbox,
-    RanksDiffer,
+    RanksMustEnd,
     Readiness,
     follow,
     perform,
     watch,
 )
-from services.trainer.processes.together import Ranks
-from shared.errors import Conflict, Failed
+from services.trainer.processes.together import Ranks, as_hone_error
+from shared.errors import Conflict, Failed, HoneError, Unavailable
 from shared.wire import PublishRequest, StepResult, TrainStepRequest
 from tests.support.trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
 
@@ -31,11 +32,11 @@ class OtherRank(Ranks):
     def __init__(self, other: Failed | None, rank: int = 0) -> None:
         self.rank = rank
         self.other = other
-        self.notes: list[str] = []
+        self.notes: list[HoneError] = []
 
     def settle(self, error, result=None):
         if error is not None:
-            self.leave_note(error.detail)
+            self.leave_note(error)
         return [
             (error.problem() if error else None, result),
             (self.other.problem() if self.other else None, None),
@@ -44,8 +45,8 @@ class OtherRank(Ranks):
     def together(self, act):
         return [act()]
 
-    def leave_note(self, sentence):
-        self.notes.append(sentence)
+    def leave_note(self, error):
+        self.notes.append(error)
 
 
 def test_success_everywhere_is_rank_0s_result(tmp_path):
@@ -65,7 +66,7 @@ def test_a_job_that_one_rank_could_not_load_is_unloaded_on_all(tmp_path):
 def test_ranks_of_which_one_has_not_applied_a_step_end_and_come_back(tmp_path):
     trainer, engines = make_trainer(tmp_path)
     trainer.load_job(job_request())
-    with pytest.raises(RanksDiffer, match="rank 1 has no memory"):
+    with pytest.raises(RanksMustEnd, match="rank 1 has no memory"):
         perform(trainer, OtherRank(Failed("rank 1 has no memory")), "train_step", step_request(1))
     assert engines.remembered == job_request()
     # The other ranks wait for rank 0 to end them, so that it can answer first.
@@ -91,7 +92,7 @@ def test_an_error_all_ranks_agree_on_leaves_the_job(tmp_path):
     outcome = perform(trainer, ranks, "train_step", step_request(5))
     assert isinstance(outcome, Conflict) and outcome.detail == "got step 5, expected 1"
     assert trainer.state().job_id == "a"
-    assert ranks.notes == ["got step 5, expected 1"]
+    assert [note.detail for note in ranks.notes] == ["got step 5, expected 1"]
 
 
 def test_running_out_of_memory_on_all_ranks_leaves_the_step_to_be_tried_again(tmp_path):
@@ -115,12 +116,32 @@ def test_an_unforeseen_error_names_the_rank_and_the_command(tmp_path):
     )
 
 
+def test_a_rank_whose_device_failed_for_good_ends(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    engines[0].fault = RuntimeError("CUDA error: an illegal memory access was encountered")
+    engines.fault = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    with pytest.raises(RanksMustEnd, match="the device of rank 0 failed: AcceleratorError") as end:
+        perform(trainer, Ranks(), "train_step", step_request(1))
+    assert isinstance(end.value.error, Unavailable)
+    assert engines.remembered == job_request(), "the ranks that come after load it again"
+
+
+def test_a_rank_out_of_memory_is_unavailable_if_smaller_micro_batches_may_help():
+    may = as_hone_error(OutOfMemory("2 GiB short", 512), "train_step", 1)
+    cannot = as_hone_error(OutOfMemory("2 GiB short"), "train_step", 1)
+    assert isinstance(may, Unavailable)
+    assert isinstance(cannot, Failed) and cannot.code == "out_of_memory"
+
+
 def test_a_note_is_seen_by_another_rank_until_it_is_cleared():
     store = HashStore()
     own, other = Notes(store, 3, 4), Notes(store, 0, 4)
     assert other.standing() is None
-    own.leave("rank 3 has no memory")
-    assert other.standing() == "rank 3 has no memory"
+    own.leave(Failed("rank 3 has no memory", code="out_of_memory"))
+    note = other.standing()
+    assert isinstance(note, Failed)
+    assert (note.detail, note.code) == ("rank 3 has no memory", "out_of_memory")
     own.clear()
     assert other.standing() is None
 
@@ -128,23 +149,24 @@ def test_a_note_is_seen_by_another_rank_until_it_is_cleared():
 def test_a_rank_that_others_wait_for_in_vain_ends_the_wait_with_its_sentence(monkeypatch):
     monkeypatch.setattr(commands, "NOTE_GRACE_S", 0.3)
     monkeypatch.setattr(commands, "NOTE_POLL_S", 0.01)
-    store, ended = HashStore(), list[str]()
+    store, ended = HashStore(), list[HoneError]()
     watcher = threading.Thread(target=watch, args=(Notes(store, 0, 2), ended.append), daemon=True)
     watcher.start()
     notes = Notes(store, 1, 2)
-    notes.leave("rank 1 is about to meet the others")
+    notes.leave(Failed("rank 1 is about to meet the others"))
     time.sleep(0.1)
     notes.clear()
     time.sleep(0.1)
     assert watcher.is_alive(), "a note that was cleared in time ends nothing"
-    notes.leave("rank 1 has no memory")
+    notes.leave(Unavailable("rank 1 has no memory"))
     watcher.join(5)
-    assert ended == ["rank 1 has no memory"]
+    assert [str(error) for error in ended] == ["rank 1 has no memory"]
+    assert isinstance(ended[0], Unavailable)
 
 
 def test_a_job_loaded_before_a_failure_comes_first_and_makes_the_trainer_ready():
     inbox = Inbox()
-    readiness = Readiness(inbox, job_request())
+    readiness = Readiness.after_loading(inbox, job_request())
     inbox.put("train_step", step_request(1))
     ticket = inbox.next(1)
     assert ticket is not None and ticket.name == "load_job"
@@ -155,7 +177,7 @@ def test_a_job_loaded_before_a_failure_comes_first_and_makes_the_trainer_ready()
     assert readiness.problem("b") is None, "someone has loaded another since"
     readiness.ends = "rank 1 has no memory"
     assert readiness.problem("b") == "rank 1 has no memory"
-    assert Readiness(Inbox(), None).problem(None) is None
+    assert Readiness.after_loading(Inbox(), None).problem(None) is None
 
 
 async def test_a_failed_inbox_answers_the_command_under_way():
@@ -185,18 +207,18 @@ class EndOfTest(Exception):
 async def test_commands_cross_the_channel_whole_and_idling_is_no_error(
     tmp_path, one_rank, monkeypatch
 ):
-    monkeypatch.setattr(commands, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(commands, "IDLE_S", 0.01)
     trainer, engines = make_trainer(tmp_path)
     inbox = Inbox()
 
     def main_thread() -> None:
         with pytest.raises(EndOfTest):
-            follow(trainer, Channel(Notes(HashStore(), 0, 1)), inbox)
+            follow(trainer, Channel.open(Notes(HashStore(), 0, 1)), inbox)
 
     thread = threading.Thread(target=main_thread)
     thread.start()
     await inbox.run("load_job", job_request())
-    await asyncio.sleep(0.1)  # some heartbeats
+    await asyncio.sleep(0.1)  # some empty commands
     seen: list[TrainStepRequest] = []
     monkeypatch.setattr(trainer, "train_step", lambda body: seen.append(body) or trainer.state())
     await inbox.run("train_step", step_request(1))

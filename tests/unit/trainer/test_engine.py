@@ -51,6 +51,7 @@ def memory(stage: int, **settings: Any) -> dict[str, Any]:
     return {
         "zero_stage": stage,
         "micro_batch_tokens": 64,
+        "gradient_checkpointing": False,
         "deepspeed": SPREAD_SMALL if stage == 3 else {},
         **settings,
     }
@@ -59,9 +60,9 @@ def memory(stage: int, **settings: Any) -> dict[str, Any]:
 def an_engine(job: Job):
     import torch
 
-    from services.trainer.zero.deepspeed_engine import DeepSpeedEngine
+    from services.trainer.zero.deepspeed_engine import start_engine
 
-    return DeepSpeedEngine(job, torch.device("cpu"))
+    return start_engine(job, torch.device("cpu"))
 
 
 def train(job: Job, batches, learning_rate: float, folder: Path) -> list:
@@ -205,7 +206,25 @@ def test_recomputed_layers_make_the_same_update(rank, model, examples, tmp_path,
     kept, recomputed = (
         difference(weights(tmp_path / name), start) for name in ("kept", "recomputed")
     )
-    assert relative(recomputed, kept) < 2e-6
+    assert relative(recomputed, kept) < 1e-5
+
+
+def is_freed(job: Job, examples) -> bool:
+    import gc
+    import weakref
+
+    engine = an_engine(job)
+    engine.update(examples, 1e-3)
+    model = weakref.ref(engine._parts.model)
+    engine.close()
+    gc.collect()
+    return model() is None
+
+
+@pytest.mark.parametrize(("stage", "beta"), [(2, 0.1), (3, 0.0), (3, 0.1)])
+def test_a_closed_engine_leaves_no_model_in_memory(rank, model, examples, stage, beta):
+    job = a_job(model, training={"beta": beta}, memory=memory(stage))
+    assert rank.call(is_freed, job, examples)
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
@@ -229,7 +248,7 @@ def disturbed(job: Job, examples, folder: Path, disturb: str) -> str:
             if passes == int(last):
                 raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. See documentation")
 
-        layer = engine._model.model.layers[0]
+        layer = engine._parts.model.model.layers[0]
         handle = (
             layer.register_forward_pre_hook(fail)
             if direction == "forward"
@@ -252,26 +271,27 @@ def disturbed(job: Job, examples, folder: Path, disturb: str) -> str:
         (0, "backward 2", False, {}),
         (1, "backward 2", False, {}),
         (2, "backward 2", True, {}),
-        (3, "forward 6", False, {}),
+        (3, "forward 18", False, {}),
         (
             0,
-            "backward 4",
+            "backward 10",
             False,
             {"minibatches": 2},
         ),  # in the second optimizer step, when the first has moved the weights
-        (2, "backward 4", False, {"minibatches": 2}),
-        (1, "backward 4", False, {"minibatches": 2, "dtype": "bfloat16"}),
-        (3, "backward 4", False, {"minibatches": 2}),
+        (2, "backward 10", False, {"minibatches": 2}),
+        (1, "backward 10", False, {"minibatches": 2, "dtype": "bfloat16"}),
+        (3, "backward 10", False, {"minibatches": 2}),
     ],
 )
 def test_an_update_that_ran_out_of_memory_is_as_if_it_had_never_come(
     rank, model, examples, tmp_path, stage, disturb, offload, training
 ):
-    """Dropout draws random numbers, which an update that is taken back must give back too."""
+    """Dropout draws random numbers, which an update that is taken back must give back too. Each
+    micro-batch is one sequence, so that smaller ones would not help."""
     job = a_job(
         model,
         training=training,
-        memory=memory(stage, offload_optimizer=offload),
+        memory=memory(stage, offload_optimizer=offload, micro_batch_tokens=1),
         lora={"rank": 2, "dropout": 0.5, "alpha": 64.0},
     )
     assert rank.call(disturbed, job, examples, tmp_path / "plain", "") == ""
@@ -290,9 +310,9 @@ def test_an_update_that_ran_out_of_memory_is_as_if_it_had_never_come(
     assert after == plain
 
 
-def run_out_of_memory(job: Job, small, large, folder: Path) -> str:
+def run_out_of_memory(job: Job, small, large, folder: Path) -> float:
     """Two updates on `small`, with one between them on `large` that this process may not have the
-    memory for."""
+    memory for at once. Returns the tokens of a micro-batch that fitted."""
     import re
     import resource
 
@@ -303,43 +323,32 @@ def run_out_of_memory(job: Job, small, large, folder: Path) -> str:
     )
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (64 << 20), limits[1]))
-    error = ""
-    try:
-        engine.update(large, 1e-2)
-    except Failed as failed:
-        error = str(failed)
+    update = engine.update(large, 1e-2)
     resource.setrlimit(resource.RLIMIT_AS, limits)
     engine.update(small, 1e-2)
     engine.save_weights(folder)
     engine.close()
-    return error
+    return update.metrics["memory/micro_batch_tokens"]
 
 
-def test_a_rank_that_really_runs_out_of_memory_trains_on(rank, examples, tmp_path):
+def test_a_rank_that_runs_out_of_memory_trains_on_in_smaller_micro_batches(
+    rank, examples, tmp_path
+):
     """Attention that keeps its scores needs 4 heads * 100 rows * 250^2 tokens * 4 bytes = 100 MB
-    per tensor, with 64 MiB allowed."""
+    for each tensor, with 64 MiB allowed. The update is the one that smaller micro-batches would
+    have made from the beginning, to the bit."""
     from shared.wire import Example
 
     model = make_tiny_model(tmp_path / "model")
-    job = a_job(
-        model,
-        memory={
-            "zero_stage": 2,
-            "attention": "eager",
-            "micro_batch_tokens": 25_000,
-            "packing": "off",
-        },
-    )
+    settings = memory(2, attention="eager", micro_batch_tokens=25_000, packing="off")
+    job = a_job(model, memory=settings)
     long = Example(
         prompt_token_ids=(1,), token_ids=(2,) * 249, old_logprobs=(-4.0,) * 249, advantage=1.0
     )
-    rank.call(train, job, [examples] * 2, 1e-2, tmp_path / "plain")
-    error = rank.call(run_out_of_memory, job, examples, (long,) * 100, tmp_path / "disturbed")
-    assert (
-        "out of memory in micro-batch 1 of 1 of [100, 250] tokens, optimizer step 1 of 1" in error
-    )
-    assert "you tried to allocate 100000000 bytes" in error
-    assert "memory.micro_batch_tokens from 25000 to 12500" in error
+    tokens = rank.call(run_out_of_memory, job, examples, (long,) * 100, tmp_path / "disturbed")
+    assert tokens in (12_500, 6250, 3125, 1562, 750)
+    small = a_job(model, memory=settings | {"micro_batch_tokens": int(tokens)})
+    rank.call(train, small, [examples, (long,) * 100, examples], 1e-2, tmp_path / "plain")
     plain, after = (
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "disturbed")
     )
@@ -424,7 +433,7 @@ def train_adapters(job: Job, examples, folder: Path) -> tuple[list, bool]:
     engine = an_engine(job)
     base = {
         name: p.clone()
-        for name, p in engine._model.named_parameters()
+        for name, p in engine._parts.model.named_parameters()
         if ".lora_" not in name and p.numel()
     }
     updates = [engine.update(examples, 1e-2) for _ in range(2)]
@@ -434,7 +443,7 @@ def train_adapters(job: Job, examples, folder: Path) -> tuple[list, bool]:
     engine.save_checkpoint(folder / "checkpoint")
     same = all(
         torch.equal(p, base[name])
-        for name, p in engine._model.named_parameters()
+        for name, p in engine._parts.model.named_parameters()
         if name in base and p.numel()
     )
     engine.close()

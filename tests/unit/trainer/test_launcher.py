@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from services.trainer import __main__ as launcher
-from services.trainer.__main__ import Launcher
+from services.trainer.processes import launcher
 from services.trainer.processes.agent import describe
 from services.trainer.processes.launch_folder import LaunchFolder, Past
+from services.trainer.processes.launcher import Launcher
 from shared.config import Settings
 from tests.support.trainer_fakes import job_request
 

@@ -66,7 +66,7 @@ def test_an_attention_implementation_that_is_not_installed_is_one_sentence(tmp_p
         pytest.skip("flash attention is installed here")
     job = a_job(make_tiny_model(tmp_path / "model"), memory={"attention": "flash_attention_2"})
     with pytest.raises(
-        BadRequest, match=r"memory\.attention is 'flash_attention_2', which is not there: "
+        BadRequest, match=r"memory\.attention is 'flash_attention_2', which is not installed: "
     ):
         models.load_model(job, torch.float32, torch.device("cpu"))
 

@@ -3,7 +3,7 @@ expected."""
 
 import pytest
 
-from services.trainer.__main__ import rank_environment
+from services.trainer.processes.launcher import rank_environment
 from services.trainer.processes.nodes import check_nodes
 from services.trainer.processes.rendezvous import Place
 from shared.config import Settings

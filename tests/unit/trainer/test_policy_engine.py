@@ -42,10 +42,10 @@ KNOBS = {
 def train(folder: Path, model: Path, examples, memory: dict) -> dict:
     import torch
 
-    from services.trainer.zero.deepspeed_engine import DeepSpeedEngine
+    from services.trainer.zero.deepspeed_engine import start_engine
 
     job = a_job(model, memory=memory, training={"max_grad_norm": MAX_GRAD_NORM})
-    engine = DeepSpeedEngine(job, torch.device("cpu"))
+    engine = start_engine(job, torch.device("cpu"))
     update = engine.update(examples, LEARNING_RATE)
     engine.save_weights(folder)
     engine.close()

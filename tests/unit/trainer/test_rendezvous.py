@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from services.trainer.processes import heartbeat as beats
-from services.trainer.processes import rendezvous
+from services.trainer.processes import heartbeat, rendezvous
 from services.trainer.processes.rendezvous import Place, meet
 from shared.config import Settings
 from shared.errors import Failed
@@ -101,10 +100,10 @@ def test_a_rank_that_begins_anew_tells_the_life_before_and_waits_for_the_next(tm
 
 
 def test_a_node_that_falls_silent_is_named(monkeypatch):
-    monkeypatch.setattr(beats, "BEAT_S", 0.02)
-    monkeypatch.setattr(beats, "SILENCE_S", 0.5)
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(heartbeat, "SILENCE_S", 0.5)
     store, ended, alive = HashStore(), list[str](), threading.Event()
-    listener = threading.Thread(target=beats.listen, args=(store, 3, ended.append), daemon=True)
+    listener = threading.Thread(target=heartbeat.listen, args=(store, 3, ended.append), daemon=True)
 
     def live(key: str, until: threading.Event) -> None:
         while not until.wait(0.05):
@@ -112,7 +111,8 @@ def test_a_node_that_falls_silent_is_named(monkeypatch):
 
     stop = threading.Event()
     threads = [
-        threading.Thread(target=live, args=args) for args in (("beat-1", alive), ("beat-2", stop))
+        threading.Thread(target=live, args=args)
+        for args in (("heartbeat-1", alive), ("heartbeat-2", stop))
     ]
     for thread in (*threads, listener):
         thread.start()
@@ -121,7 +121,7 @@ def test_a_node_that_falls_silent_is_named(monkeypatch):
     stop.set()
     listener.join(5)
     alive.set()
-    assert ended == ["node 2 has given no sign of life for 0.5 s"]
+    assert ended == ["node 2 has sent no heartbeat for 0.5 s"]
 
 
 def test_a_node_whose_store_is_gone_ends():
@@ -130,5 +130,5 @@ def test_a_node_whose_store_is_gone_ends():
             raise RuntimeError("Broken pipe\nframe #0: ...")
 
     ended: list[str] = []
-    beats.beat(Gone(), node(1, 1)[1], ended.append)  # pyright: ignore[reportArgumentType]
+    heartbeat.send(Gone(), node(1, 1)[1], ended.append)  # pyright: ignore[reportArgumentType]
     assert ended == ["node 0 is gone: Broken pipe"]

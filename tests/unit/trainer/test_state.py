@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from services.trainer.zero.state import random_state, restore_random_state
+from services.trainer.zero.random_numbers import random_state, restore_random_state
 
 
 def draw() -> tuple[float, float, float, float]:

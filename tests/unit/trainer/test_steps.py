@@ -200,3 +200,56 @@ def test_shared_memory_is_freed_when_a_job_is_replaced(tmp_path):
     assert (tmp_path / "shm/a/v0/model.safetensors").exists()
     trainer.load_job(job_request("b"))
     assert not (tmp_path / "shm/a").exists()
+
+
+def fenced(request, attempt: int, epoch: int = 0):
+    return request.model_copy(update={"attempt": attempt, "epoch": epoch})
+
+
+def test_a_newer_attempt_takes_the_job_over_as_it_is_and_the_older_one_moves_nothing(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(fenced(job_request(), 4))
+    trainer.train_step(fenced(step_request(1), 4))
+    state = trainer.load_job(fenced(job_request(), 5))
+    assert (state.attempt, state.epoch, state.step, len(engines)) == (5, 0, 1, 1)
+    assert engines.remembered == fenced(job_request(), 5)
+    for late in (fenced(step_request(2), 4), fenced(step_request(1), 4)):
+        with pytest.raises(Conflict, match=r"got attempt 4, epoch 0, .* superseded") as raised:
+            trainer.train_step(late)
+        assert raised.value.code == "stale"
+    with pytest.raises(Conflict) as raised:
+        trainer.load_job(fenced(job_request(), 4, 9))
+    assert raised.value.code == "stale"
+    assert engines[0].num_updates == 1
+    trainer.train_step(fenced(step_request(2), 5))
+    assert engines[0].num_updates == 2
+
+
+def test_a_call_of_an_attempt_or_epoch_that_has_not_put_its_job_is_out_of_order(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(fenced(job_request(), 4, 1))
+    for early in (fenced(step_request(1), 4, 2), fenced(step_request(1), 5, 0)):
+        with pytest.raises(Conflict, match="PUT /job first") as raised:
+            trainer.train_step(early)
+        assert raised.value.code == "out_of_order"
+    with pytest.raises(Conflict) as raised:
+        trainer.publish_weights(fenced(PublishRequest(job_id="a", version=0, method="shm"), 4, 0))
+    assert raised.value.code == "stale"
+    assert engines[0].num_updates == 0
+
+
+def test_a_job_that_could_not_be_loaded_still_supersedes_the_one_before(tmp_path):
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(fenced(job_request("a"), 4))
+    with pytest.raises(BadRequest):
+        trainer.load_job(fenced(job_request("b", model="missing"), 5))
+    with pytest.raises(Conflict) as raised:
+        trainer.train_step(fenced(step_request(1), 4))
+    assert raised.value.code == "stale"
+    assert engines[0].num_updates == 0
+
+
+def test_each_life_of_the_ranks_has_a_boot_id_of_its_own(tmp_path):
+    one, other = (make_trainer(tmp_path)[0] for _ in range(2))
+    assert one.state().boot_id == one.load_job(job_request()).boot_id != other.state().boot_id
+    assert "" not in (one.state().boot_id, other.state().boot_id)

@@ -1,0 +1,78 @@
+"""Which GPUs sampler and trainer see when they run on one machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.config import Settings
+from shared.errors import BadRequest
+
+SHARED_UTILIZATION = 0.35
+"""Share of a GPU's memory that vLLM takes beside a trainer, which at bfloat16 with a float32 master
+and Adam's moments needs eight times what vLLM needs for the weights."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The devices of each service, as CUDA_VISIBLE_DEVICES names them, and the share of a device's
+    memory that the sampler takes."""
+
+    rollout: tuple[str, ...]
+    trainer: tuple[str, ...]
+    gpu_memory_utilization: float
+
+    def environment(self, service: str) -> dict[str, str]:
+        """Returns the variables that a service is started with."""
+        devices = {"rollout": self.rollout, "trainer": self.trainer}.get(service)
+        if devices is None:
+            return {}
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(devices),
+            "HONE_GPU_MEMORY_UTILIZATION": str(self.gpu_memory_utilization),
+        }
+
+
+def plan(visible: tuple[str, ...], settings: Settings) -> Plan | None:
+    """Returns who gets which of the `visible` devices; None on a machine without any.
+
+    What the settings name is taken. Else the sampler gets the first `tensor_parallel_size` and the
+    trainer the `trainer_ranks` after them, or the last ones where there are not enough for both.
+    Only a sampler that shares a device takes less of its memory, unless the setting says how much.
+    Raises BadRequest where a service needs more devices than there are.
+    """
+    if not visible:
+        return None
+    num_rollout, num_trainer = settings.tensor_parallel_size, settings.trainer_ranks
+    rollout = settings.rollout_devices
+    trainer = settings.trainer_devices
+    if not rollout:
+        free = tuple(device for device in visible if device not in trainer)
+        rollout = (free if len(free) >= num_rollout else visible)[:num_rollout]
+    if not trainer:
+        free = tuple(device for device in visible if device not in rollout)
+        trainer = free[:num_trainer] if len(free) >= num_trainer else visible[-num_trainer:]
+    _check_enough(rollout, num_rollout, "HONE_ROLLOUT_DEVICES", "HONE_TENSOR_PARALLEL_SIZE")
+    _check_enough(trainer, num_trainer, "HONE_TRAINER_DEVICES", "HONE_TRAINER_RANKS")
+    utilization = settings.gpu_memory_utilization
+    if set(rollout) & set(trainer) and "gpu_memory_utilization" not in settings.model_fields_set:
+        utilization = SHARED_UTILIZATION
+    return Plan(rollout, trainer, utilization)
+
+
+def _check_enough(devices: tuple[str, ...], needed: int, names: str, count: str) -> None:
+    if len(devices) < needed:
+        raise BadRequest(
+            f"{count} is {needed}, and there are {len(devices)} device(s) for it "
+            f"({', '.join(devices)}); lower it, or name more in {names}"
+        )
+
+
+def visible_devices(folder: Path = Path("/dev")) -> tuple[str, ...]:
+    """Returns the NVIDIA devices that a process started now would see."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(name.strip() for name in named.split(",") if name.strip())
+    num = sum(path.name.removeprefix("nvidia").isdigit() for path in folder.glob("nvidia*"))
+    return tuple(map(str, range(num)))

@@ -1,0 +1,128 @@
+"""The launcher: keeps this node's ranks running under torchrun. It imports no torch.
+
+When a rank dies, torchrun ends those of this node; the launcher says which died and of what, and
+starts them again: at most `HONE_TRAINER_RESTARTS` times in ten minutes. The new ranks load the job
+that was loaded by themselves, from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from services.trainer.processes.launch_folder import LaunchFolder, Past
+from services.trainer.processes.nodes import interface_of
+from shared.config import Settings
+from shared.logs import get_logger
+from shared.processes import ending_with_parent
+
+STOP_S = 10
+RESTART_WINDOW_S = 600.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+
+
+class Launcher:
+    """Keeps this node's ranks running."""
+
+    def __init__(self, settings: Settings, folder: LaunchFolder) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._asked = threading.Event()
+        self._torchrun: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Returns the exit code: 0 if asked to stop, torchrun's if the ranks died too often."""
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, self._stop)
+        past, deaths = Past(), list[float]()
+        while True:
+            code = self._live(past)
+            if self._asked.is_set():
+                return 0
+            failure = self._folder.failure() or f"torchrun ended with exit code {code}"
+            now = time.monotonic()
+            deaths = [*(death for death in deaths if now - death < RESTART_WINDOW_S), now]
+            if len(deaths) > self._settings.trainer_restarts:
+                get_logger().error(
+                    "the ranks died too often",
+                    reason=failure,
+                    restarts=past.restarts,
+                    exit_code=code,
+                )
+                return code or 1
+            pause_s = min(FIRST_PAUSE_S * 2 ** (len(deaths) - 1), MAX_PAUSE_S)
+            get_logger().error(
+                "the ranks died and start again",
+                reason=failure,
+                restart=past.restarts + 1,
+                after_s=pause_s,
+            )
+            past = Past(past.restarts + 1, failure)
+            if self._asked.wait(pause_s):
+                return 0
+
+    def _live(self, past: Past) -> int:
+        """Runs the ranks until they end, and returns torchrun's exit code."""
+        life = self._folder.new_life(past)
+        self._torchrun = subprocess.Popen(
+            torchrun_command(self._settings.trainer_ranks, life),
+            env=rank_environment(self._settings),
+            start_new_session=True,  # Ctrl-C reaches this process only, which hands it on
+            preexec_fn=ending_with_parent(),
+        )
+        if self._asked.is_set():
+            self._torchrun.terminate()
+        return self._torchrun.wait()
+
+    def _stop(self, _signal: int, _frame: FrameType | None) -> None:
+        self._asked.set()
+        if self._torchrun is not None:
+            self._torchrun.terminate()
+
+
+def torchrun_command(num_ranks: int, life: Path) -> list[str]:
+    """Returns torchrun's command line for this node's ranks.
+
+    Its rendezvous is a file of this node, because its TCP store would listen on every interface;
+    ranks of several nodes meet as rendezvous.py says.
+    """
+    return [
+        *(sys.executable, "-m", "services.trainer.processes.agent"),
+        *("--nnodes", "1", "--nproc-per-node", str(num_ranks), "--max-restarts", "0"),
+        *(
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            str(life / "rendezvous"),
+            "--rdzv-conf",
+            "store_type=file",
+        ),
+        *("--log-dir", str(life / "logs")),
+        *("--local-addr", "127.0.0.1", "--shutdown-timeout", str(STOP_S)),
+        *("--module", "services.trainer.processes.ranks", str(life)),
+    ]
+
+
+def rank_environment(settings: Settings) -> dict[str, str]:
+    """Returns the environment of the ranks: threads shared out, sockets between them on the one
+    interface that they need."""
+    cores = len(os.sched_getaffinity(0))
+    threads = settings.trainer_threads or max(1, cores // settings.trainer_ranks)
+    interface = interface_of(settings)
+    sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    no_store_server = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # Micro-batches differ in size: without this, memory freed by one is of no use to the next.
+    allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return (
+        sockets
+        | allocator
+        | os.environ
+        | no_store_server
+        | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    )

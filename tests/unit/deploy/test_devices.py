@@ -1,0 +1,69 @@
+"""Who gets which GPU, by hand."""
+
+import pytest
+
+from deploy.devices import Plan, plan, visible_devices
+from shared.config import Settings
+from shared.errors import BadRequest
+
+
+@pytest.mark.parametrize(
+    ("visible", "settings", "expected"),
+    [
+        (("0",), {}, Plan(("0",), ("0",), 0.35)),
+        (("0",), {"gpu_memory_utilization": 0.5}, Plan(("0",), ("0",), 0.5)),
+        (("0", "1"), {}, Plan(("0",), ("1",), 0.85)),
+        (("4", "5"), {}, Plan(("4",), ("5",), 0.85)),
+        (("0", "1"), {"trainer_ranks": 2}, Plan(("0",), ("0", "1"), 0.35)),
+        (
+            ("0", "1", "2", "3"),
+            {"tensor_parallel_size": 2, "trainer_ranks": 2},
+            Plan(("0", "1"), ("2", "3"), 0.85),
+        ),
+        (("0", "1", "2"), {"trainer_ranks": 2}, Plan(("0",), ("1", "2"), 0.85)),
+        (("0", "1"), {"trainer_devices": ("0",)}, Plan(("1",), ("0",), 0.85)),
+        (("0", "1"), {"rollout_devices": ("1",)}, Plan(("1",), ("0",), 0.85)),
+        (
+            ("0", "1"),
+            {"rollout_devices": ("1",), "trainer_devices": ("1",)},
+            Plan(("1",), ("1",), 0.35),
+        ),
+    ],
+)
+def test_devices_are_split_where_there_are_enough_and_shared_else(visible, settings, expected):
+    assert plan(visible, Settings(**settings)) == expected
+
+
+def test_without_a_gpu_nothing_is_planned():
+    assert plan((), Settings()) is None
+
+
+def test_more_ranks_than_devices_is_one_sentence():
+    with pytest.raises(BadRequest, match=r"HONE_TRAINER_RANKS is 4, and there are 2 device\(s\)"):
+        plan(("0", "1"), Settings(trainer_ranks=4))
+
+
+def test_services_without_a_gpu_are_started_as_they_are():
+    shared = plan(("0",), Settings())
+    assert shared is not None
+    assert shared.environment("reward") == {}
+    assert shared.environment("rollout") == {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HONE_GPU_MEMORY_UTILIZATION": "0.35",
+    }
+
+
+def test_devices_are_those_of_cuda_visible_devices_or_of_the_machine(monkeypatch, tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_devices(tmp_path) == ("0", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    assert visible_devices(tmp_path) == ("3", "5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_devices(tmp_path) == ()
+
+
+def test_devices_come_from_the_environment_as_one_text(monkeypatch):
+    monkeypatch.setenv("HONE_ROLLOUT_DEVICES", "0, 1")
+    assert Settings().rollout_devices == ("0", "1")
