@@ -201,8 +201,9 @@ class TrainingSpec(Section):
     "sapo"."""
 
     max_log_ratio: float = Field(default=20.0, gt=0, le=40)
-    """The ratio's logarithm is clamped to this on both sides, in nats; up to 40. 20 changes nothing
-    that a bound does not hold, and keeps e to its power finite in float32."""
+    """The ratio's logarithm, and the difference of log-probs that the KL divergence is estimated
+    from, are clamped to this on both sides, in nats; up to 40. A token beyond has no gradient of
+    the term. 20 is far from what training makes, and keeps e to its power finite in float32."""
 
     tau_positive: float = Field(default=1.0, gt=0)
     """Temperature of the gate of "sapo" where the advantage is positive, above 0: a larger one
@@ -335,7 +336,9 @@ class LoraSpec(Section):
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which an input of an adapter is dropped in training. 0: the policy that is
-    trained is exactly the one that was sampled."""
+    trained is exactly the one that was sampled. With several optimizer steps per batch the noise of
+    dropout is in the ratios of all but the first, where bounds as narrow as those of "gspo" clip
+    it."""
 
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Names of the layers that get adapters, for example ["q_proj", "v_proj"]. "all-linear": every

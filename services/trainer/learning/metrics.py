@@ -2,7 +2,8 @@
 orchestrator adds what it measures itself (services/orchestrator/record/telemetry.py).
 
 Of every pass of every update, by the ratio r that the loss uses (clamped; of the token or of the
-sequence). Names that TRL has mean what they mean there:
+sequence). Names that TRL has mean what they mean there, but for ratios of sequences: here each of a
+sequence's tokens counts, there the sequence once.
 
     clip_ratio/low_mean     share of tokens held by the lower bound: r < 1 - clip_low, A < 0
     clip_ratio/high_mean    share of tokens held by the upper bound: r > 1 + clip_high, A > 0

@@ -17,19 +17,26 @@ def loss_inputs(
     logprobs_N: Tensor,
     *,
     before_N: Tensor | None = None,
+    first: bool = False,
     reference_N: Tensor | None = None,
     correction: Resolved,
     denominators: Denominators,
     training: TrainingSpec,
 ) -> LossInputs:
     """Returns what the loss takes. `before_N` are the trainer's log-probs before the first update
-    of the batch; None: this is that update, and they are `logprobs_N`, so its ratio is exactly 1.
+    of the batch; None: this is that update, and they are `logprobs_N`.
+
+    `first`: this is that update, so its ratio is taken to `logprobs_N` and is exactly 1. Where
+    dropout makes these others than `before_N`, its noise would be clipped as if training had
+    changed the policy.
     """
-    before_N = logprobs_N.detach() if before_N is None else before_N
+    now_N = logprobs_N.detach()
+    trainer_N = now_N if first or before_N is None else before_N
+    before_N = now_N if before_N is None else before_N
     sampler_N = known_sampler_logprobs(batch, before_N)
     return LossInputs(
         logprobs_N=logprobs_N,
-        old_logprobs_N=sampler_N if correction.ratio_base == "sampler" else before_N,
+        old_logprobs_N=sampler_N if correction.ratio_base == "sampler" else trainer_N,
         reference_logprobs_N=reference_N,
         advantages_N=batch.advantages_N,
         weights_N=correction_weights(

@@ -13,7 +13,8 @@ batch.
 
 Frozen passes, before the first optimizer step and without dropout, are made for what they alone can
 tell: the trainer's log-probs before the first of several steps, or apart from dropout; and the
-reference's. With one step and no dropout, the pass that trains tells the former by itself.
+reference's. With one step and no dropout, the pass that trains tells the former by itself. The
+ratio of the first step is taken to the pass that trains, dropout included, and is exactly 1.
 
 All or nothing: where a loss or gradient is not finite, or memory runs out, weights, optimizer and
 random numbers become what they were. After running out of memory in a micro-batch of several
@@ -263,6 +264,7 @@ class Updater:
                 on_device,
                 logprobs_N,
                 before_N=frozen.before_N,
+                first=progress.update == 1,
                 reference_N=frozen.reference_N,
                 correction=self._correction,
                 denominators=minibatch.denominators,

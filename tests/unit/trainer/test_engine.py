@@ -487,18 +487,30 @@ def test_adapters_train_alone_and_are_published_merged_and_exported_apart(
     assert ("lm_head.weight" in names) is not tied
 
 
-def test_dropout_is_only_in_the_passes_that_train(rank, model, examples, tmp_path):
-    """The frozen pass sees the policy without it, so trainer and sampler differ by no more than
-    without dropout."""
-    mismatch, ratios = [], []
-    for dropout in (0.0, 0.5):
-        lora = {"rank": 4, "alpha": 64.0, "dropout": dropout}
-        job = a_job(model, memory=memory(2), lora=lora, correction={"method": "token_tis"})
-        updates = rank.call(train, job, [examples] * 2, 1e-2, tmp_path / str(dropout))
-        mismatch.append(updates[0].metrics["mismatch/logprob_diff_mean"])
-        ratios.append(updates[1].metrics["ratio/mean"])
-    assert mismatch[0] == pytest.approx(mismatch[1], abs=1e-12)
-    assert ratios[0] == 1.0 and abs(ratios[1] - 1.0) > 1e-4
+def move_then_stand_still(job: Job, examples) -> list:
+    """Three updates; the second and third are of the same weights, and draw other dropout."""
+    engine = an_engine(job)
+    updates = [engine.update(examples, learning_rate) for learning_rate in (1e-2, 0.0, 0.0)]
+    engine.close()
+    return updates
+
+
+@pytest.mark.parametrize("loss", ["dapo", "gspo"])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_dropout_is_in_the_passes_that_train_and_not_in_the_first_ratio(
+    rank, model, examples, loss, minibatches
+):
+    """The frozen pass sees the policy without it: twice the same difference from the sampler."""
+    training = {"loss": loss, "minibatches": minibatches, "clip_low": 3e-4, "clip_high": 4e-4}
+    lora = {"rank": 4, "alpha": 64.0, "dropout": 0.5}
+    job = a_job(model, training=training, memory=memory(2), lora=lora)
+    _, second, third = rank.call(move_then_stand_still, job, examples)
+    name = "mismatch/logprob_diff_mean"
+    assert second.metrics[name] == third.metrics[name]
+    assert second.metrics["entropy"] != third.metrics["entropy"]
+    for update in (second, third):
+        assert (update.metrics["ratio/mean"] == 1.0) is (minibatches == 1)
+        assert update.metrics["clip_ratio/region_mean"] <= (0.0 if minibatches == 1 else 0.5)
 
 
 def test_the_reference_is_the_model_that_the_job_began_with(rank, model, examples, tmp_path):

@@ -98,6 +98,24 @@ def test_later_updates_are_compared_with_the_log_probs_before_the_first():
     assert importance_ratios(x).tolist() == pytest.approx([math.exp(0.1)] * 1024, rel=1e-5)
 
 
+def test_noise_between_the_frozen_and_the_first_training_pass_is_not_in_the_ratio():
+    # Dropout: the first update's log-probs are not those before it; weights are of the latter.
+    batch, logprobs_N = on_policy(2)
+    before_N = logprobs_N.detach() - 0.1
+    x = loss_inputs(
+        batch,
+        logprobs_N,
+        before_N=before_N,
+        first=True,
+        correction=resolve(CorrectionSpec(method="token_tis", high=9.0), max_staleness=0),
+        denominators=Denominators(2, 1, 1, max_tokens=LENGTH),
+        training=GSPO,
+    )
+    assert (importance_ratios(x) == 1).all()
+    expected = (before_N - batch.sampler_logprobs_N).exp()
+    torch.testing.assert_close(x.weights_N, expected, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("base", ["trainer", "sampler"])
 def test_an_unknown_sampler_is_taken_to_be_the_trainer(base):
     # Two examples of two tokens; nobody measured the log-probs of the second one.
