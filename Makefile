@@ -30,11 +30,11 @@ test: $(VENV)/.ready ## every test but the soak tests: unit, contract, and the r
 soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 	$(BIN)/python -m pytest -m soak
 
-check: $(VENV)/.ready ## lint, types and the fast tests (about four minutes)
+check: $(VENV)/.ready ## lint, types and the fast tests, two at a time (about three minutes)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -q -m "not system and not engine and not soak"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not system and not engine and not soak"
 
 format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .

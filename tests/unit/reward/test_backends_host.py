@@ -66,6 +66,7 @@ def test_version_2_moves_the_service_aside_and_gives_each_slot_a_group(tmp_path:
             r"has the controllers \['cpu', 'pids'\], and slots need \['memory', 'pids'\]",
         ),
     ],
+    ids=["another process", "another controller"],
 )
 def test_a_group_that_is_not_the_services_own_is_left_alone_and_that_is_said(
     tmp_path: Path, holds: str, controllers: str, why: str
