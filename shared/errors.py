@@ -48,6 +48,7 @@ CODES = {
     "bug": "an exception that nobody expected; the service's log has the traceback",
     "out_of_memory": "a device ran out of memory",
     "disk_full": "there is no space left to write",
+    "not_finite": "a loss or gradient is NaN or infinite; the step changed no weight",
     "digest_differs": "the weights read are not those published and were not loaded; publish again",
     "tensors_differ": "the weights are not of the model that serves and were not loaded",
 }

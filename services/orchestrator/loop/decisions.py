@@ -86,6 +86,12 @@ RULES = (
     Rule(Unavailable, Action.RECOVER, LOOK),
     Rule(Failed, Action.PAUSE, "free some space", _codes("disk_full")),
     Rule(Failed, Action.PAUSE, "free memory on its device", _codes("out_of_memory")),
+    Rule(
+        Failed,
+        Action.PAUSE,
+        'submit it with a smaller learning rate, or training.on_nonfinite = "skip"',
+        _codes("not_finite"),
+    ),
     Rule(Failed, Action.RECOVER, LOOK),
     Rule(Unauthorized, Action.PAUSE, "give all services the same HONE_TOKEN"),
     Rule(

@@ -193,8 +193,8 @@ class Updater:
                 )
             raise Failed(
                 f"the step was refused: its gradient is not finite (loss {loss:g}, optimizer step "
-                f"{progress.update} of "
-                f"{progress.num_updates}); the weights are as they were"
+                f"{progress.update} of {progress.num_updates}); the weights are as they were",
+                code="not_finite",
             ) from None
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):

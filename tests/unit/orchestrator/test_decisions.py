@@ -51,6 +51,7 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (Failed, "digest_differs"): RECOVER,
     (Failed, "tensors_differ"): RECOVER,
     (Failed, "out_of_memory"): PAUSE,
+    (Failed, "not_finite"): PAUSE,
     (Failed, "disk_full"): PAUSE,
 }
 
