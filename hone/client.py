@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from shared.wire import (
     MetricsList,
     RegradeReport,
     RegradeRequest,
+    ResumeRequest,
     RolloutList,
     SubmitRequest,
     VersionInfo,
@@ -97,9 +98,10 @@ class Client:
         """Pauses a queued job now, a running one within seconds; another job may then run."""
         return self._post(job, "pause")
 
-    def resume(self, job: str) -> JobState:
-        """Queues a paused job again; it goes on where it was."""
-        return self._post(job, "resume")
+    def resume(self, job: str, changes: Sequence[str] = ()) -> JobState:
+        """Queues a paused job again; it goes on where it was, with `changes` such as
+        "memory.micro_batch_tokens=4096". Raises BadRequest for one that says what is learned."""
+        return self._post(job, "resume", ResumeRequest(set=tuple(changes)))
 
     def delete(self, job: str, *, files: bool = False) -> JobDeleted:
         """Forgets a job that has ended, with its events. `files` removes its run folder and the
@@ -190,11 +192,11 @@ class Client:
         assert record.status in TERMINAL
         return record
 
-    def _post(self, job: str, action: str) -> JobState:
+    def _post(self, job: str, action: str, body: BaseModel | None = None) -> JobState:
         return self._by_id_or_name(
             job,
             lambda job_id: self._client.call(
-                "POST", f"/v1/jobs/{job_id}/{action}", None, JobState, deadline_s=CHANGE_DEADLINE_S
+                "POST", f"/v1/jobs/{job_id}/{action}", body, JobState, deadline_s=CHANGE_DEADLINE_S
             ),
         )
 

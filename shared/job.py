@@ -15,6 +15,11 @@ JOB_ID = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 
 MAX_SOURCE_BYTES = 1 << 20
 
+MAY_CHANGE = frozenset(
+    {"name", "steps", "weight_sync", "memory", "evaluation", "checkpoints", "rollouts", "wandb"}
+)
+"""Keys of a job that do not say what is learned: a job may go on with others than it began with."""
+
 SyncMethod = Literal["shm", "disk"]
 """How weights get from trainer to sampler. Each method is an entry of two tables: METHODS in
 services/trainer/disk/weights.py, LOADERS in services/rollout/weights.py."""

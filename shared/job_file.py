@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from shared.errors import BadRequest
 from shared.explain import sentences
-from shared.job import Job
+from shared.job import MAY_CHANGE, Job
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
@@ -53,6 +53,24 @@ def parse_job(document: dict[str, Any], where: str = "job") -> Job:
     except ValidationError as error:
         faults = sentences(error, Job, where)
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
+
+
+def changed(job: Job, overrides: Sequence[str]) -> Job:
+    """Returns the job with `overrides` ("a.b=c") applied, to go on with. Raises BadRequest for a
+    key that says what is learned: that would be another job."""
+    free = MAY_CHANGE - {"name"}
+    document = job.model_dump(mode="json")
+    for override in overrides:
+        section, dot, _ = override.partition("=")[0].partition(".")
+        if section in Job.model_fields and section not in free:
+            raise BadRequest(
+                f"{override!r} changes what is learned: that is another job, to be submitted; a "
+                f"paused job goes on with other {', '.join(sorted(free))}"
+            )
+        if dot and document.get(section) is None:
+            document[section] = {}
+        _apply(document, override)
+    return parse_job(document)
 
 
 def _apply(document: dict[str, Any], override: str) -> None:

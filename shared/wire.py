@@ -688,6 +688,13 @@ class JobState(Wire):
     error: str | None = None
 
 
+class ResumeRequest(Wire):
+    """`POST /v1/jobs/{id}/resume`: `set` are changes to go on with, as `--set` takes them:
+    "memory.micro_batch_tokens=4096". Only what does not say what is learned can change."""
+
+    set: tuple[str, ...] = ()
+
+
 class JobList(Wire):
     """Newest first. `next_after` goes back as `?after=` for the next page; None at the end.
     `unreadable` are the ids of those on the page that another version of Hone wrote and this one

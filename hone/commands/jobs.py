@@ -94,10 +94,17 @@ def pause(job: JobArgument, output: OutputOption = Output.table) -> None:
 
 
 @command
-def resume(job: JobArgument, output: OutputOption = Output.table) -> None:
+def resume(
+    job: JobArgument,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="KEY=VALUE of memory, steps, evaluation, checkpoints, ..."),
+    ] = None,
+    output: OutputOption = Output.table,
+) -> None:
     """Let a paused job go on where it was."""
     with connect() as client:
-        state = client.resume(job)
+        state = client.resume(job, changes or [])
     watches = f"`hone logs -f {state.id}` watches it"
     show(output, state, lambda: f"job {state.id} is {state.status}; {watches}")
 

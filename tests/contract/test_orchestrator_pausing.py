@@ -11,8 +11,9 @@ import pytest
 from services.orchestrator.queue.store import Lease, Store
 from shared.client import Client
 from shared.config import Settings
+from shared.errors import BadRequest, Conflict
 from shared.job import Job
-from shared.wire import TERMINAL, JobRecord, Part, ScoreItem, SubmitRequest
+from shared.wire import TERMINAL, JobRecord, Part, ResumeRequest, ScoreItem, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import Stack, orchestrator
@@ -65,6 +66,30 @@ async def test_a_paused_job_frees_the_worker_and_goes_on_where_it_was(stack: Sta
     # the other job took the fake trainer from it: steps 1 to 4 are trained again from disk, and
     # only 5 to 8 sampled
     assert stack.fakes.calls["generate"] - sampled == 4 * 6 + 2 * 12
+
+
+async def test_a_paused_job_goes_on_with_other_memory_settings_and_steps(stack: Stack) -> None:
+    gate = Gate(stack.fakes, "train_step", 4)
+    job_id = (await stack.submit()).id
+    await gate.reached.wait()
+    changes = ResumeRequest(set=("memory.micro_batch_tokens=128", "steps=5"))
+    with pytest.raises(Conflict, match=r"is running; pause it before you change it"):
+        await stack.post(f"{job_id}/resume", changes)
+    await stack.post(f"{job_id}/pause")
+    await stack.until(job_id, "paused")
+    gate.open()
+    for wrong, sentence in (
+        ("training.learning_rate=1", "'training.learning_rate=1' changes what is learned"),
+        ("steps=2", "steps: got 2, but 3 are done"),
+        ("memory.micro_batch_token=1", "unknown key 'memory.micro_batch_token'"),
+    ):
+        with pytest.raises(BadRequest, match=sentence):
+            await stack.post(f"{job_id}/resume", ResumeRequest(set=(wrong,)))
+        assert (await stack.get(job_id)).status == "paused"
+    await stack.post(f"{job_id}/resume", changes)
+    done = await stack.until(job_id)
+    assert (done.status, done.step, done.steps) == ("succeeded", 5, 5)
+    assert done.job.memory.micro_batch_tokens == 128
 
 
 @pytest.mark.parametrize("kept", [3, 0])

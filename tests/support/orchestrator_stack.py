@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from pydantic import BaseModel
 
 from services.orchestrator.app import create_service
 from services.orchestrator.loop import run
@@ -43,10 +44,8 @@ class Stack:
     async def get(self, job_id: str) -> JobRecord:
         return await self.client.get(f"/v1/jobs/{job_id}", JobRecord)
 
-    async def post(self, path: str) -> JobState:
-        return JobState.model_validate(
-            (await self.http.post(f"/v1/jobs/{path}")).raise_for_status().json()
-        )
+    async def post(self, path: str, body: BaseModel | None = None) -> JobState:
+        return await self.client.call("POST", f"/v1/jobs/{path}", body, JobState, deadline_s=30)
 
     async def events(self, job_id: str) -> tuple[Event, ...]:
         return (await self.client.get(f"/v1/jobs/{job_id}/events", EventList)).events

@@ -15,9 +15,17 @@ from shared import codec
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.job import Job
+from shared.job_file import changed
 from shared.models import model_folder
 from shared.service import Service, request_key
-from shared.wire import JobDeleted, JobList, JobRecord, JobState, SubmitRequest
+from shared.wire import (
+    JobDeleted,
+    JobList,
+    JobRecord,
+    JobState,
+    ResumeRequest,
+    SubmitRequest,
+)
 
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
@@ -64,9 +72,16 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         return await store.pause(job_id)
 
     @app.post("/v1/jobs/{job_id}/resume")
-    async def resume_job(job_id: str) -> JobState:
-        """Queues a paused job again. It goes on where it was."""
-        return await store.resume(job_id)
+    async def resume_job(job_id: str, request: ResumeRequest | None = None) -> JobState:
+        """Queues a paused job again. It goes on where it was, with other memory settings, steps and
+        the like if the body says so."""
+        if request is None or not request.set:
+            return await store.resume(job_id)
+        record = await store.get(job_id)
+        job = changed(record.job, request.set)
+        if job.steps < record.step:
+            raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
+        return await store.resume(job_id, job)
 
 
 async def check_job(job: Job, settings: Settings) -> None:

@@ -73,6 +73,8 @@ def _codes(*codes: str) -> frozenset[str]:
 
 LOOK = "make sure that it works (`hone doctor` shows how the services are)"
 
+MEMORY = "free memory on its device, or change [memory] with `hone resume JOB --set KEY=VALUE`"
+
 RULES = (
     Rule(LeaseLost, Action.STOP),
     Rule(BatchExists, Action.STOP),
@@ -85,7 +87,7 @@ RULES = (
     Rule(Unavailable, Action.PAUSE, "find out why, or raise the deadline", _codes("deadline")),
     Rule(Unavailable, Action.RECOVER, LOOK),
     Rule(Failed, Action.PAUSE, "free some space", _codes("disk_full")),
-    Rule(Failed, Action.PAUSE, "free memory on its device", _codes("out_of_memory")),
+    Rule(Failed, Action.PAUSE, MEMORY, _codes("out_of_memory")),
     Rule(
         Failed,
         Action.PAUSE,

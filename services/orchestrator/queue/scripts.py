@@ -278,15 +278,18 @@ RESUME = once("""
   if not is_job(call.id) then return '' end
   local status = field(call.id, 'status')
   if status == 'paused' then
+    for name, value in pairs(call.fields or {}) do set(call.id, name, value) end
     set(call.id, 'tries', 0, 'recoveries', 0)
     redis.call('HDEL', job(call.id), 'error')
     enqueue(call.id)
-  elseif status == 'running' and redis.call('HDEL', job(call.id), 'pause_requested') == 1 then
+  elseif status == 'running' and not call.fields
+      and redis.call('HDEL', job(call.id), 'pause_requested') == 1 then
     event(call.id, 'log', 'info', 'not pausing after all', '{}')
   end
   return status
 """)
-"""call: id. Returns the status before, or '' if there is no such job."""
+"""call: id; perhaps fields, to go on with if the job is paused. Returns the status before, or '' if
+there is no such job."""
 
 CANCEL = once("""
   if not is_job(call.id) then return '' end

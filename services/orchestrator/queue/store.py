@@ -223,10 +223,14 @@ class Store:
             )
         return await self._state(job_id)
 
-    async def resume(self, job_id: str) -> JobState:
-        """Returns the state of the job, which is queued again if it was paused; a pause that was
-        asked for and has not happened yet is called off. Raises Conflict if it has ended."""
-        before = await self._call(self._resume, id=_known(job_id))
+    async def resume(self, job_id: str, job: Job | None = None) -> JobState:
+        """Returns the state of the job, which is queued again if it was paused, to go on as `job`
+        if given; a pause that was asked for and has not happened yet is called off. Raises Conflict
+        if it has ended, or runs and was to change."""
+        fields = {"job": job.model_dump_json(), "steps": job.steps} if job else None
+        before = await self._call(self._resume, id=_known(job_id), fields=fields)
+        if job and before in ("queued", "running"):
+            raise Conflict(f"job {job_id!r} is {before}; pause it before you change it")
         if before in TERMINAL:
             raise Conflict(f"job {job_id!r} {_has(before)}; only a paused job can be resumed")
         return await self._state(job_id)

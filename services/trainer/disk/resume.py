@@ -16,14 +16,9 @@ from services.trainer.disk import checkpoints
 from services.trainer.disk.checkpoints import Damaged, Manifest
 from services.trainer.processes.together import Ranks
 from shared.errors import Conflict
-from shared.job import Job
+from shared.job import MAY_CHANGE, Job
 from shared.logs import get_logger
 from shared.wire import TrainerJob
-
-MAY_CHANGE = frozenset(
-    {"name", "steps", "weight_sync", "memory", "evaluation", "checkpoints", "rollouts", "wandb"}
-)
-"""Keys of a job that do not say what is learned: a job goes on with others than it began with."""
 
 SHOWN_DIFFERENCES = 3
 

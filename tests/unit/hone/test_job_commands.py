@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from typer.testing import CliRunner
@@ -30,7 +30,7 @@ class Orchestrator:
             raise NotFound(f"no job {job!r}")
         return self.record
 
-    def change(self, job: str) -> JobState:
+    def change(self, job: str, changes: Sequence[str] = ()) -> JobState:
         return JobState(id=self.get(job).id, status=self.record.status)
 
     cancel = pause = resume = change
