@@ -29,6 +29,7 @@ from shared.config import PREFIX, load_settings
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.job import RewardSpec
 from shared.job_file import load_job
+from shared.processes import ending_with_parent
 from shared.wire import Score, ScoreItem, ScoreRequest, ScoreResult, VersionInfo
 
 PING_DEADLINE_S = 1.0
@@ -207,7 +208,11 @@ def _started() -> Generator[tuple[str, str]]:
     environment = os.environ | {PREFIX + name: value for name, value in own.items()}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.reward"], env=environment, stdout=log, stderr=log
+            [sys.executable, "-m", "services.reward"],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            preexec_fn=ending_with_parent(),
         )
         try:
             _wait(process, url, token, log)

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import fcntl
 import json
 import multiprocessing
 import os
 import re
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 R = TypeVar("R")
 
@@ -23,6 +26,41 @@ SERVICE_PID = "ROLLOUT_SERVICE_PID"
 NOISY = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.model_executor.models.utils")
 """Warn at each reload of modules without weights, and of each tensor whose dtype differs;
 `weights.py` compares tensors."""
+
+
+class TemporaryFolder:
+    """A folder for what vLLM writes, up to hundreds of MB. `make` also removes those of services
+    that were killed before they could: the owner of one holds a lock on a file in it."""
+
+    def __init__(self, prefix: str = "hone-vllm-") -> None:
+        # A short prefix: a socket's path has at most 107 bytes.
+        self._prefix = prefix
+        self._path: Path | None = None
+        self._lock: IO[str] | None = None
+
+    def make(self) -> Path:
+        for other in Path(tempfile.gettempdir()).glob(f"{self._prefix}*"):
+            if _is_abandoned(other):
+                shutil.rmtree(other, ignore_errors=True)
+        self._path = Path(tempfile.mkdtemp(prefix=self._prefix))
+        self._lock = (self._path / "lock.new").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        (self._path / "lock.new").rename(self._path / "lock")  # never there without its owner
+        return self._path
+
+    def remove(self) -> None:
+        if self._path and self._lock:
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._lock.close()
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        with (folder / "lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody's, being made, or another user's
+        return False
+    return True
 
 
 def set_environment(folder: Path) -> Path:

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import tempfile
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from services.rollout.engine import Engine
-from services.rollout.processes import in_daemon_thread, root_cause, set_environment, stop_children
+from services.rollout.processes import (
+    TemporaryFolder,
+    in_daemon_thread,
+    root_cause,
+    set_environment,
+    stop_children,
+)
 from shared.config import Settings
 from shared.digest import stored_tensors
 from shared.errors import BadRequest, Failed
@@ -25,9 +30,8 @@ class VllmStarter:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        # A short prefix: a socket's path has at most 107 bytes.
-        self._log_folder = tempfile.TemporaryDirectory(prefix="hone-")
-        self._errors = set_environment(Path(self._log_folder.name))
+        self._folder = TemporaryFolder()
+        self._errors = set_environment(self._folder.make())
 
     async def preload(self) -> None:
         """Imports vLLM, so that the first engine starts in half the time. Raises Failed if it
@@ -70,7 +74,7 @@ class VllmStarter:
 
     def close(self) -> None:
         stop_children()
-        self._log_folder.cleanup()
+        self._folder.remove()
 
     def _start(self, spec: EngineSpec, folder: Path) -> Engine:
         from services.rollout.vllm_engine import VllmEngine

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -139,3 +144,23 @@ def test_a_named_service_that_is_away_is_not_replaced() -> None:
     code, shown = grade("length", "--completion", "x", "--param", "max=3", url="http://127.0.0.1:9")
     assert code == 2
     assert "cannot reach the reward service at http://127.0.0.1:9" in shown
+
+
+def test_its_service_ends_though_the_command_is_killed() -> None:
+    code = (
+        "import sys\nfrom hone.commands.grade import _started\n"
+        "with _started() as (url, _):\n    print(url, flush=True)\n    sys.stdin.read()"
+    )
+    command = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert command.stdout
+    url = urlsplit(command.stdout.readline().strip())
+    with socket.create_connection((str(url.hostname), url.port or 0)):
+        pass
+    command.kill()
+    command.communicate()
+    with pytest.raises(ConnectionRefusedError):
+        for _ in range(100):
+            socket.create_connection((str(url.hostname), url.port or 0)).close()
+            time.sleep(0.1)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging.config
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from services.rollout.processes import in_daemon_thread, root_cause, set_environment
+from services.rollout.processes import (
+    TemporaryFolder,
+    in_daemon_thread,
+    root_cause,
+    set_environment,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +27,29 @@ def same_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+def test_the_folder_of_a_killed_service_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    live, next = TemporaryFolder(), TemporaryFolder()
+    kept = live.make()
+    (foreign := tmp_path / "hone-vllm-foreign").mkdir()
+    code = "from services.rollout.processes import TemporaryFolder as F; f = F(); print(f.make())"
+    killed = subprocess.run(
+        [sys.executable, "-c", f"{code}; import os; os._exit(9)"],
+        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+    )
+    left = Path(killed.stdout.strip())
+    assert left.parent == tmp_path and left.is_dir()
+    made = next.make()
+    assert sorted(tmp_path.iterdir()) == sorted([kept, foreign, made])
+    live.remove()
+    next.remove()
+    assert list(tmp_path.iterdir()) == [foreign]
 
 
 def test_the_first_logged_exception_is_the_root_cause(tmp_path: Path) -> None:
