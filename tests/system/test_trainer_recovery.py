@@ -34,18 +34,28 @@ if __name__ == "__main__":
     ranks.trainer_maker = lambda settings, place, folder: lambda channel: Trainer(
         settings,
         channel,
-        Seams(nothing, Engine, lambda job: "light", folder.remember_job),
+        Seams(
+            check_job=nothing,
+            start_engine=Engine,
+            fingerprint=lambda job: "light",
+            remember_job=folder.remember_job,
+            remember_budget=folder.remember_budget,
+            budget=folder.budget,
+            device_fault=nothing,
+        ),
         folder.past(),
     )
     ranks.main()
 '''
 LIGHT_LAUNCHER = """
+from services.trainer.__main__ import main
 from services.trainer.processes import launcher
+from shared.startup import run_main
 command = launcher.torchrun_command
 launcher.torchrun_command = lambda *given: [
     word.replace("services.trainer.processes.ranks", "light_ranks") for word in command(*given)
 ]
-launcher.main()
+run_main("trainer", main)
 """
 
 

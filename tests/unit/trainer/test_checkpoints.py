@@ -1,6 +1,7 @@
 """Checkpoints: whole or absent, found again, refused to others, damaged ones named, old ones
 removed. One rank and two."""
 
+import errno
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -293,6 +295,21 @@ def apart(tmp_path):
     """Two ranks of nodes that do not share their run folders."""
     shared = Together(2)
     return [make_trainer(tmp_path / f"node-{rank}", ThreadRanks(shared, rank)) for rank in range(2)]
+
+
+def test_where_rank_0_cannot_export_no_other_rank_goes_on_to_save_its_state(tmp_path, monkeypatch):
+    trainers = two_ranks(tmp_path)
+    on_both(trainers, "load_job", job_request())
+    (_, lead), (_, other) = trainers
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(lead[0], "save_checkpoint", full)
+    reached = Mock()
+    monkeypatch.setattr(other[0], "save_state", reached)
+    zero, one = on_both(trainers, "write_checkpoint", checkpoint(0))
+    assert isinstance(zero, Failed) and zero.code == "disk_full"
+    assert isinstance(one, Failed) and "No space left on device" in one.detail
+    assert not reached.called
+    assert list((tmp_path / "runs/a/checkpoints").iterdir()) == []
 
 
 def test_a_node_without_the_shared_run_folder_is_told_before_anything_is_written(
