@@ -110,6 +110,7 @@ class Saved:
 
     @staticmethod
     def of(folder: Path) -> Saved:
+        """Raises Conflict if there is nothing: another version of Hone wrote something else."""
         pieces: dict[str, list[Piece]] = defaultdict(list)
         for file in sorted(folder.glob("rank-*.safetensors")):
             with safe_open(file, "pt") as tensors:
@@ -117,6 +118,11 @@ class Saved:
                     if name in tensors.keys():  # noqa: SIM118  (it is no dict)
                         (numel,) = tensors.get_slice(name).get_shape()
                         pieces[name].append(Piece(file, int(start), int(start) + numel))
+        if not pieces:
+            raise Conflict(
+                f"{str(folder)!r} holds no optimizer state that this version of Hone reads; a new "
+                "job can begin with the checkpoint as its model"
+            )
         return Saved(dict(pieces))
 
     def read(self, name: str, start: int, end: int, into: Tensor) -> None:

@@ -3,9 +3,12 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from services.trainer.zero.random_numbers import random_state, restore_random_state
+from services.trainer.zero.state import Saved
+from shared.errors import Conflict
 
 
 def draw() -> tuple[float, float, float, float]:
@@ -22,3 +25,9 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
     draw()
     restore_random_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert [draw() for _ in range(3)] == expected
+
+
+def test_what_another_version_wrote_is_no_other_model(tmp_path):
+    (tmp_path / "deepspeed").mkdir()
+    with pytest.raises(Conflict, match="no optimizer state that this version of Hone reads"):
+        Saved.of(tmp_path)
