@@ -74,7 +74,7 @@ def cluster(nodes, tmp_path) -> Iterator[Cluster]:
             [
                 *nodes.inside(0),
                 sys.executable,
-                str(ROOT / "tests/two_nodes.py"),
+                str(ROOT / "tests/support/two_nodes.py"),
                 str(socket),
                 str(first.port),
             ]
