@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from services.trainer.processes.extensions import remove_stale_locks
 from services.trainer.processes.launch_folder import LaunchFolder, Past
 from services.trainer.processes.nodes import interface_of
 from shared.config import Settings
@@ -70,6 +71,7 @@ class Launcher:
     def _live(self, past: Past) -> int:
         """Runs the ranks until they end, and returns torchrun's exit code."""
         life = self._folder.new_life(past)
+        remove_stale_locks()
         self._torchrun = subprocess.Popen(
             torchrun_command(self._settings.trainer_ranks, life),
             env=rank_environment(self._settings),
