@@ -206,7 +206,7 @@ def fenced(request, attempt: int, epoch: int = 0):
     return request.model_copy(update={"attempt": attempt, "epoch": epoch})
 
 
-def test_a_newer_attempt_takes_the_job_over_as_it_is_and_the_older_one_moves_nothing(tmp_path):
+def test_a_newer_attempt_takes_the_job_over_and_the_older_one_moves_nothing(tmp_path):
     trainer, engines = make_trainer(tmp_path)
     trainer.load_job(fenced(job_request(), 4))
     trainer.train_step(fenced(step_request(1), 4))
