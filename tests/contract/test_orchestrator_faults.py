@@ -150,6 +150,7 @@ async def test_a_group_past_its_deadline_pauses_the_job(stack: Stack) -> None:
     assert paused.status == "paused" and paused.error is not None
     assert "did not finish POST /generate within 0.5 s; find out why, or raise" in paused.error
     assert slow is stack.fakes.fault.pop("generate")
+    stack.settings.__dict__["generate_deadline_s"] = 60.0
     await stack.post(f"{job_id}/resume")
     assert (await stack.until(job_id)).status == "succeeded"
 
