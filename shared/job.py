@@ -207,8 +207,9 @@ class TrainingSpec(Section):
 
     max_log_ratio: float = Field(default=20.0, gt=0, le=40)
     """The ratio's logarithm, and the difference of log-probs that the KL divergence is estimated
-    from, are clamped to this on both sides, in nats; up to 40. A token beyond has no gradient of
-    the term. 20 is far from what training makes, and keeps e to its power finite in float32."""
+    from, are clamped to this on both sides, in nats; up to 40. Beyond it a token has no gradient of
+    the ratio, and of the divergence that of the bound. 20 is far from what training makes, and
+    keeps e to its power finite in float32."""
 
     tau_positive: float = Field(default=1.0, gt=0)
     """Temperature of the gate of "sapo" where the advantage is positive, above 0: a larger one

@@ -1,7 +1,7 @@
 """Estimates of KL(policy || reference), token by token, from log-probs of sampled tokens
 (joschu.net/blog/kl-approx.html).
 
-With d = logprob - reference_logprob, clamped to +-max_log_ratio:
+With d = logprob - reference_logprob:
 
     name       value           its gradient, in expectation over the policy's own samples
     k1         d               zero: a number to look at, and no pull to the reference
@@ -13,6 +13,9 @@ With d = logprob - reference_logprob, clamped to +-max_log_ratio:
 That a right value need not have the right gradient: arXiv 2506.09477. All estimates are for samples
 of the policy that is being trained: with several updates per batch they are slightly off, as in
 every peer.
+
+Beyond +-max_log_ratio a token has the value and the gradient of the bound, so the pull back to the
+reference never ends, and e^-d stays finite.
 """
 
 from __future__ import annotations
@@ -42,7 +45,10 @@ def k3_true(logprobs_N: Tensor, reference_logprobs_N: Tensor, max_log_ratio: flo
 
 
 def _differences(logprobs_N: Tensor, reference_logprobs_N: Tensor, max_log_ratio: float) -> Tensor:
-    return (logprobs_N - reference_logprobs_N).clamp(-max_log_ratio, max_log_ratio)
+    """Returns d `[N]`, clamped in value but not in gradient: that by the log-probs is 1 everywhere.
+    Only a log-prob of -inf has none."""
+    values_N = (logprobs_N.detach() - reference_logprobs_N).clamp(-max_log_ratio, max_log_ratio)
+    return values_N + (logprobs_N - logprobs_N.detach()).nan_to_num()
 
 
 KL: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {

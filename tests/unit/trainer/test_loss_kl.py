@@ -71,18 +71,53 @@ def test_trap_k1_k3_gradient_only_k2_and_k3_true_have_that_of_the_divergence():
     torch.testing.assert_close(expected_gradient("k3_true", logits_V, reference_V), to_reference)
 
 
+@pytest.mark.parametrize("reference", [-math.inf, -1000.0, -21.0])
+@pytest.mark.parametrize(
+    ("name", "value", "gradient"),
+    [
+        ("k1", 20.0, 1.0),
+        ("k2", 200.0, 20.0),
+        ("k3", 19.0, 1.0),  # e^-20 - 1 + 20, and 1 - e^-20
+        ("k3_true", 19.0, 20.0),
+    ],
+)
+def test_a_token_far_above_the_reference_is_still_pulled_back(name, value, gradient, reference):
+    assert kl_of(name, -1.0, reference) == pytest.approx((value, gradient))
+
+
+@pytest.mark.parametrize("logprob", [-1000.0, -21.0])
+@pytest.mark.parametrize(
+    ("name", "value", "gradient"),
+    [
+        ("k1", -20.0, 1.0),
+        ("k2", 200.0, -20.0),
+        ("k3", math.exp(20) - 21, 1 - math.exp(20)),
+        ("k3_true", math.exp(20) - 21, -20.0),
+    ],
+)
+def test_a_token_far_below_the_reference_is_still_pulled_up(name, value, gradient, logprob):
+    assert kl_of(name, logprob, -1.0) == pytest.approx((value, gradient), rel=1e-6)
+
+
 @pytest.mark.parametrize("name", KL)
-@pytest.mark.parametrize("reference", [-math.inf, -1000.0])
-def test_a_token_that_the_reference_holds_impossible_is_clamped_and_has_no_gradient(
-    name, reference
-):
-    logprobs = torch.tensor([-1.0], requires_grad=True)
+def test_an_impossible_token_has_a_finite_divergence_and_no_gradient(name):
+    value, gradient = kl_of(name, -math.inf, -1.0)
+    assert math.isfinite(value)
+    assert gradient == 0.0
+
+
+@pytest.mark.parametrize("name", KL)
+def test_a_divergence_from_nan_is_nan(name):
+    assert math.isnan(kl_of(name, math.nan, -1.0)[0])
+    assert math.isnan(kl_of(name, -1.0, math.nan)[0])
+
+
+def kl_of(name: str, logprob: float, reference: float) -> tuple[float, float]:
+    """Returns one token's estimate, clamped at 20, and its gradient by the log-prob."""
+    logprobs = torch.tensor([logprob], requires_grad=True)
     values = KL[name](logprobs, torch.tensor([reference]), 20.0)
     (gradient,) = torch.autograd.grad(values.sum(), logprobs)
-    assert values.item() == pytest.approx(
-        {"k1": 20.0, "k2": 200.0, "k3": 19.0, "k3_true": 19.0}[name]
-    )
-    assert gradient.item() == 0.0
+    return values.item(), gradient.item()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
