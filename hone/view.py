@@ -18,7 +18,7 @@ from shared.wire import Event, JobRecord, MetricsRow
 
 COLUMNS = {
     "reward": "reward",
-    "std": "reward_std",
+    "group std": "group_reward_std",
     "flat groups": "frac_reward_zero_std",
     "held-out": "eval/reward",
     "tokens": "completions/mean_length",

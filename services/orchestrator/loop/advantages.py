@@ -14,7 +14,9 @@ from shared.job import AdvantageSpec, Job, RewardSpec
 from shared.wire import Batch, Score
 
 EPSILON = 1e-6
-"""Added to every standard deviation that something is divided by."""
+"""Added to every standard deviation that something is divided by, as in verl. TRL's 1e-4 shrinks
+advantages of rewards that differ by about as little; here those below `TOLERANCE` are equal, and
+all others count in full. Of rewards of 0 and 1 in a group of 8 it makes 0.03 %."""
 
 TOLERANCE = 1e-6
 """Rewards that differ by less, relative to their size or to 1, are equal. The rounding of float32

@@ -3,7 +3,8 @@ thing.
 
 | metric                         | meaning                                                     |
 |--------------------------------|-------------------------------------------------------------|
-| reward, reward_std             | mean over all rollouts; mean of the groups' deviations      |
+| reward, reward_std             | mean and standard deviation over all rollouts               |
+| group_reward_std               | mean of the groups' standard deviations                     |
 | rewards/<name>/mean            | mean of one reward, where it applies                        |
 | frac_reward_zero_std           | share of groups without signal: they teach nothing          |
 | dropped_groups                 | groups without signal in whose place others were sampled    |
@@ -71,8 +72,10 @@ def reward_metrics(scores_PG: Sequence[Sequence[Score]], job: Job) -> dict[str, 
     }
     if values:
         metrics["reward"] = statistics.fmean(values)
+    if len(values) > 1:
+        metrics["reward_std"] = statistics.stdev(values)
     if spreads:
-        metrics["reward_std"] = statistics.fmean(spreads)
+        metrics["group_reward_std"] = statistics.fmean(spreads)
     for name in sorted({name for score in scores for name in score.parts}):
         parts = [score.parts[name].value for score in scores if name in score.parts]
         applicable = [value for value in parts if value is not None]

@@ -159,9 +159,9 @@ class StepMetrics:
             highest = torch.where(batch.measured_N, value_N, 0.0).max()
             self._maxima[name] = torch.maximum(self._maxima[name], highest)
 
-    def reduce(self, num_updates: int = 1) -> tuple[float, dict[str, float]]:
-        """Returns the mean loss of the step's updates, and its metrics by name, from all ranks: a
-        collective."""
+    def reduce(self, num_minibatches: int = 1) -> tuple[float, dict[str, float]]:
+        """Returns the mean loss of the step's minibatches, of all its epochs, and its metrics by
+        name, from all ranks: a collective."""
         sums, maxima = (
             _over_ranks(self._sums, dist.ReduceOp.SUM),
             _over_ranks(self._maxima, dist.ReduceOp.MAX),
@@ -176,7 +176,7 @@ class StepMetrics:
             metrics["mismatch/effective_sample_size"] = squared_sum / (
                 num_tokens * sums["squared_ratios"]
             )
-        return sums["loss"] / num_updates, {
+        return sums["loss"] / num_minibatches, {
             name: value for name, value in metrics.items() if math.isfinite(value)
         }
 

@@ -14,7 +14,8 @@ m are its share of the whole batch's:
 Each sums to the whole batch's over the M minibatches of an epoch. So the mean of the minibatches'
 losses is the loss of one big batch (for "bnpo" if they are equally long), a token's gradient does
 not depend on how many other rollouts have signal, and with M = 1 the denominators are S and T. TRL
-divides by the same, there counted for every rollout because it trains on all of them.
+divides by the same, there counted for every rollout because it trains on all of them. Where there
+are fewer examples than M, the minibatches that stay empty have a loss of 0 and no optimizer step.
 
 Pure, and the same on every rank.
 """

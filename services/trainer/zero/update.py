@@ -200,7 +200,7 @@ class Updater:
             if not is_out_of_memory(error):
                 raise
             raise self._out_of_memory(error, undo, progress) from None
-        loss, values = metrics.reduce(len(norms))
+        loss, values = metrics.reduce(training.epochs * training.minibatches)
         values["memory/micro_batch_tokens"] = float(self._job.memory.micro_batch_tokens)
         return Update(loss, sum(norms) / len(norms), values, num_updates=len(norms))
 

@@ -78,7 +78,10 @@ def test_reward_metrics_leave_missing_rewards_out_and_count_them() -> None:
     assert metrics["reward"] == pytest.approx(2 / 3)
     assert metrics["missing_rewards"] == pytest.approx(1 / 4)
     assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 2)
-    assert metrics["reward_std"] == pytest.approx(0.5**0.5)
+    assert metrics["reward_std"] == pytest.approx(
+        (1 / 3) ** 0.5
+    )  # of 1, 0 and 1, unbiased as TRL's
+    assert metrics["group_reward_std"] == pytest.approx(0.5**0.5)
     assert metrics["rewards/right/mean"] == pytest.approx(2 / 3)
 
 

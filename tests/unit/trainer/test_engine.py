@@ -149,6 +149,23 @@ def test_the_first_ratio_is_exactly_one_with_and_without_a_frozen_pass(
         )  # E|N(0, 0.2)|
 
 
+def test_the_loss_is_the_batchs_where_there_are_fewer_examples_than_minibatches(
+    rank, model, examples, tmp_path
+):
+    whole, dealt = (
+        rank.call(
+            train,
+            a_job(model, training={"minibatches": minibatches}, memory=memory(2)),
+            [examples[:3]],
+            0.0,
+            tmp_path / str(minibatches),
+        )[0]
+        for minibatches in (1, 5)
+    )
+    assert (whole.num_updates, dealt.num_updates) == (1, 3)
+    assert dealt.loss == pytest.approx(whole.loss, rel=1e-5)
+
+
 # --- stages, dtypes, memory ----------------------------------------------------------------------
 
 

@@ -48,7 +48,7 @@ def inputs(first: int, end: int, training: TrainingSpec) -> LossInputs:
 
 
 def measured(
-    parts, training: TrainingSpec | None = None, correction=NO_CORRECTION, num_updates=1
+    parts, training: TrainingSpec | None = None, correction=NO_CORRECTION, num_minibatches=1
 ) -> tuple[float, dict[str, float]]:
     """The metrics of a step whose micro-batches are these parts of `SEQUENCES`, each with a loss of
     0.5 and entropies 0, 1, .."""
@@ -58,7 +58,7 @@ def measured(
         x = inputs(first, end, training)
         metrics.add(micro_batch(first, end), x, torch.arange(len(x.logprobs_N)), torch.tensor(0.5))
         metrics.add_mismatch(micro_batch(first, end), x.logprobs_N)
-    return metrics.reduce(num_updates)
+    return metrics.reduce(num_minibatches)
 
 
 def test_metrics_are_over_all_tokens_of_all_micro_batches(one_rank):
@@ -110,7 +110,7 @@ def test_several_updates_average_over_their_passes_and_mismatch_is_measured_once
         metrics.add(micro_batch(0, 3), x, torch.full((5,), entropy), torch.tensor(0.5))
         if repeat == 0:
             metrics.add_mismatch(micro_batch(0, 3), x.logprobs_N)
-    loss, values = metrics.reduce(num_updates=2)
+    loss, values = metrics.reduce(num_minibatches=2)
     assert (loss, values["entropy"]) == (0.5, 2.0)
     assert values["mismatch/logprob_diff_mean"] == pytest.approx(31.5 / 5)
     assert values["ratio/mean"] == pytest.approx(sum(RATIOS) / 5)
