@@ -15,6 +15,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ from shared import codec
 from shared.config import is_loopback
 from shared.errors import Busy, HoneError, Unavailable, from_problem
 from shared.logs import get_logger
+from shared.polling import Poller
 
 WAIT_S = 20
 FIRST_PAUSE_S = 0.1
@@ -70,6 +72,7 @@ class Client:
             transport=transport,
             trust_env=remote,
         )
+        self.poller = Poller(self._http, WAIT_S)
 
     async def __aenter__(self) -> Client:
         return self
@@ -80,15 +83,17 @@ class Client:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._http.aclose()
+        await self.close()
 
     async def close(self) -> None:
+        await self.poller.close()
         await self._http.aclose()
 
     async def get(self, path: str, result: type[M], *, deadline_s: float = 30.0) -> M:
         """Returns what `GET path` answers. Raises the service's own HoneError, or Unavailable after
         `deadline_s`."""
-        return await self._retrying("GET", path, None, result, deadline_s, None)
+        ask = _Ask("GET", path, None, deadline_s, self._patience_s)
+        return await self._retrying(ask, result)
 
     async def call(
         self,
@@ -99,15 +104,26 @@ class Client:
         *,
         deadline_s: float,
         key: str | None = None,
+        wait_s: int | None = None,
+        patience_s: float | None = None,
     ) -> M:
         """Returns the result of the operation, however long it takes up to `deadline_s` seconds.
 
-        `key` is its Idempotency-Key; without one each call has its own. Raises the service's own
+        `key` is its Idempotency-Key; without one each call has its own. After `wait_s` seconds (20)
+        the operation is polled for, together with all others of this client, so it holds no
+        connection. `patience_s` is in place of the client's. Raises the service's own
         HoneError, or Unavailable naming the service and what it waited for.
         """
-        return await self._retrying(
-            method, path, body, result, deadline_s, key or secrets.token_hex(12)
+        ask = _Ask(
+            method,
+            path,
+            body,
+            deadline_s,
+            self._patience_s if patience_s is None else patience_s,
+            key or secrets.token_hex(12),
+            WAIT_S if wait_s is None else wait_s,
         )
+        return await self._retrying(ask, result)
 
     async def events(
         self, path: str, *, last_id: str | None = None
@@ -136,22 +152,18 @@ class Client:
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
 
-    async def _retrying(
-        self,
-        method: str,
-        path: str,
-        body: BaseModel | None,
-        result: type[M],
-        deadline_s: float,
-        key: str | None,
-    ) -> M:
-        content = codec.encode(body, self._media_type) if body is not None else None
+    def _request(self, ask: _Ask) -> httpx.Request:
+        content = codec.encode(ask.body, self._media_type) if ask.body is not None else None
         headers = {"content-type": self._media_type} if content else {}
-        if key:
-            headers |= {"prefer": f"respond-async, wait={WAIT_S}", "idempotency-key": key}
-        request = self._http.build_request(method, path, content=content, headers=headers)
-        watch = _Watch(self.name, f"{method} {path}")
-        end = time.monotonic() + deadline_s
+        if ask.key:
+            prefer = f"respond-async, wait={ask.wait_s}"
+            headers |= {"prefer": prefer, "idempotency-key": ask.key}
+        return self._http.build_request(ask.method, ask.path, content=content, headers=headers)
+
+    async def _retrying(self, ask: _Ask, result: type[M]) -> M:
+        request = self._request(ask)
+        watch = _Watch(self.name, f"{ask.method} {ask.path}")
+        end = time.monotonic() + ask.deadline_s
         pause_s = FIRST_PAUSE_S
         away_since: float | None = None
         while True:
@@ -165,8 +177,8 @@ class Client:
                 problem = self._error(response)
             except TimeoutError as error:
                 raise Unavailable(
-                    f"{self.name} at {self.url} did not finish {method} {path} within "
-                    f"{deadline_s:g} s",
+                    f"{self.name} at {self.url} did not finish {ask.method} {ask.path} within "
+                    f"{ask.deadline_s:g} s",
                     code="deadline",
                 ) from error
             except httpx.TransportError as error:
@@ -177,7 +189,7 @@ class Client:
             away_since = max(asked_at if away_since is None else away_since, watch.heard_at)
             if isinstance(problem, Busy):
                 away_since = now + pause_s  # it is there
-            if now + pause_s >= min(end, away_since + self._patience_s):
+            if now + pause_s >= min(end, away_since + ask.patience_s):
                 raise problem
             watch.waits_for_service(problem.detail)
             await asyncio.sleep(pause_s)
@@ -187,8 +199,14 @@ class Client:
         """Returns the answer, polled for while the operation is under way."""
         response = await self._http.send(request)
         while response.status_code == 202 and "location" in response.headers:
-            watch.waits_for_operation()
-            response = await self._http.get(response.headers["location"], params={"wait": WAIT_S})
+            location = response.headers["location"]
+            watch.heard_at = time.monotonic()
+            try:
+                while not await self.poller.ended(location, watch.report_in_s()):
+                    watch.waits_for_operation()
+            finally:
+                watch.heard_at = max(watch.heard_at, self.poller.heard_at)
+            response = await self._http.get(location)
         return response
 
     def _error(self, response: httpx.Response) -> HoneError:
@@ -204,6 +222,19 @@ class Client:
         return Unavailable(
             f"cannot reach the {self.name} service at {self.url}: {why}", code="unreachable"
         )
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """One call, as `Client.call` explains it; without a key it is no operation."""
+
+    method: str
+    path: str
+    body: BaseModel | None
+    deadline_s: float
+    patience_s: float
+    key: str | None = None
+    wait_s: int = 0
 
 
 class _Watch:
@@ -224,9 +255,11 @@ class _Watch:
             )
 
     def waits_for_operation(self) -> None:
-        self.heard_at = time.monotonic()
         if self._is_time():
             get_logger().info("waiting for an operation", **self._names, seconds=self._seconds())
+
+    def report_in_s(self) -> float:
+        return max(self._report_at - time.monotonic(), 0.0)
 
     def _is_time(self) -> bool:
         now = time.monotonic()

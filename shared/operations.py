@@ -12,18 +12,44 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from shared.draining import Draining
 from shared.errors import Conflict, Failed, HoneError, NotFound
 from shared.logs import get_logger
 
+WAIT_PATH = "/operations/wait"
 KEEP_S = 600.0
 KEEP_COUNT = 1024
+
+BUSY_CHECK_S = 0.05
+"""How often is looked at how busy the service is, for those who wait until it is less so."""
+
+
+class Wanted(BaseModel):
+    """`POST /operations/wait`: wait until one of the operations `ids` has ended, or fewer than
+    `busy_below` pieces of work are under way, at most `wait_s` seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ids: tuple[str, ...] = Field(max_length=65_536)
+    wait_s: float = Field(default=0.0, ge=0, le=60)
+    busy_below: int | None = Field(default=None, ge=1)
+
+
+class Done(BaseModel):
+    """Which operations have ended: their results, or that they are unknown, is at each one's own
+    Location. `busy` is how much the service has under way, in its own unit (completions, in the
+    sampler)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ids: tuple[str, ...]
+    busy: int = 0
 
 
 @dataclass
@@ -102,6 +128,18 @@ class Operations:
             await asyncio.wait({operation.task})
         return operation.task.result() if operation.task.done() else None
 
+    async def wait_any(self, wanted: Wanted, busy: Callable[[], int]) -> Done:
+        """Returns which of the operations have ended, unknown ones included, as soon as one has,
+        or `busy()` is below `busy_below`, or the time is over, or the service drains."""
+        tasks = [self._by_id[id].task for id in wanted.ids if id in self._by_id]
+        if len(tasks) == len(wanted.ids) and not any(task.done() for task in tasks):
+            few = _until_below(busy, wanted.busy_below) if wanted.busy_below else None
+            await first_of(tasks, self._draining.wait(), few, timeout_s=wanted.wait_s)
+        ended = tuple(
+            id for id in wanted.ids if id not in self._by_id or self._by_id[id].task.done()
+        )
+        return Done(ids=wanted.ids if self._draining.has_begun() else ended, busy=busy())
+
     def num_running(self) -> int:
         return sum(not operation.task.done() for operation in self._by_id.values())
 
@@ -171,10 +209,29 @@ async def done_or(
 ) -> bool:
     """Waits until the work is done, or any of `ends`, or the time is over. Returns whether one of
     `ends` was; the others are cancelled, the work is not."""
+    return await first_of([work], *ends, timeout_s=timeout_s)
+
+
+async def first_of(
+    work: Iterable[asyncio.Task[Any]],
+    *ends: Coroutine[Any, Any, None] | None,
+    timeout_s: float | None = None,
+) -> bool:
+    """Waits until any of the work is done; else as `done_or`."""
     watches = [asyncio.create_task(end) for end in ends if end is not None]
     try:
-        await asyncio.wait({work, *watches}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {*work, *watches}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
         return any(watch.done() for watch in watches)
     finally:
         for watch in watches:
             watch.cancel()
+
+
+async def _until_below(busy: Callable[[], int], limit: int) -> None:
+    """Returns once `busy()` is below the limit, but not at once: what was just asked for may not
+    have begun."""
+    await asyncio.sleep(BUSY_CHECK_S)
+    while busy() >= limit:
+        await asyncio.sleep(BUSY_CHECK_S)

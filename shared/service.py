@@ -38,7 +38,7 @@ from shared.errors import HoneError
 from shared.gate import Gate, RequestMetrics
 from shared.health import Check, add_health_routes, hone_version
 from shared.logs import get_logger
-from shared.operations import Operation, Operations
+from shared.operations import WAIT_PATH, Done, Operation, Operations, Wanted
 from shared.ports import check_port
 
 GRACE_S = 5
@@ -50,7 +50,8 @@ process."""
 
 
 class Service:
-    """One HTTP service: `app` is the ASGI application, with the health routes in place."""
+    """One HTTP service: `app` is the ASGI application, with the health routes in place. `busy` says
+    how much is under way, in the service's own unit; None: its operations."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Service:
         *,
         readiness: Mapping[str, Check] | None = None,
         version_info: Callable[[], dict[str, Any]] = dict,
+        busy: Callable[[], int] | None = None,
         lifespan: Callable[
             [], contextlib.AbstractAsyncContextManager[None]
         ] = contextlib.nullcontext,
@@ -68,6 +70,7 @@ class Service:
         self.registry = CollectorRegistry()
         self.draining = Draining(name)
         self.operations = Operations(settings.operation_deadline_s, self.draining)
+        self._busy = busy or self.operations.num_running
         self._lifespan = lifespan
         self._bodies: dict[tuple[str, str], Any] = {}
         self.app = self._make_app()
@@ -203,6 +206,10 @@ class Service:
         app.add_exception_handler(RequestValidationError, rendering.answer_validation)
         app.add_exception_handler(HTTPException, rendering.answer_http)
         app.add_api_route("/operations/{id}", self._poll, methods=["GET"])
+        app.add_api_route(
+            WAIT_PATH, self._wait_any, methods=["POST"], responses={200: {"model": Done}}
+        )
+        self._bodies[WAIT_PATH, "POST"] = Wanted
         app.openapi = lambda: openapi.document(app, self._bodies)
         return app
 
@@ -213,6 +220,12 @@ class Service:
             yield
             await self.operations.close()
         get_logger().info("service stopped")
+
+    async def _wait_any(self, request: Request) -> Response:
+        """Waits for the first of many operations, in one request."""
+        data = await request.body()
+        wanted = codec.decode(Wanted, data, rendering.media_type(request, data))
+        return rendering.render(await self.operations.wait_any(wanted, self._busy), request)
 
     async def _poll(self, id: str, request: Request, wait: float = 0.0) -> Response:
         operation = self.operations.get(id)

@@ -108,6 +108,90 @@ async def test_work_longer_than_the_wait_is_polled_for(
     assert counter.runs == 1
 
 
+class Counting(httpx.AsyncBaseTransport):
+    """Counts the requests that wait on the other side, and the most there were."""
+
+    def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
+        self.inner, self.open, self.most, self.polls = inner, 0, 0, 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.polls += request.url.path == "/operations/wait"
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            return await self.inner.handle_async_request(request)
+        finally:
+            self.open -= 1
+
+
+async def test_many_operations_are_waited_for_on_few_connections(settings: Settings) -> None:
+    service = Service("rollout", settings)
+    begun = asyncio.Semaphore(0)
+    ends = {step: asyncio.Event() for step in range(50)}
+
+    async def work(request: CheckpointRequest) -> Checkpoint:
+        begun.release()
+        await ends[request.step].wait()
+        return Checkpoint(step=request.step, path="/x", size_bytes=1)
+
+    service.operation("POST", "/checkpoints", work)
+    transport = Counting(httpx.ASGITransport(app=service.app))
+    client = Client("rollout", "http://localhost", transport=transport)
+
+    def ask(step: int) -> asyncio.Task[Checkpoint]:
+        body = CheckpointRequest(job_id="j", step=step)
+        work = client.call("POST", "/checkpoints", body, Checkpoint, deadline_s=20, wait_s=0)
+        return asyncio.create_task(work)
+
+    tasks = [ask(step) for step in range(50)]
+    for _ in tasks:
+        await begun.acquire()
+    while transport.polls < 1 or transport.open > 4:
+        await asyncio.sleep(0.01)
+    transport.most = 0
+    for step in (49, 0, 20):  # whichever ends comes at once, and alone
+        ends[step].set()
+        assert (await tasks[step]).step == step
+    assert sum(task.done() for task in tasks) == 3 and transport.most <= 5
+    for end in ends.values():
+        end.set()
+    assert [(await task).step for task in tasks] == list(range(50))
+    await client.close()
+
+
+async def test_who_polls_for_a_result_is_told_when_there_is_room_for_more(
+    settings: Settings,
+) -> None:
+    busy = [3]
+    service = Service("rollout", settings, busy=lambda: busy[0])
+    end = asyncio.Event()
+
+    async def work(request: CheckpointRequest) -> Checkpoint:
+        await end.wait()
+        return Checkpoint(step=request.step, path="/x", size_bytes=1)
+
+    service.operation("POST", "/checkpoints", work)
+    transport = Counting(httpx.ASGITransport(app=service.app))
+    client = Client("rollout", "http://localhost", transport=transport)
+    heard: list[int] = []
+    client.poller.busy_below = lambda: 3 if not heard else None
+    client.poller.heard = heard.append
+    body = CheckpointRequest(job_id="j", step=1)
+    task = asyncio.create_task(
+        client.call("POST", "/checkpoints", body, Checkpoint, deadline_s=20, wait_s=0)
+    )
+    while not transport.polls:
+        await asyncio.sleep(0.01)
+    assert not heard
+    busy[0] = 2
+    while not heard:
+        await asyncio.sleep(0.01)
+    assert heard == [2] and not task.done()
+    end.set()
+    assert (await task).step == 1
+    await client.close()
+
+
 async def test_a_client_that_goes_away_cancels_nothing(settings: Settings) -> None:
     counter = Counter(settings)
     counter.seconds = 0.2

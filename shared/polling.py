@@ -1,0 +1,117 @@
+"""Waiting for many operations of one service in one request.
+
+Whoever waits for an operation is woken once it has ended, or once the service does not say so any
+more; in both cases its own GET tells what became of it. So nothing here knows an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import httpx2 as httpx
+
+from shared import codec
+from shared.errors import HoneError
+from shared.operations import WAIT_PATH, Done, Wanted
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
+
+GATHER_S = 0.02
+"""How long operations are gathered before they are asked for together."""
+
+MAX_POLLS = 4
+"""Requests at a time. One more puts all operations into one again."""
+
+
+class Poller:
+    """Polls for one client while anything is waited for. `heard_at` is when the service said last
+    that it works. `busy_below` says at each poll how busy the service must at most be for an answer
+    ahead of any result, and `heard` is told how busy it is."""
+
+    def __init__(self, http: httpx.AsyncClient, wait_s: float) -> None:
+        self._http = http
+        self._wait_s = wait_s
+        self._pause_s = FIRST_PAUSE_S
+        self._waiting: dict[str, asyncio.Event] = {}
+        self._not_asked: set[str] = set()
+        self._asked: set[str] = set()
+        self._polls: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self.heard_at = 0.0
+        self.busy_below: Callable[[], int | None] = lambda: None
+        self.heard: Callable[[int], None] = lambda _: None
+
+    async def ended(self, location: str, timeout_s: float) -> bool:
+        """Returns True once it is worth asking for the operation at `location`, and False if it is
+        not within `timeout_s` seconds."""
+        id = location.rpartition("/")[2]
+        woken = self._waiting.setdefault(id, asyncio.Event())
+        if id not in self._asked:
+            self._ask_soon(id)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await woken.wait()
+        except TimeoutError:
+            return False
+        finally:
+            if self._waiting.get(id) is woken:
+                del self._waiting[id]
+
+    async def close(self) -> None:
+        self._waiting.clear()
+        if self._timer:
+            self._timer.cancel()
+        for poll in self._polls:
+            poll.cancel()
+        await asyncio.gather(*self._polls, return_exceptions=True)
+
+    def _ask_soon(self, *ids: str) -> None:
+        self._not_asked.update(ids)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._start)
+
+    def _start(self) -> None:
+        self._timer = None
+        if len(self._polls) >= MAX_POLLS:
+            for poll in self._polls:
+                poll.cancel()  # what they asked for is asked for again
+        ids = tuple(id for id in self._not_asked if id in self._waiting)
+        self._not_asked.clear()
+        if ids:
+            self._asked.update(ids)
+            poll = asyncio.create_task(self._poll(ids))
+            self._polls.add(poll)
+            poll.add_done_callback(self._polls.discard)
+
+    async def _poll(self, ids: tuple[str, ...]) -> None:
+        try:
+            for id in await self._ended_of(ids):
+                if woken := self._waiting.pop(id, None):
+                    woken.set()
+        finally:
+            self._asked.difference_update(ids)
+            if left := [id for id in ids if id in self._waiting]:
+                self._ask_soon(*left)
+
+    async def _ended_of(self, ids: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns which operations have ended; all of them if the service does not say."""
+        try:
+            done = await self._ask(ids)
+        except (httpx.TransportError, HoneError):
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(self._pause_s * 2, MAX_PAUSE_S)
+            return ids
+        self._pause_s = FIRST_PAUSE_S
+        self.heard_at = time.monotonic()
+        self.heard(done.busy)
+        return done.ids
+
+    async def _ask(self, ids: tuple[str, ...]) -> Done:
+        wanted = Wanted(ids=ids, wait_s=self._wait_s, busy_below=self.busy_below())
+        headers = {"content-type": codec.JSON, "accept": codec.JSON}
+        response = await self._http.post(WAIT_PATH, content=codec.encode(wanted), headers=headers)
+        if response.status_code != 200:
+            raise HoneError(f"{WAIT_PATH} answered {response.status_code}")
+        return codec.decode(Done, response.content)
