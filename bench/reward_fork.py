@@ -34,6 +34,6 @@ def main() -> None:
         os.wait4(pid, 0)
         value = os.pread(result, 1 << 16, 0)
         frames.send_bytes(
-            control, job.FACTS.pack(True, 0, 0, 0.0, 0.0, -1, 0, False, 0, 0, len(value)) + value
+            control, job.FACTS.pack(True, 0, 0, 0.0, 0.0, 0, 0, False, 0, 0, len(value)) + value
         )
         os.close(result)

@@ -73,7 +73,6 @@ TIME = (
     stopped("waits for itself", "import os\nif os.fork() == 0:\n while True: pass\nos.wait()"),
     stopped("trace function without end", "import sys\ndef t(*a):\n while True: pass\nsys.settrace(t)\n(lambda: 0)()"),
     stopped("import hook without end", "import sys\nclass F:\n def find_spec(s, *a):\n  while True: pass\nsys.meta_path.insert(0, F())\nimport nothing"),
-    stopped("a limit of its own that kills it", "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass", cpu_s=4, timeout_s=10),
 )  # fmt: skip
 
 MEMORY = tuple(
@@ -130,6 +129,18 @@ PROCESSES = (
     failed("another program without room for it", "import os, resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))\nos.execv('/bin/true', ['true'])", ("runtime_error", "memory_limit")),
     failed("another program without a stack", "import os, resource\nresource.setrlimit(resource.RLIMIT_STACK, (4096, 4096))\nos.execv('/bin/true', ['true'])"),
     refused("real-time priority", "os.sched_setscheduler, 0, 1, os.sched_param(1)", "os.nice, -5", "os.setpriority, 0, 0, -20"),
+)  # fmt: skip
+
+SUICIDE = (
+    failed("no CPU time allowed itself", "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass"),
+    stopped("soft limit of no CPU time", "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (0, 1))\nwhile True: pass"),
+    failed("no CPU time and a signal that it ignores", "import resource, signal\nsignal.signal(24, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass"),
+    failed("no address space, then exec", "import os, resource\nresource.setrlimit(resource.RLIMIT_AS, (0, 0))\nos.execv('/bin/true', ['true'])", ("runtime_error", "memory_limit")),
+    Attack("kill of itself by every signal that ends", "import os\nfor n in (9, 19): os.kill(os.getpid(), n); os.kill(0, n)", "ok", 16, "16"),
+    stopped("timer that would kill it", "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\nsignal.pause()"),
+    stopped("death with its parent asked for", "import ctypes, os\nctypes.CDLL(None).prctl(1, 9, 0, 0, 0)\nos.kill(os.getppid(), 9)\nwhile True: pass"),
+    stopped("all of its descriptors closed", "import os\nos.closerange(0, 64)\nwhile True: pass"),
+    failed("child that kills its parent's group", "import os, time\nif os.fork() == 0:\n os.kill(-1, 9); os.kill(0, 9); os._exit(0)\ntime.sleep(0.1)\nraise SystemExit"),
 )  # fmt: skip
 
 OUTPUT = (
@@ -277,4 +288,4 @@ KERNEL = tuple(
     for name in CALLS
 )
 
-ATTACKS = (*TIME, *MEMORY, *PROCESSES, *OUTPUT, *FORGERY, *FILES, *NETWORK, *PYTHON)
+ATTACKS = (*TIME, *MEMORY, *PROCESSES, *SUICIDE, *OUTPUT, *FORGERY, *FILES, *NETWORK, *PYTHON)

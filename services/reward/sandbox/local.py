@@ -1,8 +1,9 @@
 """The sandbox on this host: a row of warm slots, idle ones in a queue, one job each at a time.
 
 A slot that dies is started again and its job run once more; a second death is the verdict
-"sandbox_error". Backend "unsafe" is the same without namespaces and seccomp: resource limits only,
-for hosts that have nothing better, and only by name.
+"sandbox_error": no program can reach its slot. Backend "unsafe" is the same without namespaces and
+seccomp: resource limits only, for hosts that have nothing better, and only by name. There a program
+can kill its slot, so a second death is its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from services.reward.sandbox import probes, verdicts
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker
@@ -80,6 +81,8 @@ class LocalSandbox(Sandbox):
     async def close(self) -> None:
         self._problem = self._problem or "the sandbox is closed"
         await asyncio.gather(*(slot.dismiss() for slot in self._slots))
+        if not self._isolated:
+            _sweep_unsafe_folders()
 
     def problem(self) -> str | None:
         return self._problem
@@ -109,28 +112,27 @@ class LocalSandbox(Sandbox):
         return worker
 
     async def _twice(self, slot: Slot, request: ExecuteRequest) -> Execution:
+        verdict: Literal["sandbox_error", "runtime_error"] = "sandbox_error"
         reason = ""
-        for _ in range(2):
+        for is_last in (False, True):
             if self._problem:
                 raise Failed(self._problem)  # closed meanwhile: nothing is started again
             try:
                 if not slot.alive:
                     await slot.start()
                 facts = await slot.run(request, request.timeout_s + GRACE_S)
-                if not facts.began:
-                    raise SlotDied(
-                        "a program could not be started: "
-                        f"{facts.stderr.strip()[-200:] or facts.exit}"
-                    )
-                if verdicts.killed_from_outside(facts, request):
-                    raise SlotDied("a program was killed from outside")
-                return verdicts.execution(facts, request)
-            except (SlotDied, CannotIsolate) as error:
-                reason = str(error)
-            except TimeoutError:
-                reason = f"it was silent for {request.timeout_s + GRACE_S:g} s"
-            get_logger().warning("sandbox slot died", reason=reason)
-        return Execution(verdict="sandbox_error", stderr=f"the sandbox failed twice: {reason}")
+            except CannotIsolate as error:
+                verdict, reason = "sandbox_error", str(error)
+            except (SlotDied, TimeoutError) as error:
+                verdict = "sandbox_error" if self._isolated else "runtime_error"
+                reason = str(error) or f"it was silent for {request.timeout_s + GRACE_S:g} s"
+            else:
+                verdict, reason = "sandbox_error", verdicts.fault_of_ours(facts)
+                if not reason and (is_last or not verdicts.unexplained(facts, request)):
+                    return verdicts.execution(facts, request)
+                reason = reason or "a program was killed, and nothing says by whom"
+            get_logger().warning("sandbox run failed", reason=reason)
+        return Execution(verdict=verdict, stderr=f"the sandbox failed twice: {reason}")
 
     async def _test(self) -> str | None:
         self._problem = None
@@ -140,10 +142,10 @@ class LocalSandbox(Sandbox):
 
 
 def _sweep_unsafe_folders() -> None:
-    """Removes what services left that were killed."""
+    """Removes what killed slots left: of services that are gone, and of this one's."""
     for folder in Path("/tmp").glob(f"{UNSAFE_FOLDER}*"):
         service = folder.name.removeprefix(UNSAFE_FOLDER).partition("-")[0]
-        if not Path("/proc", service).exists():
+        if service == str(os.getpid()) or not Path("/proc", service).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 

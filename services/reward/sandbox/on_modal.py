@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from services.reward.sandbox import verdicts
 from services.reward.sandbox.base import Sandbox, Worker
@@ -59,6 +59,11 @@ PROBES = (
 class _NoAnswer(Exception):
     """A container ended, or was silent, before a program began in it: which is not the program's
     fault."""
+
+
+class _Lost(Exception):
+    """A container ended without an answer after a program began in it, which a program can do to
+    its own."""
 
 
 class ModalSandbox(Sandbox):
@@ -124,15 +129,17 @@ class ModalSandbox(Sandbox):
     async def execute(self, request: ExecuteRequest) -> Execution:
         if self._problem:
             raise Failed(self._problem)
+        verdict: Literal["sandbox_error", "runtime_error"] = "sandbox_error"
         reason = ""
         async with self._places:
             for _ in range(2):
                 try:
                     return await self._run_once(request)
-                except (self._modal.exception.Error, _NoAnswer) as error:
+                except (self._modal.exception.Error, _NoAnswer, _Lost) as error:
+                    verdict = "runtime_error" if isinstance(error, _Lost) else "sandbox_error"
                     reason = str(error) or type(error).__name__
                     get_logger().warning("Modal Sandbox failed", reason=reason)
-        return Execution(verdict="sandbox_error", stderr=f"Modal failed twice: {reason}")
+        return Execution(verdict=verdict, stderr=f"Modal failed twice: {reason}")
 
     async def open_worker(self, module: str) -> Worker:
         raise Failed(
@@ -174,7 +181,8 @@ class ModalSandbox(Sandbox):
         try:
             yield container
         finally:
-            await container.terminate.aio()
+            with contextlib.suppress(self._modal.exception.Error):
+                await container.terminate.aio()  # it may have ended by itself
 
     async def _converse(self, container: Any, request: ExecuteRequest) -> list[str]:
         """Returns the lines of the answer: fewer than two if the container went silent after the
@@ -186,20 +194,26 @@ class ModalSandbox(Sandbox):
             await container.stdin.drain.aio()
         container.stdin.write_eof()
         await container.stdin.drain.aio()
-        told: str = ""
-        with contextlib.suppress(TimeoutError):
+        told = ""
+        try:
             async with asyncio.timeout(None) as deadline:
                 async for part in container.stdout:
                     if not told:
                         deadline.reschedule(
                             asyncio.get_running_loop().time() + request.timeout_s + END_GRACE_S
                         )
-                    told += part
+                    told += str(part)
                     if len(told) > MAX_ANSWER_BYTES:
                         break
+        except TimeoutError:
+            pass
+        except self._modal.exception.Error as error:
+            if told.startswith("began"):
+                raise _Lost(f"the container was lost: {error}") from error
+            raise
         if not told.startswith("began"):
             raise _NoAnswer(f"the container ended before the program began: {told[:200]!r}")
-        return [str(line) for line in told.splitlines()]
+        return told.splitlines()
 
 
 def execution_of(lines: list[str], request: ExecuteRequest, wall_s: float) -> Execution:

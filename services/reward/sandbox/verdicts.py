@@ -13,18 +13,16 @@ from shared.wire import ExecuteRequest, Execution
 Ending = Literal["ok", "runtime_error", "time_limit", "memory_limit", "output_limit"]
 
 MAX_DEPTH = 64
-LEAST_RLIMIT_CPU_S = 0.5
-"""A program can set itself a limit of CPU time, of a second at least, at which the kernel kills it.
-The kernel counts that second in ticks, which on a busy machine come to more than was used."""
 
 
 @dataclass(frozen=True)
 class Facts:
     """How a program ended, as its slot saw it.
 
-    `exit` is the code, or the negative number of a signal; `limit` is the one that ended it. `ooms`
-    is how often memory ran out, None where nobody knows or it was not killed. `overflow`: it wrote
-    more than is kept. `result` is what it left as its result, which may be anything.
+    `exit` is the code, or the negative number of a signal; `limit` is the one at which its slot
+    ended it. `memory` says, of a program that was killed, whose memory had run out; "unknown" where
+    no cgroup tells. `overflow`: it wrote more than is kept. `result` is what it left as its result,
+    which may be anything.
     """
 
     exit: int
@@ -35,7 +33,7 @@ class Facts:
     stdout: str
     stderr: str
     result: str
-    ooms: int | None = None
+    memory: Literal["unknown", "enough", "own limit", "host"] = "unknown"
     peak_bytes: int = 0
     began: bool = True
 
@@ -54,19 +52,30 @@ def execution(facts: Facts, request: ExecuteRequest) -> Execution:
     )
 
 
-def killed_from_outside(facts: Facts, request: ExecuteRequest) -> bool:
-    """Returns whether a job was ended by neither itself nor one of its limits: then nothing can be
-    said about its program.
+def fault_of_ours(facts: Facts) -> str:
+    """Returns what the sandbox or its host did to a program, so that nothing can be said about it;
+    "" if they did nothing. Only what is known to be theirs: a policy would learn to cause all else,
+    because a missing reward serves it better than 0."""
+    if not facts.began:
+        return f"a program could not be started: {facts.stderr.strip()[-200:] or facts.exit}"
+    if facts.exit == -signal.SIGKILL and facts.memory == "host":
+        return "a program was killed because its host, or the service's cgroup, ran out of memory"
+    return ""
 
-    A program cannot cause that (`missing` would serve it better than 0): pid 1 of a namespace
-    is out of reach of what runs in it, and what its limits do is known. Where no cgroup tells, a
-    job that used much memory was killed for that.
-    """
-    if facts.exit != -signal.SIGKILL or facts.limit or facts.cpu_s >= LEAST_RLIMIT_CPU_S:
-        return False
-    if facts.ooms is not None:
-        return facts.ooms == 0
-    return facts.peak_bytes < request.memory_mib << 18
+
+def unexplained(facts: Facts, request: ExecuteRequest) -> bool:
+    """Returns whether a program was killed, and by none of its limits. It may have done that itself
+    (with a limit of CPU time of its own, or by exec in a process too small), or somebody on the
+    host did: running it again tells, for only its own doing happens twice."""
+    return facts.exit == -signal.SIGKILL and not facts.limit and not _short(facts, request)
+
+
+def _short(facts: Facts, request: ExecuteRequest) -> bool:
+    """Returns whether a killed program was short of memory. Where no cgroup tells, one that used
+    much of it was killed for that."""
+    if facts.memory == "unknown":
+        return facts.peak_bytes >= request.memory_mib << 18
+    return facts.memory == "own limit"
 
 
 def _verdict(facts: Facts, request: ExecuteRequest) -> tuple[Ending, Any, str]:
@@ -78,7 +87,8 @@ def _verdict(facts: Facts, request: ExecuteRequest) -> tuple[Ending, Any, str]:
             f"TimeLimit: stopped after {request.timeout_s:g} s, of which {facts.cpu_s:.1f} s of "
             "CPU\n",
         )
-    by_rlimit = code == -signal.SIGKILL and facts.cpu_s >= LEAST_RLIMIT_CPU_S and not facts.ooms
+    killed = code == -signal.SIGKILL
+    by_rlimit = killed and facts.cpu_s >= request.cpu_s and facts.memory != "own limit"
     if facts.limit == "cpu" or code == -signal.SIGXCPU or by_rlimit:
         return (
             "time_limit",
@@ -87,7 +97,7 @@ def _verdict(facts: Facts, request: ExecuteRequest) -> tuple[Ending, Any, str]:
         )
     if facts.overflow:
         return "output_limit", None, "OutputLimit: more than 64 KiB were written\n"
-    if code == -signal.SIGKILL:
+    if killed and _short(facts, request):
         return "memory_limit", None, "MemoryLimit: killed by the kernel\n"
     if code < 0:
         return "runtime_error", None, f"Killed: {_signal_name(-code)}\n"

@@ -292,6 +292,21 @@ async def test_a_container_that_never_begins_is_modals_failure(
     assert "before the program began" in ended.stderr
 
 
+async def test_a_container_lost_after_the_program_began_is_the_programs_failure(
+    modal: types.SimpleNamespace,
+) -> None:
+    def lost(line: str) -> str:
+        if line != "began\n":
+            raise modal.exception.Error("the container ran out of memory")
+        return line
+
+    sandbox = await started()
+    modal.rewrite = lost
+    ended = await sandbox.execute(ExecuteRequest(expression="1"))
+    assert (ended.verdict, len(modal.containers)) == ("runtime_error", 3)
+    assert ended.stderr.endswith("the container was lost: the container ran out of memory")
+
+
 async def test_without_the_client_or_an_account_it_says_what_to_do(
     modal: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -415,6 +415,17 @@ async def test_unsafe_ends_what_a_program_leaves_running_and_removes_its_folder(
     assert not Path(ended.value[1]).exists()
 
 
+async def test_without_isolation_a_program_that_kills_its_slot_has_failed() -> None:
+    unsafe = LocalSandbox(isolated=False, num_slots=1)
+    await unsafe.start()
+    try:
+        ended = await unsafe.execute(ExecuteRequest(code="import os; os.kill(os.getppid(), 9)"))
+        after = await unsafe.execute(ExecuteRequest(expression="6 * 7"))
+    finally:
+        await unsafe.close()
+    assert (ended.verdict, after.value) == ("runtime_error", 42)
+
+
 async def test_unsafe_slots_that_are_just_forking_end_at_once() -> None:
     unsafe = LocalSandbox(isolated=False, num_slots=8)
     await unsafe.start()

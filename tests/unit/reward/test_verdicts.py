@@ -24,7 +24,7 @@ from shared.wire import ExecuteRequest
 ENDED: dict[str, Any] = {
     "exit": 0,
     "limit": None,
-    "ooms": None,
+    "memory": "unknown",
     "peak_bytes": 1 << 30,
     "wall_s": 0.1,
     "cpu_s": 0.1,
@@ -42,7 +42,9 @@ ENDED: dict[str, Any] = {
         ({"limit": "wall", "exit": -signal.SIGKILL}, "time_limit", None),
         ({"overflow": True}, "output_limit", None),
         ({"exit": -signal.SIGKILL, "cpu_s": 0.4}, "memory_limit", None),
-        ({"exit": -signal.SIGKILL, "cpu_s": 3.0, "ooms": 1}, "memory_limit", None),
+        ({"exit": -signal.SIGKILL, "cpu_s": 5.0, "memory": "own limit"}, "memory_limit", None),
+        ({"exit": -signal.SIGKILL, "memory": "enough"}, "runtime_error", None),
+        ({"exit": -signal.SIGKILL, "peak_bytes": 1 << 20}, "runtime_error", None),
         ({"exit": -signal.SIGKILL, "cpu_s": 5.0}, "time_limit", None),
         ({"limit": "cpu", "exit": -signal.SIGKILL, "cpu_s": 4.0}, "time_limit", None),
         ({"exit": -signal.SIGXCPU, "cpu_s": 0.4}, "time_limit", None),
@@ -165,26 +167,44 @@ KILLED: dict[str, Any] = {"exit": -signal.SIGKILL, "result": "", "peak_bytes": 1
 
 
 @pytest.mark.parametrize(
-    ("facts", "from_outside"),
+    ("facts", "unexplained"),
     [
         (KILLED, True),
+        (KILLED | {"cpu_s": 1.0}, True),  # it may have set itself a limit of one second
         (KILLED | {"limit": "wall"}, False),
         (KILLED | {"limit": "cpu"}, False),
-        (KILLED | {"cpu_s": 1.0}, False),  # it may have set itself a limit of one second
         (KILLED | {"peak_bytes": 400 << 20}, False),  # with no cgroup to ask, much memory is why
-        (KILLED | {"peak_bytes": 400 << 20, "ooms": 0}, True),
-        (KILLED | {"ooms": 1}, False),
+        (KILLED | {"peak_bytes": 400 << 20, "memory": "enough"}, True),
+        (KILLED | {"memory": "own limit"}, False),
         (KILLED | {"exit": -signal.SIGSEGV}, False),
         ({}, False),
     ],
 )
-def test_only_what_no_program_can_do_to_itself_is_a_kill_from_outside(
-    facts: dict[str, Any], from_outside: bool
+def test_a_kill_that_nothing_explains_is_told_apart(
+    facts: dict[str, Any], unexplained: bool
 ) -> None:
     assert (
-        verdicts.killed_from_outside(Facts(**ENDED | facts), ExecuteRequest(expression="x"))
-        is from_outside
+        verdicts.unexplained(Facts(**ENDED | facts), ExecuteRequest(expression="x")) is unexplained
     )
+
+
+@pytest.mark.parametrize(
+    ("facts", "ours"),
+    [
+        ({"began": False, "exit": 125, "stderr": "no room"}, "could not be started: no room"),
+        (KILLED | {"memory": "host"}, "its host, or the service's cgroup, ran out of memory"),
+        (KILLED, ""),
+        (KILLED | {"memory": "own limit"}, ""),
+        (KILLED | {"memory": "enough"}, ""),
+        ({"exit": 137}, ""),
+        ({"exit": 125, "result": ""}, ""),
+    ],
+)
+def test_only_what_is_known_to_be_ours_is_no_fault_of_the_program(
+    facts: dict[str, Any], ours: str
+) -> None:
+    fault = verdicts.fault_of_ours(Facts(**ENDED | facts))
+    assert fault.endswith(ours) and bool(fault) == bool(ours)
 
 
 def test_a_forged_reason_that_is_no_text_can_be_sent_on() -> None:

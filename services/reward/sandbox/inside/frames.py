@@ -68,7 +68,10 @@ def send_file(channel: int, file: int, size: int) -> None:
     """Sends the first `size` bytes of a file, inside the kernel as well."""
     sent = 0
     while sent < size:
-        sent += os.sendfile(channel, file, sent, size - sent)
+        moved = os.sendfile(channel, file, sent, size - sent)
+        if not moved:
+            raise OSError("a file became shorter while it was sent")
+        sent += moved
 
 
 def _splice(source: int, target: int, size: int) -> None:

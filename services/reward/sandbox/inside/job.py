@@ -35,12 +35,12 @@ REQUEST = struct.Struct("=ddQQ")
 """What the service sends: the limits of wall-clock and of CPU time in seconds, and how many bytes
 of input and of program follow."""
 
-FACTS = struct.Struct("=?iBddqq?QQQ")
+FACTS = struct.Struct("=?iBddBq?QQQ")
 """What the service receives: `Job.run` and `facts_of` say what they are; the last three are how
 many bytes of stdout, of stderr and of the result follow."""
 
 _LIMITS = (None, "wall", "cpu")
-_UNKNOWN = -1
+_MEMORY = ("unknown", "enough", "own limit", "host")
 
 _SHORTEST_LOOK_S = 0.01
 """How precisely the limit of CPU time is kept."""
@@ -97,11 +97,7 @@ class Job:
         limit = self._watch(timeout_s, cpu_s, start)
         status, usage = self._end(by_force=limit is not None)
         wall_s, code = time.monotonic() - start, os.waitstatus_to_exitcode(status)
-        ooms = (
-            None
-            if ooms_before is None or code != -signal.SIGKILL
-            else (self._ooms() or 0) - ooms_before
-        )
+        memory = _memory(ooms_before, self._ooms()) if code == -signal.SIGKILL else "unknown"
         _, stdout_size, stderr_size, result_size = [os.fstat(fd).st_size for fd in self._files]
         kept = (
             min(stdout_size, program.KEEP_BYTES),
@@ -114,7 +110,7 @@ class Job:
             _LIMITS.index(limit),
             wall_s,
             usage.ru_utime + usage.ru_stime,
-            _UNKNOWN if ooms is None else ooms,
+            _MEMORY.index(memory),
             usage.ru_maxrss << 10,
             max(stdout_size, stderr_size) > program.KEEP_BYTES,
             *kept,
@@ -223,14 +219,16 @@ class Job:
         told = os.pread(self._slot.cpu_meter, 64, 0).split()
         return int(told[1]) / 1e6 if told[0] == b"usage_usec" else int(told[0]) / 1e9
 
-    def _ooms(self) -> int | None:
-        """Returns how often the slot's cgroup was out of memory: `oom` of version 2, `oom_kill` of
-        version 1."""
+    def _ooms(self) -> tuple[int, int] | None:
+        """Returns how often the slot's cgroup reached its own limit of memory, and how many of its
+        processes were killed for memory, whoever was short of it. Version 1 counts the latter
+        only; it then stands for both."""
         if self._slot.oom_meter is None:
             return None
         told = os.pread(self._slot.oom_meter, 512, 0).split()
         counts = dict(zip(told[::2], told[1::2], strict=True))
-        return int(counts.get(b"oom", counts[b"oom_kill"]))
+        killed = counts[b"oom_kill"]
+        return int(counts.get(b"oom", killed)), int(killed)
 
 
 def facts_of(message: bytes) -> tuple[dict[str, Any], tuple[int, int, int]]:
@@ -238,21 +236,31 @@ def facts_of(message: bytes) -> tuple[dict[str, Any], tuple[int, int, int]]:
     from what `Job.run` sent.
 
     `exit` is the code, or the negative number of a signal; `limit` is the one that ended it,
-    "wall", "cpu" or None; `ooms` is how often memory ran out, None where nobody knows or a job was
-    not killed; `overflow` says that more was written than is kept.
+    "wall", "cpu" or None; `memory` is whose memory ran out where a job was killed: "enough"
+    (nobody's), "own limit", "host", or "unknown"; `overflow` says that more was written than is
+    kept.
     """
-    began, code, limit, wall_s, cpu_s, ooms, peak_bytes, overflow, *sizes = FACTS.unpack(message)
+    began, code, limit, wall_s, cpu_s, memory, peak_bytes, overflow, *sizes = FACTS.unpack(message)
     facts = {
         "began": began,
         "exit": code,
         "limit": _LIMITS[limit],
         "wall_s": wall_s,
         "cpu_s": cpu_s,
-        "ooms": None if ooms == _UNKNOWN else ooms,
+        "memory": _MEMORY[memory],
         "peak_bytes": peak_bytes,
         "overflow": overflow,
     }
     return facts, (sizes[0], sizes[1], sizes[2])
+
+
+def _memory(before: tuple[int, int] | None, after: tuple[int, int] | None) -> str:
+    """Returns whose memory ran out between two looks at a cgroup's counts."""
+    if before is None or after is None:
+        return "unknown"
+    if after[0] > before[0]:
+        return "own limit"
+    return "host" if after[1] > before[1] else "enough"
 
 
 def ended_within(pid: int, control: int, timeout_s: float | None) -> bool:
