@@ -7,8 +7,8 @@
     POST /graders/validate    would these rewards work on rows with these columns?
     POST /graders/run         one completion by one grader, in OpenAI's shape
 
-State: warm sandbox slots, the workers of jobs' own functions, a cache of verdicts. All of it can be
-lost: any replica can answer any request.
+State: warm sandbox slots, the workers of jobs' own functions and of graders, a cache of verdicts.
+All of it can be lost: any replica can answer any request.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from prometheus_client import Counter
 from services.reward import graders
 from services.reward.grading import registry, runs
 from services.reward.grading.admission import Admission
+from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import GraderTools
 from services.reward.grading.scoring import Scorer
 from services.reward.job_code.workers import FunctionWorkers
@@ -48,7 +49,7 @@ def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Servic
     name."""
     graders.load()
     sandbox = sandbox or backends.build(settings)
-    tools = GraderTools(settings, sandbox, FunctionWorkers(sandbox))
+    tools = GraderTools(settings, sandbox, FunctionWorkers(sandbox), LimitedPool())
     scorer = Scorer(tools)
 
     @contextlib.asynccontextmanager
@@ -59,6 +60,7 @@ def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Servic
         finally:
             await scorer.close()
             await tools.functions.close()
+            await tools.limited.close()
             await sandbox.close()
 
     async def sandbox_ready() -> str | None:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncGenerator
 
 from services.reward import graders
+from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import GraderTools
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox, Worker
@@ -47,7 +48,7 @@ class ScriptedSandbox(Sandbox):
 
 
 def tools_of(sandbox: Sandbox, **settings: object) -> GraderTools:
-    return GraderTools(Settings(**settings), sandbox, FunctionWorkers(sandbox))  # type: ignore[arg-type]
+    return GraderTools(Settings(**settings), sandbox, FunctionWorkers(sandbox), LimitedPool())  # type: ignore[arg-type]
 
 
 def processes_of(service_pid: int) -> list[int]:

@@ -1,22 +1,34 @@
-"""Searches completions for a pattern. The pattern may take exponential time on some text, so each
-search has a time limit.
+"""Searches completions for a pattern of the `regex` package: Python's and more.
 
-Patterns are those of the `regex` package: Python's and more. An unsuitable one is a mistake that
-`/graders/validate` names.
+A pattern may take any time and memory to compile, and exponential time on some text, so both are
+done by a limited process. An unsuitable pattern is a mistake that `/graders/validate` names.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
-import regex
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
+from services.reward.grading.limited.pool import Call, NoValue
+from services.reward.grading.registry import (
+    Column,
+    Grader,
+    GraderTools,
+    GradingFailed,
+    Params,
+    grader,
+)
+from shared.errors import BadRequest
+from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
+
+COMPILE_S = 5.0
+"""CPU time that compiling a pattern may take. Ordinary ones take a thousandth of that."""
+
+MEMORY_MIB = 1024
+"""What compiling and searching may take, the process and its libraries included."""
 
 
 class RegexParams(Params):
@@ -25,7 +37,8 @@ class RegexParams(Params):
 
     With `column`, the text of `group` (a number or a name; 0 is the whole match) must be the row's
     `column` as well, blanks around both aside. `which`: the first or the last match counts.
-    `timeout_s` bounds one search; a completion on which the pattern takes longer earns 0.
+    `timeout_s` bounds one search, in seconds of CPU time; a completion on which the pattern takes
+    longer earns 0.
     """
 
     pattern: str = Field(min_length=1, max_length=2000)
@@ -38,35 +51,14 @@ class RegexParams(Params):
     dotall: bool = False
     timeout_s: float = Field(default=1.0, gt=0, le=10)
 
-    @model_validator(mode="after")
-    def _compiles(self) -> RegexParams:
-        try:
-            groups = self.compiled()
-        except (regex.error, RecursionError, OverflowError, MemoryError) as error:
-            raise ValueError(
-                f"pattern {self.pattern!r:.80} is no regular expression: {error}"
-            ) from error
-        known = (
-            self.group in groups.groupindex
-            if isinstance(self.group, str)
-            else 0 <= self.group <= groups.groups
-        )
-        if not known:
-            raise ValueError(
-                f"group {self.group!r} is not in pattern {self.pattern!r:.80}, which has "
-                f"{groups.groups} groups"
-            )
-        return self
-
-    def compiled(self) -> regex.Pattern[str]:
+    def flags(self) -> list[str]:
+        """Returns the names that the `regex` package has for them."""
         flags = {
-            regex.IGNORECASE: self.ignore_case,
-            regex.MULTILINE: self.multiline,
-            regex.DOTALL: self.dotall,
+            "IGNORECASE": self.ignore_case,
+            "MULTILINE": self.multiline,
+            "DOTALL": self.dotall,
         }
-        return regex.compile(
-            self.pattern, flags=sum(flag for flag, wanted in flags.items() if wanted)
-        )
+        return [flag for flag, wanted in flags.items() if wanted]
 
 
 @grader("regex")
@@ -76,18 +68,48 @@ class Regex(Grader[RegexParams]):
 
     items_per_call = 1
 
+    def __init__(self, spec: RewardSpec, params: RegexParams, tools: GraderTools) -> None:
+        super().__init__(spec, params, tools)
+        self._is_checked = False
+
+    async def check(self, columns: Sequence[str]) -> None:
+        await super().check(columns)
+        if not self._is_checked:
+            await self._check_pattern()
+            self._is_checked = True
+
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         return [await self._grade(item) for item in items]
 
+    async def _check_pattern(self) -> None:
+        pattern, group = self.params.pattern, self.params.group
+        call = Call("searching", "groups", (pattern, self.params.flags()), COMPILE_S, MEMORY_MIB)
+        try:
+            known = await self.tools.limited.run(call)
+        except NoValue as error:
+            raise BadRequest(
+                f"reward {self.spec.label!r}: pattern {pattern!r:.80} cannot be compiled within "
+                f"{COMPILE_S:g} s and {MEMORY_MIB} MiB: {error.detail}"
+            ) from error
+        if "fault" in known:
+            raise BadRequest(
+                f"reward {self.spec.label!r}: pattern {pattern!r:.80} is no regular expression: "
+                f"{known['fault']}"
+            )
+        is_there = (
+            group in known["names"] if isinstance(group, str) else 0 <= group <= known["count"]
+        )
+        if not is_there:
+            raise BadRequest(
+                f"reward {self.spec.label!r}: group {group!r} is not in pattern {pattern!r:.80}, "
+                f"which has {known['count']} groups"
+            )
+
     async def _grade(self, item: ScoreItem) -> Part:
         try:
-            found = await asyncio.to_thread(self._found, item.completion)
-        except TimeoutError:
-            return Part(
-                value=0.0,
-                verdict="time_limit",
-                detail=f"the pattern took longer than {self.params.timeout_s:g} s",
-            )
+            found = await self._found(item.completion)
+        except NoValue as error:
+            return error.part()
         if found is None:
             return Part(value=0.0, verdict="wrong", detail="the pattern was not found")
         if self.params.column is None:
@@ -105,17 +127,22 @@ class Regex(Grader[RegexParams]):
             detail=f"found {found!r:.80}, wanted {wanted!r:.80}",
         )
 
-    def _found(self, text: str) -> str | None:
+    async def _found(self, text: str) -> str | None:
         """Returns what the group matched ("" if it took no part); None if the pattern was not
-        found. Raises TimeoutError."""
-        pattern, limits = (
-            self.params.compiled(),
-            {"timeout": self.params.timeout_s, "concurrent": True},
+        found. Raises NoValue."""
+        params = self.params
+        searched = (
+            params.pattern,
+            params.flags(),
+            params.mode,
+            params.which,
+            params.group,
+            text,
+            params.timeout_s,
         )
-        if self.params.mode == "full":
-            match = pattern.fullmatch(text.strip(), **limits)
-        elif self.params.which == "first":
-            match = pattern.search(text, **limits)
-        else:
-            match = next(iter(deque(pattern.finditer(text, **limits), maxlen=1)), None)
-        return None if match is None else match[self.params.group] or ""
+        # The search stops itself at its limit, as a rule: the kernel's is for where it does not.
+        call = Call("searching", "find", searched, COMPILE_S + 2 * params.timeout_s, MEMORY_MIB)
+        reply = await self.tools.limited.run(call)
+        if reply["late"]:
+            raise NoValue("time_limit", f"the pattern took longer than {params.timeout_s:g} s")
+        return reply["found"]

@@ -13,5 +13,6 @@ What several graders use:
     programs.py   where the program is in a completion, and what its end means
     compare.py    what counts as equal
     templates.py  OpenAI's templates
+    limited/      what a text decides the cost of: in processes with limits
     judge/        asking a language model
 """

@@ -25,6 +25,9 @@ from shared.wire import Part, ScoreItem
 
 MAX_KEPT = 64
 
+MAX_VALUE = 1e100
+"""Of what a grader gives: a sum of weighted values, and their squares, are finite numbers."""
+
 Tell = Callable[[int, Part], None]
 """Takes an item's position and its part."""
 
@@ -83,6 +86,7 @@ class Caller:
                 raise GradingFailed(
                     f"the grader returned {len(parts)} verdicts for {len(items)} completions"
                 )
+            parts = [_bounded(part) for part in parts]
         except GradingFailed as error:
             parts = [error.part()] * len(items)
         except BadRequest as error:
@@ -162,6 +166,14 @@ class _Alike:
 
     key: bytes | None
     positions: list[int]
+
+
+def _bounded(part: Part) -> Part:
+    if part.value is None or abs(part.value) <= MAX_VALUE:
+        return part
+    return GradingFailed(
+        f"the value is {part.value:g}; expected one from {-MAX_VALUE:g} to {MAX_VALUE:g}"
+    ).part()
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:

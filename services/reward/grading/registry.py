@@ -30,6 +30,7 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.reward.grading.failures import ErrorName, GradingFailed
+from services.reward.grading.limited.pool import LimitedPool
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox
 from shared.config import Settings
@@ -76,6 +77,7 @@ class GraderTools:
     settings: Settings
     sandbox: Sandbox
     functions: FunctionWorkers
+    limited: LimitedPool
     job_id: str | None = None
 
     @property

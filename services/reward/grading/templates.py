@@ -1,7 +1,7 @@
 """OpenAI's templates: `{{ item.column }}` is the row's column, `{{ sample.output_text }}` the
 completion. Nothing else is in them.
 
-A value goes in as it is, text that is no text as JSON; what it contains is not read as a template
+A value goes in as it is, one that is no text as JSON; what it contains is not read as a template
 again.
 """
 
@@ -16,13 +16,25 @@ from services.reward.grading.registry import GradingFailed, no_column
 from shared.errors import BadRequest
 from shared.wire import ScoreItem
 
-_SLOT = re.compile(r"\{\{\s*(.*?)\s*\}\}", re.DOTALL)
+MAX_CHARS = 20_000
+MAX_SLOTS = 32
+"""A completion goes into each that names it."""
+
+# Each character is looked at once: no run of "{{" or of blanks makes it slow.
+_SLOT = re.compile(r"\{\{((?:(?!\{\{|\}\}).)*+)\}\}", re.DOTALL)
 _PATH = re.compile(r"item(\.[\w-]+)+|sample\.output_text")
 
 
 def check(template: str, columns: Sequence[str], label: str) -> None:
-    """Raises BadRequest for a slot that names nothing, or a column that the dataset lacks."""
-    for path in _SLOT.findall(template):
+    """Raises BadRequest for a template that is too large, a slot that names nothing, or a column
+    that the dataset lacks."""
+    paths = _paths(template)
+    if len(template) > MAX_CHARS or len(paths) > MAX_SLOTS:
+        raise BadRequest(
+            f"reward {label!r}: a template of {len(template)} characters with {len(paths)} slots; "
+            f"at most {MAX_CHARS} and {MAX_SLOTS} are taken"
+        )
+    for path in paths:
         if not _PATH.fullmatch(path):
             raise BadRequest(
                 f"reward {label!r}: {{{{ {path} }}}} names nothing; expected item.<column> or "
@@ -36,13 +48,17 @@ def check(template: str, columns: Sequence[str], label: str) -> None:
 
 def columns(template: str) -> set[str]:
     """Returns the columns that a template names."""
-    return {path.split(".")[1] for path in _SLOT.findall(template) if path.startswith("item.")}
+    return {path.split(".")[1] for path in _paths(template) if path.startswith("item.")}
+
+
+def _paths(template: str) -> list[str]:
+    return [path.strip() for path in _SLOT.findall(template)]
 
 
 def render(template: str, item: ScoreItem) -> str:
     """Returns the template with this item's values. Raises GradingFailed for a value that is not
     there."""
-    return _SLOT.sub(lambda slot: _value(slot[1], item), template)
+    return _SLOT.sub(lambda slot: _value(slot[1].strip(), item), template)
 
 
 def _value(path: str, item: ScoreItem) -> str:

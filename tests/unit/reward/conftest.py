@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 import pytest
+import pytest_asyncio
 
 from services.reward.grading.registry import GraderTools
 from shared.wire import Execution
@@ -19,7 +20,9 @@ def url() -> Iterator[str]:
         yield service.url
 
 
-@pytest.fixture
-def scripted_tools() -> GraderTools:
+@pytest_asyncio.fixture
+async def scripted_tools() -> AsyncGenerator[GraderTools]:
     """Graders' tools with a sandbox that evaluates everything to 8."""
-    return tools_of(ScriptedSandbox(Execution(verdict="ok", value=8)))
+    tools = tools_of(ScriptedSandbox(Execution(verdict="ok", value=8)))
+    yield tools
+    await tools.limited.close()

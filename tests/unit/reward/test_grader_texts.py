@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
+import time
 from typing import Any
 
 import pytest
 
-from services.reward.graders.text_similarity import similarity
 from services.reward.grading import registry, templates
+from services.reward.grading.limited.likeness import similarity
 from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -83,13 +86,15 @@ async def test_a_catastrophic_pattern_is_stopped_and_earns_nothing(
         ({"pattern": "(a)", "group": 2}, "group 2 is not in pattern '\\(a\\)', which has 1 groups"),
         ({"pattern": "(a)", "group": "x"}, "group 'x' is not in pattern"),
         ({"pattern": ""}, "at least 1 character"),
+        ({"pattern": "a{1000000000}"}, "cannot be compiled within 5 s and 1024 MiB"),
+        ({"pattern": "(" * 900 + ")" * 900}, "is no regular expression: maximum recursion"),
     ],
 )
-def test_regex_refuses_a_pattern_that_cannot_work(
+async def test_regex_refuses_a_pattern_that_cannot_work(
     scripted_tools: GraderTools, params: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(BadRequest, match=message):
-        registry.bind(RewardSpec(grader="regex", params=params), scripted_tools)
+        await registry.bind(RewardSpec(grader="regex", params=params), scripted_tools).check([])
 
 
 @pytest.mark.parametrize(
@@ -177,6 +182,51 @@ async def test_a_template_is_filled_once_and_says_what_it_lacks(
             await grade(scripted_tools, "string_check", "x", row, input=template, **params)
     with pytest.raises(GradingFailed, match="the row has no such value"):
         await grade(scripted_tools, "string_check", "x", row, input="{{ item.a.b }}", **params)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{" * 10_000, "{{" + " " * 19_000, "{{ " * 6000, "{{" + "}" * 19_000, "{{ x {" * 3000],
+)
+async def test_a_template_made_to_be_slow_to_read_is_not(
+    scripted_tools: GraderTools, template: str
+) -> None:
+    params = {"reference": "x", "operation": "eq", "input": template}
+    start = time.process_time()
+    with contextlib.suppress(BadRequest):
+        await grade(scripted_tools, "string_check", "x", **params)
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize(
+    "template", ["x" * 20_001, "{{ sample.output_text }}" * 33], ids=["long", "many slots"]
+)
+async def test_a_template_is_bounded(scripted_tools: GraderTools, template: str) -> None:
+    params = {"reference": "x", "operation": "eq", "input": template}
+    with pytest.raises(BadRequest, match="at most 20000 and 32 are taken"):
+        await grade(scripted_tools, "string_check", "x", **params)
+
+
+async def test_other_requests_are_answered_while_a_pattern_is_compiled_and_texts_compared(
+    scripted_tools: GraderTools,
+) -> None:
+    texts = {
+        "a": " ".join(f"w{n}" for n in range(3000)),
+        "b": " ".join(f"w{n}" for n in range(3000, 0, -1)),
+    }
+    likeness = {"input": "{{ item.a }}", "reference": "{{ item.b }}", "evaluation_metric": "meteor"}
+    work = asyncio.gather(
+        grade(scripted_tools, "text_similarity", "", texts, **likeness),
+        grade(scripted_tools, "regex", "x", pattern="a{1000000000}"),
+        return_exceptions=True,
+    )
+    longest_s, start = 0.0, time.thread_time()
+    while not work.done():
+        await asyncio.sleep(0.01)
+        longest_s, start = max(longest_s, time.thread_time() - start), time.thread_time()
+    part, refusal = await work
+    assert isinstance(part, Part) and part.value and isinstance(refusal, BadRequest)
+    assert longest_s < 0.2
 
 
 GIVEN, WANTED = "the cat sat on the mat", "The cat is on the mat."

@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse
 
 from services.reward.grading import registry, runs
 from services.reward.grading.judge import replies
+from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
 from services.reward.job_code.workers import FunctionWorkers
 from shared.config import Settings
@@ -124,7 +125,7 @@ def bound(
     own: dict[str, Any] = {} if grader == "multi" else {"model": "m"}
     if grader == "llm_judge":
         own["rubric"] = "Is {{ sample.output_text }} an answer to {{ item.question }}?"
-    tools = GraderTools(settings, sandbox, FunctionWorkers(sandbox), job_id)
+    tools = GraderTools(settings, sandbox, FunctionWorkers(sandbox), LimitedPool(), job_id)
     return registry.bind(RewardSpec(grader=grader, params={**own, **params}), tools)
 
 
@@ -399,7 +400,9 @@ async def test_a_service_without_a_judge_says_what_to_set() -> None:
     spec = RewardSpec(
         grader="llm_judge", params={"model": "m", "rubric": "{{ sample.output_text }}"}
     )
-    judge = registry.bind(spec, GraderTools(Settings(), sandbox, FunctionWorkers(sandbox)))
+    judge = registry.bind(
+        spec, GraderTools(Settings(), sandbox, FunctionWorkers(sandbox), LimitedPool())
+    )
     with pytest.raises(BadRequest, match="set HONE_JUDGE_URL"):
         await judge.check([])
 

@@ -2,35 +2,28 @@ r"""Rewards a mathematically right answer: `\boxed{}`, GSM8K's `#### 18`, or wha
 finds in the text.
 
 Plain numbers ("1,200", "$18", "3/4", "75%", "18.0 dollars") are compared here, exactly; all else
-(formulas, sets, intervals) by math-verify, in a process of its own with a hard limit on time and
-memory.
+(formulas, sets, intervals) by math-verify, in a process with limits of time and memory.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
 
 from services.reward.graders.math.answers import equal, final_answer, number
-from services.reward.graders.math.workers import Workers
-from services.reward.grading.registry import (
-    Column,
-    Grader,
-    GraderTools,
-    GradingFailed,
-    Params,
-    grader,
-)
-from shared.job import RewardSpec
+from services.reward.grading.limited.pool import Call, NoValue
+from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
 from shared.wire import Part, ScoreItem
 
 TAIL_CHARS = 4000
 """Of a completion without a marked answer: its end, which math-verify searches."""
 
 MAX_ANSWER_CHARS = 2000
+
+MEMORY_MIB = 3072
+"""What one comparison may take, the process and its libraries included."""
 
 
 class MathParams(Params):
@@ -52,20 +45,12 @@ class Math(Grader[MathParams]):
 
     pure = True
     items_per_call = 1
-    max_concurrency = 64
-
-    def __init__(self, spec: RewardSpec, params: MathParams, tools: GraderTools) -> None:
-        super().__init__(spec, params, tools)
-        self._workers = Workers(min(4, len(os.sched_getaffinity(0))))
 
     def content(self, item: ScoreItem) -> Any:
         return [item.completion, item.row[self.params.answer]]
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         return [await self._grade(item.completion, self._wanted(item)) for item in items]
-
-    async def close(self) -> None:
-        await self._workers.close()
 
     def _wanted(self, item: ScoreItem) -> str:
         value = item.row[self.params.answer]
@@ -86,13 +71,13 @@ class Math(Grader[MathParams]):
         if given == wanted:
             return _part(True, given, wanted)
         text = completion[-TAIL_CHARS:] if given is None else f"\\boxed{{{given}}}"
-        end = await self._workers.same(f"\\boxed{{{wanted}}}", text, self.params.cpu_s)
-        if isinstance(end, bool):
-            return _part(end, given, wanted)
-        verdict, detail = end
-        if verdict == "error":
-            return Part(value=0.0, verdict="wrong", detail=f"not comparable: {detail}")
-        return Part(value=0.0, verdict=verdict, detail=detail)
+        call = Call(
+            "comparing", "same", (f"\\boxed{{{wanted}}}", text), self.params.cpu_s, MEMORY_MIB
+        )
+        try:
+            return _part(await self.tools.limited.run(call), given, wanted)
+        except NoValue as error:
+            return error.part()
 
 
 def _part(right: bool, given: str | None, wanted: str) -> Part:

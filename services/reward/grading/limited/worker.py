@@ -1,0 +1,66 @@
+"""One process that calls functions of this package: requests and replies are lines of JSON on stdin
+and stdout.
+
+The kernel ends it once a call has used its CPU time (SIGPROF), however deep in C that is, and gives
+it no more memory than the call may have. It ends with the service, and after a call that has left
+it large.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "services.reward.grading.limited"
+KEPT_BYTES = 512 << 20
+"""A process that is larger after a call is not asked again. math-verify takes 130 MiB."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(service_pid: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != service_pid:
+        return
+    for line in sys.stdin:
+        reply = _reply(json.loads(line))
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
+
+
+def _reply(request: dict[str, Any]) -> dict[str, Any]:
+    module = importlib.import_module(f"{PACKAGE}.{request['module']}")
+    module.prepare()  # before the clock starts: importing is not the text's cost
+    try:
+        _limit_memory(request["memory_mib"] << 20)
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
+        value = getattr(module, request["function"])(*request["arguments"])
+        reply: dict[str, Any] = {"end": "ok", "value": value}
+    except MemoryError:
+        reply = {"end": "memory_limit", "detail": f"it took more than {request['memory_mib']} MiB"}
+    except Exception as error:
+        # Of whatever kind a library raises on a stranger's text: the grader decides.
+        reply = {"end": "error", "detail": f"{type(error).__name__}: {error}"[:200]}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _limit_memory(resource.RLIM_INFINITY)
+    return reply | {"worn": reply["end"] == "memory_limit" or _resident_bytes() > KEPT_BYTES}
+
+
+def _limit_memory(size_bytes: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = most if size_bytes == resource.RLIM_INFINITY else size_bytes
+    resource.setrlimit(
+        resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most)
+    )
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
