@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from shared.errors import BadRequest
 from shared.explain import sentences
+from shared.plain import BINARY
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -53,8 +54,7 @@ def _validated(model: type[M], data: bytes, media_type: str, *, tolerant: bool) 
     try:
         if media_type != MSGPACK:
             return model.model_validate_json(data or b"{}", extra=extra)
-        plain = _msgpack.unpackb(data, raw=False, strict_map_key=False)
-        return model.model_validate(plain, extra=extra)
+        return model.model_validate(_unpacked(data), extra=extra, context={BINARY: True})
     except ValidationError as error:
         faults = sentences(error, model)
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
@@ -63,3 +63,11 @@ def _validated(model: type[M], data: bytes, media_type: str, *, tolerant: bool) 
             f"a body of {len(data)} bytes is not valid {media_type}: "
             f"{error or type(error).__name__}"
         ) from error
+
+
+def _unpacked(data: bytes) -> Any:
+    """Raises ValueError for a table with a list or a table as a key, which Python cannot hold."""
+    try:
+        return _msgpack.unpackb(data, raw=False, strict_map_key=False)
+    except TypeError as error:
+        raise ValueError(f"a key of a table is a list or a table ({error})") from error

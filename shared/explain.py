@@ -4,11 +4,21 @@ nearest valid key."""
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Sequence
+from itertools import islice
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, RootModel, ValidationError
+
+MAX_FAULTS = 20
+"""Listed of one body."""
+
+MAX_READ_FAULTS = 20_000
+"""Beyond it not even the first are listed: pydantic builds the list of all, 2 microseconds each."""
+
+MAX_SHOWN_CHARS = 80
 
 
 def nearest(name: str, valid: Sequence[str], what: str = "valid keys") -> str:
@@ -31,10 +41,22 @@ def _initials(key: str) -> str:
 def sentences(
     error: ValidationError, model: type[BaseModel], where: str = ""
 ) -> list[dict[str, str]]:
-    """Returns one `{pointer, detail}` for each fault. `where` opens each sentence, for example a
-    file's name."""
+    """Returns one `{pointer, detail}` for each of the first `MAX_FAULTS` faults, and one that says
+    how many more there are. `where` opens each sentence, for example a file's name."""
+    count = error.error_count()
+    if count > MAX_READ_FAULTS:
+        return [_more(f"{count} faults, of which none is listed: at most {MAX_READ_FAULTS} are")]
     faults = [dict(fault) for fault in error.errors(include_url=False)]
-    return [_explain(fault, model, where) for fault in faults if not _follows(fault, faults)]
+    told = (fault for fault in faults if not _follows(fault, faults))
+    listed = [_explain(fault, model, where) for fault in islice(told, MAX_FAULTS)]
+    left = count - len(listed)
+    return (
+        [*listed, _more(f"and {left} more faults")] if len(listed) == MAX_FAULTS < count else listed
+    )
+
+
+def _more(detail: str) -> dict[str, str]:
+    return {"pointer": "", "detail": detail}
 
 
 def _follows(fault: dict[str, Any], faults: Sequence[dict[str, Any]]) -> bool:
@@ -50,11 +72,15 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
     context = fault.get("ctx", {})
     if fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path.append(context["discriminator"].strip("'"))
-    key = ".".join(str(part) for part in path)
+    key = ".".join(str(part)[:MAX_SHOWN_CHARS] for part in path)
     if fault["type"] == "extra_forbidden":
         _, parent = _followed(model, fault["loc"][:-1])
         owner = _model_in(parent)
-        hint = f"; {nearest(str(path[-1]), list(owner.model_fields))}" if owner else ""
+        hint = (
+            f"; {nearest(str(path[-1])[:MAX_SHOWN_CHARS], list(owner.model_fields))}"
+            if owner
+            else ""
+        )
         detail = f"unknown key {key!r}{hint}"
     elif fault["type"] == "union_tag_not_found":
         detail = f"{key!r} is missing; it says which kind this is"
@@ -63,7 +89,10 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
     else:
         detail = refused(key, fault)
     start = f"{where}: " if where else ""
-    return {"pointer": "/" + "/".join(str(part) for part in path), "detail": start + detail}
+    return {
+        "pointer": "/" + "/".join(str(part)[:MAX_SHOWN_CHARS] for part in path),
+        "detail": start + detail,
+    }
 
 
 def refused(key: str, fault: dict[str, Any]) -> str:
@@ -73,9 +102,24 @@ def refused(key: str, fault: dict[str, Any]) -> str:
     message = _expected(fault) or fault["msg"].removeprefix("Value error, ")
     if not key:
         return message
-    shown = repr(fault.get("input"))
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return f"{key!r}: got {shown}; {message[0].lower() + message[1:]}"
+    return f"{key!r}: got {shown(fault.get('input'))}; {message[0].lower() + message[1:]}"
+
+
+def shown(value: Any) -> str:
+    """Returns the beginning of `repr(value)`, which of a large value is never made whole."""
+    text = _SHORT.repr(value[:MAX_SHOWN_CHARS] if isinstance(value, bytes) else value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxtuple = self.maxlist = self.maxdict = self.maxset = 20
+        self.maxstring = self.maxlong = self.maxother = 5 * MAX_SHOWN_CHARS
+
+
+_SHORT = _Short()
 
 
 def _expected(fault: dict[str, Any]) -> str | None:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from shared.plain import Plain
+
 JOB_ID = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 """Ids and names end up in paths and URLs, so they are made of these characters only."""
 
@@ -113,14 +115,15 @@ class RewardSpec(Section):
     """What metrics and stored rollouts call this reward; no two of a job have the same name. None:
     the grader's name, or the function's."""
 
-    weight: float = 1.0
-    """Factor of this reward in the sum that is the rollout's reward. Below 0 it is a penalty."""
+    weight: float = Field(default=1.0, ge=-1_000_000, le=1_000_000)
+    """Factor of this reward in the sum that is the rollout's reward, from -1000000 to
+    1000000. Below 0 it is a penalty."""
 
     shaping: bool = False
     """The reward is for form only (length, format). It counts in the sum, but not in judging if a
     group has signal: groups that differ in nothing else are not trained on."""
 
-    params: dict[str, Any] = {}
+    params: dict[str, Plain] = {}
     """Parameters of the grader, checked when the job is submitted. `GET /graders` has their
     schema."""
 

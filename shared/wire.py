@@ -12,17 +12,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel
+from pydantic import BaseModel, ConfigDict, FailFast, Field, RootModel
 
 from shared.job import JOB_ID, Job, RewardSpec, SyncMethod
 from shared.packed import Logprobs, Mask, TokenIds
+from shared.plain import Plain
 
 
 class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-Message = dict[str, Any]
+Message = dict[str, Plain]
 """A chat message: at least `role` and `content`."""
 
 JobId = Annotated[str, Field(pattern=JOB_ID)]
@@ -63,7 +64,7 @@ class Prompt(Wire):
 
     index: int
     content: str | tuple[Message, ...]
-    row: dict[str, Any]
+    row: dict[str, Plain]
 
 
 # --- rollouts ------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class GenerateRequest(Fencing):
     min_version: int | None = None
     prompt: str | tuple[Message, ...] | None = None
     prompt_token_ids: TokenIds | None = None
-    template_args: dict[str, Any] = {}
+    template_args: dict[str, Plain] = {}
     sampling: Sampling = Sampling()
 
 
@@ -170,7 +171,7 @@ class Rollout(Wire):
     kept_ids: TokenIds = TokenIds()
     kept_counts: TokenIds = TokenIds()
     messages: tuple[Message, ...] = ()
-    info: dict[str, Any] = {}
+    info: dict[str, Plain] = {}
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -206,15 +207,22 @@ class ScoreItem(Wire):
     completion: str
     finish_reason: FinishReason = "stop"
     num_tokens: int | None = Field(default=None, ge=0)
-    row: dict[str, Any] = {}
+    row: dict[str, Plain] = {}
+
+
+MAX_SCORED_ITEMS = 4096
+"""Of one request, four groups of the largest size: the service turns to nothing else while it
+reads and writes a body."""
+
+MAX_REWARDS = 64
 
 
 class ScoreRequest(Wire):
     """`POST /score`: every item graded by every reward. `job_id` says in whose run folder verdicts
-    may be cached."""
+    may be cached, and whose workers of the job's own functions are asked."""
 
-    items: tuple[ScoreItem, ...]
-    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    items: Annotated[tuple[ScoreItem, ...], FailFast()] = Field(max_length=MAX_SCORED_ITEMS)
+    rewards: tuple[RewardSpec, ...] = Field(min_length=1, max_length=MAX_REWARDS)
     job_id: JobId | None = None
 
 
@@ -296,7 +304,7 @@ class ExecuteRequest(Wire):
 
     code: str = ""
     expression: str | None = None
-    inputs: dict[str, Any] = {}
+    inputs: dict[str, Plain] = {}
     stdin: str = ""
     cpu_s: float = Field(default=4.0, gt=0, le=600)
     timeout_s: float = Field(default=30.0, gt=0, le=600)
@@ -348,9 +356,9 @@ class GraderRunRequest(Wire):
     `grader` has a `type` (any grader's name), perhaps a `name`, and its params beside them.
     """
 
-    grader: dict[str, Any]
+    grader: dict[str, Plain]
     model_sample: str
-    item: dict[str, Any] = {}
+    item: dict[str, Plain] = {}
 
 
 class GraderErrors(Wire):

@@ -329,6 +329,19 @@ async def test_a_grader_run_asked_wrongly_is_a_sentence(
     assert message in caught.value.detail
 
 
+async def test_a_sum_of_rewards_is_finite(client: Client, app: Any) -> None:
+    rewards = [{"grader": "length", "name": name, "weight": 1e308} for name in "ab"]
+    body = {"items": [{"prompt": "", "completion": "x"}], "rewards": rewards}
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as plain:
+        answer = await plain.post("http://localhost/score", json=body)
+    assert answer.status_code == 422
+    assert "'rewards.0.weight': got 1e+308; input should be less" in answer.json()["detail"]
+    source = "def reward(completions):\n    return [float(c) for c in completions]"
+    large, small = await score(client, items("1e200", "1e100"), own(source, weight=1e6))
+    assert (large.value, small.value) == (None, 1e106)
+    assert "the value is 1e+200; expected one from -1e+100" in large.parts["reward"].detail
+
+
 async def test_execute_runs_a_program_and_returns_its_value(client: Client) -> None:
     request = ExecuteRequest(
         code="print(input())", expression="x ** 2", inputs={"x": 12}, stdin="hi"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import struct
+import time
+from typing import Any
 
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import codec
 from shared.errors import BadRequest
-from shared.wire import Example, Execution
+from shared.wire import Example, ExecuteRequest, Execution, ScoreRequest
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(tuple)
 logprobs = st.lists(st.floats(-100, 0, width=32), max_size=40).map(tuple)
@@ -61,3 +65,58 @@ def test_an_unknown_field_is_refused_by_name() -> None:
 def test_a_number_beyond_64_bits_is_a_sentence() -> None:
     with pytest.raises(BadRequest, match="Execution holds a whole number beyond 64 bits"):
         codec.encode(Execution(verdict="ok", value=10**30), codec.MSGPACK)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"a": b"bytes"}, "'inputs.a': got b'bytes'; expected plain data"),
+        ({"a": [1, {"b": msgpack.Timestamp(1)}]}, "'inputs.a': got .* expected plain data"),
+        ({"a": msgpack.ExtType(5, b"x")}, "'inputs.a': got .* expected plain data"),
+        ({"a": {1: 2}}, "'inputs.a': got {1: 2}; expected plain data"),
+        ({7: 2}, "'inputs.7"),
+    ],
+)
+def test_what_json_could_not_hold_is_no_plain_data(inputs: Any, message: str) -> None:
+    packed: Any = msgpack.packb({"code": "x = 1", "inputs": inputs})
+    with pytest.raises(BadRequest, match=message):
+        codec.decode(ExecuteRequest, packed, codec.MSGPACK)
+
+
+def test_plain_data_of_any_depth_that_json_may_have_is_taken() -> None:
+    inputs: dict[str, Any] = {"a": [None, True, 1, -(2**63), 2**64 - 1, 1.5, "é", {"b": {"c": []}}]}
+    packed: Any = msgpack.packb({"inputs": inputs})
+    assert codec.decode(ExecuteRequest, packed, codec.MSGPACK).inputs == inputs
+    deep: Any = 0
+    for _ in range(100):
+        deep = [deep]
+    packed = msgpack.packb({"inputs": {"a": deep}})
+    assert codec.decode(ExecuteRequest, packed, codec.MSGPACK).inputs == {"a": deep}
+
+
+@pytest.mark.parametrize("key", [b"\x91\x01", b"\x81\x01\x02"], ids=["a list", "a table"])
+def test_a_list_or_a_table_as_a_key_is_a_sentence(key: bytes) -> None:
+    with pytest.raises(BadRequest, match="a key of a table is a list or a table"):
+        codec.decode(ExecuteRequest, b"\x81" + key + b"\x01", codec.MSGPACK)
+
+
+def test_of_many_faults_the_first_are_told_in_little_time() -> None:
+    rewards = [{"grader": "length"}]
+    unknown = {f"k{number}": 1 for number in range(100_000)}
+    bodies: list[tuple[dict[str, Any], str]] = [
+        (unknown | {"items": []}, "100000 faults, of which none is listed"),
+        (
+            {f"k{n}": 1 for n in range(50)} | {"items": []},
+            "unknown key 'k19'.*; and 30 more faults",
+        ),
+        ({"items": [{}] * 100_000}, "^'items.0.prompt' is missing.*'items.0.completion' [^;]*$"),
+        ({"items": [{"prompt": "", "completion": ""}] * 4097}, "at most 4096 items"),
+        ({"items": "x" * 10_000_000}, r"'items': got 'x+\.\.\.x*; expected a list|\.\.\."),
+        ({"items": [], "k" * 1_000_000: 1}, "unknown key 'k{80}'"),
+    ]
+    start = time.process_time()
+    for body, message in bodies:
+        with pytest.raises(BadRequest, match=message) as raised:
+            codec.decode(ScoreRequest, json.dumps(body | {"rewards": rewards}).encode())
+        assert len(raised.value.detail) < 10_000 and len(raised.value.errors) <= 21
+    assert time.process_time() - start < 3
