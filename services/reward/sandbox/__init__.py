@@ -8,6 +8,7 @@
     visible.py   which paths of the host a slot may read
     packages.py  which installed packages graded code may import
     verdicts.py  facts about an ended job -> Execution
+    decoding.py  text that a program wrote -> plain data
     probes.py    the self-test at start
     on_modal.py  Modal Sandboxes instead
     inside/      everything that runs inside (standard library only)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from services.reward.sandbox import verdicts
 from services.reward.sandbox.base import Sandbox, Worker
+from services.reward.sandbox.decoding import NotPlain, decode
 from services.reward.sandbox.probes import Probe, failures
 from services.reward.sandbox.verdicts import Facts
 from shared.errors import Failed
@@ -33,7 +34,7 @@ START_GRACE_S = 120.0
 """What a container may take to start, an image that is pulled for the first time included."""
 
 END_GRACE_S = 10.0
-MAX_ANSWER_BYTES = 4 << 20
+MAX_ANSWER_BYTES, MAX_ANSWER_ITEMS = 4 << 20, 64
 _PIECE_BYTES = 1 << 20
 _INSIDE = Path(__file__).parent / "inside"
 _SHOWN = "/hone/services/reward/sandbox/inside"
@@ -224,8 +225,8 @@ def execution_of(lines: list[str], request: ExecuteRequest, wall_s: float) -> Ex
             verdict="time_limit", stderr="TimeLimit: nothing came back\n", wall_s=wall_s
         )
     try:
-        facts = _checked(json.loads(lines[1]), wall_s)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        facts = _checked(decode(lines[1].encode(), max_items=MAX_ANSWER_ITEMS), wall_s)
+    except (NotPlain, ValueError, KeyError, TypeError, OverflowError):
         return Execution(
             verdict="runtime_error",
             stderr="BadResult: the program overwrote how it ended\n",
@@ -237,14 +238,13 @@ def execution_of(lines: list[str], request: ExecuteRequest, wall_s: float) -> Ex
 def _checked(told: dict[str, Any], wall_s: float) -> Facts:
     """Returns the facts of `inside/alone.py`. Raises ValueError, KeyError or TypeError for what it
     does not write."""
-    cpu_s = float(told["cpu_s"])
-    if told["limit"] not in (None, "wall") or not math.isfinite(cpu_s):
+    if told["limit"] not in (None, "wall"):
         raise ValueError(told["limit"])
     return Facts(
         exit=int(told["exit"]),
         limit=told["limit"],
         wall_s=wall_s,
-        cpu_s=cpu_s,
+        cpu_s=float(told["cpu_s"]),
         overflow=bool(told["overflow"]),
         stdout=str(told["stdout"]),
         stderr=str(told["stderr"]),

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from services.reward.sandbox import visible
 from services.reward.sandbox.base import SlotDied, Worker
 from services.reward.sandbox.cgroups import Group
+from services.reward.sandbox.decoding import NotPlain, decode
 from services.reward.sandbox.inside import frames, job
 from services.reward.sandbox.packages import INSIDE, NO_PACKAGES, Packages
 from services.reward.sandbox.verdicts import Facts
@@ -30,7 +31,10 @@ T = TypeVar("T")
 
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 2.0
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES, MAX_MESSAGE_ITEMS = 64 << 20, 1 << 20
+LONG_MESSAGE_BYTES = 256 << 10
+"""From here on it is decoded in a thread, so that the service answers others meanwhile."""
+
 BESIDE_MIB = 128
 """What a slot may use beside a program's own memory: its /tmp, its output, the kernel's tables."""
 _KILLED = (-signal.SIGKILL, -signal.SIGKILL & 0xFF)
@@ -148,7 +152,10 @@ class Slot(Worker):
         (size,) = frames.HEADER.unpack(await self._receive(frames.HEADER.size))
         if size > MAX_MESSAGE_BYTES:
             raise SlotDied(f"it answered with {size} bytes, at most {MAX_MESSAGE_BYTES} are taken")
-        return _from_json(await self._receive(size))
+        message = await self._receive(size)
+        if size < LONG_MESSAGE_BYTES:
+            return _plain(message)
+        return await asyncio.to_thread(_plain, message)
 
     async def _facts(self) -> Facts:
         facts, sizes = job.facts_of(await self._receive(job.FACTS.size))
@@ -269,13 +276,11 @@ class Slot(Worker):
         return SlotDied(f"its process ended with code {code}", killed=code in _KILLED)
 
 
-def _from_json(message: bytes) -> Any:
+def _plain(message: bytes) -> Any:
     try:
-        return json.loads(message)
-    except (ValueError, RecursionError) as error:
-        raise SlotDied(
-            f"it answered with something that is not JSON: {type(error).__name__}"
-        ) from error
+        return decode(message, max_items=MAX_MESSAGE_ITEMS)
+    except NotPlain as error:
+        raise SlotDied(f"it answered with something that is not plain data: {error}") from error
 
 
 def _outside_uid(number: int) -> int | None:

@@ -8,11 +8,13 @@ import signal
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from services.reward.sandbox.decoding import NotPlain, decode
 from shared.wire import ExecuteRequest, Execution
 
 Ending = Literal["ok", "runtime_error", "time_limit", "memory_limit", "output_limit"]
 
-MAX_DEPTH = 64
+MAX_ITEMS = 100_000
+"""Of a result: above what 256 KiB of it hold as Python writes JSON."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,10 @@ def _outcome(result: str, code: int, request: ExecuteRequest) -> tuple[Ending, A
             f"Exited: the program ended its process with code {code}, without a result\n",
         )
     try:
-        outcome = json.loads(result, parse_constant=_refuse)
+        outcome = decode(result.encode(), max_items=MAX_ITEMS)
         end, value, trace = outcome["end"], outcome.get("value"), str(outcome.get("trace", ""))
-        _check(value, 0)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate could not be sent on
+    except (NotPlain, ValueError, KeyError, TypeError, AttributeError) as error:
         return (
             "runtime_error",
             None,
@@ -130,23 +132,3 @@ def _outcome(result: str, code: int, request: ExecuteRequest) -> tuple[Ending, A
     if end == "memory":
         return "memory_limit", None, trace
     return ("ok", value, "") if end == "ok" else ("runtime_error", None, trace)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
-
-
-def _check(value: Any, depth: int) -> None:
-    """Raises ValueError for what could not be sent on: too deep, or text that is not Unicode (a
-    lone surrogate)."""
-    if depth > MAX_DEPTH:
-        raise ValueError("too deep")
-    if isinstance(value, str):
-        value.encode()
-    elif isinstance(value, list):
-        for part in value:
-            _check(part, depth + 1)
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            key.encode()
-            _check(part, depth + 1)

@@ -242,6 +242,10 @@ async def test_programs_of_many_threads_run_beside_each_other(workers: FunctionW
             "TypeError: Object of type object is not JSON serializable",
         ),
         (
+            "self.execute_in_sandbox('1', inputs={'x': float('inf')})",
+            "ValueError: Out of range float values are not JSON compliant",
+        ),
+        (
             "self.execute_batch_in_sandbox([{}] * 5000)",
             "5000 programs at once; at most 4096 are taken",
         ),

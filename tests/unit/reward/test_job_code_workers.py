@@ -194,7 +194,7 @@ def reward(completions):
         ("[]", "returned 0 values for 1 completions"),
         ('["\\ud800"]', "returned '.ud800' for completion 0"),
         ("[True]", "returned True for completion 0"),
-        ('[{"value": 1e999}]', "returned inf for completion 0"),
+        ('[{"value": 1e999}]', "inf is no finite number"),
         ('[{"value": [1]}]', "returned .1. for completion 0"),
         ('[{"value": 1, "error": "\\ud800"}]', r"failed: \?"),
     ],

@@ -17,6 +17,7 @@ import pytest
 import shared
 from services.reward.job_code import inside as job_code_inside
 from services.reward.sandbox import inside, verdicts
+from services.reward.sandbox.decoding import NotPlain, decode
 from services.reward.sandbox.inside import seccomp
 from services.reward.sandbox.verdicts import Facts
 from shared.wire import ExecuteRequest
@@ -54,6 +55,9 @@ ENDED: dict[str, Any] = {
         ({"result": "", "exit": 1}, "runtime_error", None),
         ({"result": "garbage"}, "runtime_error", None),
         ({"result": '{"end": "ok", "value": NaN}'}, "runtime_error", None),
+        ({"result": '{"end": "ok", "value": 1e999}'}, "runtime_error", None),
+        ({"result": '{"end": "ok", "value": {"a": [-1e999]}}'}, "runtime_error", None),
+        ({"result": '{"end": "ok", "value": [' + "[]," * 60_000 + "[]]}"}, "runtime_error", None),
         ({"result": '{"value": 5}'}, "runtime_error", None),
         ({"result": "[5]"}, "runtime_error", None),
         ({"result": '{"end": "ok", "value": ' + "[" * 100_000}, "runtime_error", None),
@@ -71,6 +75,37 @@ ENDED: dict[str, Any] = {
 def test_how_a_job_ended_is_its_verdict(facts: dict[str, Any], verdict: str, value: Any) -> None:
     ended = verdicts.execution(Facts(**ENDED | facts), ExecuteRequest(expression="x", timeout_s=4))
     assert (ended.verdict, ended.value) == (verdict, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (b"[1e999]", "ValueError: inf is no finite number"),
+        (b"-1e999", "ValueError: -inf is no finite number"),
+        (b'{"a": NaN}', "ValueError: nan is no finite number"),
+        (b"-Infinity", "ValueError: -inf is no finite number"),
+        (b"[1,2,3,4,5]", "more than 4 values"),
+        (b'["a,b,[,{","\\"[,,,,",{"a": {}}]', "more than 4 values"),
+        (b"[" * 100_000, "more than 4 values"),
+        (b"", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+    ],
+)
+def test_what_is_not_plain_data_is_not_decoded(text: bytes, fault: str) -> None:
+    with pytest.raises(NotPlain, match=f"^{re.escape(fault)}$"):
+        decode(text, max_items=4)
+
+
+def test_a_text_of_quotes_is_gone_through_once() -> None:
+    with pytest.raises(NotPlain):
+        decode(b'"' + b'\\"' * 2_000_000 + b"," * 100, max_items=4)
+
+
+def test_text_with_many_commas_is_few_values() -> None:
+    assert decode(b'["a,b,[,{", "\\"[,,,,", {}]', max_items=4) == ["a,b,[,{", '"[,,,,', {}]
+    nested = b"[" * 65 + b"]" * 65
+    assert decode(nested, max_items=100) is not None
+    with pytest.raises(NotPlain, match="nested deeper than 64"):
+        decode(b"[" + nested + b"]", max_items=100)
 
 
 def test_a_program_without_an_expression_may_leave_by_any_door() -> None:

@@ -32,7 +32,7 @@ class WorkerTools:
 
     def in_sandbox(self, programs: Sequence[Mapping[str, Any]]) -> list[Outcome]:
         # What is not plain data fails here, and alone.
-        plain = json.loads(json.dumps([dict(program) for program in programs]))
+        plain = json.loads(json.dumps([dict(program) for program in programs], allow_nan=False))
         answer: Future[list[Outcome]] = Future()
         with self._lock:
             self._asked.append((plain, answer))
