@@ -21,6 +21,7 @@ from shared.errors import BadRequest
 from shared.explain import nearest, sentences
 
 PREFIX = "HONE_"
+_TOKEN = re.compile(r"[!-~]{8,}")
 PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003, "redis": 6379}
 
 
@@ -44,7 +45,8 @@ class Settings(BaseSettings):
 
     token: SecretStr | None = None
     """Bearer token: every request but `/healthz`, `/readyz` and `/version` must carry it, and
-    services and `hone` send it. None: no authentication, and loopback only."""
+    services and `hone` send it. At least 8 visible ASCII characters: it goes into a header, and
+    must not be guessed. None: no authentication, and loopback only."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""
@@ -253,7 +255,7 @@ class Settings(BaseSettings):
 
 def load_settings() -> Settings:
     """Returns the settings in the environment. Raises BadRequest for an unknown `HONE_*` variable
-    or a bad value, and for a host beyond loopback without a token."""
+    or a bad value, for a token that is none, and for a host beyond loopback without a token."""
     valid = [PREFIX + name.upper() for name in Settings.model_fields]
     for name in os.environ:
         if name.startswith(PREFIX) and name not in valid:
@@ -266,7 +268,13 @@ def load_settings() -> Settings:
             for fault in sentences(error, Settings)
         ]
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
-    if not settings.token and not is_loopback(settings.host):
+    token = settings.bearer()
+    if token is not None and not _TOKEN.fullmatch(token):
+        raise BadRequest(
+            f"HONE_TOKEN has {len(token)} characters and is too short, or has a blank or another "
+            "that is not visible ASCII; expected at least 8, such as `openssl rand -hex 16` prints"
+        )
+    if token is None and not is_loopback(settings.host):
         raise BadRequest(
             f"HONE_HOST is {settings.host!r} and HONE_TOKEN is not set: without a token a service "
             "listens on this machine only; "

@@ -2,6 +2,7 @@
 
     HoneError
     ├── BadRequest   422  the caller is wrong; sending it again will not help
+    │   ├── Malformed    400  not even HTTP as it should be; the connection is closed
     │   ├── Unauthorized 401
     │   └── NotFound     404
     ├── Conflict     409  out of order, superseded, or the same key with another body
@@ -24,8 +25,9 @@ MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:hone:"
 
 CODES = {
-    # BadRequest, Unauthorized, NotFound
+    # BadRequest, Malformed, Unauthorized, NotFound
     "bad_request": "the body, a parameter or a setting is wrong",
+    "malformed": "a header came twice, or the body did not arrive in time",
     "unauthorized": "the bearer token or the Host header is missing or wrong",
     "not_found": "there is no such route or thing",
     "no_operation": "the operation polled for is not known here: the service was restarted since",
@@ -97,6 +99,13 @@ class BadRequest(HoneError):
     default_code = "bad_request"
 
 
+class Malformed(BadRequest):
+    status = 400
+    kind = "malformed"
+    title = "Malformed"
+    default_code = "malformed"
+
+
 class Unauthorized(BadRequest):
     status = 401
     kind = "unauthorized"
@@ -146,6 +155,7 @@ class Failed(HoneError):
 
 KINDS: tuple[type[HoneError], ...] = (
     BadRequest,
+    Malformed,
     Unauthorized,
     NotFound,
     Conflict,

@@ -12,13 +12,18 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shared import connections
 from shared.config import Settings, is_loopback
 from shared.draining import Draining
-from shared.errors import BadRequest, HoneError, Unauthorized
+from shared.errors import BadRequest, HoneError, Malformed, Unauthorized
 from shared.health import OPEN_PATHS
 from shared.logs import get_logger
 from shared.rendering import problem
 from shared.streams import LINES
+
+SINGLE = ("host", "authorization", "content-type", "content-length", "idempotency-key")
+"""Headers that mean something here. One that came twice would be read as one by a proxy and as the
+other by us."""
 
 STREAMS = (b"text/event-stream", LINES.encode())
 
@@ -76,6 +81,7 @@ class Gate:
             await send(message)
 
         try:
+            _check_single([name.decode("latin-1").lower() for name, _ in scope["headers"]])
             self._check(scope["path"], headers)
             await self._app(scope, self._bounded(receive), send_with_id)
         except HoneError as error:
@@ -109,13 +115,23 @@ class Gate:
             raise self._too_long(length)
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Returns `receive` for a body that may not say how long it is."""
-        taken = 0
+        """Returns `receive` for a body that may not say how long it is, and may not arrive."""
+        taken, is_complete, start = 0, False, asyncio.get_running_loop().time()
 
         async def bounded() -> Message:
-            nonlocal taken
-            message = await receive()
+            nonlocal taken, is_complete
+            if is_complete:
+                return await receive()
+            latest = start + connections.BODY_S + taken / connections.MIN_BODY_BYTES_PER_S
+            try:
+                async with asyncio.timeout_at(latest):
+                    message = await receive()
+            except TimeoutError as error:
+                raise Malformed(
+                    f"the body did not arrive in time: {taken} bytes after {latest - start:.0f} s"
+                ) from error
             taken += len(message.get("body", b""))
+            is_complete = not message.get("more_body", False)
             if taken > self._max_body_bytes:
                 raise self._too_long(f"more than {self._max_body_bytes}")
             return message
@@ -140,6 +156,12 @@ class Gate:
                 status=status,
                 seconds=round(seconds, 4),
             )
+
+
+def _check_single(names: list[str]) -> None:
+    for name in SINGLE:
+        if names.count(name) > 1:
+            raise Malformed(f"the header {name!r} came {names.count(name)} times, expected once")
 
 
 def _is_stream(start: Message) -> bool:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from shared import codec
-from shared.errors import MEDIA_TYPE, BadRequest, Busy, HoneError, NotFound, from_problem
+from shared.errors import MEDIA_TYPE, BadRequest, Busy, HoneError, Malformed, NotFound, from_problem
 from shared.explain import refused
 
 MAX_WAIT_S = 60.0
@@ -43,7 +43,11 @@ def preferred_wait_s(request: Request) -> float | None:
 
 
 def problem(error: HoneError) -> JSONResponse:
-    headers = {"retry-after": str(error.retry_after_s)} if isinstance(error, Busy) else {}
+    headers: dict[str, str] = {}
+    if isinstance(error, Busy):
+        headers["retry-after"] = str(error.retry_after_s)
+    if isinstance(error, Malformed):
+        headers["connection"] = "close"
     return JSONResponse(error.problem(), error.status, headers, media_type=MEDIA_TYPE)
 
 

@@ -33,6 +33,7 @@ from starlette.exceptions import HTTPException
 
 from shared import codec, openapi, rendering, streams
 from shared.config import Settings
+from shared.connections import Connection
 from shared.draining import Draining
 from shared.errors import HoneError
 from shared.gate import Gate, RequestMetrics
@@ -186,6 +187,7 @@ class Service:
             access_log=False,
             timeout_graceful_shutdown=GRACE_S,
             timeout_keep_alive=75,
+            http=Connection,
         )
         return _Server(config, self.draining)
 

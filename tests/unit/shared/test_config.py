@@ -40,6 +40,18 @@ def test_without_a_token_only_loopback_is_bound(monkeypatch: pytest.MonkeyPatch,
     assert load_settings().host == host
 
 
+@pytest.mark.parametrize(
+    "token", [" ", "shor7", "two words", "tab\tin-it", "schlüssel-wort", "x\n"]
+)
+def test_a_token_that_is_none_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("HONE_TOKEN", token)
+    with pytest.raises(BadRequest, match=r"HONE_TOKEN has .* expected at least 8") as raised:
+        load_settings()
+    assert token == " " or token not in str(raised.value)
+
+
 def test_secrets_do_not_show_in_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HONE_TOKEN", "secret-token")
     monkeypatch.setenv("HONE_REDIS_URL", "redis://:hidden-word@127.0.0.1/0")

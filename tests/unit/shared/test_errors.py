@@ -41,6 +41,7 @@ def test_a_problem_document_becomes_the_same_class_and_code(kind: type[HoneError
 def test_a_class_has_a_code_of_its_own() -> None:
     assert [kind("x").code for kind in KINDS] == [
         "bad_request",
+        "malformed",
         "unauthorized",
         "not_found",
         "conflict",
