@@ -446,7 +446,8 @@ class TrainerState(Fencing):
     steps that changed no weight, because a loss or gradient was not finite. `resumed_step` is the
     checkpoint that the job went on from, and `damaged` says which newer ones could not be used.
     `restarts` counts how often the ranks came back after a failure, the last of which is
-    `last_failure`. `boot_id` names this life of the ranks.
+    `last_failure`. `boot_id` names this life of the ranks. `doing` says what takes long just now,
+    where that is not what it was asked for.
     """
 
     job_id: JobId | None
@@ -462,6 +463,7 @@ class TrainerState(Fencing):
     restarts: int = 0
     last_failure: str | None = None
     boot_id: str = ""
+    doing: str | None = None
 
 
 class TrainStepRequest(Fenced):

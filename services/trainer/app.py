@@ -67,8 +67,10 @@ def create_service(
     run: Run,
     versions: dict[str, Any],
     problem: Problem = lambda _job: None,
+    doing: Callable[[], str | None] = lambda: None,
 ) -> Service:
-    """Returns the service. `run` reaches the ranks; `trainer` is rank 0's."""
+    """Returns the service. `run` reaches the ranks; `trainer` is rank 0's. `doing` says what takes
+    long just now, where that is not what was asked for."""
 
     async def of_use() -> str | None:
         return problem(trainer.state().job_id)
@@ -103,7 +105,7 @@ def create_service(
 
     async def state() -> TrainerState:
         """The job that is loaded and its last applied step."""
-        return trainer.state()
+        return trainer.state().model_copy(update={"doing": doing()})
 
     async def list_checkpoints() -> CheckpointList:
         """The loaded job's complete checkpoints."""

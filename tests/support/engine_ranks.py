@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from services.trainer.processes.extensions import own_folder, remove_stale_locks
 from shared.job import Job
 from shared.job_file import parse_job
 from tests.support.trainer_reference import TEMPERATURE
@@ -50,6 +51,7 @@ class Ranks:
         import torch.multiprocessing as multiprocessing
 
         folder.mkdir(parents=True, exist_ok=True)
+        remove_stale_locks(os.environ | own_folder())
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(num_ranks)]
         self._ours = [ours for ours, _ in pipes]
@@ -103,7 +105,7 @@ def join(rank: int, num_ranks: int, store: Path) -> None:
 
     from services.trainer.zero.deepspeed_engine import quiet_libraries
 
-    os.environ |= {
+    os.environ |= own_folder() | {
         "DS_ACCELERATOR": "cpu",
         "LOCAL_RANK": str(rank),
         "RANK": str(rank),

@@ -1,40 +1,90 @@
-"""The locks of the extensions that torch compiles, which killed processes leave behind.
+"""The extensions that DeepSpeed has torch compile when they are first needed: where they are kept,
+whether one is being compiled, and the locks that killed processes leave behind.
 
-DeepSpeed compiles one when its first job loads. torch keeps a lock file open meanwhile, and whoever
-finds one waits until it is gone: after a kill, for ever.
+torch keeps a lock file open while it compiles, and whoever finds one waits until it is gone: after
+a kill, for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import sys
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 from shared.logs import get_logger
 
+FOLDER = "TORCH_EXTENSIONS_DIR"
+"""torch's variable for the folder that extensions are compiled in."""
+
 SECOND_LOOK_S = 0.2
 """After which a lock that nobody held is not one that is being released."""
+
+LOADING_S = 2.0
+"""A lock is held for less than this where an extension is compiled already."""
+
+
+def own_folder(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variable that has this Python environment's extensions in a folder of its own.
+
+    In one that several share, each would compile again what another has: their paths differ.
+    """
+    if environment.get(FOLDER):
+        return {}
+    names = (sys.prefix, sys.version, version("torch"), version("deepspeed"))
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+    return {FOLDER: str(_cache(environment) / "torch_extensions" / f"hone-{digest}")}
+
+
+def compiling(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Returns a sentence while an extension is being compiled; None otherwise."""
+    names = sorted(lock.parent.name for lock in _locks(environment) if _age_s(lock) >= LOADING_S)
+    if not names:
+        return None
+    return f"compiling DeepSpeed's {' and '.join(names)} (once, about two minutes)"
 
 
 def remove_stale_locks(environment: Mapping[str, str] = os.environ) -> None:
     """Removes the lock files that no process holds open."""
-    locks = [lock for lock in _root(environment).glob("**/lock") if not _is_open(lock)]
+    # The file's identity is taken first: one that was made since is another's, and held.
+    locks = [(lock, _identity(lock)) for lock in _locks(environment)]
+    locks = [(lock, identity) for lock, identity in locks if not _is_open(lock)]
     if locks:
         time.sleep(SECOND_LOOK_S)
-    for lock in locks:
-        if lock.exists() and not _is_open(lock):
+    for lock, identity in locks:
+        if not _is_open(lock) and identity is not None and _identity(lock) == identity:
             lock.unlink(missing_ok=True)
             get_logger().warning("stale lock of a compilation removed", path=str(lock))
 
 
-def _root(environment: Mapping[str, str]) -> Path:
-    """Returns the folder in which torch compiles."""
-    if given := environment.get("TORCH_EXTENSIONS_DIR"):
-        return Path(given)
-    cache = environment.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    return Path(cache) / "torch_extensions"
+def _locks(environment: Mapping[str, str]) -> list[Path]:
+    given = environment.get(FOLDER)
+    root = Path(given) if given else _cache(environment) / "torch_extensions"
+    return list(root.glob("**/lock"))
+
+
+def _cache(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Returns what tells the file from another of its name; None if it is not there."""
+    try:
+        stat = file.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_ctime_ns
+
+
+def _age_s(file: Path) -> float:
+    try:
+        return time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _is_open(file: Path) -> bool:

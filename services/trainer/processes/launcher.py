@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from services.trainer.processes.extensions import remove_stale_locks
+from services.trainer.processes.extensions import own_folder, remove_stale_locks
 from services.trainer.processes.launch_folder import LaunchFolder, Past
 from services.trainer.processes.nodes import interface_of
 from shared.config import Settings
@@ -71,10 +71,11 @@ class Launcher:
     def _live(self, past: Past) -> int:
         """Runs the ranks until they end, and returns torchrun's exit code."""
         life = self._folder.new_life(past)
-        remove_stale_locks()
+        environment = rank_environment(self._settings)
+        remove_stale_locks(environment)
         self._torchrun = subprocess.Popen(
             torchrun_command(self._settings.trainer_ranks, life),
-            env=rank_environment(self._settings),
+            env=environment,
             start_new_session=True,  # Ctrl-C reaches this process only, which hands it on
             preexec_fn=ending_with_parent(),
         )
@@ -113,7 +114,7 @@ def torchrun_command(num_ranks: int, life: Path) -> list[str]:
 
 def rank_environment(settings: Settings) -> dict[str, str]:
     """Returns the environment of the ranks: threads shared out, sockets between them on the one
-    interface that they need."""
+    interface that they need, DeepSpeed's extensions in a folder of this Python environment."""
     cores = len(os.sched_getaffinity(0))
     threads = settings.trainer_threads or max(1, cores // settings.trainer_ranks)
     interface = interface_of(settings)
@@ -124,6 +125,7 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     return (
         sockets
         | allocator
+        | own_folder()
         | os.environ
         | no_store_server
         | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}

@@ -33,6 +33,7 @@ from services.trainer.disk.fingerprint import fingerprint
 from services.trainer.processes import heartbeat
 from services.trainer.processes.channel import COLLECTIVE_TIMEOUT, READ_TIMEOUT, Channel, Notes
 from services.trainer.processes.commands import Inbox, RanksMustEnd, Readiness, follow, watch
+from services.trainer.processes.extensions import compiling
 from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import Meeting, Place, meet, tell_libraries
 from services.trainer.processes.together import Ranks
@@ -167,7 +168,7 @@ def lead(
     inbox = Inbox()
     readiness = Readiness.after_loading(inbox, folder.job())
     service = create_service(
-        settings, trainer, inbox.run, versions(channel.num_ranks), readiness.problem
+        settings, trainer, inbox.run, versions(channel.num_ranks), readiness.problem, compiling
     )
     server = service.server(settings.trainer_port)
     stopping = threading.Event()

@@ -8,9 +8,6 @@
 Whatever the stage, gradients are added up and averaged in float32, weights have a float32 master,
 and a step whose gradient is not finite changes nothing, on all ranks alike. DeepSpeed has neither
 of the last two at stage 0: see `start` and `step`.
-
-One exception is DeepSpeed's: stage 2 with `offload_optimizer` adds up micro-batches in the dtype of
-the weights, so in bfloat16 stage 3 is the exact one.
 """
 
 from __future__ import annotations

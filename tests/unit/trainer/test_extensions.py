@@ -1,13 +1,21 @@
-"""Locks of compiled extensions: kept while a process holds them, removed after it was killed."""
+"""Compiled extensions: a folder for each Python environment, a sentence while one is compiled, and
+locks that are kept while a process holds them and removed after it was killed."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from services.trainer.processes.extensions import remove_stale_locks
+import pytest
+
+from services.trainer.processes import extensions
+from services.trainer.processes.extensions import compiling, own_folder, remove_stale_locks
+from services.trainer.processes.launcher import rank_environment
+from shared.config import Settings
 
 HOLD = """
 import sys, time
@@ -37,3 +45,50 @@ def test_a_lock_goes_once_the_process_that_held_it_was_killed(tmp_path: Path) ->
 
 def test_without_a_cache_there_is_nothing_to_remove(tmp_path: Path) -> None:
     remove_stale_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path / "none")})
+
+
+def test_a_lock_that_another_took_between_two_looks_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second look, too, is over before the other process is seen."""
+    lock = tmp_path / "some_extension" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+
+    sleep = time.sleep
+
+    def another_takes_it(_seconds: float) -> None:
+        sleep(0.05)  # the clock of files goes by ticks
+        lock.unlink()
+        lock.touch()
+
+    monkeypatch.setattr(extensions.time, "sleep", another_takes_it)
+    monkeypatch.setattr(extensions, "_is_open", lambda _file: False)
+    remove_stale_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert lock.exists()
+
+
+def test_each_python_environment_compiles_in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (own,) = own_folder().values()
+    assert Path(own).parent == tmp_path / "torch_extensions"
+    assert rank_environment(Settings())["TORCH_EXTENSIONS_DIR"] == own
+    monkeypatch.setattr(sys, "prefix", "/another/.venv")
+    assert own_folder()["TORCH_EXTENSIONS_DIR"] != own
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/given")
+    assert rank_environment(Settings())["TORCH_EXTENSIONS_DIR"] == "/given"
+
+
+def test_it_is_said_what_is_compiled_once_that_takes_long(tmp_path: Path) -> None:
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    lock = tmp_path / "cpu_adam" / "lock"
+    assert compiling(environment) is None
+    lock.parent.mkdir()
+    lock.touch()
+    assert compiling(environment) is None, "as it is whenever one is loaded"
+    begun = time.time() - 3
+    os.utime(lock, (begun, begun))
+    assert compiling(environment) == "compiling DeepSpeed's cpu_adam (once, about two minutes)"
