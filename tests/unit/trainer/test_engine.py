@@ -201,6 +201,21 @@ def test_in_bfloat16_stages_0_to_2_add_up_micro_batches_in_float32_and_step_alik
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+def test_in_bfloat16_an_offloaded_optimizer_adds_up_100_micro_batches_in_float32(
+    rank, model, examples, tmp_path, stage
+):
+    """Added up in bfloat16, which has 8 bits, 100 equal ones would lose more than a percent."""
+    job = a_job(
+        model,
+        training={"dtype": "bfloat16"},
+        memory=memory(stage, offload_optimizer=True, micro_batch_tokens=1),
+    )
+    updates = rank.call(train, job, [examples[:1], examples[:1] * 100], 0.0, tmp_path / "weights")
+    assert [update.metrics["num_micro_batches"] for update in updates] == [1, 100]
+    assert updates[1].grad_norm == pytest.approx(updates[0].grad_norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_offloaded_optimizer_makes_the_same_update(rank, model, examples, tmp_path, stage):
     start, updates = weights(model), {}
     for offload in (False, True):
