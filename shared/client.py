@@ -28,6 +28,7 @@ from shared.config import is_loopback
 from shared.errors import Busy, HoneError, Unavailable, from_problem
 from shared.logs import get_logger
 from shared.polling import Poller
+from shared.presence import Presence, Tell, tell_nobody
 
 WAIT_S = 20
 FIRST_PAUSE_S = 0.1
@@ -40,7 +41,8 @@ M = TypeVar("M", bound=BaseModel)
 class Client:
     """Calls one service. `name` says which in errors; `binary` sends and asks for msgpack instead
     of JSON. A service that is away (unreachable, or answering 503) for `patience_s` seconds on end
-    is given up, however far the deadline."""
+    is given up, however far the deadline. `tell` hears once it is away for some seconds, and when
+    it is back."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class Client:
         binary: bool = False,
         patience_s: float = 90.0,
         transport: httpx.AsyncBaseTransport | None = None,
+        tell: Tell = tell_nobody,
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
@@ -73,6 +76,7 @@ class Client:
             trust_env=remote,
         )
         self.poller = Poller(self._http, WAIT_S)
+        self._presence = Presence(name, tell)
 
     async def __aenter__(self) -> Client:
         return self
@@ -185,6 +189,8 @@ class Client:
                 problem = self._unreachable(error)
             if not (isinstance(problem, Unavailable) or problem.code == "no_operation"):
                 raise problem
+            if isinstance(problem, Unavailable) and not isinstance(problem, Busy):
+                await self._presence.missed(asked_at, problem.detail)
             now = time.monotonic()
             away_since = max(asked_at if away_since is None else away_since, watch.heard_at)
             if isinstance(problem, Busy):
@@ -198,6 +204,8 @@ class Client:
     async def _finished(self, request: httpx.Request, watch: _Watch) -> httpx.Response:
         """Returns the answer, polled for while the operation is under way."""
         response = await self._http.send(request)
+        if response.status_code < 500:
+            await self._presence.heard()
         while response.status_code == 202 and "location" in response.headers:
             location = response.headers["location"]
             watch.heard_at = time.monotonic()

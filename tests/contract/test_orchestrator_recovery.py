@@ -3,11 +3,15 @@ they have, by replaying."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from services.orchestrator.loop import run
+from shared import presence
 from shared.errors import Conflict, Failed, Unavailable
 from shared.job import CheckpointSpec, Job
 from shared.wire import Event, ServingWeights
@@ -72,10 +76,7 @@ async def test_a_trainer_that_comes_back_from_a_checkpoint_is_brought_up_to_date
     assert epochs == [1] * 6 + [2] * 6, "back from version 5 to 3 is another life of the weights"
     assert [ref.version for ref in stack.fakes.reloads] == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]
     (warning,) = await warnings(stack, record.id)
-    assert (
-        warning.message
-        == "got step 6, expected 4; going on from what the trainer has (recovery 1 of 3)"
-    )
+    assert warning.message == "got step 6, expected 4; loading the job again (recovery 1 of 3)"
     steps = [event.data["step"] for event in await stack.events(record.id) if event.type == "step"]
     assert steps == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
 
@@ -207,6 +208,37 @@ async def test_a_service_that_comes_late_needs_nobody(stack: Stack) -> None:
     stack.fakes.fault["validate"] = away(stack, "validate", 5)
     record = await stack.until((await stack.submit()).id)
     assert record.status == "succeeded" and 1 <= record.recoveries <= 3
+
+
+async def test_followers_are_told_who_is_away_since_when_and_who_is_back(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence, "AWAY_S", 0.2)
+    stack.fakes.fault["train_step"] = away(stack, "train_step", 3)
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.recoveries) == ("succeeded", 0)
+    (gone,) = await warnings(stack, record.id)
+    since = time.strftime("%H:%M", time.gmtime(gone.time - 0.3))
+    assert gone.message.startswith(f"the trainer service is away since {since}:")
+    assert gone.message.endswith(" UTC: the service has no GPU; waiting for it")
+    messages = [event.message for event in await stack.events(record.id)]
+    assert messages.count("the trainer service is back after 1 s") == 1
+
+
+async def test_followers_are_told_what_takes_the_trainer_long_while_it_loads(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "LOOK_S", 0.05)
+
+    async def compiles(_: Any) -> None:
+        stack.fakes.doing = "compiling DeepSpeed's cpu_adam"
+        await asyncio.sleep(0.5)
+        stack.fakes.doing = None
+
+    stack.fakes.fault["job"] = compiles
+    record = await stack.until((await stack.submit()).id)
+    messages = [event.message for event in await stack.events(record.id)]
+    assert messages.count("the trainer is compiling DeepSpeed's cpu_adam") == 1
 
 
 async def test_a_trainer_that_refuses_the_job_pauses_it_with_its_own_words(stack: Stack) -> None:

@@ -77,6 +77,7 @@ class FakeServices:
         self.checkpointed: set[int] = {0}
         self.restarts = 0
         self.damaged: tuple[str, ...] = ()
+        self.doing: str | None = None
         self.skipped: set[int] = set()
         self.reloads: list[AnyWeights] = []
         self.aborted: list[AbortRequest] = []
@@ -165,6 +166,7 @@ class FakeServices:
             num_parameters=1,
             restarts=self.restarts,
             damaged=self.damaged,
+            doing=self.doing,
         )
 
     async def _generate(self, body: GenerateRequest) -> RolloutGroup:

@@ -448,9 +448,7 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(
     stack.processes |= descendants(stack.launcher)
     ended = json.loads(stack.hone("get", record["id"], "-o", "json").stdout)
     assert (ended["status"], ended["step"]) == ("succeeded", steps), rest
-    assert (
-        ended["recoveries"] >= 1 and "going on from what the trainer has (recovery 1 of 3)" in rest
-    )
+    assert ended["recoveries"] >= 1 and "loading the job again (recovery 1 of 3)" in rest
     run = Path(ended["run_dir"])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(steps + 1))

@@ -11,6 +11,7 @@ from shared.config import Settings
 from shared.errors import HoneError
 from shared.job import Job
 from shared.logs import get_logger
+from shared.presence import Tell, tell_nobody
 from shared.wire import (
     Aborted,
     AbortRequest,
@@ -52,7 +53,12 @@ class Peers:
     """One job's view of the services. `close` ends the connections."""
 
     def __init__(
-        self, job: Job, settings: Settings, job_id: str = "unnamed", attempt: int = 0
+        self,
+        job: Job,
+        settings: Settings,
+        job_id: str = "unnamed",
+        attempt: int = 0,
+        tell: Tell = tell_nobody,
     ) -> None:
         self._job = job
         self._who = Fenced(job_id=job_id, attempt=attempt)
@@ -60,13 +66,28 @@ class Peers:
         token = settings.bearer()
         patience_s = settings.patience_s
         self._rollout = Client(
-            "rollout", settings.rollout_url, token=token, binary=True, patience_s=patience_s
+            "rollout",
+            settings.rollout_url,
+            token=token,
+            binary=True,
+            patience_s=patience_s,
+            tell=tell,
         )
         self._trainer = Client(
-            "trainer", settings.trainer_url, token=token, binary=True, patience_s=patience_s
+            "trainer",
+            settings.trainer_url,
+            token=token,
+            binary=True,
+            patience_s=patience_s,
+            tell=tell,
         )
         self._reward = Client(
-            "reward", settings.reward_url, token=token, binary=True, patience_s=patience_s
+            "reward",
+            settings.reward_url,
+            token=token,
+            binary=True,
+            patience_s=patience_s,
+            tell=tell,
         )
 
     def new_epoch(self) -> None:

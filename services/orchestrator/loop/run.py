@@ -36,6 +36,9 @@ from shared.errors import HoneError
 from shared.logs import get_logger
 from shared.wire import JobRecord, TrainerState
 
+LOOK_S = 2.0
+"""Seconds between two looks at what a trainer that loads a job does."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -52,8 +55,8 @@ class Run:
         self._job = record.job
         self._settings = settings
         self._folder = RunFolder(Path(record.run_dir))
-        self._peers = Peers(record.job, settings, record.id, lease.attempt)
         self._journal = Journal(store, lease)
+        self._peers = Peers(record.job, settings, record.id, lease.attempt, self._journal.presence)
         self._tracker = Tracker(record.job, record.id, self._folder.path)
         self._after: AfterStep | None = None
         self._began = 0.0
@@ -107,8 +110,7 @@ class Run:
         self._in_a_row += 1
         self._recoveries += 1
         await self._journal.recovering(
-            f"{why}; going on from what the trainer has (recovery {self._in_a_row} of "
-            f"{MAX_RECOVERIES})",
+            f"{why}; loading the job again (recovery {self._in_a_row} of {MAX_RECOVERIES})",
             self._recoveries,
         )
         await asyncio.sleep(wait_s)
@@ -177,11 +179,24 @@ class Run:
         """Loads beside each other. If one fails, the other has ended when that is raised."""
         loading = asyncio.create_task(self._peers.put_job())
         serving = asyncio.create_task(self._peers.put_model())
+        watching = asyncio.create_task(self._watch_trainer())
         try:
             await asyncio.gather(loading, serving)
             return loading.result()
         finally:
-            await stop(loading, serving)
+            await stop(loading, serving, watching)
+
+    async def _watch_trainer(self) -> None:
+        """Says in the job's events what takes the trainer long. What goes wrong here goes wrong for
+        the call that it watches, too, and is decided there."""
+        said = None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(HoneError):
+                doing = (await self._peers.trainer_state()).doing
+                if doing and doing != said:
+                    await self._journal.log(f"the trainer is {doing}")
+                said = doing
 
     def _pipeline(self, prompts: Prompts) -> Pipeline:
         peers, folder = self._peers, self._folder

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.orchestrator.queue.store import Lease, Store
+from services.orchestrator.queue.store import Lease, LeaseLost, Store, StoreUnavailable
+from shared.logs import get_logger
 from shared.wire import Checkpoint, MetricsRow, TrainerState
 
 
@@ -20,6 +21,14 @@ class Journal:
 
     async def warn(self, message: str, **data: Any) -> None:
         await self._store.report(self._lease, "log", message, data, level="warning")
+
+    async def presence(self, message: str, away: bool) -> None:
+        """Says that a service is away, or back. That this cannot be said is no fault of the call
+        that waits for the service: the heartbeat meets the same trouble, and decides."""
+        try:
+            await (self.warn(message) if away else self.log(message))
+        except (LeaseLost, StoreUnavailable) as error:
+            get_logger().warning("not said to the job's followers", reason=str(error))
 
     async def loaded(self, state: TrainerState) -> None:
         message = (
