@@ -74,7 +74,8 @@ class Settings(BaseSettings):
     """Where the orchestrator finds the sampler."""
 
     trainer_url: str = f"http://127.0.0.1:{PORTS['trainer']}"
-    """Where the orchestrator finds the trainer: node 0, of several. Orchestrators that share Redis
+    """Where the orchestrator finds the trainer, and the sampler for `weight_sync = "http"`: node 0,
+    of several. Orchestrators that share Redis
     have to spell it alike: a job's lease is on the trainer of this URL."""
 
     reward_url: str = f"http://127.0.0.1:{PORTS['reward']}"
@@ -153,6 +154,10 @@ class Settings(BaseSettings):
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     """Share of a GPU's memory that vLLM takes, weights and cache together. `hone up` lowers the
     default to 0.35 where sampler and trainer have to share a GPU."""
+
+    sleep_mode: bool = False
+    """Lets vLLM free its GPU memory while weights are exchanged, which `weight_sync = "reload"`
+    needs. Off by default: vLLM then allocates memory in another way. Without effect on a CPU."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that the sampler's model is split over. 1 is fastest for a model that fits."""

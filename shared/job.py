@@ -22,7 +22,7 @@ MAY_CHANGE = frozenset(
 )
 """Keys of a job that do not say what is learned: a job may go on with others than it began with."""
 
-SyncMethod = Literal["shm", "disk"]
+SyncMethod = Literal["shm", "disk", "http", "reload", "restart"]
 """How weights get from trainer to sampler. Each method is an entry of two tables: METHODS in
 services/trainer/disk/weights.py, LOADERS in services/rollout/weights.py."""
 
@@ -480,8 +480,11 @@ class Job(Section):
     samples and trains in turn; from 1 on sampling runs while the trainer trains."""
 
     weight_sync: SyncMethod = "shm"
-    """How weights reach the sampler: "shm", shared memory of one host; "disk", a folder under
-    `HONE_RUNS_DIR` that the hosts share."""
+    """How weights reach the sampler. "shm": shared memory of one host. "disk": a folder under
+    `HONE_RUNS_DIR` that the hosts share. "http": from the trainer over the network, with nothing
+    shared. "reload": as "disk", with the engine's memory freed while the weights are exchanged
+    (vLLM's sleep mode, which a CPU does not have). "restart": as "disk", by a new engine, which
+    takes as long as a start: what the other methods are tested against."""
 
     data: DataSpec
     """The problems."""
@@ -527,6 +530,15 @@ class Job(Section):
         if twice:
             raise ValueError(
                 f'two rewards are called {twice[0]!r}; give one of them another name = "..."'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_what_is_sampled(self) -> Job:
+        if self.weight_sync in ("reload", "restart") and self.max_staleness:
+            raise ValueError(
+                f'weight_sync is "{self.weight_sync}", which ends what is being sampled, and '
+                f"max_staleness is {self.max_staleness}, expected 0"
             )
         return self
 

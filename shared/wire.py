@@ -532,10 +532,11 @@ class PublishRequest(Fenced):
 
 class Canary(Wire):
     """A fixed sequence and what the trainer's weights of the version give it: `logprobs` `[T - 1]`
-    of all its tokens but the first, in nats, at temperature 1."""
+    of all its tokens but the first, in nats, at temperature 1, computed in `dtype`."""
 
     token_ids: TokenIds
     logprobs: Logprobs
+    dtype: str = "float32"
 
 
 class Published(Fenced):
@@ -543,7 +544,8 @@ class Published(Fenced):
 
     `digest` is of all tensors and `tensors` of each, by name: names, dtypes, shapes and bytes,
     however they are spread over files (`shared/digest.py`). The sampler that loads it computes it
-    again.
+    again. `again`: what the sampler holds was found wrong, so it is to load this version even if
+    it serves already.
     """
 
     version: int = Field(ge=0)
@@ -551,6 +553,7 @@ class Published(Fenced):
     size_bytes: int
     tensors: dict[str, str] = {}
     canary: Canary | None = None
+    again: bool = False
 
 
 class FolderWeights(Published):
@@ -563,30 +566,42 @@ class FolderWeights(Published):
 
 
 class WeightFile(Wire):
-    """A file below `url`, with the sha256 of its bytes."""
+    """A file to fetch from the trainer, in ranges if need be. `path` is a path of the trainer's
+    API: where the trainer is, the sampler's own settings say."""
 
-    name: str
-    size_bytes: int
-    sha256: str
+    path: str = Field(pattern=r"^/weights(/[A-Za-z0-9_-][A-Za-z0-9._-]*){3}$")
+    size_bytes: int = Field(ge=0)
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
 
 
 class HttpWeights(Published):
-    """Safetensors files to fetch, in ranges if need be."""
+    """Safetensors files to fetch."""
 
     method: Literal["http"]
-    url: str
     files: tuple[WeightFile, ...]
+
+
+class DeltaStep(Wire):
+    """From the version of digest `base_digest` to that of `digest`: a file with the elements whose
+    bits differ, `num_changed` of `num_elements`."""
+
+    base_digest: str
+    digest: str
+    file: WeightFile
+    num_changed: int
+    num_elements: int
 
 
 class DeltaWeights(Published):
-    """Files with the elements that differ from version `base_version`, whose digest was
-    `base_digest`."""
+    """`steps` that lead to this version, oldest first: a sampler begins with the one that its own
+    copy is the base of. `files` are the whole version, for a sampler that has no such copy."""
 
     method: Literal["delta"]
-    url: str
     files: tuple[WeightFile, ...]
-    base_version: int = Field(ge=0)
-    base_digest: str
+    steps: tuple[DeltaStep, ...] = ()
 
 
 class AdapterWeights(Published):
@@ -620,7 +635,9 @@ class ServingWeights(Fencing):
     job was loaded yet.
 
     `digest` is of the tensors the sampler read, computed by the sampler; `canary_logprobs` are its
-    own of the canary. `replica` names the sampler, `boot_id` this life of its engine.
+    own of the canary, in its `dtype`. `received_bytes` came over the network for it. `load_s` is
+    all that the load took, and `paused_s` the part of it in which no token was sampled. `replica`
+    names the sampler, `boot_id` this life of its engine.
     """
 
     job_id: JobId | None = None
@@ -628,7 +645,10 @@ class ServingWeights(Fencing):
     digest: str | None = None
     model: str | None = None
     load_s: float = 0.0
+    paused_s: float = 0.0
+    received_bytes: int = 0
     canary_logprobs: Logprobs = Logprobs()
+    dtype: str = ""
     replica: str = ""
     boot_id: str = ""
 

@@ -12,6 +12,8 @@ from shared.startup import run_main
 
 def main(settings: Settings) -> None:
     from services.rollout.app import create_service
+    from services.rollout.copies import Copies
+    from services.rollout.fetching import Fetcher
     from services.rollout.sampler import Sampler
     from services.rollout.starter import VllmStarter
 
@@ -19,7 +21,9 @@ def main(settings: Settings) -> None:
         model_folder(settings.rollout_model)
     replica = settings.rollout_replica or f"{socket.gethostname()}:{settings.rollout_port}"
     roots = (settings.shm_dir, settings.runs_dir)
-    sampler = Sampler(VllmStarter(settings), roots, replica=replica)
+    fetcher = Fetcher(settings.trainer_url, token=settings.bearer(), patience_s=settings.patience_s)
+    copies = Copies(settings.shm_dir / f".sampler-{settings.rollout_port}", fetcher)
+    sampler = Sampler(VllmStarter(settings), roots, copies, replica=replica)
     create_service(settings, sampler).run(settings.rollout_port)
 
 

@@ -33,6 +33,7 @@ class Engine(Protocol):
 
     max_model_len: int
     vocab_size: int
+    dtype: str
     folder: Path
     openai: ASGIApp
 
@@ -65,6 +66,15 @@ class Engine(Protocol):
 
     async def load_files(self, folder: Path) -> None:
         """Loads the safetensors files of `folder` in place."""
+        ...
+
+    async def load_emptied(self, folder: Path) -> None:
+        """The same, in memory that was freed of the old weights first, where that can be done."""
+        ...
+
+    async def restart(self, folder: Path) -> None:
+        """Starts anew from the model in `folder`, with the same tokenizer. What is under way is
+        lost."""
         ...
 
     async def set_version(self, life: str, version: int) -> None:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.rollout.copies import Copies
 from services.rollout.engine import BadPrompt, Engine, Starter
 from services.rollout.fencing import Fences, Requests, life_of, not_serving, stale
 from services.rollout.prompts import group_without_prompt, prompt_ids
@@ -48,13 +49,20 @@ NO_MODEL = "no model is loaded; PUT /model loads one"
 
 class Sampler:
     """Samples with one engine at a time. `weight_roots` are the folders that published weights may
-    lie in; `replica` names this sampler in what it answers."""
+    lie in, and `copies` keeps those that are fetched; `replica` names this sampler in what it
+    answers."""
 
     def __init__(
-        self, starter: Starter, weight_roots: Sequence[Path], *, replica: str = ""
+        self,
+        starter: Starter,
+        weight_roots: Sequence[Path],
+        copies: Copies,
+        *,
+        replica: str = "",
     ) -> None:
         self._starter = starter
         self._weight_roots = weight_roots
+        self._copies = copies
         self._change = asyncio.Lock()
         self._fences = Fences()
         self._requests = Requests()
@@ -73,6 +81,7 @@ class Sampler:
     def open(self, model: str | None) -> None:
         """Begins to prepare for engines, and to start one for `model`, behind the first
         requests."""
+        self._copies.clear()
         if model:
             self._starting = f"starting the engine for {model!r}"
         self._opening = asyncio.create_task(self._open(model))
@@ -84,6 +93,7 @@ class Sampler:
             await asyncio.gather(self._opening, return_exceptions=True)
         await self._stop_engine()
         self._starter.close()
+        self._copies.clear()
 
     async def put_model(self, request: ModelRequest) -> ServingWeights:
         """Serves the model: at once if it is already served, else by a new engine. A model that
@@ -148,6 +158,7 @@ class Sampler:
         self._nothing = ServingWeights(
             model=spec.model,
             load_s=time.monotonic() - start,
+            dtype=self._engine.dtype,
             replica=self._nothing.replica,
             boot_id=secrets.token_hex(8),
         )
@@ -243,19 +254,20 @@ class Sampler:
     # --- weights ---------------------------------------------------------------------------------
 
     async def reload_weights(self, request: WeightsRef) -> ServingWeights:
-        """Returns what serves once `request` does. The version serving already is answered at once;
-        an older one of the same epoch is refused. Until the version is proven nothing changes."""
+        """Returns what serves once `request` does. The version serving already is answered at once,
+        unless it is to be loaded `again`; an older one of the same epoch is refused. Until the
+        version is proven nothing changes."""
         await self._living_engine()
         async with self._change:
             engine = await self._living_engine()
             ref = request.root
             self._take_over(ref)
-            if self._is_serving(ref):
+            if self._is_serving(ref) and not ref.again:
                 return self.serving
             assert self._expected is not None, "an engine has a model"
             start = time.monotonic()
-            proven = await prove(ref, self._expected)
-            await self._load(engine, ref, proven)
+            proven = await prove(ref, self._expected, self._copies)
+            paused_s = await self._load(engine, ref, proven)
             self.serving = self._nothing.model_copy(
                 update={
                     "job_id": ref.job_id,
@@ -264,6 +276,8 @@ class Sampler:
                     "version": ref.version,
                     "digest": proven.digest,
                     "load_s": time.monotonic() - start,
+                    "paused_s": paused_s,
+                    "received_bytes": proven.received_bytes,
                 }
             )
             if ref.canary and not self._paused:
@@ -299,14 +313,16 @@ class Sampler:
             )
         return ref.version == serving.version
 
-    async def _load(self, engine: Engine, ref: Published, proven: Proven) -> None:
-        """Loads between two tokens. If that fails, what the engine holds is unknown: it stays
-        paused, and nothing is sampled. Jobs other than the version's are ended."""
+    async def _load(self, engine: Engine, ref: Published, proven: Proven) -> float:
+        """Loads between two tokens, and returns for how many seconds nothing was sampled. If that
+        fails, what the engine holds is unknown: it stays paused, and nothing is sampled. Jobs other
+        than the version's are ended."""
         life = life_of(ref)
         self._requests.end(
             lambda asker: asker.job_id is not None and life_of(asker) != life,
             lambda asker: not_serving(asker, ref),
         )
+        start = time.monotonic()
         try:
             await engine.pause()
             await proven.load(engine)
@@ -319,6 +335,7 @@ class Sampler:
         self._fault = None
         if not self._paused:
             await engine.resume()
+        return time.monotonic() - start
 
     async def _distrust(self, engine: Engine, ref: Published, error: BaseException) -> str:
         """Refuses to sample, ends what was under way, and returns why."""

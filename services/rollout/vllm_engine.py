@@ -44,15 +44,23 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 STOP_S = 3.0
 
+AHEAD = -1
+"""vLLM's priority of a request that waits behind none of the samples."""
+
 LIFE_CHECK_S = 0.25
 """How often a call that vLLM's process has to answer checks that the process lives."""
 
 
-def engine_args(spec: EngineSpec, settings: Settings) -> AsyncEngineArgs:
-    """Returns vLLM's arguments for `spec` on this machine."""
+def engine_args(
+    spec: EngineSpec, settings: Settings, weights: Path | None = None
+) -> AsyncEngineArgs:
+    """Returns vLLM's arguments for `spec` on this machine, with the model in `weights`, if given,
+    in the place of its own."""
     args = AsyncEngineArgs(
-        model=spec.model,
-        revision=spec.revision,
+        model=str(weights) if weights else spec.model,
+        revision=None if weights else spec.revision,
+        tokenizer=spec.model,
+        tokenizer_revision=spec.revision,
         dtype=choose_dtype(spec.dtype),
         # vLLM's own default is None too
         max_model_len=spec.max_model_len,  # pyright: ignore[reportArgumentType]
@@ -67,6 +75,7 @@ def engine_args(spec: EngineSpec, settings: Settings) -> AsyncEngineArgs:
         # A model's own sampling defaults would be a silent second source of temperature and top_p.
         generation_config="vllm",
         enable_prefix_caching=True,
+        scheduling_policy="priority",  # for the canary
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
@@ -75,6 +84,7 @@ def engine_args(spec: EngineSpec, settings: Settings) -> AsyncEngineArgs:
         args.kv_cache_memory_bytes = settings.kv_cache_gib << 30
     else:
         args.gpu_memory_utilization = settings.gpu_memory_utilization
+        args.enable_sleep_mode = settings.sleep_mode
     return args
 
 
@@ -95,12 +105,15 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec, folder: Path, settings: Settings, errors: Path) -> None:
         self._errors = errors
+        self._spec = spec
+        self._settings = settings
         self._llm = AsyncLLM.from_engine_args(engine_args(spec, settings))
         self._tokenizer = AutoTokenizer.from_pretrained(spec.model, revision=spec.revision)
         self._request_ids = itertools.count()
         self.folder = folder
         self.max_model_len: int = self._llm.model_config.max_model_len
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
+        self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
         self.openai: ASGIApp = openai_app(self._llm, spec.model)
 
     def encode(
@@ -134,7 +147,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._last_output(token_ids, params, salt="")
+        output = await self._last_output(token_ids, params, salt="", priority=AHEAD)
         assert isinstance(output.prompt_logprobs, FlatLogprobs)
         return output.prompt_logprobs.logprobs
 
@@ -155,6 +168,27 @@ class VllmEngine:
         if not await self._answer(self._llm.reset_prefix_cache()):
             raise Failed("vLLM did not reset its prefix cache")
 
+    async def load_emptied(self, folder: Path) -> None:
+        """Puts vLLM to sleep, which discards weights and cache, and so all that is under way. On a
+        CPU vLLM has no sleep mode: the weights are loaded in place."""
+        if current_platform.is_cpu():
+            return await self.load_files(folder)
+        if not self._settings.sleep_mode:
+            raise BadRequest('weight_sync = "reload" needs HONE_SLEEP_MODE=1 at the sampler')
+        await self._answer(self._llm.sleep(level=2))
+        await self._answer(self._llm.wake_up(tags=["weights"]))
+        await self._answer(self._llm.collective_rpc("load_published", args=(str(folder),)))
+        await self._answer(self._llm.wake_up(tags=["kv_cache"]))
+        if not await self._answer(self._llm.reset_prefix_cache()):
+            raise Failed("vLLM did not reset its prefix cache")
+
+    async def restart(self, folder: Path) -> None:
+        await self.stop()
+        self._llm = await in_daemon_thread(
+            lambda: AsyncLLM.from_engine_args(engine_args(self._spec, self._settings, folder))
+        )
+        self.openai = openai_app(self._llm, self._spec.model)
+
     async def set_version(self, life: str, version: int) -> None:
         await self._answer(self._llm.update_weight_version(label(life, version)))
 
@@ -173,14 +207,15 @@ class VllmEngine:
         stop_children()  # vLLM does not wait for those that it kills
 
     async def _last_output(
-        self, prompt_token_ids: list[int], params: SamplingParams, salt: str
+        self, prompt_token_ids: list[int], params: SamplingParams, salt: str, priority: int = 0
     ) -> RequestOutput:
         prompt = TokensInput(type="token", prompt_token_ids=prompt_token_ids)
         if salt:
             prompt["cache_salt"] = salt
         last: RequestOutput | None = None
         try:
-            async for output in self._llm.generate(prompt, params, str(next(self._request_ids))):
+            name = str(next(self._request_ids))
+            async for output in self._llm.generate(prompt, params, name, priority=priority):
                 last = output
         except EngineDeadError as error:
             raise StateLost(self._why_it_died()) from error

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from services.rollout.copies import Copies, Copy
 from services.rollout.engine import Engine
 from shared.digest import StoredTensor, digest, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed
-from shared.wire import AnyWeights, FolderWeights, Published
+from shared.wire import AnyWeights, FolderWeights, HttpWeights, Published
 
 TIED = "lm_head.weight"
 
@@ -38,40 +39,106 @@ class Expected:
 
 
 class Proven(Protocol):
-    """A version that may be loaded. `digest` is of the tensors that were read."""
+    """A version that may be loaded. `digest` is of the tensors that were read; `received_bytes`
+    came over the network."""
 
     @property
     def digest(self) -> str: ...
+
+    @property
+    def received_bytes(self) -> int: ...
 
     async def load(self, engine: Engine) -> None: ...
 
 
 @dataclass(frozen=True)
 class ProvenFolder:
+    """Files that the engine reads itself."""
+
     folder: Path
     digest: str
+    received_bytes: int = 0
 
     async def load(self, engine: Engine) -> None:
         await engine.load_files(self.folder)
 
 
-async def folder(ref: FolderWeights, expected: Expected) -> ProvenFolder:
-    """Proves safetensors files in a folder, which the engine reads itself."""
-    return await asyncio.to_thread(_prove_folder, ref, expected)
+class ProvenForEmptied(ProvenFolder):
+    """The same, after the engine's memory was freed."""
+
+    async def load(self, engine: Engine) -> None:
+        await engine.load_emptied(self.folder)
 
 
-Loader = Callable[[Any, Expected], Awaitable[Proven]]
+class ProvenForRestart(ProvenFolder):
+    """The same, by a new engine."""
+
+    async def load(self, engine: Engine) -> None:
+        await engine.restart(self.folder)
+
+
+@dataclass(frozen=True)
+class ProvenCopy:
+    """The sampler's own copy, removed once it is loaded."""
+
+    copy: Copy
+    copies: Copies
+    digest: str
+
+    @property
+    def received_bytes(self) -> int:
+        return self.copy.received_bytes
+
+    async def load(self, engine: Engine) -> None:
+        try:
+            await engine.load_files(self.copy.folder)
+        finally:
+            self.copies.remove(self.copy)
+
+
+async def folder(ref: FolderWeights, expected: Expected, _: Copies) -> ProvenFolder:
+    found = published_folder(ref, expected.roots)
+    return ProvenFolder(found, await asyncio.to_thread(proven_digest, ref, found, expected))
+
+
+async def emptied(ref: FolderWeights, expected: Expected, copies: Copies) -> ProvenFolder:
+    proven = await folder(ref, expected, copies)
+    return ProvenForEmptied(proven.folder, proven.digest)
+
+
+async def restarted(ref: FolderWeights, expected: Expected, copies: Copies) -> ProvenFolder:
+    proven = await folder(ref, expected, copies)
+    return ProvenForRestart(proven.folder, proven.digest)
+
+
+async def fetched(ref: HttpWeights, expected: Expected, copies: Copies) -> ProvenCopy:
+    copy = await copies.fetched(ref)
+    try:
+        found = await asyncio.to_thread(proven_digest, ref, copy.folder, expected)
+    except Failed:
+        copies.remove(copy)
+        raise
+    return ProvenCopy(copy, copies, found)
+
+
+Loader = Callable[[Any, Expected, Copies], Awaitable[Proven]]
 """Proves a reference of its own kind."""
 
-LOADERS: dict[str, Loader] = {"shm": folder, "disk": folder}
+LOADERS: dict[str, Loader] = {
+    "shm": folder,
+    "disk": folder,
+    "http": fetched,
+    "reload": emptied,
+    "restart": restarted,
+}
 
 
-async def prove(ref: AnyWeights, expected: Expected) -> Proven:
+async def prove(ref: AnyWeights, expected: Expected, copies: Copies) -> Proven:
     """Returns the version, ready to be loaded. Raises BadRequest for a method that is not there,
     and Failed if the version is not what `ref` and `expected` say."""
     if ref.method not in LOADERS:
         raise BadRequest(f"got method {ref.method!r}, expected one of {sorted(LOADERS)}")
-    return await LOADERS[ref.method](ref, expected)
+    return await LOADERS[ref.method](ref, expected, copies)
 
 
 def expected_of(model: Path, roots: Sequence[Path]) -> Expected:
@@ -93,13 +160,14 @@ def published_folder(ref: FolderWeights, roots: Sequence[Path]) -> Path:
         raise Failed(
             f"'path': got {ref.path!r}, which is not a folder here; does the sampler see the "
             "trainer's volume?",
-            code="digest_differs",
+            code="not_seen",
         )
     return found
 
 
-def _prove_folder(ref: FolderWeights, expected: Expected) -> ProvenFolder:
-    found = published_folder(ref, expected.roots)
+def proven_digest(ref: Published, found: Path, expected: Expected) -> str:
+    """Returns the digest of all tensors in the folder `found`. Raises Failed if they cannot be
+    read, and what `verified` raises."""
     try:
         stored = stored_tensors(found)
         digests = tensor_digests(stored)
@@ -108,7 +176,7 @@ def _prove_folder(ref: FolderWeights, expected: Expected) -> ProvenFolder:
             f"version {ref.version} in {str(found)!r} cannot be read: {error}; it was not loaded",
             code="digest_differs",
         ) from error
-    return ProvenFolder(found, verified(ref, stored, digests, expected))
+    return verified(ref, stored, digests, expected)
 
 
 def verified(

@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
 from pydantic import BaseModel
+from starlette.responses import FileResponse
 
+from services.trainer.disk.weights import published_file
 from shared.config import Settings
 from shared.service import Check, Service
 from shared.wire import (
@@ -47,6 +49,12 @@ GAUGES: tuple[tuple[str, str, Callable[[TrainerState], float]], ...] = (
         lambda state: state.restarts,
     ),
 )
+
+
+class PublishedFile(FileResponse):
+    """A file, or the range of it that was asked for."""
+
+    chunk_size = 1 << 20
 
 
 class TrainerView(Protocol):
@@ -111,10 +119,21 @@ def create_service(
         """The loaded job's complete checkpoints."""
         return trainer.list_checkpoints()
 
+    async def published(job_id: str, version: str, name: str) -> PublishedFile:
+        """A file of a published version, for `weight_sync = "http"`. Takes `Range`."""
+        return PublishedFile(published_file(settings, job_id, version, name))
+
     service.operation("PUT", "/job", load_job)
     service.operation("POST", "/train_step", train_step)
     service.operation("POST", "/publish_weights", publish_weights)
     service.operation("POST", "/checkpoints", write_checkpoint)
     service.query("/state", state)
     service.query("/checkpoints", list_checkpoints)
+    service.app.add_api_route(
+        "/weights/{job_id}/{version}/{name}",
+        published,
+        methods=["GET"],
+        response_class=PublishedFile,
+        description=published.__doc__ or "",
+    )
     return service

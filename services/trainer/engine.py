@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from shared.wire import Example, StepTotals
+from shared.wire import Canary, Example, StepTotals
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,10 @@ class Engine(Protocol):
         learning_rate: float,
         totals: StepTotals | None = None,
     ) -> Update: ...
+
+    def canary(self) -> Canary:
+        """Returns what the weights give a fixed sequence, for samplers to compare with."""
+        ...
 
     def save_weights(self, folder: Path) -> None: ...
 

@@ -10,6 +10,7 @@ about them goes too.
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from shared.job import Job
 from shared.logs import get_logger
 from shared.wire import (
     AnyWeights,
+    Canary,
     Checkpoint,
     CheckpointList,
     CheckpointRequest,
@@ -49,7 +51,7 @@ from shared.wire import (
 @dataclass
 class Loaded:
     """The job that is loaded, and how far it is. `last` is the last step's body (its fingerprint)
-    and result."""
+    and result, `canary` that of a step."""
 
     request: TrainerJob
     model: str
@@ -60,6 +62,7 @@ class Loaded:
     step: int = 0
     skipped_steps: int = 0
     last: tuple[str, StepResult] | None = None
+    canary: tuple[int, Canary] | None = None
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,17 @@ class Trainer:
             assert publisher is not None, "rank 0 has one"
             return publisher.publish(request, engine.weights_bytes, save_all)
 
-        return self._ranks.write(lead, engine.save_weights)
+        canary = self._canary(loaded)
+        published = self._ranks.write(lead, engine.save_weights)
+        return published and published.model_copy(update={"canary": canary})
+
+    def _canary(self, loaded: Loaded) -> Canary | None:
+        """Returns the canary of the last applied step: a collective, once per step. None if its
+        log-probs are not finite: they would be like no sampler's."""
+        if loaded.canary is None or loaded.canary[0] != loaded.step:
+            loaded.canary = loaded.step, self._ranks.together(loaded.engine.canary)[0]
+        canary = loaded.canary[1]
+        return canary if all(map(math.isfinite, canary.logprobs)) else None
 
     def write_checkpoint(self, request: CheckpointRequest) -> Checkpoint | None:
         """Returns the checkpoint on rank 0, None elsewhere. One that is there already is not

@@ -21,7 +21,7 @@ from shared.service import Service
 unused = cast(Any, None)
 SERVICES: dict[str, Callable[[Settings], Service]] = {
     "orchestrator": lambda settings: create_orchestrator(settings, Store("redis://127.0.0.1:1")),
-    "rollout": lambda settings: create_rollout(settings, Sampler(unused, ())),
+    "rollout": lambda settings: create_rollout(settings, Sampler(unused, (), unused)),
     "trainer": lambda settings: create_trainer(settings, unused, unused, {}),
     "reward": lambda settings: create_reward(settings.model_copy(update={"sandbox": "unsafe"})),
 }

@@ -87,6 +87,39 @@ async def test_a_job_goes_from_loading_to_a_checkpoint(client):
     assert (await client.get("/state", TrainerState)).step == 1
 
 
+async def test_published_files_can_be_fetched_whole_and_in_ranges(client, rank, tmp_path):
+    settings = Settings(shm_dir=tmp_path / "shm")
+    service = create_service(settings, rank.trainer, rank.run, {})
+    await call(client, "PUT", "/job", job_request(), TrainerState)
+    body = PublishRequest(job_id="a", version=0, method="http")
+    (file,) = (await call(client, "POST", "/publish_weights", body, WeightsRef)).root.files
+    assert file.path == "/weights/a/v0/model.safetensors"
+    transport = httpx2.ASGITransport(app=service.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        whole = await http.get(file.path)
+        assert (whole.status_code, len(whole.content)) == (200, file.size_bytes)
+        rest = await http.get(file.path, headers={"range": "bytes=10-"})
+        assert (rest.status_code, rest.content) == (206, whole.content[10:])
+        (tmp_path / "shm/a/v0/secret").write_text("no")
+        (tmp_path / "shm/a/v0/link.safetensors").symlink_to("/etc/passwd")
+        for path in ("a/v0/secret", "a/v0/link.safetensors", "a/v9/model.safetensors"):
+            assert (await http.get(f"/weights/{path}")).status_code == 404
+        for path in ("a/%2e%2e/x.safetensors", "../a/v0/model.safetensors", "A/v0/m.safetensors"):
+            assert (await http.get(f"/weights/{path}")).status_code == 404
+
+
+async def test_a_canary_comes_with_the_weights_and_is_computed_once_a_step(client, parts):
+    await call(client, "PUT", "/job", job_request(), TrainerState)
+    body = PublishRequest(job_id="a", version=0, method="shm")
+    refs = [await call(client, "POST", "/publish_weights", body, WeightsRef) for _ in range(2)]
+    assert [list(ref.root.canary.logprobs) for ref in refs] == [[-1.0, 0.0]] * 2
+    assert parts[1][0].num_canaries == 1
+    await call(client, "POST", "/train_step", step_request(1), StepResult)
+    body = PublishRequest(job_id="a", version=1, method="shm")
+    later = await call(client, "POST", "/publish_weights", body, WeightsRef)
+    assert list(later.root.canary.logprobs) == pytest.approx([-1.0, -0.1])
+
+
 async def test_every_call_twice_happens_once(client, parts):
     engines = parts[1]
     calls = [

@@ -25,6 +25,7 @@ from shared.wire import (
     Aborted,
     AbortRequest,
     AnyWeights,
+    Canary,
     Checkpoint,
     CheckpointRequest,
     Fence,
@@ -216,6 +217,8 @@ class FakeServices:
             version=ref.version,
             digest=ref.digest,
             model="m",
+            canary_logprobs=logprobs_of(ref.version),
+            dtype="float32",
         )
         return self._answer("reload", self.serving)
 
@@ -256,10 +259,11 @@ class FakeServices:
             attempt=body.attempt,
             epoch=body.epoch,
             version=body.version,
-            method="shm",
+            method=body.method,  # pyright: ignore[reportArgumentType]
             path="/w",
             digest=f"digest-{body.version}",
             size_bytes=1,
+            canary=Canary(token_ids=TokenIds((1, 2, 3)), logprobs=logprobs_of(body.version)),
         )
         return WeightsRef(weights)
 
@@ -280,6 +284,11 @@ class FakeServices:
         if body.rewards[0].grader == "lenght":
             raise BadRequest("unknown grader 'lenght'; did you mean 'length'?")
         return Validated(rewards=tuple(reward.label for reward in body.rewards))
+
+
+def logprobs_of(version: int) -> Logprobs:
+    """Returns what the "model" of a version gives the canary."""
+    return Logprobs((-1.0, -0.1 * version))
 
 
 def _same(one: TrainStepRequest, other: TrainStepRequest) -> bool:

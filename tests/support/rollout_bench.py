@@ -17,7 +17,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from services.rollout.app import create_service
+from services.rollout.copies import Copies
 from services.rollout.engine import BadPrompt
+from services.rollout.fetching import Fetcher
 from services.rollout.sampler import Sampler
 from services.rollout.versions import label, spans
 from shared.client import Client
@@ -55,6 +57,7 @@ class FakeEngine:
 
     folder: Path
     max_model_len: int = 16
+    dtype: str = "float32"
     vocab_size: int = 10
     openai: ASGIApp = field(default_factory=lambda: JSONResponse({"from": "the engine"}))
     calls: list[Any] = field(default_factory=list)
@@ -122,6 +125,14 @@ class FakeEngine:
         if self.fail_load:
             raise self.fail_load
 
+    async def load_emptied(self, folder: Path) -> None:
+        self.calls.append("sleep")
+        await self.load_files(folder)
+
+    async def restart(self, folder: Path) -> None:
+        self.calls.append("restart")
+        await self.load_files(folder)
+
     async def set_version(self, life: str, version: int) -> None:
         self.calls.append(version)
         self.label = label(life, version)
@@ -152,7 +163,8 @@ class RolloutBench:
         self.start_error: BaseException | None = None
         self.may_start = asyncio.Event()
         self.may_start.set()
-        self.sampler = Sampler(self, (self.runs,), replica="here:1")
+        copies = Copies(self.runs.parent / "copies", Fetcher("http://127.0.0.1:9"))
+        self.sampler = Sampler(self, (self.runs,), copies, replica="here:1")
         self.service = create_service(Settings(runs_dir=self.runs), self.sampler)
         self.transport = httpx.ASGITransport(app=self.service.app)
         self.client = Client("rollout", "http://localhost", binary=True, transport=self.transport)

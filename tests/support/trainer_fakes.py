@@ -15,7 +15,8 @@ from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job_file import parse_job
-from shared.wire import Example, StepTotals, TrainerJob, TrainStepRequest
+from shared.packed import Logprobs
+from shared.wire import Canary, Example, StepTotals, TrainerJob, TrainStepRequest
 from tests.support.safetensors_files import safetensors
 
 EXAMPLE = Example(
@@ -33,6 +34,7 @@ class FakeEngine:
         self.job = job
         self.rank = rank
         self.num_updates = 0
+        self.num_canaries = 0
         self.learning_rates: list[float] = []
         self.totals: list[StepTotals | None] = []
         self.closed = False
@@ -56,6 +58,10 @@ class FakeEngine:
         self.learning_rates.append(learning_rate)
         self.totals.append(totals)
         return Update(loss=0.5, grad_norm=2.0, metrics={"entropy": 1.0})
+
+    def canary(self) -> Canary:
+        self.num_canaries += 1
+        return Canary(token_ids=(1, 2, 3), logprobs=Logprobs((-1.0, -0.1 * self.num_updates)))
 
     def save_weights(self, folder: Path) -> None:
         if self.rank == 0:

@@ -9,7 +9,7 @@ from typing import Any
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import HoneError
-from shared.job import Job
+from shared.job import Job, SyncMethod
 from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
 from shared.wire import (
@@ -190,10 +190,8 @@ class Peers:
             "POST", "/train_step", body, StepResult, deadline_s=deadline_s
         )
 
-    async def publish_weights(self, version: int, method: str) -> WeightsRef:
-        body = PublishRequest.model_validate(
-            {**self._fence(), "version": version, "method": method}
-        )
+    async def publish_weights(self, version: int, method: SyncMethod) -> WeightsRef:
+        body = PublishRequest(**self._fence(), version=version, method=method)
         deadline_s = self._settings.sync_deadline_s
         return await self._trainer.call(
             "POST", "/publish_weights", body, WeightsRef, deadline_s=deadline_s

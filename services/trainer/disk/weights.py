@@ -1,28 +1,33 @@
 """Published weights: how a version of a job gets to where samplers load it.
 
-    shm    <shm_dir>/<job>/v<version>/            shared memory, for a sampler on this host
-    disk   <runs_dir>/<job>/weights/v<version>/   a shared volume; `latest` beside it names the
-                                                  newest folder
+    shm      <shm_dir>/<job>/v<version>/            shared memory, for a sampler on this host
+    http     the same files, fetched by GET /weights/<job>/v<version>/<file>
+    disk     <runs_dir>/<job>/weights/v<version>/   a shared volume; `latest` beside it names the
+                                                    newest folder
+    reload   as disk, loaded after the engine's memory was freed
+    restart  as disk, loaded by a new engine
 
-One entry per method in `METHODS`; a new method is one more entry and its class. With LoRA the
-weights are the merged ones. Left out: the methods that move weights without files (ipc, nccl,
-delta), and adapters apart.
+One entry per method in `METHODS`; a new method is one more entry and its function. With LoRA the
+weights are the merged ones. Left out: the methods that move weights without files (ipc, nccl),
+deltas, and adapters apart.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from services.trainer.disk.folders import written_aside
 from shared import digest
 from shared.config import Settings
 from shared.disk import write_file
-from shared.errors import Failed
-from shared.job import SyncMethod
-from shared.wire import AnyWeights, FolderWeights, PublishRequest
+from shared.errors import Failed, NotFound
+from shared.job import JOB_ID, SyncMethod
+from shared.wire import AnyWeights, FolderWeights, HttpWeights, PublishRequest, WeightFile
 
 KEEP_VERSIONS = 2
 """A sampler may still be reading the version before the newest."""
@@ -32,17 +37,24 @@ Save = Callable[[Path], None]
 `config.json` into a folder."""
 
 
-class Method(Protocol):
-    """One job's weights on one way to samplers."""
+@dataclass(frozen=True)
+class Written:
+    """A version in `folder`, and what a sampler has to find there."""
 
-    def publish(self, request: PublishRequest, size_bytes: int, save: Save) -> AnyWeights:
-        """Returns the reference of the version. One that is published already is not written
-        again, unless it was damaged since."""
-        ...
+    folder: Path
+    digest: str
+    tensors: dict[str, str]
+    size_bytes: int
 
-    def free(self) -> None:
-        """Frees memory that would outlive this process."""
-        ...
+    def proof(self) -> dict[str, Any]:
+        return {"digest": self.digest, "tensors": self.tensors, "size_bytes": self.size_bytes}
+
+    def is_whole(self) -> bool:
+        """Returns whether the files still are what was written."""
+        try:
+            return digest.digest_of(self.folder) == self.digest
+        except (OSError, Failed):
+            return False
 
 
 class Folders:
@@ -52,57 +64,78 @@ class Folders:
     def __init__(self, folder: Path, *, durable: bool) -> None:
         self._folder = folder
         self._durable = durable
-        self._published: dict[int, FolderWeights] = {}
+        self._written: dict[int, Written] = {}
 
-    def publish(self, request: PublishRequest, size_bytes: int, save: Save) -> FolderWeights:
-        known = self._published.get(request.version)
-        if known is None or not _is_whole(known):
-            known = self._write(request, size_bytes, save)
-            self._published[request.version] = known
+    def write(self, version: int, size_bytes: int, save: Save) -> Written:
+        """Returns the version, written unless it is there already and undamaged."""
+        known = self._written.get(version)
+        if known is None or not known.is_whole():
+            known = self._written[version] = self._write(version, size_bytes, save)
             self._forget_old()
-        return known.model_copy(update={"attempt": request.attempt, "epoch": request.epoch})
+        return known
 
     def free(self) -> None:
+        """Frees memory that would outlive this process."""
         if not self._durable:
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._published = {}
+            self._written = {}
 
-    def _write(self, request: PublishRequest, size_bytes: int, save: Save) -> FolderWeights:
-        folder = self._folder / f"v{request.version}"
+    def _write(self, version: int, size_bytes: int, save: Save) -> Written:
+        folder = self._folder / f"v{version}"
         with written_aside(folder, size_bytes, durable=self._durable) as aside:
             save(aside)
             tensors = digest.tensor_digests(digest.stored_tensors(aside))
             size_bytes = sum(file.stat().st_size for file in aside.glob("*.safetensors"))
         if self._durable:
             write_file(self._folder / "latest", f"{folder.name}\n".encode())
-        return FolderWeights(
-            **request.model_dump(),
-            path=str(folder),
-            digest=digest.digest(tensors),
-            tensors=tensors,
-            size_bytes=size_bytes,
-        )
+        return Written(folder, digest.digest(tensors), tensors, size_bytes)
 
     def _forget_old(self) -> None:
-        newest = list(self._published.items())[-KEEP_VERSIONS:]
-        self._published = dict(newest)
-        kept = {Path(ref.path).name for ref in self._published.values()}
+        self._written = dict(list(self._written.items())[-KEEP_VERSIONS:])
+        kept = {written.folder.name for written in self._written.values()}
         for folder in self._folder.iterdir():
             if folder.is_dir() and folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def shared_memory(settings: Settings, job_id: str) -> Method:
-    return Folders(settings.shm_dir / job_id, durable=False)
+@dataclass(frozen=True)
+class Places:
+    """Where one job's versions lie: in shared memory, and on the shared volume."""
+
+    memory: Folders
+    volume: Folders
 
 
-def shared_volume(settings: Settings, job_id: str) -> Method:
-    return Folders(settings.runs_dir.resolve() / job_id / "weights", durable=True)
+Method = Callable[[Places, PublishRequest, int, Save], AnyWeights]
+"""Returns the reference of the version, written by the `Save` unless it is there already; the
+number is its size in bytes, about."""
 
 
-METHODS: dict[SyncMethod, Callable[[Settings, str], Method]] = {
+def shared_memory(
+    places: Places, request: PublishRequest, size_bytes: int, save: Save
+) -> FolderWeights:
+    return _folder(request, places.memory.write(request.version, size_bytes, save))
+
+
+def shared_volume(
+    places: Places, request: PublishRequest, size_bytes: int, save: Save
+) -> FolderWeights:
+    return _folder(request, places.volume.write(request.version, size_bytes, save))
+
+
+def fetched(places: Places, request: PublishRequest, size_bytes: int, save: Save) -> HttpWeights:
+    written = places.memory.write(request.version, size_bytes, save)
+    return HttpWeights(
+        **request.model_dump(), **written.proof(), files=files_to_fetch(request.job_id, written)
+    )
+
+
+METHODS: dict[SyncMethod, Method] = {
     "shm": shared_memory,
     "disk": shared_volume,
+    "http": fetched,
+    "reload": shared_volume,
+    "restart": shared_volume,
 }
 
 
@@ -110,22 +143,49 @@ class Publisher:
     """The published weights of one job. Only rank 0 has one: it writes what all ranks gather."""
 
     def __init__(self, settings: Settings, job_id: str) -> None:
-        self._methods = {name: make(settings, job_id) for name, make in METHODS.items()}
+        self._places = Places(
+            memory=Folders(settings.shm_dir / job_id, durable=False),
+            volume=Folders(settings.runs_dir.resolve() / job_id / "weights", durable=True),
+        )
 
     def publish(self, request: PublishRequest, size_bytes: int, save: Save) -> AnyWeights:
         """Returns the reference of the version, written by `save(folder)` unless it is published
         already."""
-        return self._methods[request.method].publish(request, size_bytes, save)
+        return METHODS[request.method](self._places, request, size_bytes, save)
 
     def close(self) -> None:
         """Frees the shared memory of this job, whoever wrote it: an earlier life of this process
         may have been killed."""
-        for method in self._methods.values():
-            method.free()
+        self._places.memory.free()
 
 
-def _is_whole(ref: FolderWeights) -> bool:
-    try:
-        return digest.digest_of(Path(ref.path)) == ref.digest
-    except (OSError, Failed):
-        return False
+def files_to_fetch(job_id: str, written: Written) -> tuple[WeightFile, ...]:
+    """Returns the version's files as `GET /weights` serves them."""
+    return tuple(
+        WeightFile(
+            path=f"/weights/{job_id}/{written.folder.name}/{file.name}",
+            size_bytes=file.stat().st_size,
+        )
+        for file in sorted(written.folder.glob("*.safetensors"))
+    )
+
+
+def published_file(settings: Settings, job_id: str, version: str, name: str) -> Path:
+    """Returns the file behind `GET /weights/<job_id>/<version>/<name>`. Raises NotFound for
+    anything but a file of a published version in shared memory."""
+    path = settings.shm_dir / job_id / version / name
+    plain = (
+        re.fullmatch(JOB_ID, job_id)
+        and re.fullmatch(r"v\d+", version)
+        and re.fullmatch(r"[\w-][\w.-]*\.safetensors", name)
+    )
+    if not plain or path.is_symlink() or not path.is_file():
+        raise NotFound(
+            f"there is no file {name!r} of version {version!r} of job {job_id!r} to fetch; the "
+            f"newest {KEEP_VERSIONS} versions are kept"
+        )
+    return path
+
+
+def _folder(request: PublishRequest, written: Written) -> FolderWeights:
+    return FolderWeights(**request.model_dump(), **written.proof(), path=str(written.folder))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from services.trainer.engine import Update
 from services.trainer.learning import reference
+from services.trainer.learning.batch import collate
 from services.trainer.learning.examples import check
 from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_packing
 from services.trainer.zero import lora, state
@@ -32,9 +33,13 @@ from services.trainer.zero.internals import whole_weights
 from services.trainer.zero.models import choose_dtype, copy_tokenizer, load_on_all_ranks
 from services.trainer.zero.update import Updater
 from shared.job import Job
-from shared.wire import Example, StepTotals
+from shared.packed import Logprobs, TokenIds
+from shared.wire import Canary, Example, StepTotals
 
 ONE_FILE = "10000GB"
+
+CANARY_TOKENS = 64
+"""Enough that any matrix of the model shows in some log-prob, few enough to cost nothing."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,20 @@ class DeepSpeedEngine:
         check(examples, self._parts.model.config.get_text_config().vocab_size)
         return self._parts.updater.update(examples, learning_rate, totals)
 
+    @torch.no_grad()
+    def canary(self) -> Canary:
+        """Returns a fixed sequence and what the weights, adapters included, give it."""
+        model = self._parts.model
+        ids = canary_ids(model.config.get_text_config(), self._job.max_model_len)
+        whole = Example(
+            prompt_token_ids=TokenIds(ids[:1]), token_ids=TokenIds(ids[1:]), advantage=0.0
+        )
+        policy = Policy(model, temperature=1.0, chunk_tokens=self._job.memory.chunk_tokens)
+        logprobs_N, _ = policy(collate([whole]).to(self._device))
+        return Canary(
+            token_ids=ids, logprobs=Logprobs(logprobs_N.float().tolist()), dtype=self.dtype
+        )
+
     def save_weights(self, folder: Path) -> None:
         """Writes `model.safetensors` and `config.json` into `folder`."""
         self._export(whole_weights(self._parts.model), folder, max_shard_size=ONE_FILE)
@@ -173,6 +192,13 @@ class DeepSpeedEngine:
             model, adapted = self._parts.model, self._parts.wrapped is not None
             plain = lora.merged(model, weights) if adapted else weights
             model.save_pretrained(folder, state_dict=plain, **settings)
+
+
+def canary_ids(config: Any, max_model_len: int | None) -> TokenIds:
+    """Returns tokens from all over the vocabulary; one fewer than the sampler takes at most."""
+    longest = min(config.max_position_embeddings, max_model_len or config.max_position_embeddings)
+    length = min(CANARY_TOKENS, longest - 1)
+    return TokenIds([(7919 * position + 11) % config.vocab_size for position in range(length)])
 
 
 def quiet_libraries() -> None:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from services.rollout.copies import Copies
+from services.rollout.fetching import Fetcher
 from services.rollout.weights import (
     LOADERS,
     Expected,
@@ -25,6 +27,7 @@ from shared.job import SyncMethod
 from shared.wire import FolderWeights, GpuWeights
 
 MODEL = {"embed": (4, 2), "norm": (2,)}
+NO_COPIES = Copies(Path("/nonexistent"), Fetcher("http://127.0.0.1:9"))
 
 
 def ref(path: Path, digest: str = "") -> FolderWeights:
@@ -85,7 +88,8 @@ def expected(folder: Path, **shapes: tuple[int, ...]) -> Expected:
 
 async def test_a_proven_version_has_the_digest_of_its_tensors(published: Path) -> None:
     digest = digest_of(published)
-    assert (await prove(ref(published, digest), expected(published))).digest == digest
+    proven = await prove(ref(published, digest), expected(published), NO_COPIES)
+    assert proven.digest == digest
 
 
 async def test_other_bytes_are_refused_with_both_digests_and_the_tensor(published: Path) -> None:
@@ -96,7 +100,7 @@ async def test_other_bytes_are_refused_with_both_digests_and_the_tensor(publishe
         match=r"has digest [0-9a-f]{64}, expected abc \(1 tensors differ, the first is 'norm'\); "
         "it was not loaded",
     ) as caught:
-        await prove(other, expected(published))
+        await prove(other, expected(published), NO_COPIES)
     assert caught.value.code == "digest_differs"
 
 
@@ -104,7 +108,7 @@ async def test_tensors_of_another_model_are_another_fault_than_other_bytes(
     published: Path,
 ) -> None:
     with pytest.raises(Failed, match="does not fit the model") as caught:
-        await prove(ref(published, digest_of(published)), expected(published, norm=(3,)))
+        await prove(ref(published, digest_of(published)), expected(published, norm=(3,)), NO_COPIES)
     assert caught.value.code == "tensors_differ"
 
 
@@ -113,20 +117,20 @@ async def test_a_file_cut_short_is_refused_as_not_what_was_published(published: 
     file = published / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(Failed, match=r"cannot be read: .* is not a whole safetensors") as caught:
-        await prove(whole, expected(published))
+        await prove(whole, expected(published), NO_COPIES)
     assert caught.value.code == "digest_differs"
 
 
 async def test_a_folder_that_is_gone_is_to_be_published_again(published: Path) -> None:
     with pytest.raises(Failed, match="v4', which is not a folder here") as caught:
-        await prove(ref(published.parent / "v4"), expected(published))
-    assert caught.value.code == "digest_differs"
+        await prove(ref(published.parent / "v4"), expected(published), NO_COPIES)
+    assert caught.value.code == "not_seen"
 
 
 async def test_a_method_without_a_loader_is_refused_by_name(tmp_path: Path) -> None:
     gpu = GpuWeights(job_id="job", version=3, method="nccl", digest="", size_bytes=0, transfer={})
     with pytest.raises(BadRequest, match=r"got method 'nccl', expected one of \['disk', "):
-        await prove(gpu, expected(tmp_path / "shm"))
+        await prove(gpu, expected(tmp_path / "shm"), NO_COPIES)
 
 
 def test_every_method_that_a_job_can_name_has_a_loader() -> None:
