@@ -220,6 +220,8 @@ FILES = (
     refused("its folder marked for others", "os.setxattr, '/tmp', 'user.x', b'1'", "os.setxattr, os.__file__, 'user.x', b'1'"),
     refused("locks that others see", "fcntl.flock, file, fcntl.LOCK_SH", "fcntl.lockf, file, fcntl.LOCK_SH", "fcntl.fcntl, file, fcntl.F_SETLEASE, fcntl.F_RDLCK", setup="import fcntl\nfile = open(os.__file__)"),
     Attack("locks that others would tell of", "import fcntl, struct\ndef told():\n try: fcntl.fcntl(open('/usr/bin/env'), fcntl.F_GETLK, struct.pack('hhqqi', 1, 0, 0, 0, 0)); return 'told'\n except OSError: return 'refused'", "ok", "refused", "told()"),
+    refused("the host's cache of files", "os.posix_fadvise, fd, 0, 0, os.POSIX_FADV_DONTNEED", "pages.madvise, 21", "pages.madvise, 20", setup="import mmap\nfd = os.open(os.__file__, os.O_RDONLY)\npages = mmap.mmap(fd, 4096, prot=mmap.PROT_READ)"),
+    Attack("name of the host", "import os, socket", "ok", ["sandbox", "sandbox"], "[os.uname().nodename, socket.gethostname()]"),
     refused("files of other processes", "os.listdir, '/proc/1'", "open, '/proc/self/mem'", "os.pidfd_open, 2", "os.readlink, '/proc/self/exe'"),
     refused("device files", "open, '/dev/mem'", "open, '/dev/kmsg'", "open, '/dev/ptmx'", "open, '/dev/tty'", "open, '/dev/fuse'", "open, '/dev/kvm'"),
 )  # fmt: skip
@@ -229,7 +231,9 @@ NETWORK = (
     refused("loopback", "socket.create_connection, ('127.0.0.1', 6379), 1", setup="import socket"),
     refused("metadata of the cloud", "urllib.request.urlopen, 'http://169.254.169.254/', None, 1", setup="import urllib.request"),
     refused("names", "socket.getaddrinfo, 'example.com', 80", setup="import socket"),
-    refused("socket pairs of other families", "socket.socketpair, 30, 1", "socket.socketpair, 2, 1", setup="import socket"),
+    refused("socket pairs of other kinds", "socket.socketpair, 30, 1", "socket.socketpair, 2, 1", "socket.socketpair, 1, 2", "socket.socketpair, 1, 5", setup="import socket"),
+    refused("messages to a socket of the file system", "pair[0].sendto, b'x', '/tmp/s'", "pair[0].sendmsg, [b'x'], [], 0, '/tmp/s'", setup="import socket\npair = socket.socketpair()"),
+    refused("filters on a socket", "pair[0].setsockopt, socket.SOL_SOCKET, 26, bytes(16)", "pair[0].setsockopt, socket.SOL_SOCKET, 50, 3", setup="import socket\npair = socket.socketpair()"),
     Attack("asyncio works all the same", "import asyncio", "ok", "woken", "asyncio.run(asyncio.sleep(0.01, 'woken'))"),
     Attack("messages with open files", "import array, os, socket\na, b = socket.socketpair()\nsocket.send_fds(a, [b'x'], [0, 1, 2, 3] * 10)", "ok", 14, "14"),
 )  # fmt: skip
@@ -256,6 +260,9 @@ PYTHON = (
     Attack("limits raised again", "import resource\ndef raised(kind):\n try: resource.setrlimit(kind, (-1, -1)); return True\n except (ValueError, OSError): return False", "ok", [False] * 6, "[raised(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_CORE)]"),
     Attack("text typed into a terminal", "import fcntl\ndef typed(request):\n try: fcntl.ioctl(0, request, b'a'); return True\n except (OSError, OverflowError): return False", "ok", [False] * 3, "[typed(0x5412), typed(0x541C), typed(0x5412 + (1 << 32))]"),
     Attack("capabilities", "import ctypes\nlibc = ctypes.CDLL(None)\nheld = (ctypes.c_uint32 * 6)()\nlibc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), held)", "ok", [0] * 6, "list(held)"),
+    Attack("pool of processes", "import multiprocessing, os\nwith multiprocessing.Pool(2) as pool: x = pool.map(abs, [-1, 2, -3])", "ok", [[1, 2, 3], []], "[x, os.listdir('/dev/shm')]"),
+    Attack("shared memory", "from multiprocessing import shared_memory\nm = shared_memory.SharedMemory(create=True, size=4096); m.buf[0] = 7; o = shared_memory.SharedMemory(m.name); x = o.buf[0]; m.unlink()", "ok", 7, "x"),
+    Attack("shared memory without end", "n = 0\ntry:\n while n < 99:\n  open(f'/dev/shm/{n}', 'wb').write(bytes(8 << 20)); n += 1\nexcept OSError: pass", "ok", 8, "n"),
     Attack("child's exit code", "import os\nif os.fork() == 0: os._exit(7)\ncode = os.waitstatus_to_exitcode(os.wait()[1])", "ok", 7, "code"),
 )  # fmt: skip
 
@@ -270,7 +277,7 @@ CALLS = {
     "landlock_create_ruleset": (444, 0, 0, 1), "pidfd_getfd": (438, 3, 0), "process_madvise": (440,), "move_pages": (279,), "migrate_pages": (256,), "mbind": (237,), "x32 getpid": (0x40000027,),
     "modify_ldt": (154,), "lookup_dcookie": (212,), "kcmp": (312, 1, 1), "seccomp": (317, 1), "prctl(dumpable)": (157, 4, 1), "prctl(seccomp)": (157, 22, 2), "prctl(ambient)": (157, 47, 2),
     "memfd_create": (319,), "memfd_secret": (447,), "splice": (275,), "vmsplice": (278,), "tee": (276,), "mount_setattr": (442,), "open_tree": (428,), "move_mount": (429,), "fsopen": (430,),
-    "fsmount": (432,), "fspick": (433,), "socket": (41, 2, 1), "connect": (42, 0), "bind": (49, 0), "listen": (50, 0), "accept": (43, 0), "sysfs": (139, 3), "ustat": (136,),
+    "fsmount": (432,), "fspick": (433,), "socket": (41, 2, 1), "connect": (42, 0), "bind": (49, 0), "listen": (50, 0), "setsockopt": (54, 0), "fadvise64": (221, 0, 0, 0, 4), "mincore": (27, 0), "accept": (43, 0), "sysfs": (139, 3), "ustat": (136,),
     "uselib": (134,), "vserver": (236,), "remap_file_pages": (216,), "set_mempolicy": (238,), "chroot": (161,), "setuid": (105, 0), "setgroups": (116,), "sched_setattr": (314,), "ioprio_set": (251,),
 }  # fmt: skip
 """A call and its arguments: each must answer "not permitted" or "no such call"."""

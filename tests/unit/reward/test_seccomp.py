@@ -21,7 +21,7 @@ from services.reward.sandbox.inside import seccomp
 ROOT = Path(__file__).parents[3]
 PROFILE: dict[str, Any] = json.loads((ROOT / "docker" / "seccomp-reward.json").read_text())
 HEADER = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
-BUILDING = {"unshare", "mount", "umount2", "pivot_root", "mount_setattr"}
+BUILDING = {"unshare", "mount", "umount2", "pivot_root", "mount_setattr", "sethostname"}
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 
 SERVICE = """
@@ -138,7 +138,7 @@ def test_the_profile_refuses_what_no_part_of_the_service_needs() -> None:
     init_module finit_module delete_module kexec_load kexec_file_load ptrace process_vm_readv
     process_vm_writev open_by_handle_at fanotify_init reboot swapon swapoff acct syslog
     settimeofday clock_settime iopl ioperm quotactl personality modify_ldt kcmp pidfd_getfd
-    move_pages mbind shmget msgget semget mq_open sethostname fsopen fsmount open_tree move_mount
+    move_pages mbind shmget msgget semget mq_open fsopen fsmount open_tree move_mount
     vhangup nfsservctl lookup_dcookie uselib clone3 umount setns
     """
     assert PROFILE["defaultAction"] == "SCMP_ACT_ERRNO"

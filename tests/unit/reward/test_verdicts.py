@@ -168,7 +168,7 @@ def test_the_filter_allows_its_table_and_nothing_else(machine: str) -> None:
     known = header_numbers(machine)
     allowed = {number for number in known.values() if answer(program, arch, number) == ALLOW}
     by_argument = {
-        known[name] for name in ("clone", "ioctl", "fcntl")
+        known[name] for name in ("clone", "ioctl", "fcntl", "madvise")
     }  # with all arguments 0; the next test has others
     assert allowed == set(seccomp.numbers(machine).values()) | by_argument
     assert {name: known[name] for name in seccomp.numbers(machine)} == seccomp.numbers(machine)
@@ -186,12 +186,15 @@ def test_the_filter_reads_the_arguments_that_matter(machine: str) -> None:
     assert answer(program, arch, number["prctl"], 15) == ALLOW
     assert answer(program, arch, number["prctl"], 22) == EPERM
     assert answer(program, arch, number["socket"]) == EPERM
-    assert answer(program, arch, number["socketpair"], 1) == ALLOW
-    assert answer(program, arch, number["socketpair"], 30) == EPERM
+    for kind, told in ((1, ALLOW), (1 | 0x80800, ALLOW), (2, EPERM), (3, EPERM), (5, EPERM)):
+        assert answer(program, arch, number["socketpair"], 1, kind) == told
+    assert answer(program, arch, number["socketpair"], 30, 1) == EPERM
+    for advice, told in ((4, ALLOW), (20, EPERM), (21, EPERM)):
+        assert answer(program, arch, number["madvise"], 0, 0, advice) == told
     assert answer(program, arch, number["fcntl"], 0, 3) == ALLOW
     assert {
         answer(program, arch, number["fcntl"], 0, lock)
-        for lock in (5, 6, 7, 36, 37, 38, 1024, 1026)
+        for lock in (5, 6, 7, 36, 37, 38, 1024, 1026, 1031)
     } == {EPERM}
     assert answer(program, arch, number["flock"]) == EPERM
     assert answer(program, arch, 0x40000000) == EPERM

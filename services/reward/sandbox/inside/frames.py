@@ -55,10 +55,9 @@ def pour_into_file(channel: int, file: int, size: int) -> None:
     reading, writing = os.pipe()
     try:
         while size:
-            part = min(size, 1 << 16)  # what a pipe holds
-            _splice(channel, writing, part)
-            _splice(reading, file, part)
-            size -= part
+            moved = _moved(channel, writing, size)  # as much as the pipe holds
+            _splice(reading, file, moved)
+            size -= moved
     finally:
         os.close(reading)
         os.close(writing)
@@ -76,10 +75,15 @@ def send_file(channel: int, file: int, size: int) -> None:
 
 def _splice(source: int, target: int, size: int) -> None:
     while size:
-        moved = os.splice(source, target, size)
-        if not moved:
-            raise ConnectionResetError("the other end is closed")
-        size -= moved
+        size -= _moved(source, target, size)
+
+
+def _moved(source: int, target: int, size: int) -> int:
+    """Returns how many of up to `size` bytes were moved, which is at least one."""
+    moved = os.splice(source, target, size)
+    if not moved:
+        raise ConnectionResetError("the other end is closed")
+    return moved
 
 
 def exactly(channel: int, size: int) -> bytes | None:

@@ -61,6 +61,7 @@ def enter(config: dict[str, Any]) -> Inside:
         _end_as(child)
     kernel.die_with_parent()
     os.setsid()  # a pid namespace does not keep kill(0) from the process group one was born in
+    kernel.set_host_name("sandbox")
     inside = _own_files()
     _make_root(sources, config["links"])
     kernel.forbid_new_privileges()
@@ -127,7 +128,7 @@ def _write_map(process: str, uid: int, gid: int) -> None:
 
 def _make_root(sources: list[tuple[int, str]], links: dict[str, str]) -> None:
     """Pivots into a small tmpfs that shows `sources` read-only at their paths, an empty /tmp, and
-    nothing else."""
+    nothing else. Shared memory and semaphores (multiprocessing has them) are files in /tmp too."""
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
     os.chdir("/tmp")
@@ -136,8 +137,9 @@ def _make_root(sources: list[tuple[int, str]], links: dict[str, str]) -> None:
         os.close(fd)
     for path, target in links.items():
         os.symlink(target, f".{path}")
-    for folder in ("tmp", "proc", "etc"):
+    for folder in ("tmp", "proc", "etc", "dev"):
         os.makedirs(folder, exist_ok=True)
+    os.symlink("/tmp", "dev/shm")
     _write("etc/passwd", "sandbox:x:0:0:sandbox:/tmp:/bin/sh\n")
     _write("etc/group", "sandbox:x:0:\n")
     kernel.pivot_root_here()

@@ -79,6 +79,10 @@ def unmount(target: str) -> None:
     _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount2({target})")
 
 
+def set_host_name(name: str) -> None:
+    _check(_libc.sethostname(name.encode(), len(name)), f"sethostname({name})")
+
+
 def pivot_root_here() -> None:
     """Makes the working directory the root and takes the old root away."""
     _check(_libc.pivot_root(b".", b"."), "pivot_root")

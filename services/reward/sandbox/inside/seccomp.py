@@ -4,10 +4,13 @@ library only.
 Everything else answers EPERM: no namespaces, mounts, tracing, keys, BPF, io_uring, shared memory of
 System V, no `memfd_create` (memory that no limit counts), and no `socket`, not even for a loopback
 of its own: graded programs have no use for one, and the network is the largest part of the kernel.
-A `socketpair` of Unix sockets is fine (asyncio needs it). No file locks, which would be seen by a
-job in another slot on the files that both are shown; so sqlite3 works in memory only. `clone3`
-answers ENOSYS, so that libc falls back to `clone`, whose flags the filter can read. `ioctl` without
-the two that type into a terminal; `prctl` for thread names only.
+A `socketpair` of Unix streams is fine (asyncio needs it): one of datagrams could be sent from to
+any socket in the file system. No options of sockets, which take filters of packets. No file locks,
+which would be seen by a job in another slot on the files that both are shown; so sqlite3 works in
+memory only. Nothing that tells or changes which pages of a file the host has in its cache
+(`fadvise64`, `mincore`, two kinds of `madvise`), and no pipes of another size than all have.
+`clone3` answers ENOSYS, so that libc falls back to `clone`, whose flags the filter can read.
+`ioctl` without the two that type into a terminal; `prctl` for thread names only.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ import struct
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
-_CLONE, _CLONE3, _IOCTL, _PRCTL, _FCNTL, _SOCKETPAIR = (
+_CLONE, _CLONE3, _IOCTL, _PRCTL, _FCNTL, _SOCKETPAIR, _MADVISE = (
     (56, 220),
     (435, 435),
     (16, 29),
     (157, 167),
     (72, 25),
     (53, 199),
+    (28, 233),
 )
 """Those whose arguments matter: number on x86_64, and on aarch64."""
 
@@ -33,10 +37,10 @@ read 0 63, write 1 64, open 2 -1, close 3 57, stat 4 -1, fstat 5 80, lstat 6 -1,
 lseek 8 62, mmap 9 222, mprotect 10 226, munmap 11 215, brk 12 214, rt_sigaction 13 134,
 rt_sigprocmask 14 135, rt_sigreturn 15 139, pread64 17 67, pwrite64 18 68, readv 19 65,
 writev 20 66, access 21 -1, pipe 22 -1, select 23 -1, sched_yield 24 124, mremap 25 216,
-msync 26 227, mincore 27 232, madvise 28 233, dup 32 23, dup2 33 -1, pause 34 -1, nanosleep 35 101,
+msync 26 227, dup 32 23, dup2 33 -1, pause 34 -1, nanosleep 35 101,
 getitimer 36 102, alarm 37 -1, setitimer 38 103, getpid 39 172, sendfile 40 71, sendto 44 206,
 recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, shutdown 48 210, getsockname 51 204,
-getpeername 52 205, setsockopt 54 208, getsockopt 55 209, fork 57 -1, vfork 58 -1, execve 59 221,
+getpeername 52 205, getsockopt 55 209, fork 57 -1, vfork 58 -1, execve 59 221,
 exit 60 93, wait4 61 260, kill 62 129, uname 63 160, fsync 74 82, fdatasync 75 83, truncate 76 45,
 ftruncate 77 46, getdents 78 -1, getcwd 79 17, chdir 80 49, fchdir 81 50, rename 82 -1,
 mkdir 83 -1, rmdir 84 -1, creat 85 -1, link 86 -1, unlink 87 -1, symlink 88 -1, readlink 89 -1,
@@ -50,7 +54,7 @@ sched_getparam 143 121, sched_getscheduler 145 120, sched_get_priority_max 146 1
 sched_get_priority_min 147 126, arch_prctl 158 -1, setrlimit 160 164, gettid 186 178, time 201 -1,
 tkill 200 130, futex 202 98, sched_setaffinity 203 122, sched_getaffinity 204 123,
 epoll_create 213 -1, epoll_ctl 233 21, epoll_wait 232 -1, getdents64 217 61,
-set_tid_address 218 96, restart_syscall 219 128, fadvise64 221 223, timer_create 222 107,
+set_tid_address 218 96, restart_syscall 219 128, timer_create 222 107,
 timer_settime 223 110, timer_gettime 224 108, timer_getoverrun 225 109, timer_delete 226 111,
 clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, exit_group 231 94,
 tgkill 234 131, utimes 235 -1, waitid 247 95, openat 257 56, mkdirat 258 34, futimesat 261 -1,
@@ -75,10 +79,16 @@ _THREAD_NAME = (15, 16)
 """PR_SET_NAME and PR_GET_NAME."""
 _LOCKS = (5, 6, 7, 36, 37, 38, 1024, 1026)
 """F_GETLK, F_SETLK, F_SETLKW, the same three of F_OFD_*, F_SETLEASE, F_NOTIFY."""
+_PIPE_SIZE = 1031
+"""F_SETPIPE_SZ: the kernel bounds the pipes of a user, who may be that of all slots."""
 _AF_UNIX = 1
+_NOT_A_STREAM = 0xE
+"""Bits of the types of sockets other than SOCK_STREAM."""
+_CACHE_ADVICE = (20, 21)
+"""MADV_COLD and MADV_PAGEOUT."""
 
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_OFFSET_NR, _OFFSET_ARCH, _OFFSET_ARG0, _OFFSET_ARG1 = 0, 4, 16, 24
+_OFFSET_NR, _OFFSET_ARCH, _OFFSET_ARG0, _OFFSET_ARG1, _OFFSET_ARG2 = 0, 4, 16, 24, 32
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _X32_BIT = 0x40000000
 
@@ -96,6 +106,14 @@ def build(machine: str | None = None) -> bytes:
     column = _COLUMN[machine]
     deny = _instruction(_RETURN, _ERRNO | errno.EPERM)
     allow = _instruction(_RETURN, _ALLOW)
+    stream_of_unix = [
+        _instruction(_JUMP_EQUAL, _AF_UNIX, 1, 0),
+        deny,
+        _instruction(_LOAD, _OFFSET_ARG1),
+        _instruction(_JUMP_ANY_BIT, _NOT_A_STREAM, 0, 1),
+        deny,
+        allow,
+    ]
     program = [
         _instruction(_LOAD, _OFFSET_ARCH),
         _instruction(_JUMP_EQUAL, _AUDIT_ARCH[machine], 1, 0),
@@ -112,8 +130,9 @@ def build(machine: str | None = None) -> bytes:
         ),
         *_when(_IOCTL[column], _OFFSET_ARG1, [*_if_equal(_TERMINAL_INPUT, deny), allow]),
         *_when(_PRCTL[column], _OFFSET_ARG0, [*_if_equal(_THREAD_NAME, allow), deny]),
-        *_when(_FCNTL[column], _OFFSET_ARG1, [*_if_equal(_LOCKS, deny), allow]),
-        *_when(_SOCKETPAIR[column], _OFFSET_ARG0, [*_if_equal((_AF_UNIX,), allow), deny]),
+        *_when(_FCNTL[column], _OFFSET_ARG1, [*_if_equal((*_LOCKS, _PIPE_SIZE), deny), allow]),
+        *_when(_MADVISE[column], _OFFSET_ARG2, [*_if_equal(_CACHE_ADVICE, deny), allow]),
+        *_when(_SOCKETPAIR[column], _OFFSET_ARG0, stream_of_unix),
         *_tree(_steps(set(numbers(machine).values()), allow, deny)),
     ]
     return b"".join(program)

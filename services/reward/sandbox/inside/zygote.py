@@ -129,6 +129,8 @@ class Zygote:
         slot = self._surroundings
         pid = os.fork()
         if not pid:
+            if not slot.isolated:
+                kernel.die_with_parent()
             null = os.open("/dev/null", os.O_RDWR)
             limits = program.standing_limits(files=1024, processes=128)
             limits |= program.within_own({resource.RLIMIT_AS: slot.own_bytes + (8 << 30)})
