@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.reward_helpers import processes_in, processes_of, user_namespaces_of
+from tests.support.reward_helpers import is_alive, processes_in, processes_of, user_namespaces_of
 from tests.support.running import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -109,6 +109,27 @@ def test_nothing_is_left_when_the_service_ends_with_programs_running(end: signal
         running.process.wait(20)
         assert eventually(lambda: processes_in(namespaces) == [], 5)
         assert processes_of(running.process.pid) == []
+
+
+def test_no_process_of_a_killed_service_goes_on_comparing() -> None:
+    with reward_service() as running:
+        reward = {"grader": "math", "params": {"cpu_s": 60}}
+        endless = {"prompt": "", "completion": r"\boxed{9^{9^{9^{9}}} + x}", "row": {"answer": "x"}}
+        scored = {"items": [endless], "rewards": [reward]}
+        threading.Thread(target=_quietly, args=(running, "/score", scored), daemon=True).start()
+        children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
+        before = set(children.read_text().split())
+        assert eventually(lambda: set(children.read_text().split()) > before)
+        (comparing,) = set(children.read_text().split()) - before
+        assert eventually(lambda: _cpu_s(comparing) > 3), "it has imported what it compares with"
+        running.process.kill()
+        running.process.wait()
+        assert eventually(lambda: not is_alive(int(comparing)), 5)
+
+
+def _cpu_s(pid: str) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _quietly(running: Running, path: str, body: dict[str, Any]) -> None:
