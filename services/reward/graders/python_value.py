@@ -4,17 +4,20 @@ never enters the sandbox.
 Without `numbers` the completion is a program whose last statement is an expression; its value
 counts. With `numbers` it is one arithmetic expression (the Countdown game): its whole-number
 literals must be exactly the row's numbers, each used once, and nothing but numbers, + - * / // %
-and parentheses may appear. That is checked here, by reading its tokens, before anything runs.
+and parentheses may appear. It is read here, never run, and evaluated in fractions: 1/49*49 is 1.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 from pydantic import Field
 
+from services.reward.grading import arithmetic
 from services.reward.grading.compare import same
 from services.reward.grading.programs import KEEP_CHARS, fault, program_of
 from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
@@ -39,7 +42,7 @@ class PythonValueParams(Params):
     list of whole numbers).
 
     `cpu_s` (seconds of CPU), `timeout_s` (of wall clock) and `memory_mib` bound one program.
-    `tolerance` is the largest accepted difference of two numbers.
+    With `numbers`, nothing runs. `tolerance` is the largest accepted difference of two numbers.
     """
 
     target: Column = "target"
@@ -71,8 +74,8 @@ class PythonValue(Grader[PythonValueParams]):
 
     async def _grade(self, item: ScoreItem) -> Part:
         program, target = program_of(item.completion).strip(), item.row[self.params.target]
-        if self.params.numbers is not None and (rule := breach(program, self._numbers(item))):
-            return Part(value=0.0, verdict="wrong", detail=rule)
+        if self.params.numbers is not None:
+            return self._arithmetic(program, target, self._numbers(item))
         execution = await self.tools.sandbox.execute(self._request(program))
         verdict, detail = fault(execution)
         if verdict != "ok":
@@ -88,6 +91,17 @@ class PythonValue(Grader[PythonValueParams]):
             value=float(right), verdict="ok" if right else "wrong", detail=detail, stdout=stdout
         )
 
+    def _arithmetic(self, expression: str, target: float, numbers: list[int]) -> Part:
+        if rule := breach(expression, numbers):
+            return Part(value=0.0, verdict="wrong", detail=rule)
+        try:
+            value = arithmetic.value(expression)
+        except ValueError as error:
+            return Part(value=0.0, verdict="runtime_error", detail=str(error))
+        right = _is_near(value, target, self.params.tolerance)
+        detail = f"evaluated to {value!s:.80}" + ("" if right else f", wanted {target!r:.80}")
+        return Part(value=float(right), verdict="ok" if right else "wrong", detail=detail)
+
     def _numbers(self, item: ScoreItem) -> list[int]:
         """Returns the row's numbers. Raises GradingFailed for a row whose columns hold anything
         else."""
@@ -101,7 +115,7 @@ class PythonValue(Grader[PythonValueParams]):
                 "numbers",
                 "invalid_variable_error",
             )
-        if type(target) not in (int, float):
+        if type(target) not in (int, float) or not math.isfinite(target):
             raise GradingFailed(
                 f"column {self.params.target!r} is {target!r:.80}; expected a number",
                 "invalid_variable_error",
@@ -109,17 +123,23 @@ class PythonValue(Grader[PythonValueParams]):
         return list(numbers)
 
     def _request(self, program: str) -> ExecuteRequest:
-        limits = {
-            "cpu_s": self.params.cpu_s,
-            "timeout_s": self.params.timeout_s,
-            "memory_mib": self.params.memory_mib,
-        }
-        if self.params.numbers is not None:
-            return ExecuteRequest(expression=program, **limits)
         last = 'eval(compile(_last, "program.py", "eval"))'
         return ExecuteRequest(
-            code=LAST_VALUE, expression=last, inputs={"_source": program}, **limits
+            code=LAST_VALUE,
+            expression=last,
+            inputs={"_source": program},
+            cpu_s=self.params.cpu_s,
+            timeout_s=self.params.timeout_s,
+            memory_mib=self.params.memory_mib,
         )
+
+
+def _is_near(value: Fraction, target: float, tolerance: float) -> bool:
+    """Returns whether a value is the target: exactly, or to the last digit of a float, or within
+    the tolerance."""
+    if abs(value - Fraction(target)) <= Fraction(tolerance):
+        return True
+    return type(target) is float and abs(value) < 10**300 and float(value) == target
 
 
 def breach(expression: str, numbers: Sequence[int]) -> str:

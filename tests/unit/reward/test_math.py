@@ -57,7 +57,18 @@ def test_the_last_marked_answer_counts(text: str, answer: str | None) -> None:
         ("150 percent", 150),
         ("5x", None),
         ("5 or 6", None),
-        ("3 dozen", None),
+        ("3 dozen", 36),
+        ("1.5 million dollars", 1_500_000),
+        (r"18\text{k}", 18_000),
+        ("18k", 18_000),
+        ("18K", 18_000),
+        (r"300\text{ K}", 300),
+        ("5km", 5),
+        (r"5\text{ m}^2", 5),
+        ("5 m²", 5),
+        ("5!", None),
+        ("5 x^2", None),
+        ("5M", None),
         ("2 and a half", None),
         ("1,23", None),
         ("x > 5", None),
@@ -86,6 +97,25 @@ def test_a_plain_number_is_read_exactly_and_nothing_else_is_one(
         ("0.3333", "1/3", False),
         ("1000000007", "1000000008", False),
         ("18.0000001", "18", True),
+        ("5 m", "5 km", False),
+        ("5m", "5km", False),
+        ("5000 m", "5 km", True),
+        ("5", "5 km", True),
+        ("5 km", "5", True),
+        (r"5\text{ m}^2", r"5\text{ km}^2", False),
+        ("2 square meters", "20000 cm^2", True),
+        ("2 square meters", "2 m", False),
+        ("36 km/h", "10 m/s", True),
+        ("36 km per hour", "36 m/s", False),
+        ("60 mph", "60 km/h", False),
+        ("90 minutes", "1.5 hours", True),
+        ("25 °C", "25 °F", False),
+        ("5 cents", "5 dollars", False),
+        ("18 eggs", "18 apples", True),
+        (r"18\text{k}", "18", False),
+        ("3 dozen", "36", True),
+        ("3 dozen", "3", False),
+        ("2 years", "24 months", True),
     ],
 )
 def test_numbers_are_equal_exactly_or_to_six_decimals(given: str, wanted: str, same: bool) -> None:
@@ -133,6 +163,11 @@ async def test_formulas_are_compared_by_what_they_mean(math: Math) -> None:
         (r"\boxed{(1, 2]}", "(1,2]", 1.0),
         (r"\boxed{(1, 2)}", "(1,2]", 0.0),
         (r"\boxed{2\pi}", "6.283185307", 1.0),
+        (r"\boxed{5!}", "120", 1.0),
+        (r"\boxed{5!}", "5", 0.0),
+        (r"\boxed{12 \cdot 34}", "408", 1.0),
+        (r"\boxed{5 \text{ m}}", r"5 \text{ km}", 0.0),
+        (r"\boxed{18\text{k}}", "18", 0.0),
         (r"\boxed{3 \text{ dozen}}", "37", 0.0),
         (r"We get $x = 7$. The final answer is $7$.", "7", 1.0),
         (r"\boxed{\text{Tuesday}}", r"\text{Tuesday}", 1.0),
@@ -169,6 +204,24 @@ async def test_the_column_may_hold_a_number_or_a_whole_solution_and_nothing_else
     for answer in (None, ["18"], "", True):
         with pytest.raises(GradingFailed, match="expected a number or text"):
             await grade(math, "#### 18", answer)
+
+
+@of_the_module
+async def test_an_answer_may_be_asked_to_be_evaluated() -> None:
+    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    bound = registry.bind(RewardSpec(grader="math", params={"evaluated": True}), tools)
+    assert isinstance(bound, Math)
+    cases: list[tuple[str, str, float]] = [
+        (r"\boxed{12 \cdot 34}", "408", 0.0),
+        (r"\boxed{5!}", "120", 0.0),
+        ("What is 12 * 34?", "408", 0.0),
+        (r"\boxed{408}", "408", 1.0),
+        (r"\boxed{\frac{3}{4}}", "0.75", 1.0),
+        (r"\boxed{2^3 \cdot 3}", r"3 \cdot 2^3", 1.0),
+    ]
+    parts = [(text, wanted, (await grade(bound, text, wanted)).value) for text, wanted, _ in cases]
+    assert parts == cases
+    await tools.limited.close()
 
 
 async def test_strict_takes_marked_answers_only() -> None:

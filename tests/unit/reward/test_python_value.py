@@ -3,6 +3,7 @@ becomes a reward."""
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -44,6 +45,45 @@ from tests.support.reward_helpers import ScriptedSandbox, tools_of
 )
 def test_the_countdown_rule_names_its_first_breach(expression: str, fault: str) -> None:
     assert breach(expression, [5, 3]) == fault
+
+
+@pytest.mark.parametrize(
+    ("expression", "target", "value"),
+    [
+        ("1/49*49", 1, 1.0),
+        ("3/(1-1)", 1, 0.0),
+        ("7//2", 3, 1.0),
+        ("-7//2", -4, 1.0),
+        ("-7 % 3", 2, 1.0),
+        ("1/10", 0.1, 1.0),
+        ("1/3", 0.3333333, 0.0),
+        ("8/(3-8/3)", 24, 1.0),
+        ("9007199254740993*1", 9007199254740992, 0.0),
+        ("(" * 300 + "8" + ")" * 300, 8, 0.0),
+        ("-" * 20 + "8", 8, 1.0),
+        ("8(1)", 8, 0.0),
+        ("1 2", 12, 0.0),
+    ],
+)
+async def test_countdown_is_evaluated_in_fractions(
+    expression: str, target: float, value: float
+) -> None:
+    numbers = [int(number) for number in re.findall(r"\d+", expression)]
+    nothing = Execution(verdict="sandbox_error", stderr="it is asked for nothing")
+    row = {"target": target, "nums": numbers}
+    assert (await grade(nothing, row, expression, numbers="nums")).value == value
+
+
+async def test_countdown_says_what_the_value_was() -> None:
+    row = {"target": 5, "nums": [1, 3]}
+    nothing = Execution(verdict="sandbox_error", stderr="it is asked for nothing")
+    parts = [await grade(nothing, row, text, numbers="nums") for text in ("1/3", "1/(3%3)", "1 3")]
+    parts[1] = await grade(nothing, row | {"nums": [1, 3, 3]}, "1/(3%3)", numbers="nums")
+    assert [(part.verdict, part.detail) for part in parts] == [
+        ("wrong", "evaluated to 1/3, wanted 5"),
+        ("runtime_error", "ZeroDivisionError: Fraction(1, 0)"),
+        ("runtime_error", "SyntaxError: invalid syntax"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +181,7 @@ async def test_a_broken_sandbox_is_no_reward() -> None:
 
 async def test_the_expected_value_never_enters_the_sandbox() -> None:
     sandbox = ScriptedSandbox(Execution(verdict="ok", value=1))
-    for params in ({}, {"numbers": "nums"}):
+    for params in ({}, {"tolerance": 0.5}):
         bound = registry.bind(RewardSpec(grader="python_value", params=params), tools_of(sandbox))
         await bound.grade(
             [

@@ -32,11 +32,14 @@ class MathParams(Params):
 
     `cpu_s`: how many seconds of CPU time one comparison may take; an answer that takes longer earns
     0. `strict`: only an answer that the completion marks with `\\boxed{}` or `####` counts.
+    `evaluated`: where the row's answer is a plain number, the completion's must be one: `408`, not
+    `12 \\cdot 34`.
     """
 
     answer: Column = "answer"
     cpu_s: float = Field(default=5.0, gt=0, le=60)
     strict: bool = False
+    evaluated: bool = False
 
 
 @grader("math")
@@ -68,6 +71,9 @@ class Math(Grader[MathParams]):
         ours, theirs = number(completion.strip() if given is None else given), number(wanted)
         if ours and theirs:
             return _part(equal(ours, theirs), given, wanted)
+        if theirs and self.params.evaluated:
+            shown = "the answer" if given is None else f"{given!r:.80}"
+            return Part(value=0.0, verdict="wrong", detail=f"{shown} is no plain number")
         if given == wanted:
             return _part(True, given, wanted)
         text = completion[-TAIL_CHARS:] if given is None else f"\\boxed{{{given}}}"

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from services.reward.graders.math.units import SCALES, Unit, after_number, unit
+
 MAX_NUMBER_CHARS = 500
 
 _HASH = re.compile(r"####[ \t]*([^\n]+)")
@@ -21,35 +23,20 @@ _NUMBER = re.compile(
     r"(?P<sign>[-+−]?) "
     rf"?(?:(?P<whole>{_DIGITS})(?P<decimals>\.\d{{0,300}})?|(?P<only>\.\d{{1,300}}))"
     rf"(?: ?/ ?(?P<over>{_DIGITS})| (?P<top>\d{{1,9}})/(?P<bottom>\d{{1,9}}))?"
-    r" ?(?P<percent>%|percent\b)?(?P<unit>(?:(?<=%)| ).+)?"
+    r" ?(?P<percent>%|percent\b)?(?P<after>(?:(?<=%)| ).+)?(?P<attached>(?<=\d)[°A-Za-z].*)?"
 )
 _NAME = re.compile(r"[A-Za-z]\w{0,20} ?= ?")
-_UNIT = re.compile(r"[°A-Za-zÀ-ɏ][^\d=<>+*^\\(){}\[\],;:|_$%]*")
-_COUNTING = {
-    "and",
-    "or",
-    "half",
-    "third",
-    "quarter",
-    "dozen",
-    "pair",
-    "hundred",
-    "thousand",
-    "million",
-    "billion",
-    "trillion",
-}
-_COUNTING |= {"times", "over", "plus", "minus", "by", "to", "pi", "x", "y", "z", "n"}
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number as written: its exact `value`, whether with a percent sign, and whether as digits
-    alone (no point, no fraction)."""
+    """A number as written: its exact `value`, whether with a percent sign, whether as digits alone
+    (no point, no fraction), and its unit if it has one that is known."""
 
     value: Fraction
     is_percent: bool
     is_whole: bool
+    unit: Unit | None = None
 
 
 def final_answer(text: str) -> str | None:
@@ -68,8 +55,8 @@ def final_answer(text: str) -> str | None:
 
 
 def number(answer: str) -> Number | None:
-    """Returns the number that `answer` is, whatever its currency, unit, thousands separators or
-    LaTeX; None if it is none."""
+    """Returns the number that `answer` is, whatever its currency, thousands separators or LaTeX,
+    and whatever it counts; None if it is none. 5! is none: it is a formula."""
     if len(answer) > MAX_NUMBER_CHARS:
         return None
     text = (
@@ -78,10 +65,12 @@ def number(answer: str) -> Number | None:
         .replace("\\,", " ")
         .replace("\\%", "%")
     )
-    text = " ".join(_DROPPED.sub("", text.replace("\\ ", " ")).split()).rstrip(".,;!")
+    text = " ".join(_DROPPED.sub("", text.replace("\\ ", " ")).split()).rstrip(".,;")
     found = _NUMBER.fullmatch(_NAME.sub("", text, count=1).strip())
-    if found is None or not _is_unit(found["unit"]):
+    counted = _counted(found) if found else None
+    if found is None or counted is None:
         return None
+    scale, known_unit = counted
     value = Fraction(
         _plain(found["whole"] or "0") + (found["decimals"] or found["only"] or ".") + "0"
     )
@@ -96,20 +85,25 @@ def number(answer: str) -> Number | None:
     if value is None:
         return None
     is_whole = not any(found[part] for part in ("decimals", "only", "over", "top"))
-    return Number(
-        -value if found["sign"] in ("-", "−") else value, bool(found["percent"]), is_whole
-    )
+    signed = -value if found["sign"] in ("-", "−") else value
+    return Number(signed * scale, bool(found["percent"]), is_whole, known_unit)
 
 
 def equal(given: Number, wanted: Number) -> bool:
     """Returns whether two numbers are the same: exactly if both are written as whole ones, else to
     six decimals.
 
-    75% is 75 and 0.75, whichever is wanted.
+    75% is 75 and 0.75, whichever is wanted. 5 km is 5000 m, is 5, and is not 5 m: where both have a
+    unit it counts.
     """
-    values = [given.value]
+    value = given.value
+    if given.unit and wanted.unit:
+        if given.unit.measures != wanted.unit.measures:
+            return False
+        value *= given.unit.size / wanted.unit.size
+    values = [value]
     if given.is_percent != wanted.is_percent:
-        values.append(given.value / 100 if given.is_percent else given.value * 100)
+        values.append(value / 100 if given.is_percent else value * 100)
     slack = (
         Fraction(0)
         if given.is_whole and wanted.is_whole and not given.is_percent
@@ -122,10 +116,13 @@ def _plain(digits: str) -> str:
     return digits.replace(",", "").replace(" ", "")
 
 
-def _is_unit(unit: str | None) -> bool:
-    """Returns whether what follows a number only names what is counted, and does not change the
-    number ("3 dozen", "3 x")."""
-    if not unit:
-        return True
-    words = set(re.findall(r"\w+", unit.lower()))
-    return bool(_UNIT.fullmatch(unit.strip())) and not words & _COUNTING
+def _counted(found: re.Match[str]) -> tuple[int, Unit | None] | None:
+    """Returns what `after_number` does of what follows the digits. Without a blank between, only a
+    known unit, or k for thousand, does: 5x is a formula."""
+    attached = found["attached"]
+    if not attached:
+        return after_number(found["after"] or "")
+    if attached in ("k", "K"):
+        return SCALES["k"], None
+    known = unit(attached)
+    return (1, known) if known else None
