@@ -22,7 +22,7 @@ MAY_CHANGE = frozenset(
 )
 """Keys of a job that do not say what is learned: a job may go on with others than it began with."""
 
-SyncMethod = Literal["shm", "disk", "http", "reload", "restart"]
+SyncMethod = Literal["shm", "disk", "http", "delta", "reload", "restart"]
 """How weights get from trainer to sampler. Each method is an entry of two tables: METHODS in
 services/trainer/disk/weights.py, LOADERS in services/rollout/weights.py."""
 
@@ -482,9 +482,10 @@ class Job(Section):
     weight_sync: SyncMethod = "shm"
     """How weights reach the sampler. "shm": shared memory of one host. "disk": a folder under
     `HONE_RUNS_DIR` that the hosts share. "http": from the trainer over the network, with nothing
-    shared. "reload": as "disk", with the engine's memory freed while the weights are exchanged
-    (vLLM's sleep mode, which a CPU does not have). "restart": as "disk", by a new engine, which
-    takes as long as a start: what the other methods are tested against."""
+    shared. "delta": likewise, and after the first time only the elements that changed. "reload": as
+    "disk", with the engine's memory freed while the weights are exchanged (vLLM's sleep mode, which
+    a CPU does not have). "restart": as "disk", by a new engine, which takes as long as a start:
+    what the other methods are tested against."""
 
     data: DataSpec
     """The problems."""

@@ -586,7 +586,7 @@ class HttpWeights(Published):
 
 class DeltaStep(Wire):
     """From the version of digest `base_digest` to that of `digest`: a file with the elements whose
-    bits differ, `num_changed` of `num_elements`."""
+    bits differ (`shared/delta.py`), `num_changed` of `num_elements`."""
 
     base_digest: str
     digest: str

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.rollout.fetching import Fetcher
-from shared.wire import HttpWeights
+from shared import delta
+from shared.digest import StoredTensor, stored_tensors
+from shared.errors import Failed
+from shared.wire import DeltaStep, DeltaWeights, HttpWeights
+
+DELTAS = "deltas"
+"""The folder of what was fetched to update a copy."""
 
 
 @dataclass(frozen=True)
@@ -22,26 +28,95 @@ class Copy:
 
 class Copies:
     """At most one version at a time: a folder named by its digest, so that a transfer that was cut
-    goes on when the same version is asked for again."""
+    goes on when the same version is asked for again. One that was proven can be kept, as the base
+    of deltas."""
 
     def __init__(self, folder: Path, fetcher: Fetcher) -> None:
         self._folder = folder
         self._fetcher = fetcher
+        self._kept: tuple[str, Path] | None = None
 
     def clear(self) -> None:
         """Removes all copies, those of an earlier life of this sampler included."""
+        self._kept = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def fetched(self, ref: HttpWeights) -> Copy:
+    async def fetched(self, ref: HttpWeights | DeltaWeights) -> Copy:
         """Returns the version's files as the trainer has them."""
+        self._kept = None
         folder = self._folder / ref.digest[:32]
         return Copy(folder, await asyncio.to_thread(self._fetch, ref, folder))
+
+    def keep(self, copy: Copy, digest: str) -> None:
+        """Keeps a copy that was proven to have this digest."""
+        self._kept = digest, copy.folder
 
     def remove(self, copy: Copy) -> None:
         shutil.rmtree(copy.folder, ignore_errors=True)
 
-    def _fetch(self, ref: HttpWeights, folder: Path) -> int:
+    def can_update(self, ref: DeltaWeights) -> bool:
+        """Returns whether the kept copy is this version, or one that its deltas begin with."""
+        return self._kept is not None and self._steps(ref, self._kept[0]) is not None
+
+    async def updated(self, ref: DeltaWeights) -> Copy:
+        """Returns the kept copy, made this version in place; it is not kept any more. Raises Failed
+        for deltas that are gone or damaged, and may leave a copy that is neither."""
+        assert self._kept is not None, "can_update"
+        digest, folder = self._kept
+        steps = self._steps(ref, digest) or ()
+        received_bytes = await asyncio.to_thread(self._fetch_deltas, steps)
+        self._kept = None
+        made = self._folder / ref.digest[:32]
+        await asyncio.to_thread(self._update, folder, made, steps)
+        return Copy(made, received_bytes)
+
+    @staticmethod
+    def _steps(ref: DeltaWeights, digest: str) -> tuple[DeltaStep, ...] | None:
+        """Returns the steps that lead from the version of this digest to `ref`, or None."""
+        if digest == ref.digest:
+            return ()
+        for position, step in enumerate(ref.steps):
+            if step.base_digest == digest:
+                return ref.steps[position:]
+        return None
+
+    def _fetch(self, ref: HttpWeights | DeltaWeights, folder: Path) -> int:
         for other in self._folder.iterdir() if self._folder.is_dir() else ():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
         return self._fetcher.fetch(ref.files, folder)
+
+    def _fetch_deltas(self, steps: tuple[DeltaStep, ...]) -> int:
+        return sum(self._fetcher.fetch((step.file,), self._delta(step)) for step in steps)
+
+    def _update(self, folder: Path, made: Path, steps: tuple[DeltaStep, ...]) -> None:
+        folder = folder.rename(made)
+        for step in steps:
+            update(stored_tensors(folder), stored_tensors(self._delta(step)))
+        shutil.rmtree(self._folder / DELTAS, ignore_errors=True)
+
+    def _delta(self, step: DeltaStep) -> Path:
+        return self._folder / DELTAS / step.digest[:32]
+
+
+def update(tensors: dict[str, StoredTensor], frames: dict[str, StoredTensor]) -> None:
+    """Applies each frame to the tensor of its name, in its file. Raises Failed for a frame of an
+    unknown tensor, or one that is damaged."""
+    for name, frame in frames.items():
+        if name not in tensors:
+            raise Failed(f"a delta changes the tensor {name!r}, which the version before lacks")
+        tensor = tensors[name]
+        data = bytearray(_read(tensor))
+        try:
+            delta.apply(_read(frame), delta.elements(data, tensor.dtype))
+        except Failed as error:
+            raise Failed(f"the delta of tensor {name!r}: {error.detail}") from error
+        with tensor.file.open("r+b") as stream:
+            stream.seek(tensor.begin)
+            stream.write(data)
+
+
+def _read(tensor: StoredTensor) -> bytes:
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.begin)
+        return stream.read(tensor.size_bytes)

@@ -5,7 +5,7 @@ proves, while the engine still samples, that the digest of the bytes and the nam
 tensor are as expected: vLLM leaves a parameter that a file lacks at its old value and only logs it,
 which would be a sync that silently did half of its work. What it returns loads between two tokens.
 
-Left out: ipc, nccl, delta and lora.
+Left out: ipc, nccl and lora.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from services.rollout.copies import Copies, Copy
 from services.rollout.engine import Engine
 from shared.digest import StoredTensor, digest, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed
-from shared.wire import AnyWeights, FolderWeights, HttpWeights, Published
+from shared.logs import get_logger
+from shared.wire import AnyWeights, DeltaWeights, FolderWeights, HttpWeights, Published
 
 TIED = "lm_head.weight"
 
@@ -111,6 +112,30 @@ async def restarted(ref: FolderWeights, expected: Expected, copies: Copies) -> P
     return ProvenForRestart(proven.folder, proven.digest)
 
 
+async def patched(ref: DeltaWeights, expected: Expected, copies: Copies) -> ProvenFolder:
+    """The sampler's own copy of an earlier version is made the new one, and kept for the next. A
+    sampler without a copy that the deltas begin with, or whose copy did not become what it should,
+    fetches the whole version."""
+    received_bytes = 0
+    if copies.can_update(ref):
+        try:
+            copy = await copies.updated(ref)
+            received_bytes = copy.received_bytes
+            return await _kept(ref, expected, copies, copy, 0)
+        except Failed as error:
+            get_logger().warning("delta not applied", version=ref.version, reason=error.detail)
+            copies.clear()
+    return await _kept(ref, expected, copies, await copies.fetched(ref), received_bytes)
+
+
+async def _kept(
+    ref: DeltaWeights, expected: Expected, copies: Copies, copy: Copy, received_before: int
+) -> ProvenFolder:
+    found = await asyncio.to_thread(proven_digest, ref, copy.folder, expected)
+    copies.keep(copy, found)
+    return ProvenFolder(copy.folder, found, received_before + copy.received_bytes)
+
+
 async def fetched(ref: HttpWeights, expected: Expected, copies: Copies) -> ProvenCopy:
     copy = await copies.fetched(ref)
     try:
@@ -128,6 +153,7 @@ LOADERS: dict[str, Loader] = {
     "shm": folder,
     "disk": folder,
     "http": fetched,
+    "delta": patched,
     "reload": emptied,
     "restart": restarted,
 }

@@ -2,6 +2,7 @@
 
     shm      <shm_dir>/<job>/v<version>/            shared memory, for a sampler on this host
     http     the same files, fetched by GET /weights/<job>/v<version>/<file>
+    delta    what changed since the versions before, fetched likewise (deltas.py)
     disk     <runs_dir>/<job>/weights/v<version>/   a shared volume; `latest` beside it names the
                                                     newest folder
     reload   as disk, loaded after the engine's memory was freed
@@ -9,7 +10,7 @@
 
 One entry per method in `METHODS`; a new method is one more entry and its function. With LoRA the
 weights are the merged ones. Left out: the methods that move weights without files (ipc, nccl),
-deltas, and adapters apart.
+and adapters apart.
 """
 
 from __future__ import annotations
@@ -21,13 +22,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.trainer.disk.deltas import Deltas
 from services.trainer.disk.folders import written_aside
 from shared import digest
 from shared.config import Settings
 from shared.disk import write_file
 from shared.errors import Failed, NotFound
 from shared.job import JOB_ID, SyncMethod
-from shared.wire import AnyWeights, FolderWeights, HttpWeights, PublishRequest, WeightFile
+from shared.wire import (
+    AnyWeights,
+    DeltaStep,
+    DeltaWeights,
+    FolderWeights,
+    HttpWeights,
+    PublishRequest,
+    WeightFile,
+)
 
 KEEP_VERSIONS = 2
 """A sampler may still be reading the version before the newest."""
@@ -74,6 +84,11 @@ class Folders:
             self._forget_old()
         return known
 
+    def newest_before(self, version: int) -> Written | None:
+        """Returns the undamaged version that was published last before this one."""
+        before = [known for number, known in self._written.items() if number != version]
+        return before[-1] if before and before[-1].is_whole() else None
+
     def free(self) -> None:
         """Frees memory that would outlive this process."""
         if not self._durable:
@@ -93,16 +108,18 @@ class Folders:
     def _forget_old(self) -> None:
         self._written = dict(list(self._written.items())[-KEEP_VERSIONS:])
         kept = {written.folder.name for written in self._written.values()}
-        for folder in self._folder.iterdir():
-            if folder.is_dir() and folder.name not in kept:
+        for folder in self._folder.glob("v*"):
+            if folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where one job's versions lie: in shared memory, and on the shared volume."""
+    """Where one job's versions lie: in shared memory, as the changes between them, and on the
+    shared volume."""
 
     memory: Folders
+    deltas: Deltas
     volume: Folders
 
 
@@ -130,10 +147,31 @@ def fetched(places: Places, request: PublishRequest, size_bytes: int, save: Save
     )
 
 
+def changes(places: Places, request: PublishRequest, size_bytes: int, save: Save) -> DeltaWeights:
+    base = places.memory.newest_before(request.version)
+    whole = places.memory.write(request.version, size_bytes, save)
+    if base is not None:
+        ends = (base.folder, base.digest), (whole.folder, whole.digest)
+        places.deltas.add(request.version, *ends, whole.size_bytes)
+    steps = tuple(
+        DeltaStep(
+            base_digest=step.base_digest,
+            digest=step.digest,
+            file=_fetchable(request.job_id, step.file),
+            num_changed=step.num_changed,
+            num_elements=step.num_elements,
+        )
+        for step in places.deltas.leading_to(whole.digest)
+    )
+    files = files_to_fetch(request.job_id, whole)
+    return DeltaWeights(**request.model_dump(), **whole.proof(), files=files, steps=steps)
+
+
 METHODS: dict[SyncMethod, Method] = {
     "shm": shared_memory,
     "disk": shared_volume,
     "http": fetched,
+    "delta": changes,
     "reload": shared_volume,
     "restart": shared_volume,
 }
@@ -145,6 +183,7 @@ class Publisher:
     def __init__(self, settings: Settings, job_id: str) -> None:
         self._places = Places(
             memory=Folders(settings.shm_dir / job_id, durable=False),
+            deltas=Deltas(settings.shm_dir / job_id),
             volume=Folders(settings.runs_dir.resolve() / job_id / "weights", durable=True),
         )
 
@@ -156,18 +195,14 @@ class Publisher:
     def close(self) -> None:
         """Frees the shared memory of this job, whoever wrote it: an earlier life of this process
         may have been killed."""
+        self._places.deltas.forget()
         self._places.memory.free()
 
 
 def files_to_fetch(job_id: str, written: Written) -> tuple[WeightFile, ...]:
     """Returns the version's files as `GET /weights` serves them."""
-    return tuple(
-        WeightFile(
-            path=f"/weights/{job_id}/{written.folder.name}/{file.name}",
-            size_bytes=file.stat().st_size,
-        )
-        for file in sorted(written.folder.glob("*.safetensors"))
-    )
+    files = sorted(written.folder.glob("*.safetensors"))
+    return tuple(_fetchable(job_id, file) for file in files)
 
 
 def published_file(settings: Settings, job_id: str, version: str, name: str) -> Path:
@@ -176,7 +211,7 @@ def published_file(settings: Settings, job_id: str, version: str, name: str) -> 
     path = settings.shm_dir / job_id / version / name
     plain = (
         re.fullmatch(JOB_ID, job_id)
-        and re.fullmatch(r"v\d+", version)
+        and re.fullmatch(r"[vd]\d+", version)
         and re.fullmatch(r"[\w-][\w.-]*\.safetensors", name)
     )
     if not plain or path.is_symlink() or not path.is_file():
@@ -185,6 +220,11 @@ def published_file(settings: Settings, job_id: str, version: str, name: str) -> 
             f"newest {KEEP_VERSIONS} versions are kept"
         )
     return path
+
+
+def _fetchable(job_id: str, file: Path) -> WeightFile:
+    path = f"/weights/{job_id}/{file.parent.name}/{file.name}"
+    return WeightFile(path=path, size_bytes=file.stat().st_size)
 
 
 def _folder(request: PublishRequest, written: Written) -> FolderWeights:

@@ -129,7 +129,7 @@ async def test_a_folder_that_is_gone_is_to_be_published_again(published: Path) -
 
 async def test_a_method_without_a_loader_is_refused_by_name(tmp_path: Path) -> None:
     gpu = GpuWeights(job_id="job", version=3, method="nccl", digest="", size_bytes=0, transfer={})
-    with pytest.raises(BadRequest, match=r"got method 'nccl', expected one of \['disk', "):
+    with pytest.raises(BadRequest, match=r"got method 'nccl', expected one of \['delta', 'disk', "):
         await prove(gpu, expected(tmp_path / "shm"), NO_COPIES)
 
 

@@ -1,0 +1,115 @@
+"""What changed from one published version to the next, as files that samplers fetch.
+
+    <shm_dir>/<job>/d<version>/delta.safetensors    a packed frame (shared/delta.py) per tensor that
+                                                    changed
+
+Both versions are read from their published files, so what is sent is the difference between what
+samplers have and the trainer's weights as they would be published whole: rounding never adds up
+from version to version.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from services.trainer.disk.folders import written_aside
+from shared import delta
+from shared.digest import StoredTensor, stored_tensors
+
+KEEP_STEPS = 4
+"""So many versions may a sampler miss and still catch up by deltas."""
+
+MAX_SHARE = 0.5
+"""A delta larger than this share of the whole version is not worth its while: the whole is sent."""
+
+MAX_THREADS = 8
+
+FILE = "delta.safetensors"
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The file that leads from one version's digest to the next one's."""
+
+    file: Path
+    base_digest: str
+    digest: str
+    num_changed: int
+    num_elements: int
+
+
+class Deltas:
+    """The newest of one job, in order and each leading to the next."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._steps: list[Delta] = []
+
+    def add(
+        self, version: int, base: tuple[Path, str], whole: tuple[Path, str], size_bytes: int
+    ) -> None:
+        """Adds the step from `base` to `whole`, each a version's folder and digest, unless it is
+        there already. Forgets all, so that the whole version is sent, if it would be too large."""
+        (base_folder, base_digest), (whole_folder, digest) = base, whole
+        if digest in (base_digest, self._end()):
+            return
+        if self._end() not in (None, base_digest):
+            self.forget()
+        target = self._folder / f"d{version}"
+        with written_aside(target, size_bytes, durable=False) as aside:
+            num_changed, num_elements = write(
+                stored_tensors(base_folder), stored_tensors(whole_folder), aside / FILE
+            )
+        file = target / FILE
+        if file.stat().st_size > MAX_SHARE * size_bytes:
+            self.forget()
+            shutil.rmtree(target, ignore_errors=True)
+            return
+        self._steps.append(Delta(file, base_digest, digest, num_changed, num_elements))
+        for old in self._steps[:-KEEP_STEPS]:
+            shutil.rmtree(old.file.parent, ignore_errors=True)
+        self._steps = self._steps[-KEEP_STEPS:]
+
+    def leading_to(self, digest: str) -> tuple[Delta, ...]:
+        """Returns the steps to that version, oldest first; none if it can only be sent whole."""
+        return tuple(self._steps) if self._end() == digest else ()
+
+    def forget(self) -> None:
+        for step in self._steps:
+            shutil.rmtree(step.file.parent, ignore_errors=True)
+        self._steps = []
+
+    def _end(self) -> str | None:
+        return self._steps[-1].digest if self._steps else None
+
+
+def write(
+    old: dict[str, StoredTensor], new: dict[str, StoredTensor], file: Path
+) -> tuple[int, int]:
+    """Writes the frames of the tensors that differ; returns how many elements do, of how many.
+    Both versions are of one model: the same names, dtypes and shapes."""
+
+    def frame(name: str) -> tuple[bytes, int, int]:
+        new_N = _elements(new[name])
+        return *delta.pack(_elements(old[name]), new_N), len(new_N)
+
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        frames = dict(zip(new, pool.map(frame, new), strict=True))
+    packed = {
+        name: np.frombuffer(data, np.uint8) for name, (data, count, _) in frames.items() if count
+    }
+    save_file(packed, file)
+    return sum(c for _, c, _ in frames.values()), sum(n for _, _, n in frames.values())
+
+
+def _elements(tensor: StoredTensor) -> delta.Array:
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.begin)
+        return delta.elements(stream.read(tensor.size_bytes), tensor.dtype)
