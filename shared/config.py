@@ -13,6 +13,7 @@ import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -71,7 +72,8 @@ class Settings(BaseSettings):
     """Where `hone` finds the orchestrator. If it is not set, a stack of `hone up` comes first."""
 
     rollout_url: str = f"http://127.0.0.1:{PORTS['rollout']}"
-    """Where the orchestrator finds the sampler."""
+    """Where the orchestrator finds the samplers: a URL, several with commas between them, or
+    dns+http://<name>:<port>, which is one at each address of the name, looked up every 5 s."""
 
     trainer_url: str = f"http://127.0.0.1:{PORTS['trainer']}"
     """Where the orchestrator finds the trainer, and the sampler for `weight_sync = "http"`: node 0,
@@ -116,8 +118,16 @@ class Settings(BaseSettings):
     """Seconds on end that a service may be away (unreachable, or answering 503) before a call to it
     fails. Long enough for a restart."""
 
+    replica_patience_s: float = Field(default=3.0, gt=0)
+    """The same for one sampler of several, whose groups another one then samples. Long enough for a
+    connection that was lost, for nothing has to wait for a restart."""
+
+    hedge_s: float = Field(default=300.0, gt=0)
+    """Seconds that a group is under way before another sampler is asked for it too, if one has
+    room: the first answer counts. Well above what a group usually takes, as it is sampled twice."""
+
     generate_deadline_s: float = Field(default=1800.0, gt=0)
-    """Seconds for sampling one group, its wait for the step's other groups included."""
+    """Seconds for sampling one group, from when a sampler is asked."""
 
     score_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds for grading one group, its wait for other groups included."""
@@ -238,11 +248,23 @@ class Settings(BaseSettings):
     @classmethod
     def _names(cls, value: Any) -> Any:
         """In the environment they are one text: "numpy,sympy"."""
-        return (
-            tuple(name.strip() for name in value.split(",") if name.strip())
-            if isinstance(value, str)
-            else value
-        )
+        return tuple(_split(value)) if isinstance(value, str) else value
+
+    @field_validator("rollout_url")
+    @classmethod
+    def _places(cls, value: str) -> str:
+        for place in _split(value) or [value]:
+            url = urlsplit(place.removeprefix("dns+"))
+            if url.scheme not in ("http", "https") or not url.hostname:
+                raise ValueError(f"{place!r} is no URL; expected for example http://host:8001")
+            if place.startswith("dns+") and not url.port:
+                raise ValueError(f"{place!r} has no port; expected for example {place}:8001")
+        return value
+
+    @property
+    def rollout_urls(self) -> tuple[str, ...]:
+        """The places in `rollout_url`, one by one."""
+        return tuple(_split(self.rollout_url))
 
     def bearer(self) -> str | None:
         return self.token.get_secret_value() if self.token else None
@@ -286,6 +308,10 @@ def load_settings() -> Settings:
             "set HONE_TOKEN, or HONE_HOST=127.0.0.1"
         )
     return settings
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 _NAME = re.compile(r"^'(\w+)")

@@ -129,7 +129,10 @@ class GenerateRequest(Fencing):
 
 class AbortRequest(Fenced):
     """`POST /abort`: ends whatever the job has under way up to this fence, and refuses what comes
-    of it later."""
+    of it later. With `keys` it ends only the requests that were asked for with these keys, and
+    refuses nothing."""
+
+    keys: tuple[str, ...] = ()
 
 
 class Aborted(Wire):
@@ -637,7 +640,8 @@ class ServingWeights(Fencing):
     `digest` is of the tensors the sampler read, computed by the sampler; `canary_logprobs` are its
     own of the canary, in its `dtype`. `received_bytes` came over the network for it. `load_s` is
     all that the load took, and `paused_s` the part of it in which no token was sampled. `replica`
-    names the sampler, `boot_id` this life of its engine.
+    names the sampler, `boot_id` this life of its engine, and `max_num_seqs` how many completions it
+    samples at once; 0: it does not say.
     """
 
     job_id: JobId | None = None
@@ -651,6 +655,7 @@ class ServingWeights(Fencing):
     dtype: str = ""
     replica: str = ""
     boot_id: str = ""
+    max_num_seqs: int = 0
 
 
 class PauseState(Wire):

@@ -200,8 +200,10 @@ def _sandbox(settings: Settings) -> Check:
 
 async def _services(settings: Settings) -> list[Check]:
     urls = {
-        name: str(getattr(settings, f"{name}_url"))
-        for name in ("orchestrator", "rollout", "trainer", "reward")
+        "orchestrator": settings.orchestrator_url,
+        **_samplers(settings),
+        "trainer": settings.trainer_url,
+        "reward": settings.reward_url,
     } | stack.read()
     token = settings.bearer()
     headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -209,6 +211,15 @@ async def _services(settings: Settings) -> list[Check]:
         return list(
             await asyncio.gather(*(_service(client, name, url) for name, url in urls.items()))
         )
+
+
+def _samplers(settings: Settings) -> dict[str, str]:
+    """Returns where each sampler is, by what to call it. Of a name that stands for several, one
+    answers."""
+    urls = [place.removeprefix("dns+") for place in settings.rollout_urls]
+    if len(urls) == 1:
+        return {"rollout": urls[0]}
+    return {f"rollout {number}": url for number, url in enumerate(urls, 1)}
 
 
 async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:

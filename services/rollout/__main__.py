@@ -23,7 +23,9 @@ def main(settings: Settings) -> None:
     roots = (settings.shm_dir, settings.runs_dir)
     fetcher = Fetcher(settings.trainer_url, token=settings.bearer(), patience_s=settings.patience_s)
     copies = Copies(settings.shm_dir / f".sampler-{settings.rollout_port}", fetcher)
-    sampler = Sampler(VllmStarter(settings), roots, copies, replica=replica)
+    sampler = Sampler(
+        VllmStarter(settings), roots, copies, replica=replica, max_num_seqs=settings.max_num_seqs
+    )
     create_service(settings, sampler).run(settings.rollout_port)
 
 

@@ -51,6 +51,7 @@ def create_service(settings: Settings, sampler: Sampler) -> Service:
         settings,
         readiness={"engine": sampler.unready},
         version_info=engine_versions,
+        busy=sampler.num_running,
         lifespan=lifespan,
     )
     _add_routes(service, sampler, _Counts(service, sampler))

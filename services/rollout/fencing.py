@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shared.errors import Conflict, HoneError
+from shared.service import request_key
 from shared.wire import (
     AbortRequest,
     Fence,
@@ -99,6 +100,7 @@ def not_serving(request: GenerateRequest, serving: ServingWeights | Fenced) -> C
 @dataclass
 class _UnderWay:
     request: GenerateRequest
+    key: str | None
     ended: HoneError | None = None
 
 
@@ -112,7 +114,7 @@ class Requests:
         """Returns what `work` gives, or raises what `end` was given for this request. It can be
         ended from the moment of the call."""
         task = asyncio.create_task(work)
-        entry = self._under_way[task] = _UnderWay(request)
+        entry = self._under_way[task] = _UnderWay(request, request_key.get())
         try:
             await asyncio.wait({task})
         finally:
@@ -128,10 +130,24 @@ class Requests:
         error: Callable[[GenerateRequest], HoneError],
     ) -> int:
         """Ends the requests that `which` picks, each with its error. Returns how many."""
+        return self._end(lambda entry: which(entry.request), error)
+
+    def end_keys(self, request: AbortRequest) -> int:
+        """Ends the job's requests that were asked for with `request.keys`. Returns how many."""
+        return self._end(
+            lambda entry: entry.request.job_id == request.job_id and entry.key in request.keys,
+            lambda asker: stale(asker, request.job_id),
+        )
+
+    def _end(
+        self,
+        which: Callable[[_UnderWay], bool],
+        error: Callable[[GenerateRequest], HoneError],
+    ) -> int:
         ended = [
             (task, entry)
             for task, entry in self._under_way.items()
-            if entry.ended is None and which(entry.request)
+            if entry.ended is None and which(entry)
         ]
         for task, entry in ended:
             entry.ended = error(entry.request)

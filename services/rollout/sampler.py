@@ -50,7 +50,7 @@ NO_MODEL = "no model is loaded; PUT /model loads one"
 class Sampler:
     """Samples with one engine at a time. `weight_roots` are the folders that published weights may
     lie in, and `copies` keeps those that are fetched; `replica` names this sampler in what it
-    answers."""
+    answers, and `max_num_seqs` is how many completions its engines sample at once."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class Sampler:
         copies: Copies,
         *,
         replica: str = "",
+        max_num_seqs: int = 0,
     ) -> None:
         self._starter = starter
         self._weight_roots = weight_roots
@@ -73,7 +74,7 @@ class Sampler:
         self._starting: str | None = None
         self._fault: str | None = None
         self._paused = False
-        self._nothing = ServingWeights(replica=replica)
+        self._nothing = ServingWeights(replica=replica, max_num_seqs=max_num_seqs)
         self.serving = self._nothing
 
     # --- the engine ------------------------------------------------------------------------------
@@ -155,12 +156,13 @@ class Sampler:
         finally:
             self._starting = None
         self._spec, self._expected = spec, expected_of(folder, self._weight_roots)
-        self._nothing = ServingWeights(
-            model=spec.model,
-            load_s=time.monotonic() - start,
-            dtype=self._engine.dtype,
-            replica=self._nothing.replica,
-            boot_id=secrets.token_hex(8),
+        self._nothing = self._nothing.model_copy(
+            update={
+                "model": spec.model,
+                "load_s": time.monotonic() - start,
+                "dtype": self._engine.dtype,
+                "boot_id": secrets.token_hex(8),
+            }
         )
         self.serving = self._nothing
         get_logger().info("engine started", model=spec.model, seconds=round(self.serving.load_s, 1))
@@ -168,7 +170,9 @@ class Sampler:
 
     async def _stop_engine(self) -> None:
         engine, self._engine, self._spec, self._expected = self._engine, None, None, None
-        self._nothing = ServingWeights(replica=self._nothing.replica)
+        self._nothing = ServingWeights(
+            replica=self._nothing.replica, max_num_seqs=self._nothing.max_num_seqs
+        )
         self._fault, self._paused, self.serving = None, False, self._nothing
         self._lose_requests("the engine was stopped; another one may take its place")
         if engine:
@@ -202,7 +206,10 @@ class Sampler:
         )
 
     async def abort(self, request: AbortRequest) -> Aborted:
-        """Ends what the job has under way up to this fence, and refuses what comes of it later."""
+        """Ends what the job has under way up to this fence, and refuses what comes of it later; or
+        only the requests of `request.keys`."""
+        if request.keys:
+            return Aborted(num_requests=self._requests.end_keys(request))
         self._fences.abort(request)
         num_requests = self._requests.end(
             lambda asker: asker.job_id == request.job_id and asker.fence <= request.fence, _stale

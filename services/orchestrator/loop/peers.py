@@ -6,14 +6,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from services.orchestrator.loop.samplers import Push, Samplers
 from shared.client import Client
 from shared.config import Settings
-from shared.errors import HoneError
 from shared.job import Job, SyncMethod
-from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
 from shared.wire import (
-    Aborted,
     AbortRequest,
     Checkpoint,
     CheckpointRequest,
@@ -41,10 +39,6 @@ from shared.wire import (
     WeightsRef,
 )
 
-ABORT_S = 2.0
-"""Seconds that a sampler has to end a job's requests. A worker that is stopped does not wait
-longer."""
-
 NOT_GRADED = Score(value=None, parts={})
 """The score of a rollout that ended in an error."""
 
@@ -65,14 +59,7 @@ class Peers:
         self._settings = settings
         token = settings.bearer()
         patience_s = settings.patience_s
-        self._rollout = Client(
-            "rollout",
-            settings.rollout_url,
-            token=token,
-            binary=True,
-            patience_s=patience_s,
-            tell=tell,
-        )
+        self._samplers = Samplers(settings, tell)
         self._trainer = Client(
             "trainer",
             settings.trainer_url,
@@ -109,10 +96,12 @@ class Peers:
         return f"{self._who.job_id}:{self._who.attempt}:{self._who.epoch}"
 
     async def close(self) -> None:
-        for client in (self._rollout, self._trainer, self._reward):
+        await self._samplers.close()
+        for client in (self._trainer, self._reward):
             await client.close()
 
-    async def put_model(self) -> ServingWeights:
+    async def put_model(self) -> None:
+        """Loads the job's model into the samplers, and returns once one of them has it."""
         job = self._job
         spec = ModelRequest(
             **self._fence(),
@@ -122,10 +111,7 @@ class Peers:
             max_model_len=job.max_model_len,
             seed=job.seed,
         )
-        deadline_s = self._settings.start_deadline_s
-        return await self._rollout.call(
-            "PUT", "/model", spec, ServingWeights, deadline_s=deadline_s
-        )
+        await self._samplers.open(spec)
 
     async def put_job(self) -> TrainerState:
         body = TrainerJob(**self._fence(), job=self._job)
@@ -145,10 +131,7 @@ class Peers:
             sampling=sampling or self._sampling(),
             min_version=min_version,
         )
-        deadline_s = self._settings.generate_deadline_s
-        return await self._rollout.call(
-            "POST", "/generate", body, RolloutGroup, deadline_s=deadline_s, key=key
-        )
+        return await self._samplers.generate(body, key)
 
     async def score(
         self, prompt: Prompt, group: RolloutGroup, *, job_id: str | None = None
@@ -197,11 +180,9 @@ class Peers:
             "POST", "/publish_weights", body, WeightsRef, deadline_s=deadline_s
         )
 
-    async def reload_weights(self, ref: WeightsRef) -> ServingWeights:
-        deadline_s = self._settings.sync_deadline_s
-        return await self._rollout.call(
-            "POST", "/reload_weights", ref, ServingWeights, deadline_s=deadline_s
-        )
+    async def push_weights(self, push: Push) -> list[ServingWeights]:
+        """Makes every sampler serve what is pushed; returns what each answered."""
+        return await self._samplers.push(push)
 
     async def checkpoint(self, step: int) -> Checkpoint:
         body = CheckpointRequest(**self._fence(), step=step)
@@ -211,17 +192,12 @@ class Peers:
         )
 
     async def abort(self) -> None:
-        """Ends what the sampler has under way of this job. Nothing depends on it: if the sampler
-        does not answer soon, that is logged, and its fence keeps the rest from other weights."""
-        try:
-            body = AbortRequest(**self._fence())
-            await self._rollout.call("POST", "/abort", body, Aborted, deadline_s=ABORT_S)
-        except HoneError as error:
-            get_logger().warning("not aborted", job=self.job_id, reason=error.detail)
+        """Ends what the samplers have under way of this job, if they answer soon."""
+        await self._samplers.abort(AbortRequest(**self._fence()))
 
     async def versions(self) -> dict[str, dict[str, Any]]:
         """Returns what each service says of its versions."""
-        clients = (self._rollout, self._trainer, self._reward)
+        clients = (self._samplers.one(), self._trainer, self._reward)
         found = await asyncio.gather(*(client.get("/version", VersionInfo) for client in clients))
         return {info.service: info.model_dump(exclude={"service"}) for info in found}
 

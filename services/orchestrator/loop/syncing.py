@@ -1,4 +1,4 @@
-"""From the trainer's weights to the sampler's, proven by their digest and by what the sampler's
+"""From the trainer's weights to the samplers', proven by their digest and by what each sampler's
 engine computes with them (canary.py)."""
 
 from __future__ import annotations
@@ -6,53 +6,68 @@ from __future__ import annotations
 from services.orchestrator.loop import canary
 from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.peers import Peers
+from services.orchestrator.loop.samplers import Push
 from services.orchestrator.record.journal import Journal
 from shared.errors import Conflict, Failed
 from shared.job import Job, SyncMethod
-from shared.wire import Published, ServingWeights
+from shared.wire import Published, ServingWeights, WeightsRef
 
 NOT_OF_THE_SYNC = frozenset({"stale", "tensors_differ", "disk_full", "out_of_memory"})
 """Codes of errors that another push does not mend."""
 
-FULLER: dict[SyncMethod, SyncMethod] = {"disk": "restart", "reload": "restart"}
+FULLER: dict[str, SyncMethod] = {"disk": "restart", "reload": "restart"}
 """What a version is pushed by whose first push failed, where that is not the same again."""
 
 
-async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -> ServingWeights:
-    """Makes the sampler serve the trainer's `version`, and returns its answer, which has that
-    version, the digest of what was published and the log-probs of its canary. What did not arrive
-    is pushed once more, by a fuller method if there is one; then raises SyncFailed."""
+async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -> None:
+    """Makes every sampler serve the trainer's `version`, with the digest of what was published and
+    the log-probs of its canary. One sampler of several that does not is taken out of the pool. If
+    none does, it is pushed once more, by a fuller method if there is one; then raises SyncFailed.
+    """
     method = job.weight_sync
     try:
-        return await _push(peers, version, method, journal)
+        await _push(peers, version, method, journal)
     except SyncFailed as error:
         fuller = FULLER.get(method, method)
         how = "" if fuller == method else f' by "{fuller}"'
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
-        return await _push(peers, version, fuller, journal, again=True)
+        await _push(peers, version, fuller, journal, again=True)
 
 
 async def _push(
     peers: Peers, version: int, method: SyncMethod, journal: Journal, *, again: bool = False
-) -> ServingWeights:
+) -> None:
     published = await peers.publish_weights(version, method)
-    if again:
-        ref = published.root.model_copy(update={"again": True})
-        published = published.model_copy(update={"root": ref})
+    fuller = _fuller(published)
     try:
-        serving = await peers.reload_weights(published)
+        ref = fuller if again else published
+        answers = await peers.push_weights(Push(ref, fuller, prove))
+    except SyncFailed:
+        raise
     except (Failed, Conflict) as error:
         if error.code in NOT_OF_THE_SYNC:
             raise
         raise SyncFailed(f"weight sync: {error.detail}") from error
+    for serving in answers:
+        if published.root.canary and not serving.canary_logprobs:
+            await journal.warn(
+                f"{serving.replica or 'the sampler'} gave no log-probs for version {version} (it "
+                "is paused), so that it holds the trainer's weights is shown by their digest only"
+            )
+
+
+def _fuller(published: WeightsRef) -> WeightsRef:
+    """Returns the same version for a sampler that failed to load it: loaded in any case, and by
+    the fuller method, if it has one, which finds the same files."""
+    method = FULLER.get(published.root.method, published.root.method)
+    ref = published.root.model_copy(update={"again": True, "method": method})
+    return published.model_copy(update={"root": ref})
+
+
+def prove(published: WeightsRef, serving: ServingWeights) -> None:
+    """Raises SyncFailed unless the sampler serves what was published."""
     if problem := fault(published.root, serving):
         raise SyncFailed(f"weight sync: {problem}")
-    if published.root.canary and not serving.canary_logprobs:
-        await journal.warn(
-            f"the sampler gave no log-probs for version {version} (it is paused), so that it holds "
-            "the trainer's weights is shown by their digest only"
-        )
-    return serving
 
 
 def fault(published: Published, serving: ServingWeights) -> str | None:

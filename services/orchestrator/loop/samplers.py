@@ -1,0 +1,418 @@
+"""The pool: which samplers serve a job, and which one samples a group.
+
+    away --PUT /model, reload--> up --a call or a sync fails--> away, asked again by itself
+
+Each group goes to the sampler with the most room, in the order of asking, and waits while none has
+any. What a sampler does not finish is sampled by another, under the same key, and exactly one
+answer is taken: none lost, none counted twice. A sampler that fails alone costs the job nothing
+but time. If the last one fails, its error is the job's, as with one sampler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from services.orchestrator.loop.decisions import SyncFailed
+from services.orchestrator.loop.discovery import sampler_urls
+from services.orchestrator.loop.replica import Replica
+from services.orchestrator.loop.tasks import stop
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import BadRequest, HoneError, Unavailable
+from shared.logs import get_logger
+from shared.presence import Tell, tell_nobody
+from shared.wire import (
+    Aborted,
+    AbortRequest,
+    GenerateRequest,
+    ModelRequest,
+    RolloutGroup,
+    ServingWeights,
+    WeightsRef,
+)
+
+LOOK_S = 0.25
+"""How often the pool looks for samplers that are to be asked again."""
+
+DISCOVER_S = 5.0
+"""How often the pool looks for samplers that came or left."""
+
+ABORT_S = 2.0
+"""Seconds that a sampler has to end a job's requests. A worker that is stopped does not wait
+longer."""
+
+MAX_FAULTS = 3
+"""Samplers that may fail over one group, by more than being away, before its error is the job's: a
+prompt that ends every engine must not take the whole pool along again and again."""
+
+STALE = "stale"
+
+
+@dataclass(frozen=True)
+class Push:
+    """A published version: as it goes to all samplers (`ref`), as it goes to one that failed to
+    load it (`again`), and what raises unless a sampler serves it (`prove`)."""
+
+    ref: WeightsRef
+    again: WeightsRef
+    prove: Callable[[WeightsRef, ServingWeights], None]
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A group that waits for room."""
+
+    num_completions: int
+    given: asyncio.Future[Replica]
+
+
+class Samplers:
+    """All samplers of one job. `open` begins an epoch, `push` makes all serve a version."""
+
+    def __init__(self, settings: Settings, tell: Tell) -> None:
+        self._settings = settings
+        self._tell = tell
+        self._replicas: dict[str, Replica] = {}
+        self._spec: ModelRequest | None = None
+        self._pushed: Push | None = None
+        self._waiting: deque[_Waiting] = deque()
+        self._keeper: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._discover_at = 0.0
+
+    # --- the pool --------------------------------------------------------------------------------
+
+    async def open(self, spec: ModelRequest) -> None:
+        """Makes the samplers serve a model, and none of the weights before. Returns once one does,
+        and the others have had a little time; they come in later. Raises the first one's error if
+        none does."""
+        await self._stop_keeping()
+        self._spec, self._pushed = spec, None
+        for replica in self._replicas.values():
+            replica.end("the job is loaded again")
+        await self._discover()
+        await self._first_up()
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        await self._stop_keeping()
+        for replica in self._replicas.values():
+            await replica.client.close()
+
+    async def abort(self, body: AbortRequest) -> None:
+        """Ends what the samplers have under way of the job. Nothing depends on it: one that does
+        not answer soon is logged, and its fence keeps the rest from other weights."""
+        if not self._replicas:
+            await self._discover()
+        every = self._replicas.values()
+        await asyncio.gather(*(self._abort(replica, body) for replica in every))
+
+    def one(self) -> Client:
+        """Returns the client of a sampler that is up, if there is one."""
+        assert self._replicas, "a job opens the pool first"
+        return max(self._replicas.values(), key=lambda replica: replica.up).client
+
+    async def _first_up(self) -> None:
+        patience_s = self._settings.patience_s
+        joins = {
+            asyncio.create_task(self._join(replica, patience_s)): replica
+            for replica in self._replicas.values()
+        }
+        try:
+            waiting = set(joins)
+            while waiting and not self._up():
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if waiting:
+                await asyncio.wait(waiting, timeout=self._settings.replica_patience_s)
+        finally:
+            await stop(*joins)
+        errors = {
+            replica: None if join.cancelled() else join.exception()
+            for join, replica in joins.items()
+        }
+        for error in errors.values():
+            if error and not (self._up() and isinstance(error, HoneError) and error.code != STALE):
+                raise error
+        for replica, error in errors.items():
+            if not replica.up:
+                replica.end(str(error or "it still starts"))
+                await self._tell(f"sampler {replica.url} comes in later: {replica.why}", True)
+
+    async def _join(self, replica: Replica, patience_s: float) -> None:
+        """Brings the sampler to the model and to the version that serve now."""
+        assert self._spec is not None, "the pool was opened"
+        serving = await replica.client.call(
+            "PUT",
+            "/model",
+            self._spec,
+            ServingWeights,
+            deadline_s=self._settings.start_deadline_s,
+            patience_s=patience_s,
+        )
+        replica.capacity = serving.max_num_seqs
+        while (pushed := self._pushed) is not None:
+            ref = pushed.again if replica.failed_sync else pushed.ref
+            await self._load(replica, pushed, ref, patience_s)
+            if pushed is self._pushed:  # else a newer one was pushed meanwhile
+                break
+        replica.begin(pushed.ref if pushed else None)
+        self._admit()
+
+    async def _keep(self) -> None:
+        """Asks samplers that are away again, and finds those that came or left."""
+        joins: dict[Replica, asyncio.Task[None]] = {}
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                if time.monotonic() >= self._discover_at:
+                    await self._discover()
+                for replica in [*self._replicas.values()]:
+                    join = joins.get(replica)
+                    is_due = not replica.up and time.monotonic() >= replica.retry_at
+                    if replica.listed and is_due and (join is None or join.done()):
+                        joins[replica] = asyncio.create_task(self._rejoin(replica))
+                    if not replica.listed and not replica.under_way and (not join or join.done()):
+                        del self._replicas[replica.url]
+                        await replica.client.close()
+        finally:
+            await stop(*joins.values())
+
+    async def _rejoin(self, replica: Replica) -> None:
+        before = replica.why
+        try:
+            await self._join(replica, 0.0)
+        except HoneError as error:
+            replica.failed_sync |= isinstance(error, SyncFailed)
+            replica.end(error.detail)
+            if error.detail != before:
+                get_logger().warning("sampler away", url=replica.url, reason=error.detail)
+        else:
+            version = replica.ref.root.version if replica.ref else None
+            serves = "the model" if version is None else f"version {version}"
+            await self._tell(f"sampler {replica.url} serves {serves}", False)
+
+    async def _discover(self) -> None:
+        """Raises BadRequest if no sampler is named at all."""
+        self._discover_at = time.monotonic() + DISCOVER_S
+        urls = await sampler_urls(self._settings.rollout_urls)
+        for replica in self._replicas.values():
+            replica.listed = replica.url in urls
+        for url in urls:
+            if url not in self._replicas:
+                self._replicas[url] = self._new(url, alone=len(urls) == 1)
+
+    def _new(self, url: str, *, alone: bool) -> Replica:
+        """Returns one that was not asked yet. Of several, the pool says itself which is away."""
+        client = Client(
+            "rollout",
+            url,
+            token=self._settings.bearer(),
+            binary=True,
+            patience_s=self._settings.patience_s,
+            tell=self._tell if alone else tell_nobody,
+        )
+        replica = Replica(client)
+
+        def hear(busy: int) -> None:
+            replica.hear(busy)
+            self._admit()
+
+        client.poller.heard, client.poller.busy_below = hear, replica.wants_to_hear_below
+        return replica
+
+    async def _stop_keeping(self) -> None:
+        tasks = [*self._tasks, *([self._keeper] if self._keeper else [])]
+        await stop(*tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _up(self) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if replica.up]
+
+    def _patience_s(self, replica: Replica) -> float:
+        """Short where another sampler could do it instead."""
+        others = any(other is not replica for other in self._up())
+        return self._settings.replica_patience_s if others else self._settings.patience_s
+
+    # --- weights ---------------------------------------------------------------------------------
+
+    async def push(self, push: Push) -> list[ServingWeights]:
+        """Makes all samplers serve a version, and returns what each answered. One that fails is
+        taken out of the pool and brought to the version before it comes back; if all fail, raises
+        the error of the first."""
+        self._pushed = push
+        up = self._up()
+        if not up:
+            raise self._nobody()
+        loads = (self._load(replica, push, push.ref, self._patience_s(replica)) for replica in up)
+        answers = await asyncio.gather(*loads, return_exceptions=True)
+        served = [answer for answer in answers if isinstance(answer, ServingWeights)]
+        for replica, answer in zip(up, answers, strict=True):
+            if isinstance(answer, ServingWeights):
+                replica.begin(push.ref)
+            elif not served or not self._can_do_without(replica, answer):
+                raise answer
+            else:
+                replica.failed_sync = True
+                await self._take_out(replica, str(answer))
+        return served
+
+    async def _load(
+        self, replica: Replica, push: Push, ref: WeightsRef, patience_s: float
+    ) -> ServingWeights:
+        serving = await replica.client.call(
+            "POST",
+            "/reload_weights",
+            ref,
+            ServingWeights,
+            deadline_s=self._settings.sync_deadline_s,
+            patience_s=patience_s,
+        )
+        push.prove(ref, serving)
+        return serving
+
+    # --- sampling --------------------------------------------------------------------------------
+
+    async def generate(self, body: GenerateRequest, key: str) -> RolloutGroup:
+        """Returns the group, sampled by whichever sampler. Raises the error of the last one that is
+        left, and what another sampler would answer alike."""
+        faults = 0
+        while True:
+            replica = await self._room_for(body.sampling.n)
+            life = replica.life
+            try:
+                return await self._sample(replica, body, key)
+            except HoneError as error:
+                faults += not isinstance(error, Unavailable) or error.code == "deadline"
+                if faults > MAX_FAULTS or not self._can_do_without(replica, error):
+                    raise
+                if replica.life == life:  # else it came back meanwhile
+                    await self._take_out(replica, error.detail)
+            finally:
+                replica.give_back(body.sampling.n)
+                self._admit()
+
+    async def _sample(self, replica: Replica, body: GenerateRequest, key: str) -> RolloutGroup:
+        """Asks the sampler, and after a while another one too, if one has room."""
+        first = asyncio.create_task(self._ask(replica, body, key))
+        asked = {first: replica}
+        try:
+            await asyncio.wait(asked, timeout=self._settings.hedge_s)
+            if not first.done() and (other := self._spare(replica)):
+                asked[asyncio.create_task(self._hedge(other, body, key))] = other
+            waiting = set(asked)
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if not task.exception():
+                        return task.result()
+            return first.result()
+        finally:
+            losers = [asked[task] for task in asked if not task.done()]
+            await stop(*asked)
+            if len(asked) > 1:
+                for loser in losers:
+                    self._end_there(loser, body, key)
+
+    async def _hedge(self, other: Replica, body: GenerateRequest, key: str) -> RolloutGroup:
+        get_logger().info("group sampled twice", key=key, url=other.url)
+        other.take(body.sampling.n)
+        try:
+            return await self._ask(other, body, key)
+        finally:
+            other.give_back(body.sampling.n)
+
+    async def _ask(self, replica: Replica, body: GenerateRequest, key: str) -> RolloutGroup:
+        return await replica.client.call(
+            "POST",
+            "/generate",
+            body,
+            RolloutGroup,
+            deadline_s=self._settings.generate_deadline_s,
+            key=key,
+            wait_s=0,
+            patience_s=self._patience_s(replica),
+        )
+
+    def _spare(self, replica: Replica) -> Replica | None:
+        """Returns another sampler with room that no group waits for."""
+        spare = [other for other in self._up() if other is not replica and other.room > 0]
+        return min(spare, key=lambda other: other.load) if spare and not self._waiting else None
+
+    def _end_there(self, replica: Replica, body: GenerateRequest, key: str) -> None:
+        """Ends what the sampler still does for a group that another one has sampled."""
+        assert body.job_id is not None
+        request = AbortRequest(
+            job_id=body.job_id, attempt=body.attempt, epoch=body.epoch, keys=(key,)
+        )
+        self._start(self._abort(replica, request))
+
+    async def _abort(self, replica: Replica, body: AbortRequest) -> None:
+        try:
+            await replica.client.call("POST", "/abort", body, Aborted, deadline_s=ABORT_S)
+        except HoneError as error:
+            get_logger().warning(
+                "not aborted", job=body.job_id, url=replica.url, reason=error.detail
+            )
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- admission -------------------------------------------------------------------------------
+
+    async def _room_for(self, num_completions: int) -> Replica:
+        """Returns the sampler that the group goes to, once there is room. It is taken then."""
+        given = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(num_completions, given)
+        self._waiting.append(waiting)
+        self._admit()
+        try:
+            return await given
+        except asyncio.CancelledError:
+            if given.done() and not given.cancelled() and not given.exception():
+                given.result().give_back(num_completions)
+            raise
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+
+    def _admit(self) -> None:
+        """Gives groups to samplers, in the order of asking, as long as one has room."""
+        while self._waiting:
+            up = [replica for replica in self._up() if replica.listed]
+            waiting = self._waiting[0]
+            if not up:
+                self._waiting.popleft()
+                if not waiting.given.done():
+                    waiting.given.set_exception(self._nobody())
+                continue
+            replica = min(up, key=lambda replica: replica.load)
+            if replica.room <= 0:
+                return
+            self._waiting.popleft()
+            if not waiting.given.done():
+                replica.take(waiting.num_completions)
+                waiting.given.set_result(replica)
+
+    def _can_do_without(self, replica: Replica, error: BaseException) -> bool:
+        """Returns whether the error is this sampler's alone, and another one is there."""
+        if not isinstance(error, HoneError) or isinstance(error, BadRequest) or error.code == STALE:
+            return False
+        return any(other is not replica for other in self._up())
+
+    async def _take_out(self, replica: Replica, why: str) -> None:
+        if not replica.up:  # another group has said so
+            return
+        replica.end(why)
+        left = f"{len(self._up())} of {len(self._replicas)} samplers go on"
+        await self._tell(f"sampler {replica.url} is out: {why}; {left}", True)
+
+    def _nobody(self) -> Unavailable:
+        whys = "; ".join(f"{replica.url}: {replica.why}" for replica in self._replicas.values())
+        return Unavailable(f"no sampler serves the job ({whys})", code="unreachable")

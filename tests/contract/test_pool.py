@@ -1,0 +1,297 @@
+"""Several samplers behind one job: groups go where there is room, and one sampler that fails costs
+nothing but time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from services.orchestrator.loop import run, samplers
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import BadRequest, Failed, StateLost
+from shared.job import Job
+from shared.wire import Batch, JobRecord
+from tests.support import orchestrator_stack
+from tests.support.fake_samplers import FakeSampler, pool_of
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import Stack, orchestrator
+
+job = orchestrator_stack.job  # a fixture
+
+
+class Pool:
+    """A stack with several samplers, which `settings` name."""
+
+    def __init__(self, stack: Stack, samplers: tuple[FakeSampler, ...]) -> None:
+        self.stack, self.samplers = stack, samplers
+
+    def batches(self, record: JobRecord) -> list[Batch]:
+        folder = self.stack.folder(record.id)
+        return [batch for step in folder.batch_steps() if (batch := folder.batch(step))]
+
+    def check_groups(self, record: JobRecord) -> None:
+        """Every step has each of its groups once, each by the answer to its own key."""
+        job = record.job
+        batches = self.batches(record)
+        assert [batch.step for batch in batches] == list(range(1, job.steps + 1))
+        keys = [group.replica.split(" ")[1] for batch in batches for group in batch.groups]
+        places = [key.split(":", 3)[3].rsplit(":", 1)[0] for key in keys]
+        assert places == [
+            f"{step}:0:{position}"
+            for step in range(1, job.steps + 1)
+            for position in range(job.sampling.prompts_per_step)
+        ]
+        assert [request.step for request in self.stack.fakes.trained] == [
+            batch.step for batch in batches
+        ]
+
+    async def said(self, record: JobRecord, *parts: str) -> list[str]:
+        """Returns the job's sentences that have any of the parts."""
+        events = await self.stack.events(record.id)
+        return [e.message for e in events if any(part in e.message for part in parts)]
+
+
+@pytest.fixture
+def count() -> int:
+    return 2
+
+
+@pytest.fixture
+def max_num_seqs() -> int:
+    return 0
+
+
+@pytest.fixture
+async def pool(
+    settings: Settings,
+    redis_url: str,
+    job: Job,
+    count: int,
+    max_num_seqs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncGenerator[Pool]:
+    monkeypatch.setattr(run, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(samplers, "LOOK_S", 0.02)
+    monkeypatch.setattr(samplers, "DISCOVER_S", 0.05)
+    quiet = job.model_copy(update={"data": job.data.model_copy(update={"eval": None}), "steps": 4})
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as running, pool_of(count, settings, max_num_seqs) as all_:
+        urls = ",".join(sampler.url for sampler in all_)
+        settings = running.model_copy(
+            update={"rollout_url": urls, "replica_patience_s": 0.2, "patience_s": 10.0}
+        )
+        async with orchestrator(settings, redis_url) as (store, transport):
+            client = Client("orchestrator", "http://localhost", transport=transport)
+            unused: Any = None
+            yield Pool(Stack(fakes, settings, store, client, unused, quiet), all_)
+
+
+async def finished(pool: Pool, job: Job | None = None) -> JobRecord:
+    record = await pool.stack.until((await pool.stack.submit(job)).id)
+    assert (record.status, record.error) == ("succeeded", None)
+    return record
+
+
+async def test_groups_are_shared_out_and_every_sampler_has_each_version(pool: Pool) -> None:
+    record = await finished(pool)
+    pool.check_groups(record)
+    shares = [len(sampler.groups) for sampler in pool.samplers]
+    assert sum(shares) == 24 and min(shares) >= 8
+    assert [sampler.serving.version for sampler in pool.samplers] == [4, 4]
+    assert [sampler.calls["reload"] for sampler in pool.samplers] == [5, 5]
+
+
+async def test_a_sampler_that_dies_in_a_step_costs_no_group_and_no_recovery(pool: Pool) -> None:
+    first, second = pool.samplers
+
+    async def die(_: Any) -> None:
+        if second.serving.version == 2 and second.calls["generate"]:
+            del second.fault["generate"]
+            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(second.kill()))
+            await asyncio.sleep(30)
+
+    second.fault["generate"] = die
+    record = await finished(pool)
+    await second.start()
+    pool.check_groups(record)
+    assert record.recoveries == 0
+    assert len(await pool.said(record, f"sampler {second.url} is out: ")) == 1
+    assert first.serving.version == 4
+
+
+async def test_a_sampler_that_comes_back_is_brought_to_the_version_before_it_serves(
+    pool: Pool,
+) -> None:
+    _, second = pool.samplers
+    gate = asyncio.Event()
+    pool.stack.fakes.fault["train_step"] = lambda body: (
+        gate.wait() if body.step == 2 else asyncio.sleep(0)
+    )
+    job_id = (await pool.stack.submit()).id
+    while pool.stack.fakes.calls["train_step"] < 2:
+        await asyncio.sleep(0.01)
+    await second.kill()
+    await second.start()
+    sampled = len(second.groups)
+    gate.set()  # the sync to version 2 finds that it has no model, and goes on without it
+    record = await pool.stack.until(job_id)
+    assert record.status == "succeeded" and record.recoveries == 0
+    pool.check_groups(record)
+    back = await pool.said(record, f"sampler {second.url} serves version")
+    assert len(back) <= 1
+    if len(second.groups) > sampled:
+        assert back
+    while second.serving.version != 4 and not second.calls["model"] > 2:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Failed("loading version 2 failed halfway"), StateLost("the engine process died")],
+    ids=["failed", "state lost"],
+)
+async def test_a_sampler_that_fails_a_sync_is_out_until_it_has_the_version(
+    pool: Pool, error: Exception
+) -> None:
+    _, second = pool.samplers
+    left = iter(range(2))
+
+    async def fail(ref: Any) -> None:
+        if ref.version == 2 and next(left, None) is not None:
+            raise error
+
+    second.fault["reload"] = fail
+    slow = pool.stack.job.model_copy(update={"steps": 6})
+    pool.stack.fakes.fault["train_step"] = lambda _: asyncio.sleep(0.3)
+    record = await finished(pool, slow)
+    pool.check_groups(record)
+    assert record.recoveries == 0
+    out = await pool.said(record, "is out", "serves version")
+    assert out[0] == f"sampler {second.url} is out: {error}; 1 of 2 samplers go on"
+    assert len(out) == 2 and out[1].startswith(f"sampler {second.url} serves version ")
+
+
+async def test_a_job_without_any_sampler_left_pauses_with_a_sentence(pool: Pool) -> None:
+    pool.stack.settings.__dict__["patience_s"] = 0.3
+    for sampler in pool.samplers:
+
+        async def fail(ref: Any) -> None:
+            if ref.version == 2:
+                raise Failed("no memory for version 2")
+
+        sampler.fault["reload"] = fail
+    record = await pool.stack.until((await pool.stack.submit()).id, "paused", "succeeded")
+    assert record.status == "paused" and record.error is not None
+    assert "weight sync: no memory for version 2" in record.error
+
+
+async def test_a_slow_group_is_asked_of_another_sampler_and_counted_once(pool: Pool) -> None:
+    pool.stack.settings.__dict__["hedge_s"] = 0.2
+    _, second = pool.samplers
+
+    async def hang(_: Any) -> None:
+        await asyncio.sleep(60)
+
+    second.fault["generate"] = hang
+    record = await finished(pool, pool.stack.job.model_copy(update={"steps": 2}))
+    pool.check_groups(record)
+    assert not second.groups
+    ended = [key for request in second.aborted for key in request.keys]
+    assert len(ended) == len(set(ended)) == second.calls["generate"]
+
+
+async def test_a_prompt_that_ends_every_engine_does_not_go_round_for_ever(pool: Pool) -> None:
+    for sampler in pool.samplers:
+
+        async def poison(_: Any) -> None:
+            raise StateLost("the engine process died")
+
+        sampler.fault["generate"] = poison
+    record = await pool.stack.until((await pool.stack.submit()).id, "paused", "succeeded")
+    assert record.status == "paused" and "the engine process died" in (record.error or "")
+
+
+async def test_what_every_sampler_would_answer_alike_is_asked_once(pool: Pool) -> None:
+    for sampler in pool.samplers:
+
+        async def refuse(_: Any) -> None:
+            raise BadRequest("'temperature': got -1, expected 0 or more")
+
+        sampler.fault["generate"] = refuse
+    record = await pool.stack.until((await pool.stack.submit()).id)
+    assert record.status == "failed" and "'temperature'" in (record.error or "")
+    assert not await pool.said(record, "is out")
+
+
+@pytest.mark.parametrize("max_num_seqs", [8])
+async def test_no_sampler_gets_more_than_it_can_sample_and_stragglers_leave_room(
+    pool: Pool,
+) -> None:
+    """Groups are of 4, so one may begin while any of 8 places is free."""
+    for sampler in pool.samplers:
+        sampler.fault["generate"] = lambda _: asyncio.sleep(0.05)
+    record = await finished(pool)
+    pool.check_groups(record)
+    assert [sampler.most_busy <= 11 for sampler in pool.samplers] == [True, True]
+
+
+async def test_a_name_stands_for_a_sampler_at_each_of_its_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from services.orchestrator.loop.discovery import sampler_urls
+
+    async def lookup(_loop: Any, host: str, port: int, **_: Any) -> list[Any]:
+        if host == "nobody":
+            raise OSError("no such name")
+        return [(0, 0, 0, "", (ip, port)) for ip in ("10.0.0.2", "10.0.0.1", "10.0.0.2")]
+
+    monkeypatch.setattr(type(asyncio.get_running_loop()), "getaddrinfo", lookup)
+    assert await sampler_urls(("dns+http://rollout:8001", "dns+http://nobody:1")) == (
+        "http://10.0.0.1:8001",
+        "http://10.0.0.2:8001",
+    )
+    assert await sampler_urls(("http://a:1/", "http://a:1")) == ("http://a:1",)
+
+
+@pytest.mark.parametrize("value", ["rollout:8001", "dns+http://rollout", "ftp://a:1", "http://"])
+def test_a_place_that_is_no_url_is_named(value: str) -> None:
+    with pytest.raises(ValueError, match="expected for example"):
+        Settings(rollout_url=f"http://a:1,{value}")
+
+
+SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(5, 20))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_killed_at_any_moment_every_group_is_there_once(pool: Pool, seed: int) -> None:
+    """One of two samplers is killed at a random moment, of sampling or of a sync, and comes back
+    without a model."""
+    choose = random.Random(seed)
+    victim = choose.choice(pool.samplers)
+    moment = choose.randrange(1, 25)
+    seen = Counter[str]()
+    killed = asyncio.Event()
+
+    async def count(_: Any) -> None:
+        seen["all"] += 1
+        if seen["all"] == moment:
+            killed.set()
+        await asyncio.sleep(choose.random() * 0.03)
+
+    for sampler in pool.samplers:
+        sampler.fault |= {"generate": count, "reload": count}
+    job_id = (await pool.stack.submit()).id
+    await killed.wait()
+    await asyncio.sleep(choose.random() * 0.03)
+    await victim.kill()
+    await asyncio.sleep(choose.random() * 0.3)
+    await victim.start()
+    record = await pool.stack.until(job_id, "succeeded", "failed", "paused")
+    assert (record.status, record.error) == ("succeeded", None)
+    pool.check_groups(record)
