@@ -127,6 +127,37 @@ def test_the_last_fenced_block_is_the_program() -> None:
 
 
 @pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("```json\n{}\n```\nthen\n```python\nx\n```\nDone", "x"),
+        ("```bash\npip install x\n```\nno more", "```bash\npip install x\n```\nno more"),
+        ("```python\nx\n```\nIt prints\n```\n3\n```", "x"),
+        ("```python\nx\n```\n```text\n3\n```", "x"),
+        ("```python\ndraft\n```\n```python\nx\n```", "x"),
+        ("```python3.11\nx\n```", "x"),
+        ("```Python3\nx\n```", "x"),
+        ("```ipython\nx\n```", "x"),
+        ('```python title="x.py" linenos\nx\n```', "x"),
+        ("```{.python}\nx\n```", "x"),
+        ("~~~py\nx\n~~~", "x"),
+        ("```pytb\nTraceback\n```\nx", "```pytb\nTraceback\n```\nx"),
+        ("Text\n```python\nx\ny", "x\ny"),
+        ("```python\ndraft\n```python\nx\n```", "x"),
+        ("```python\nx\n```\nAgain:\n```python\n", "x"),
+        ("Sure: ```python\nx```\nbye", "x"),
+        ("```python\r\nx\r\ny\r\n```\r\n", "x\ny"),
+        ("1. So\n    ```python\n    if x:\n        y\n    ```", "if x:\n    y"),
+        ("````python\nx = '```'\n```\n````", "x = '```'\n```"),
+        ('```python\n"""\n    ```\n    """\ny\n```', '"""\n    ```\n    """\ny'),
+        ("Use ```x``` here.\n```\ny\n```", "y"),
+        ("Use ```x``` here.", "Use ```x``` here."),
+    ],
+)
+def test_fences_are_read_as_models_write_them(completion: str, program: str) -> None:
+    assert program_of(completion) == program
+
+
+@pytest.mark.parametrize(
     "text", ["```" + " " * 200_000, "```\n" * 50_000, "```python\n" * 20_000, "\n" * 200_000]
 )
 def test_a_completion_made_to_be_slow_to_read_is_not(text: str) -> None:
