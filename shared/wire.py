@@ -342,10 +342,15 @@ class GraderList(Wire):
 
 class ValidateRequest(Wire):
     """`POST /graders/validate`: would these rewards work on rows with these `columns`? 422 with
-    sentences if not."""
+    sentences if not.
+
+    `prompts` are a handful of the job's: a row that no completion could be graded by is refused
+    too.
+    """
 
     rewards: tuple[RewardSpec, ...]
     columns: tuple[str, ...]
+    prompts: tuple[Prompt, ...] = ()
 
 
 class Validated(Wire):

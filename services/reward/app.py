@@ -4,7 +4,8 @@
                               the caller accepts application/x-ndjson
     POST /execute             one program in the sandbox
     GET  /graders             what can be named in a job, with the schema of its params
-    POST /graders/validate    would these rewards work on rows with these columns?
+    POST /graders/validate    would these rewards work on rows with these columns,
+                              and on these prompts?
     POST /graders/run         one completion by one grader, in OpenAI's shape
 
 State: warm sandbox slots, the workers of jobs' own functions and of graders, a cache of verdicts.
@@ -103,9 +104,9 @@ def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
             return await tools.sandbox.execute(request)
 
     async def validate(request: ValidateRequest) -> Validated:
-        """Says whether these rewards would work on rows with these columns; 422 with sentences if
-        not."""
-        await scorer.check(request.rewards, request.columns)
+        """Says whether these rewards would work on rows with these columns, and on those of the
+        prompts given; 422 with sentences if not."""
+        await scorer.check(request.rewards, request.columns, request.prompts)
         return Validated(rewards=tuple(spec.label for spec in request.rewards))
 
     async def run(request: GraderRunRequest) -> GraderRun:

@@ -98,7 +98,7 @@ async def check_job(job: Job, settings: Settings) -> None:
     await asyncio.to_thread(_check_prompts, prompts)
     peers = Peers(job, settings)
     try:
-        await peers.validate_rewards(prompts.columns)
+        await peers.validate_rewards(prompts.columns, prompts.for_step(1))
     except Failed as error:
         raise Unavailable(error.detail) from error
     finally:

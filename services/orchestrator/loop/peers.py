@@ -39,6 +39,10 @@ from shared.wire import (
     WeightsRef,
 )
 
+MAX_PROMPTS_TRIED = 8
+"""How many rows are looked at before a job begins: enough to see that a column is another one than
+meant, and soon done."""
+
 NOT_GRADED = Score(value=None, parts={})
 """The score of a rollout that ended in an error."""
 
@@ -160,8 +164,14 @@ class Peers:
             for rollout in group.rollouts
         )
 
-    async def validate_rewards(self, columns: tuple[str, ...]) -> None:
-        body = ValidateRequest(rewards=self._job.rewards, columns=columns)
+    async def validate_rewards(
+        self, columns: tuple[str, ...], prompts: tuple[Prompt, ...] = ()
+    ) -> None:
+        """Raises BadRequest where the rewards would not work on rows with these columns, or on one
+        of the first few `prompts`."""
+        body = ValidateRequest(
+            rewards=self._job.rewards, columns=columns, prompts=prompts[:MAX_PROMPTS_TRIED]
+        )
         await self._reward.call("POST", "/graders/validate", body, Validated, deadline_s=60.0)
 
     async def train_step(

@@ -160,7 +160,7 @@ class Run:
         """Makes the run folder, and checks what the job names: its data and its rewards."""
         await asyncio.to_thread(self._folder.create, self._job)
         prompts = await asyncio.to_thread(load_prompts, self._job)
-        await self._peers.validate_rewards(prompts.columns)
+        await self._peers.validate_rewards(prompts.columns, prompts.for_step(1))
         return AfterStep(
             self._job, prompts, self._peers, self._folder, self._journal, self._tracker
         )

@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
@@ -138,6 +138,10 @@ class Grader(ABC, Generic[P]):
                 raise BadRequest(
                     f"reward {self.spec.label!r}: {no_column(column, columns)} (param {field!r})"
                 )
+
+    async def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises GradingFailed where no completion could be graded by this row, which has all
+        columns."""
 
     @abstractmethod
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 from services.reward.grading.admission import Admission
 from services.reward.grading.calling import Caller, Callers
-from services.reward.grading.registry import GraderTools
-from shared.errors import BadRequest
+from services.reward.grading.registry import Grader, GraderTools, GradingFailed
+from shared.errors import BadRequest, Failed
 from shared.job import RewardSpec
-from shared.wire import Part, Score, ScoredItem, ScoreItem, ScoreRequest, ScoreResult
+from shared.wire import Part, Prompt, Score, ScoredItem, ScoreItem, ScoreRequest, ScoreResult
 
 SAMPLER_FAILED = Part(
     value=None,
@@ -36,10 +37,18 @@ class Scorer:
     async def close(self) -> None:
         await self._callers.close()
 
-    async def check(self, rewards: Sequence[RewardSpec], columns: Sequence[str]) -> None:
-        """Raises BadRequest for whatever could not work on rows with these `columns`."""
-        async with self._checked(rewards, columns, None):
-            pass
+    async def check(
+        self,
+        rewards: Sequence[RewardSpec],
+        columns: Sequence[str],
+        prompts: Sequence[Prompt] = (),
+    ) -> None:
+        """Raises BadRequest for whatever could not work on rows with these `columns`, or on one of
+        these `prompts`."""
+        async with self._checked(rewards, columns, None) as callers:
+            for prompt in prompts:
+                for caller in callers:
+                    await _check_row(caller.grader, prompt)
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Returns one score per item, in order."""
@@ -84,6 +93,17 @@ class Scorer:
             for caller in callers:
                 await caller.grader.check(columns)
             yield callers
+
+
+async def _check_row(grader: Grader[Any], prompt: Prompt) -> None:
+    try:
+        await grader.check_row(prompt.row)
+    except GradingFailed as error:
+        if error.by_sandbox:
+            raise Failed(error.detail) from error
+        raise BadRequest(
+            f"reward {grader.spec.label!r}, row {prompt.index} of the data: {error.detail}"
+        ) from error
 
 
 async def _graded(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -61,6 +61,10 @@ class Multi(Grader[MultiParams]):
     async def check(self, columns: Sequence[str]) -> None:
         for part in self._graders.values():
             await part.check(columns)
+
+    async def check_row(self, row: Mapping[str, Any]) -> None:
+        for part in self._graders.values():
+            await part.check_row(row)
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         return [await self._grade(item) for item in items]
