@@ -23,6 +23,7 @@ from shared.wire import (
     GraderList,
     GraderRun,
     GraderRunRequest,
+    Prompt,
     Score,
     ScoreItem,
     ScoreRequest,
@@ -275,6 +276,23 @@ async def test_validate_says_before_training_what_score_would_say(client: Client
             Validated,
             deadline_s=60,
         )
+
+
+async def test_validate_names_the_row_that_nothing_could_be_graded_by(client: Client) -> None:
+    prompts = tuple(
+        Prompt(index=index, content="", row={"tests": tests})
+        for index, tests in ((3, "assert f(1) == 1"), (5, "f(1)"))
+    )
+    request = ValidateRequest(
+        rewards=(RewardSpec(grader="code_tests"),), columns=("tests",), prompts=prompts[:1]
+    )
+    for _ in range(2):
+        await client.call("POST", "/graders/validate", request, Validated, deadline_s=60)
+    with pytest.raises(
+        BadRequest, match=r"reward 'code_tests', row 5 of the data: the tests assert nothing: 'f\(1"
+    ):
+        refused = request.model_copy(update={"prompts": prompts})
+        await client.call("POST", "/graders/validate", refused, Validated, deadline_s=60)
 
 
 async def test_graders_are_listed_with_their_params(client: Client) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from services.reward.graders.code_tests import completed
 from services.reward.grading import registry
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
@@ -99,6 +100,52 @@ async def test_the_body_of_a_function_is_put_below_its_prompt_and_a_whole_functi
     ).value == 1.0
     cheat = "```python\ndef helper(x):\n    return 0\ndef twice(x):\n    return 0\n```"
     assert (await grade(sandbox, cheat, row, **params)).verdict == "wrong"
+
+
+PROMPT = """import math
+from typing import List
+
+def halved(x):
+    return x / 2
+
+def total(numbers: List[float]) -> float:
+    \"\"\"Returns the sum of halves.
+    >>> total([2, 4])
+    3.0
+    \"\"\"
+"""
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "    return math.fsum(map(halved, numbers))\n",
+        "```python\ndef total(numbers: List[float]) -> float:\n"
+        "    return math.fsum(map(halved, numbers))\n```",
+        "```python\nfrom __future__ import annotations\n\ndef total(numbers: Row) -> float:\n"
+        "    return math.fsum(numbers) / 2\n```",
+        "```python\n    return sum(numbers) / 2\n```",
+        "```python\ntotal = lambda numbers: math.fsum(map(halved, numbers))\n```",
+        PROMPT + "    return sum(map(halved, numbers))\n",
+    ],
+)
+async def test_a_function_defined_again_keeps_what_stands_above_it_in_the_prompt(
+    sandbox: LocalSandbox, completion: str
+) -> None:
+    tests = "def check(candidate):\n    assert candidate([2, 4]) == 3.0\n"
+    row = {"tests": tests, "prompt": PROMPT, "name": "total"}
+    part = await grade(sandbox, completion, row, entry_point="name", prefix="prompt")
+    assert (part.value, part.detail) == (1.0, "passed 1 tests")
+
+
+async def test_what_stands_above_a_function_is_without_its_decorators() -> None:
+    again = "def total(numbers):\n    return 0"
+    above, _, function = PROMPT.partition("\n\ndef total")
+    decorated = f"{above}\n\n@cached\n@timed(1)\ndef total{function}"
+    assert completed(again, decorated, "total") == (f"{above}\n", again)
+    assert completed(again, "", "total") == ("", again)
+    body = completed("    pass", "def total(numbers):\n", "total")
+    assert body == ("", "def total(numbers):\n    pass")
 
 
 async def test_partial_credit_is_the_share_of_passed_tests_whatever_ends_the_others(

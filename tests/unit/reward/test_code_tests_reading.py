@@ -4,12 +4,20 @@ sandbox."""
 from __future__ import annotations
 
 import ast
+import json
+import time
 from typing import Any
 
 import pytest
 
 from services.reward.graders.code_tests.asserts import from_asserts, from_check
-from services.reward.graders.code_tests.codec import NotPlain, TooLarge, decode, encode
+from services.reward.graders.code_tests.codec import (
+    SPECIAL,
+    NotPlain,
+    TooLarge,
+    decode,
+    encode,
+)
 from services.reward.graders.code_tests.evaluate import CannotHold, evaluate
 from services.reward.graders.code_tests.stdio import agree
 
@@ -172,6 +180,9 @@ def test_only_exact_types_come_out() -> None:
         "{}",
         '{"a": 1, "b": 2}',
         '{"complex": [1, 2, 3]}',
+        '{"complex": ["nan"]}',
+        '{"dict": ["ab"]}',
+        '"' + "x" * 200_000 + '"',
         '{"dict": [[[1], 2]]}',
         '{"bytes": [1]}',
         "[" * 100_000,
@@ -183,10 +194,36 @@ def test_a_text_that_stands_for_no_plain_data_is_refused(text: str) -> None:
         decode(text)
 
 
-def test_nan_crosses_only_where_the_tests_speak_of_it() -> None:
-    assert decode("[NaN]")[0] != 0
-    with pytest.raises(NotPlain):
-        decode("[NaN]", allow_nan=False)
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("[NaN]", "nan"),
+        ("1e999", "inf"),
+        ("-Infinity", "inf"),
+        ('{"complex": [0, NaN]}', "nan"),
+        ('{"complex": [-1e999, 0]}', "inf"),
+    ],
+)
+def test_special_floats_cross_only_where_the_tests_speak_of_them(text: str, name: str) -> None:
+    assert name in repr(decode(text, special=frozenset({name})))
+    for others in (frozenset[str](), SPECIAL - {name}):
+        with pytest.raises(NotPlain):
+            decode(text, special=others)
+
+
+def test_a_set_of_equal_hashes_is_refused_before_it_is_made() -> None:
+    numbers = [n * (2**61 - 1) for n in range(9000)]
+    pairs = [[number, 0] for number in numbers]
+    start = time.perf_counter()
+    for kind, parts in (("set", numbers), ("frozenset", numbers), ("dict", pairs)):
+        with pytest.raises(NotPlain):
+            decode(json.dumps({kind: parts}))
+    for source in ("set(_0) == 1", "len(frozenset(_0)) == 1", "dict(zip(_0, _0)) == 1"):
+        with pytest.raises(CannotHold, match="one hash"):
+            evaluate(ast.parse(source, mode="eval").body, {"_0": numbers})
+    assert time.perf_counter() - start < 2
+    assert decode(json.dumps({"set": numbers[:60]})) == set(numbers[:60])
+    assert evaluate(ast.parse("set(_0) == {7}", mode="eval").body, {"_0": [7] * 9000}) is True
 
 
 def test_outputs_agree_line_by_line_and_numbers_within_a_tolerance() -> None:

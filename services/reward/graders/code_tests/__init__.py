@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -35,11 +35,15 @@ from shared.errors import BadRequest
 from shared.wire import Part, ScoreItem, Verdict
 
 CALLS_PER_JOB = 32
-_NAN = re.compile(r"\bnan\b", re.IGNORECASE)
+_SPOKEN = {
+    "nan": re.compile(r"\bnan\b", re.IGNORECASE),
+    "inf": re.compile(r"\binf(inity)?\b|\d[eE]\+?\d{3}", re.IGNORECASE),
+}
+"""How tests speak of the special floats, which else no program may return."""
 
 
 class CodeTestsParams(Params):
-    """`tests` is the column of the tests, in the `style` they have:
+    """`tests` is the column of the tests. Their `style` is recognized from each row, unless given:
 
     "asserts": Python source of assert statements, or a list of it (MBPP's `test_list`). "check":
     Python source that defines `check(candidate)` (HumanEval's `test`), called with the function
@@ -57,7 +61,7 @@ class CodeTestsParams(Params):
     """
 
     tests: Column = "tests"
-    style: Style = "asserts"
+    style: Style | None = None
     entry_point: Column | None = None
     setup: Column | None = None
     prefix: Column | None = None
@@ -89,6 +93,11 @@ class CodeTests(Grader[CodeTestsParams]):
                 "function's name"
             )
 
+    async def check_row(self, row: Mapping[str, Any]) -> None:
+        tests, nothing = self._given(row, "")
+        for code in tests.codes:
+            await proxy.first_calls(nothing, code)
+
     def content(self, item: ScoreItem) -> Any:
         return [
             program_of(item.completion),
@@ -103,21 +112,26 @@ class CodeTests(Grader[CodeTestsParams]):
         return self.params.tests, self.params.entry_point, self.params.setup, self.params.prefix
 
     async def _grade(self, item: ScoreItem) -> Part:
-        params = self.params
-        value = item.row[params.tests]
-        entry, setup, prefix = (self._text(item, column) for column in self._columns[1:])
-        tests = read(value, params.style, entry or None, setup, prefix)
-        limits = TestLimits(params.cpu_s, params.timeout_s, params.memory_mib)
-        program = _completed(program_of(item.completion), prefix, entry)
-        setup = f"{setup}\n{tests.imports}".strip()
-        candidate = Candidate(
-            self.tools.sandbox, setup, program, limits, allow_nan=bool(_NAN.search(repr(value)))
-        )
+        tests, candidate = self._given(item.row, program_of(item.completion))
         verdicts = await self._verdicts(candidate, tests)
         return self._part(verdicts, tests.count, candidate)
 
-    def _text(self, item: ScoreItem, column: str | None) -> str:
-        text = item.row[column] if column else ""
+    def _given(self, row: Mapping[str, Any], program: str) -> tuple[Tests, Candidate]:
+        """Returns the row's tests, and the program to try by them. Raises GradingFailed."""
+        params = self.params
+        value = row[params.tests]
+        entry, setup, prefix = (self._text(row, column) for column in self._columns[1:])
+        tests = read(value, params.style, entry or None, setup, prefix)
+        limits = TestLimits(params.cpu_s, params.timeout_s, params.memory_mib)
+        given, program = completed(program, prefix, entry)
+        before = "\n".join((setup, tests.imports, given)).strip()
+        spoken = frozenset(
+            name for name, pattern in _SPOKEN.items() if pattern.search(f"{value!r} {setup}")
+        )
+        return tests, Candidate(self.tools.sandbox, before, program, limits, special=spoken)
+
+    def _text(self, row: Mapping[str, Any], column: str | None) -> str:
+        text = row[column] if column else ""
         if not isinstance(text, str | None):
             raise GradingFailed(
                 f"column {column!r} is {text!r:.80}; expected text", "invalid_variable_error"
@@ -224,14 +238,24 @@ def _verdict(case: Case, outcomes: list[CallEnd]) -> tuple[Verdict, str]:
     return ("ok", "") if holds else ("wrong", f"{case.source:.100} does not hold: it got {shown}")
 
 
-def _completed(program: str, prefix: str, entry_point: str) -> str:
-    """Returns the program with its prefix before it, unless it defines the entry point itself."""
+def completed(program: str, prefix: str, entry_point: str) -> tuple[str, str]:
+    """Returns what to run before the program, and the program.
+
+    A program that defines the entry point itself stands alone, after what `prefix` has above that
+    function: imports, helpers. Any other is the rest of the prefix."""
     whole = textwrap.dedent(program).strip()
     if not prefix:
-        return whole
-    defined = re.search(
-        rf"^(?:async def|def|class) +{re.escape(entry_point)}\b|^{re.escape(entry_point)} *=",
-        whole,
-        re.MULTILINE,
-    )
-    return whole if entry_point and defined else f"{prefix.rstrip()}\n{program}"
+        return "", whole
+    defined = rf"^(?:async def|def|class) +{re.escape(entry_point)}\b|^{re.escape(entry_point)} *="
+    if not entry_point or not re.search(defined, whole, re.MULTILINE):
+        return "", f"{prefix.rstrip()}\n{program}"
+    above = [match.start() for match in re.finditer(defined, prefix, re.MULTILINE)]
+    return _without_decorators(prefix[: above[-1]] if above else prefix), whole
+
+
+def _without_decorators(source: str) -> str:
+    """Returns source that ends above a function, without the decorators of that function."""
+    lines = source.rstrip().split("\n")
+    while lines and lines[-1].startswith("@"):
+        lines.pop()
+    return "\n".join(lines)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.reward.graders.code_tests import inside
-from services.reward.graders.code_tests.codec import NotPlain, decode
+from services.reward.graders.code_tests.codec import SPECIAL, NotPlain, decode
 from services.reward.grading.programs import KEEP_CHARS, fault
 from services.reward.sandbox.base import Sandbox
 from shared.wire import ExecuteRequest, Execution, Verdict
 
 NO_VALUE = ("raised", "opaque", "large", "late", "memory")
+MAX_MESSAGE_CHARS = 200
 _VERDICTS: dict[str, Verdict] = {
     "raised": "runtime_error",
     "opaque": "wrong",
@@ -35,7 +36,8 @@ class TestLimits:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """What one call came to. `verdict` "ok": `value` counts, and `text` is that value encoded."""
+    """What one call came to. `verdict` "ok": `value` counts, and `text` is that value encoded.
+    `how` is "value" or one of `NO_VALUE`."""
 
     verdict: Verdict
     detail: str = ""
@@ -52,7 +54,7 @@ class Candidate:
     setup: str
     program: str
     limits: TestLimits
-    allow_nan: bool = False
+    special: frozenset[str] = SPECIAL
     stdout: str = ""
     wall_s: float = 0.0
 
@@ -106,12 +108,13 @@ class Candidate:
         return [self._outcome(how, text) for how, text in pairs[:num_calls]]
 
     def _outcome(self, how: str, text: str) -> CallEnd:
+        """Returns what a call came to by the program's own account. It may send any word; one that
+        is not of ours says that the call gave no value."""
         if how == "value":
             try:
-                return CallEnd(
-                    "ok", value=decode(text, allow_nan=self.allow_nan), how=how, text=text
-                )
+                return CallEnd("ok", value=decode(text, special=self.special), how=how, text=text)
             except NotPlain as error:
-                return CallEnd("wrong", f"returned {error}", how="opaque", text=f"returned {error}")
-        verdict = _VERDICTS.get(how, "runtime_error")
-        return CallEnd(verdict, f"returned {text}" if how == "opaque" else text, how=how, text=text)
+                how, text = "opaque", str(error)
+        how, text = how if how in NO_VALUE else "raised", text[:MAX_MESSAGE_CHARS]
+        detail = f"returned {text}" if how == "opaque" else text
+        return CallEnd(_VERDICTS[how], detail, how=how, text=detail)

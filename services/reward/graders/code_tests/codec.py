@@ -10,15 +10,28 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 MAX_DEPTH = 48
 MAX_ITEMS = 100_000
 MAX_CHARS = 200_000
+MAX_OF_ONE_HASH = 64
+SPECIAL = frozenset({"nan", "inf"})
+"""The floats that are no numbers to calculate with: they make a tolerance hold."""
 
 
 class NotPlain(Exception):
     """A value, or a text, that is not plain data. The message says what it is instead."""
+
+
+class WrongType(NotPlain):
+    """A value of a type, `kind`, that is not plain data."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__(f"a value of type {kind.__name__!r}")
+        self.kind = kind
 
 
 class TooLarge(Exception):
@@ -68,42 +81,68 @@ def _tree(value: Any, depth: int) -> Any:
         value, range | type({}.keys()) | type({}.values()) | type({}.items())
     ):
         return {"iterator": [_tree(part, depth + 1) for part in itertools.islice(value, MAX_ITEMS)]}
-    raise NotPlain(f"a value of type {type(value).__name__!r}")
+    raise WrongType(type(value))
 
 
-def decode(text: str, *, allow_nan: bool = True) -> Any:
-    """Returns the value that `text` stands for, made of exact built-in types. Raises NotPlain for
-    any other text."""
+def decode(text: str, *, special: frozenset[str] = SPECIAL) -> Any:
+    """Returns the value that `text` stands for, made of exact built-in types; of the special floats
+    only those named. Raises NotPlain for any other text."""
+    if len(text) > MAX_CHARS:
+        raise NotPlain(f"a text of {len(text)} characters, at most {MAX_CHARS} are taken")
     try:
-        return _value(json.loads(text), 0, allow_nan)
+        return _value(json.loads(text), 0, special)
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise NotPlain(f"not plain data ({type(error).__name__})") from None
 
 
-def _value(tree: Any, depth: int, allow_nan: bool) -> Any:
+def _value(tree: Any, depth: int, special: frozenset[str]) -> Any:
     if depth > 2 * MAX_DEPTH:
         raise NotPlain("data nested too deeply")
-    if type(tree) is float and tree != tree and not allow_nan:
-        raise NotPlain("NaN")
+    if type(tree) is float:
+        return _number(tree, special)
     if type(tree) is list:
-        return [_value(part, depth + 1, allow_nan) for part in tree]
+        return [_value(part, depth + 1, special) for part in tree]
     if type(tree) is not dict:
         return tree
     ((kind, content),) = tree.items()
     if kind == "bytes":
         return bytes.fromhex(content)
-    parts = _value(content, depth + 1, allow_nan)
+    parts = _value(content, depth + 1, special)
     if type(parts) is not list:
         raise NotPlain(f"a {kind!r:.20} of no list")
-    if kind == "complex":
+    return _collected(kind, parts)
+
+
+def _number(number: float, special: frozenset[str]) -> float:
+    name = "nan" if math.isnan(number) else "inf" if math.isinf(number) else ""
+    if name and name not in special:
+        raise NotPlain(f"{number}, which no test speaks of")
+    return number
+
+
+def _collected(kind: str, parts: list[Any]) -> Any:
+    if kind == "tuple":
+        return tuple(parts)
+    if kind == "iterator":
+        return iter(parts)
+    if kind == "complex" and len(parts) == 2 and {*map(type, parts)} <= {int, float}:
         return complex(*parts)
-    makers: dict[str, Any] = {
-        "dict": dict,
-        "tuple": tuple,
-        "set": set,
-        "frozenset": frozenset,
-        "iterator": iter,
-    }
-    if kind not in makers:
-        raise NotPlain(f"an unknown kind {kind!r:.20}")
-    return makers[kind](parts)
+    if kind in ("set", "frozenset") and not crowded(parts):
+        return set(parts) if kind == "set" else frozenset(parts)
+    is_pairs = all(type(pair) is list and len(pair) == 2 for pair in parts)
+    if kind == "dict" and is_pairs and not crowded(key for key, _ in parts):
+        return dict(parts)
+    raise NotPlain(f"no {kind!r:.20}")
+
+
+def crowded(keys: Iterable[Hashable]) -> bool:
+    """Returns whether more than `MAX_OF_ONE_HASH` unequal keys have the same hash, as numbers can
+    be chosen to: a set of n of them takes n * n steps to make."""
+    of_hash: dict[int, list[Hashable]] = {}
+    for key in keys:
+        alike = of_hash.setdefault(hash(key), [])
+        if key not in alike:
+            alike.append(key)
+        if len(alike) > MAX_OF_ONE_HASH:
+            return True
+    return False

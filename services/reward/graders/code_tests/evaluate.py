@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from services.reward.graders.code_tests.codec import crowded
 from services.reward.grading.compare import same
 
 MAX_SIZE = 1_000_000
@@ -256,7 +257,10 @@ class _Evaluation:
         keywords = {str(keyword.arg): self.of(keyword.value) for keyword in node.keywords}
         if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
             return getattr(self.of(node.func.value), node.func.attr)(*arguments, **keywords)
-        return self.of(node.func)(*arguments, **keywords)
+        function = self.of(node.func)
+        if function in (set, frozenset, dict):
+            arguments = [_to_hash(function, argument) for argument in arguments]
+        return function(*arguments, **keywords)
 
     def _compare(self, node: ast.Compare) -> bool:
         left = self.of(node.left)
@@ -266,6 +270,17 @@ class _Evaluation:
                 return False
             left = right
         return True
+
+
+def _to_hash(function: Any, items: Any) -> Any:
+    """Returns what `set`, `frozenset` or `dict` is given, once it is known that making it is
+    quick."""
+    if isinstance(items, set | frozenset | dict):
+        return items
+    parts = list(items)
+    if crowded(part[0] if function is dict else part for part in parts):
+        raise CannotHold("too many items of one hash")
+    return parts
 
 
 def _holds(kind: ast.cmpop, left: Any, right: Any) -> bool:

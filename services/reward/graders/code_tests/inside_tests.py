@@ -13,22 +13,19 @@ import ast
 import builtins
 import sys
 import types
-from typing import Any
+from typing import Any, NoReturn
 
-from services.reward.graders.code_tests.codec import NotPlain, decode, encode
+from services.reward.graders.code_tests.codec import NotPlain, WrongType, decode, encode
 
 MAX_GUESSED_CALLS = 500
+MAX_NEW_CHARS = 60_000
+"""Of calls: after as many, a run with guesses ends, for its result is bounded."""
+
 MAX_MESSAGE_CHARS = 200
 
 
 class Stop(BaseException):
-    """The run ends here: `how` is "unknown" (going on is useless), "opaque" (of a result), or
-    "unfit" (of arguments)."""
-
-    def __init__(self, how: str, text: str = "") -> None:
-        super().__init__(text)
-        self.how = how
-        self.text = text
+    """The run ends here. Tests may swallow it: what counts is `Proxies.end`."""
 
 
 class Guess:
@@ -69,46 +66,87 @@ class _Lenient(ast.NodeTransformer):
 
 
 class Proxies:
+    """Stands for the candidate's functions. `end` is how a call ended the run, and why: "unknown"
+    (its result is not known yet), "opaque" (its result is not plain data) or "unfit" (its arguments
+    are not). From then on no call is noted and none returns, whatever the tests make of that."""
+
     def __init__(self, known: list[list[str]], guess: bool) -> None:
         """`known`: one `[name, encoded arguments, how, text]` per call made so far, in order."""
+        self._known = known
         self._outcomes: dict[tuple[str, str], list[list[str]]] = {}
         for name, given, how, text in known:
             self._outcomes.setdefault((name, given), []).append([how, text])
         self._last: dict[tuple[str, str], list[str]] = {}
         self._guess = guess
-        self.made: list[list[str]] = []
+        self._made: list[list[str]] = []
+        self._new_chars = 0
         self.unknown = 0
+        self.end: tuple[str, str] | None = None
 
     def of(self, name: str) -> Any:
         return lambda *arguments, **keywords: self._answer(name, arguments, keywords)
 
+    def calls(self) -> dict[str, Any]:
+        """Returns all calls made: how many of the known ones, from the first, and those after."""
+        again = 0
+        for made, known in zip(self._made, self._known, strict=False):
+            if made != known[:2]:
+                break
+            again += 1
+        return {"again": again, "new": self._made[again:]}
+
     def _answer(self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if self.end is not None:
+            raise Stop
+        how, text = self._looked_up(name, arguments, keywords) or ("guess", "")
+        if how == "guess":
+            return Guess()
+        if how == "raised":
+            raise _error(text)
+        if how != "value":
+            self._stop("opaque", text)
         try:
-            given = encode((arguments, keywords))
-        except NotPlain as error:
-            if self.unknown:
-                return self._guessed()  # its arguments are guesses
-            raise Stop("unfit", f"{name} is called with {error}") from None
-        self.made.append([name, given])
+            return decode(text)
+        except BaseException as error:  # it was decoded outside: this process is out of something
+            self._stop("opaque", f"more than the tests can hold ({type(error).__name__})")
+
+    def _looked_up(
+        self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> list[str] | None:
+        """Returns `[how, text]` of this call, or of the same call before if this one was not made
+        yet; None to guess."""
+        given = self._encoded(name, (arguments, keywords))
+        if given is None:
+            return self._unknown()
+        self._made.append([name, given])
         outcomes = self._outcomes.get((name, given))
         if outcomes:
             self._last[name, given] = outcomes.pop(0)
         else:
-            guess = self._guessed()
-            if (name, given) not in self._last:
-                return guess
-        how, text = self._last[name, given]  # of the same call before, if this one was not made yet
-        if how == "value":
-            return decode(text)
-        if how == "raised":
-            raise _error(text)
-        raise Stop(how, text)
+            self._new_chars += len(given)
+            self._unknown()
+        return self._last.get((name, given))
 
-    def _guessed(self) -> Guess:
+    def _encoded(self, name: str, given: Any) -> str | None:
+        """Returns a call's arguments as text; None where they are guesses."""
+        try:
+            return encode(given)
+        except WrongType as error:
+            if error.kind is Guess:
+                return None
+            self._stop("unfit", f"{name} is called with {error}")
+        except BaseException as error:  # too deep, too large, out of memory
+            why = str(error) if isinstance(error, NotPlain) else type(error).__name__
+            self._stop("unfit", f"{name} is called with {why}")
+
+    def _unknown(self) -> None:
         self.unknown += 1
-        if self._guess and self.unknown < MAX_GUESSED_CALLS:
-            return Guess()
-        raise Stop("unknown")
+        if not self._guess or self.unknown >= MAX_GUESSED_CALLS or self._new_chars >= MAX_NEW_CHARS:
+            self._stop("unknown")
+
+    def _stop(self, how: str, text: str = "") -> NoReturn:
+        self.end = how, text[:MAX_MESSAGE_CHARS]
+        raise Stop
 
 
 def _error(text: str) -> Exception:
@@ -130,9 +168,9 @@ def _error(text: str) -> Exception:
 def run(
     setup: str, tests: str, names: list[str], entry: str | None, known: list[list[str]], guess: bool
 ) -> dict[str, Any]:
-    """Returns `calls` (all made, as `[name, encoded arguments]`), `how` the tests ended ("passed",
-    "failed", or as `Stop`) and `text`, why. `entry` is given to the tests' `check` if there is one.
-    "unknown" in `how`: some calls were not known yet."""
+    """Returns the calls made (`Proxies.calls`), `how` the tests ended ("passed", "failed", or as
+    `Proxies.end`) and `text`, why. `entry` is given to the tests' `check` if there is one. "passed"
+    means that all was run to its end, and no call stopped it."""
     _agree()
     proxies = Proxies(known, guess)
     module = types.ModuleType("tests")
@@ -150,8 +188,10 @@ def run(
         )
         if entry is not None and "check" in module.__dict__:
             module.__dict__["check"](proxies.of(entry))
-    except Stop as stop:
-        how, text = stop.how, stop.text
     except BaseException as error:  # whatever the tests raise is how they ended
         how, text = "failed", f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
-    return {"calls": proxies.made, "how": "unknown" if proxies.unknown else how, "text": text}
+    if proxies.end is not None:
+        how, text = proxies.end
+    elif proxies.unknown:
+        how, text = "unknown", ""
+    return {**proxies.calls(), "how": how, "text": text}

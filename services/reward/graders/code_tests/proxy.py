@@ -9,20 +9,23 @@ A sandbox job is one shot, so tests and calls take turns: the tests run with wha
 which calls they need; the candidate makes all calls so far, in order; the tests run again. Guessing
 (`inside_tests.py`) makes that two turns for most tests. The values are exact built-in types, but it
 is Python's own equality that the tests use: `True` is 1 to them.
+
+What goes wrong in the tests before they know any result is their own fault, and no program can
+change it (`first_calls`). Whatever goes wrong in them afterwards, out of time and memory included,
+is the program's: else it could choose to have no reward in place of 0.
 """
 
 from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from typing import Any
 
 from services.reward.graders.code_tests import inside
 from services.reward.graders.code_tests.asserts import BUILTINS, bound_names, loaded_names
 from services.reward.graders.code_tests.candidate import CallEnd, Candidate
 from services.reward.grading.programs import fault
 from services.reward.grading.registry import GradingFailed
-from shared.wire import ExecuteRequest, Verdict
+from shared.wire import Verdict
 
 MAX_TURNS = 100
 UNSTEADY_TURNS = 10
@@ -30,7 +33,12 @@ GUESSING_TURNS = 4
 ENDINGS = ("late", "large", "memory")
 """Ends of a call that the tests never see: such a call decides the verdict."""
 
-_VERDICTS: dict[str, Verdict] = {"passed": "ok", "failed": "wrong", "opaque": "wrong"}
+_VERDICTS: dict[str, Verdict] = {
+    "passed": "ok",
+    "failed": "wrong",
+    "opaque": "wrong",
+    "unfit": "wrong",
+}
 
 
 @dataclass(frozen=True)
@@ -55,47 +63,68 @@ def unconverted(source: str, setup: str, entry: str | None = None) -> TestCode:
 
 async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
     """Returns the verdict of the tests, and why. Raises GradingFailed where they cannot be run in
-    this way."""
-    calls = await _guessed_calls(candidate, tests, [])
+    this way, whatever the program."""
+    calls = await first_calls(candidate, tests)
     known: list[list[str]] = []
-    is_steady = True
+    is_steady, num_confirmed = True, 0
     for turn in range(MAX_TURNS):
         outcomes = await _made(candidate, calls)
         if isinstance(outcomes, CallEnd):
             return outcomes.verdict, outcomes.detail
-        before, known = (
-            known,
-            [
-                [*call, outcome.how, outcome.text]
-                for call, outcome in zip(calls, outcomes, strict=True)
-            ],
-        )
+        before, known = known, _known(calls, outcomes)
         is_steady = is_steady and _agree(before, known)
         if turn >= UNSTEADY_TURNS and not is_steady:
             return "wrong", "the program gives other results each time it runs"
         if candidate.out_of_time:
             return "time_limit", f"the tests took longer than {candidate.limits.timeout_s:g} s"
-        answer = await _tests_turn(candidate, tests, known)
-        if answer["how"] == "unfit":
-            raise GradingFailed(
-                f"the tests pass on what is not plain data: {answer['text']}", "other_error"
-            )
-        if answer["how"] == "opaque" and answer["calls"][-1][0][:1].isupper():
-            raise GradingFailed(
-                f"the tests use an object of the candidate's {answer['calls'][-1][0]}, and only "
-                "plain data crosses"
-            )
+        answer = await _turn(candidate, tests, known)
+        if answer.fault is not None:
+            verdict, detail = answer.fault
+            return verdict, f"the tests ran out over what the program returned: {detail}"
         # Else what a call gave may come of others before it.
-        in_order = answer["calls"] == calls[: len(answer["calls"])]
-        if answer["how"] != "unknown" and in_order:
-            return _VERDICTS.get(answer["how"], "runtime_error"), answer["text"]
-        is_short = answer["how"] == "unknown" and turn < GUESSING_TURNS
-        guessed = await _guessed_calls(candidate, tests, known) if is_short else []
-        calls = max(guessed, answer["calls"], key=len)
-    raise GradingFailed(
-        f"the tests were not done after {MAX_TURNS} turns; do they make other calls each time they "
-        "run?"
+        in_order = answer.calls == calls[: len(answer.calls)]
+        if answer.how != "unknown" and in_order:
+            return _VERDICTS[answer.how], answer.text
+        is_confirmed = answer.calls[: len(calls)] == calls
+        is_worth_guessing = turn < GUESSING_TURNS or (
+            is_confirmed and len(calls) > num_confirmed + 1
+        )
+        num_confirmed = len(calls) if is_confirmed else 0
+        calls = answer.calls
+        if answer.how == "unknown" and is_worth_guessing:
+            guessed = await _turn(candidate, tests, known, guess=True)
+            calls = max(guessed.calls, calls, key=len)
+    if await _differ(candidate, tests):
+        raise GradingFailed("the tests make other calls each time they run")
+    return "time_limit", f"the tests were not done after {MAX_TURNS} turns"
+
+
+async def first_calls(candidate: Candidate, tests: TestCode) -> list[list[str]]:
+    """Returns the first calls that the tests make, before they know any result. Raises
+    GradingFailed where they make none, or one that cannot be passed on."""
+    guessed = await _turn(candidate, tests, [], guess=True)
+    answer = (
+        guessed if guessed.calls or guessed.how == "unfit" else await _turn(candidate, tests, [])
     )
+    if answer.fault is not None:
+        verdict, detail = answer.fault
+        raise GradingFailed(f"the tests themselves ended with {verdict}: {detail}")
+    if answer.how == "unfit":
+        raise GradingFailed(f"the tests pass on what is not plain data: {answer.text}")
+    if not answer.calls:
+        how = f"fail by themselves ({answer.text})" if answer.how == "failed" else "end"
+        raise GradingFailed(
+            f"the tests {how} without a call of the program; expected calls of "
+            f"{' or '.join(tests.names) or 'its functions'}",
+            "invalid_variable_error",
+        )
+    return answer.calls
+
+
+def _known(calls: list[list[str]], outcomes: list[CallEnd]) -> list[list[str]]:
+    return [
+        [*call, outcome.how, outcome.text] for call, outcome in zip(calls, outcomes, strict=True)
+    ]
 
 
 def _agree(before: list[list[str]], after: list[list[str]]) -> bool:
@@ -126,32 +155,44 @@ async def _made(candidate: Candidate, calls: list[list[str]]) -> list[CallEnd] |
     )
 
 
-async def _guessed_calls(
-    candidate: Candidate, tests: TestCode, known: list[list[str]]
-) -> list[list[str]]:
-    """Returns the calls that the tests will make, as far as guesses tell; none where a guess was
-    wrong."""
-    execution = await candidate.sandbox.execute(_job(candidate, tests, known, guess=True))
-    return execution.value["calls"] if fault(execution)[0] == "ok" else []
+@dataclass(frozen=True)
+class _Answer:
+    """What one run of the tests came to: `calls` are all that they made, `how` and `text` as
+    `inside_tests.run` has them. `fault`: the run ended before its time, and nothing else is
+    known."""
+
+    calls: list[list[str]]
+    how: str = "unknown"
+    text: str = ""
+    fault: tuple[Verdict, str] | None = None
 
 
-async def _tests_turn(
-    candidate: Candidate, tests: TestCode, known: list[list[str]]
-) -> dict[str, Any]:
-    execution = await candidate.sandbox.execute(_job(candidate, tests, known, guess=False))
-    verdict, detail = fault(execution)
-    if verdict != "ok":
-        raise GradingFailed(f"the tests themselves ended with {verdict}: {detail}")
-    return execution.value
-
-
-def _job(
-    candidate: Candidate, tests: TestCode, known: list[list[str]], *, guess: bool
-) -> ExecuteRequest:
+async def _turn(
+    candidate: Candidate, tests: TestCode, known: list[list[str]], *, guess: bool = False
+) -> _Answer:
+    """Runs the tests once. With what the program returned, their time is its time."""
     arguments = {
         "setup": tests.setup,
         "tests": tests.source,
         "names": list(tests.names),
         "entry": tests.entry,
+        "known": known,
+        "guess": guess,
     }
-    return inside.tests_job(arguments | {"known": known, "guess": guess}, **candidate.job_limits())
+    execution = await candidate.sandbox.execute(
+        inside.tests_job(arguments, **candidate.job_limits())
+    )
+    if known:
+        candidate.wall_s += execution.wall_s
+    verdict, detail = fault(execution)
+    if verdict != "ok":
+        return _Answer([], fault=(verdict, detail))
+    value = execution.value
+    again = [call[:2] for call in known[: value["again"]]]
+    return _Answer([*again, *value["new"]], value["how"], value["text"])
+
+
+async def _differ(candidate: Candidate, tests: TestCode) -> bool:
+    """Returns whether the tests make other calls each time they run, whatever the program."""
+    first, second = [await _turn(candidate, tests, [], guess=True) for _ in range(2)]
+    return first.calls != second.calls

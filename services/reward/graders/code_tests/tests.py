@@ -3,17 +3,24 @@ sentence, for what cannot be read."""
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from services.reward.graders.code_tests import asserts
+from services.reward.graders.code_tests import asserts, sound
 from services.reward.graders.code_tests.asserts import Case
 from services.reward.graders.code_tests.proxy import TestCode, unconverted
 from services.reward.graders.code_tests.stdio import MAX_OUTPUT_BYTES, Pair
 from services.reward.grading.registry import GradingFailed
 
 Style = Literal["asserts", "check", "stdio"]
+EXPECTED = {
+    "asserts": "assert statements on calls of the program's functions, as `assert f(1) == 2`",
+    "check": "a function `check(candidate)` with such statements on calls of `candidate`",
+    "stdio": 'a list of {"input": "...", "output": "..."}, or {"inputs": ["..."], '
+    '"outputs": ["..."]}',
+}
 
 
 @dataclass(frozen=True)
@@ -31,9 +38,12 @@ class Tests:
         return len(self.cases) + len(self.codes) + len(self.pairs)
 
 
-def read(value: Any, style: Style, entry_point: str | None, setup: str, prefix: str) -> Tests:
-    """Returns the tests in a column's `value`. `setup` and `prefix` are source that test code may
-    use."""
+def read(
+    value: Any, style: Style | None, entry_point: str | None, setup: str, prefix: str
+) -> Tests:
+    """Returns the tests in a column's `value`, whose style is recognized unless given. `setup` and
+    `prefix` are source that test code may use."""
+    style = style or recognized(value)
     try:
         if style == "stdio":
             tests = Tests(pairs=_pairs(value))
@@ -46,8 +56,27 @@ def read(value: Any, style: Style, entry_point: str | None, setup: str, prefix: 
             f"the tests are not Python: {error.msg} (line {error.lineno})", "invalid_variable_error"
         ) from error
     if not tests.count:
-        raise GradingFailed(f"the row has no tests: {value!r:.80}", "invalid_variable_error")
+        raise GradingFailed(
+            f"the row has no tests: {value!r:.80}; expected {EXPECTED[style]}",
+            "invalid_variable_error",
+        )
     return tests
+
+
+def recognized(value: Any) -> Style:
+    """Returns the style of the tests in a column: "stdio" for inputs and outputs, "check" for
+    source that defines `check(candidate)` and does not call it, "asserts" for all else."""
+    try:
+        data = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        data = None
+    if isinstance(data, dict) or (isinstance(data, list) and data and isinstance(data[0], dict)):
+        return "stdio"
+    try:
+        tree = ast.parse("\n".join(_texts(value)))
+    except SyntaxError:
+        return "asserts"
+    return "check" if sound.calls_for_check(tree) else "asserts"
 
 
 def _texts(value: Any) -> list[str]:
@@ -64,10 +93,12 @@ def _asserts(texts: list[str], entry_point: str | None, setup: str) -> Tests:
     imports: list[str] = []
     cases: list[Case] = []
     codes: list[TestCode] = []
+    if not all(sound.assert_something(ast.parse(text)) for text in texts):
+        texts = ["\n".join(texts)]  # one is for those after it, such as imports
     for text in texts:
         suite = asserts.from_asserts(text, entry_point, setup)
         if suite is None:
-            codes.append(unconverted(text, setup))
+            codes.append(_sound(unconverted(text, setup), "asserts"))
         else:
             imports.append(suite.imports)
             cases += suite.cases
@@ -77,14 +108,32 @@ def _asserts(texts: list[str], entry_point: str | None, setup: str) -> Tests:
 def _check(texts: list[str], entry_point: str | None, setup: str) -> Tests:
     if entry_point is None or not entry_point.isidentifier():
         raise GradingFailed(
-            f"the entry point is {entry_point!r:.80}; expected a function's name",
+            f"the tests define check(candidate), and the entry point is {entry_point!r:.80}; "
+            "expected a function's name in the column that the param entry_point names",
             "invalid_variable_error",
         )
     source = "\n".join(texts)
     suite = asserts.from_check(source, entry_point)
     if suite is None:
-        return Tests(codes=(unconverted(source, setup, entry_point),))
+        return Tests(codes=(_sound(unconverted(source, setup, entry_point), "check"),))
     return Tests(suite.imports, suite.cases)
+
+
+def _sound(code: TestCode, style: Style) -> TestCode:
+    """Returns tests that run as they are. Raises GradingFailed where their verdict would mean
+    nothing, whatever the program."""
+    tree = ast.parse(code.source)
+    if style == "asserts" and sound.calls_for_check(tree):
+        problem = 'the tests define check(candidate) and never call it; expected style "check"'
+    elif not sound.assert_something(tree):
+        problem = f"the tests assert nothing: {code.source!r:.80}; expected {EXPECTED[style]}"
+    elif name := sound.evaluated(tree):
+        problem = f"the tests use {name!r}, and what a program returns must not run beside them"
+    elif name := sound.object_of(tree, code.names):
+        problem = f"the tests use an object of the class {name!r}, and only plain data crosses"
+    else:
+        return code
+    raise GradingFailed(problem, "invalid_variable_error")
 
 
 def _pairs(value: Any) -> tuple[Pair, ...]:
@@ -106,7 +155,13 @@ def _pairs(value: Any) -> tuple[Pair, ...]:
         ]
     if not isinstance(value, list | tuple):
         raise _no_pairs(value)
-    return tuple(_pair(test) for test in value)
+    pairs = tuple(_pair(test) for test in value)
+    if pairs and not any(pair.stdout.strip() for pair in pairs):
+        raise GradingFailed(
+            f"no test expects any output: {value!r:.80}; a program that does nothing would pass",
+            "invalid_variable_error",
+        )
+    return pairs
 
 
 def _pair(test: Any) -> Pair:
@@ -124,9 +179,6 @@ def _pair(test: Any) -> Pair:
 
 
 def _no_pairs(value: Any) -> GradingFailed:
-    wanted = (
-        'a list of {"input": "...", "output": "..."}, or {"inputs": ["..."], "outputs": ["..."]}'
-    )
     return GradingFailed(
-        f"the tests are {value!r:.80}; expected {wanted}", "invalid_variable_error"
+        f"the tests are {value!r:.80}; expected {EXPECTED['stdio']}", "invalid_variable_error"
     )

@@ -1,0 +1,92 @@
+"""What tests must be like so that their verdict means something. Decided from their source alone,
+before any program: no program can change it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+
+_EVALUATING = frozenset({"eval", "exec", "compile", "__import__", "pickle", "marshal"})
+_OF_PLAIN_DATA = frozenset(
+    name
+    for kind in (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+    for name in dir(kind)
+)
+
+
+def calls_for_check(tree: ast.Module) -> bool:
+    """Returns whether the tests define `check(candidate)` and leave the call to others."""
+    defined = any(
+        isinstance(part, ast.FunctionDef) and part.name == "check" and part.args.args
+        for part in tree.body
+    )
+    top = [part for part in tree.body if not isinstance(part, ast.FunctionDef | ast.ClassDef)]
+    called = any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check"
+        for node in _nodes(top)
+    )
+    return defined and not called
+
+
+def assert_something(tree: ast.AST) -> bool:
+    """Returns whether a program could fail these tests other than by raising: they have an `assert`
+    of anything but a constant that holds, a `raise`, or a call of `assert_equal(...)`,
+    `self.fail(...)`, `pytest.raises(...)`, `exit(...)` and the like."""
+    return any(
+        isinstance(node, ast.Raise)
+        or (
+            isinstance(node, ast.Assert)
+            and not (isinstance(node.test, ast.Constant) and node.test.value)
+        )
+        or (isinstance(node, ast.Call) and _judges(node.func))
+        for node in ast.walk(tree)
+    )
+
+
+def _judges(function: ast.expr) -> bool:
+    name = getattr(function, "attr", getattr(function, "id", ""))
+    return name.lower().startswith("assert") or name in ("fail", "raises", "exit", "_exit")
+
+
+def evaluated(tree: ast.AST) -> str | None:
+    """Returns the name by which the tests run text as Python, or None. What a program returns must
+    not run beside the tests; text that stands in them may."""
+    constant = {
+        id(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and node.args
+        and all(isinstance(argument, ast.Constant) for argument in node.args)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in _EVALUATING and id(node) not in constant:
+            return node.id
+    return None
+
+
+def object_of(tree: ast.AST, names: Iterable[str]) -> str | None:
+    """Returns the class of the candidate, among `names`, of which the tests use an object, or None.
+    Only plain data crosses. Told by a name in capitals and by attributes that no plain data has,
+    for many a function is called `Find_Max`."""
+    classes = {name for name in names if name[:1].isupper()}
+    objects = {
+        target.id: node.value.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id in classes
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr not in _OF_PLAIN_DATA:
+            made = node.value.func if isinstance(node.value, ast.Call) else node.value
+            name = made.id if isinstance(made, ast.Name) else ""
+            if name in classes or (made is node.value and name in objects):
+                return objects.get(name, name)
+    return None
+
+
+def _nodes(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
+    return (node for part in body for node in ast.walk(part))

@@ -1,0 +1,138 @@
+"""Which tests of a row mean something: the style that is recognized, and rows that no program could
+be graded by."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.reward.graders.code_tests.tests import read, recognized
+from services.reward.grading import registry
+from services.reward.grading.registry import GradingFailed
+from services.reward.grading.scoring import Scorer
+from services.reward.sandbox.local import LocalSandbox
+from shared.errors import BadRequest
+from shared.job import RewardSpec
+from shared.wire import Prompt, ScoreItem
+from tests.support.reward_helpers import running_sandbox, tools_of
+
+CHECK = "def check(candidate):\n    for x in range(3):\n        assert candidate(x) == x\n"
+JUNK = "def f(x):\n    return 'junk'"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandbox() -> AsyncGenerator[LocalSandbox]:
+    async with running_sandbox(2) as sandbox:
+        yield sandbox
+
+
+@pytest.mark.parametrize(
+    ("value", "style"),
+    [
+        (["assert f(1) == 1"], "asserts"),
+        ("assert f(1) == 1", "asserts"),
+        (CHECK, "check"),
+        (["import math", CHECK], "check"),
+        (CHECK + "check(f)\n", "asserts"),
+        (CHECK + "if True:\n    check(f)\n", "asserts"),
+        ("def check(a, b):\n    return a == b\nassert check(f(1), 1)", "asserts"),
+        ([{"input": "1", "output": "1"}], "stdio"),
+        ({"inputs": ["1"], "outputs": ["1"]}, "stdio"),
+        ('[{"input": "1", "output": "1"}]', "stdio"),
+        ('{"inputs": ["1"], "outputs": ["1"]}', "stdio"),
+        ("assert f(", "asserts"),
+    ],
+)
+def test_the_style_is_recognized_from_the_tests(value: Any, style: str) -> None:
+    assert recognized(value) == style
+
+
+USELESS: list[tuple[Any, dict[str, Any], str]] = [
+    (CHECK, {}, "the entry point is None; expected a function's name in the column"),
+    (CHECK, {"style": "asserts"}, 'define check(candidate) and never call it; expected style "ch'),
+    ("for i in range(3):\n    f(i)", {}, "the tests assert nothing: 'for i in range(3):"),
+    (["x = f(1)", "print(x)"], {}, "expected assert statements on calls of the program's function"),
+    ("def check(candidate):\n    candidate(1)\n    assert True", {"entry": "f"}, "assert nothing"),
+    (
+        "def test():\n    assert f(1) == 1",
+        {},
+        "end without a call of the program; expected c",
+    ),
+    (
+        "import nothing_here\nfor x in [1]:\n    assert f(x)",
+        {},
+        "fail by themselves (ModuleNot",
+    ),
+    ("while True: pass\nassert f(1) == 1", {}, "the tests themselves ended with time_limit"),
+    (
+        "for x in [1]:\n    assert eval(f(x)) == 24",
+        {},
+        "the tests use 'eval', and what a program r",
+    ),
+    (
+        "for x in [1]:\n    s = Solution()\n    assert s.g(x) == 1",
+        {},
+        "an object of the class 'So",
+    ),
+    ("for x in [1]:\n    assert Solution().g(x) == 1", {}, "an object of the class 'Solution'"),
+    (
+        "for x in [1]:\n    assert f(open) == 1",
+        {},
+        "the tests pass on what is not plain data",
+    ),
+    ([{"input": "1", "output": "\n"}], {}, "no test expects any output"),
+    ([], {}, "the row has no tests: []; expected assert statements"),
+]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("tests", "params", "message"), USELESS)
+async def test_a_row_by_which_no_program_can_be_graded_is_told_before_and_while_training(
+    sandbox: LocalSandbox, tests: Any, params: dict[str, Any], message: str
+) -> None:
+    row = {"tests": tests, "name": params.get("entry")}
+    entry = {"entry_point": "name"} if "entry" in params else {}
+    style = {"style": params["style"]} if "style" in params else {}
+    spec = RewardSpec(grader="code_tests", params={"cpu_s": 0.3, **entry, **style})
+    scorer = Scorer(tools_of(sandbox))
+    good = Prompt(index=1, content="", row={"tests": ["assert f(1) == 1"], "name": "f"})
+    bad = Prompt(index=7, content="", row=row)
+    with pytest.raises(BadRequest) as refused:
+        await scorer.check([spec], ["tests", "name"], [good, bad])
+    assert refused.value.detail.startswith("reward 'code_tests', row 7 of the data: ")
+    assert message in refused.value.detail
+    bound = registry.bind(spec, tools_of(sandbox))
+    with pytest.raises(GradingFailed) as missing:
+        await bound.grade([ScoreItem(prompt="", completion=JUNK, row=row)])
+    assert message in missing.value.detail
+    await scorer.close()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_rows_that_can_be_graded_pass_the_check(sandbox: LocalSandbox) -> None:
+    spec = RewardSpec(grader="code_tests", params={"entry_point": "name"})
+    prompts = [
+        Prompt(index=index, content="", row={"tests": tests, "name": "f"})
+        for index, tests in enumerate(
+            [
+                CHECK,
+                ["import math", "assert math.isclose(f(1), 1)"],
+                "try:\n    f(-1)\n    assert False\nexcept ValueError: pass",
+                "for x in [1]:\n    assert Find_Max([x]).copy() == [1]",
+                "for x in [1]:\n    assert eval('1 + 1') == f(x)",
+                [{"input": "", "output": ""}, {"input": "1", "output": "1"}],
+                "import unittest\ncase = unittest.TestCase()\nfor x in [1]: case.assertTrue(f(x))",
+            ]
+        )
+    ]
+    scorer = Scorer(tools_of(sandbox))
+    await scorer.check([spec], ["tests", "name"], prompts)
+    await scorer.close()
+
+
+def test_a_text_that_asserts_nothing_is_for_those_after_it() -> None:
+    tests = read(["import math", "assert math.isclose(f(1), 1)"], None, None, "", "")
+    assert (tests.count, tests.imports) == (1, "import math")
