@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.api import history
+from services.orchestrator.loop.prompts import load_prompts
 from services.orchestrator.loop.run import Outcome, Run
 from services.orchestrator.queue import worker
 from services.orchestrator.queue.store import Lease, Store
@@ -29,6 +30,7 @@ from shared.wire import (
     Part,
     RolloutList,
     SubmitRequest,
+    ValidateRequest,
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
@@ -233,6 +235,20 @@ async def test_a_job_that_cannot_run_is_refused_when_it_is_submitted(
         await stack.submit(Job.model_validate(document))
     assert sentence in raised.value.detail
     assert (await stack.client.get("/v1/jobs", JobList)).jobs == ()
+
+
+async def test_the_rewards_of_a_job_are_tried_on_the_first_rows_of_its_data(stack: Stack) -> None:
+    tried: list[ValidateRequest] = []
+
+    async def note(body: ValidateRequest) -> None:
+        tried.append(body)
+
+    stack.fakes.fault["validate"] = note
+    await stack.until((await stack.submit()).id)
+    of_submission, of_beginning = tried
+    assert of_submission == of_beginning
+    prompts = load_prompts(stack.job).for_step(1)
+    assert of_submission.prompts == prompts[:8] and len(prompts) >= 2
 
 
 async def test_an_unknown_key_in_a_posted_job_names_the_nearest(stack: Stack) -> None:
