@@ -57,9 +57,9 @@ def items(*completions: str, prompt: Any = "?", **row: Any) -> tuple[ScoreItem, 
 
 
 async def score(
-    client: Client, items: tuple[ScoreItem, ...], *specs: RewardSpec
+    client: Client, items: tuple[ScoreItem, ...], *specs: RewardSpec, job_id: str | None = None
 ) -> tuple[Score, ...]:
-    request = ScoreRequest(items=items, rewards=specs)
+    request = ScoreRequest(items=items, rewards=specs, job_id=job_id)
     return (await client.call("POST", "/score", request, ScoreResult, deadline_s=60)).scores
 
 
@@ -141,8 +141,9 @@ async def test_an_own_function_stays_loaded_between_requests(client: Client) -> 
         "import time\nLOADED = time.time()\ndef reward(completions):\n"
         "    return [LOADED for _ in completions]"
     )
-    (first,) = await score(client, items("a"), own(source))
-    assert [again.value for again in await score(client, items("a"), own(source))] == [first.value]
+    (first,) = await score(client, items("a"), own(source), job_id="loaded")
+    (again,) = await score(client, items("a"), own(source), job_id="loaded")
+    assert again.value == first.value
 
 
 async def test_an_own_function_has_no_network_and_no_host(client: Client) -> None:

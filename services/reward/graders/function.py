@@ -8,13 +8,14 @@ gives messages, and its completion is `[{"role": "assistant", ...}]`.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
 
 from services.reward.grading.registry import Grader, GraderTools, Params, grader, no_column
-from services.reward.job_code.workers import LOAD_DEADLINE_S
+from services.reward.job_code.workers import LOAD_DEADLINE_S, Own
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
@@ -42,10 +43,12 @@ class Function(Grader[FunctionParams]):
     It returns one number per completion, None where it does not apply, or (number, why).
     """
 
+    remembers = True
     max_concurrency = 1
 
     def __init__(self, spec: RewardSpec, params: FunctionParams, tools: GraderTools) -> None:
         super().__init__(spec, params, tools)
+        self._own = Own(spec, tools.job_id or f"request {secrets.token_hex(8)}")
         self.deadline_s = LOAD_DEADLINE_S + MAX_LATE_CALLS * params.timeout_s
 
     async def check(self, columns: Sequence[str]) -> None:
@@ -59,7 +62,7 @@ class Function(Grader[FunctionParams]):
                 f"reward {self.spec.label!r}: the text of {self.spec.file!r} must be sent along as "
                 "'source'"
             )
-        signature = await self.tools.functions.signature(self.spec)
+        signature = await self.tools.functions.signature(self._own)
         given = GIVEN if signature.calls == "batch" else GIVEN_ITEM
         for name, needed in signature.parameters.items():
             if needed and name not in (*given, *columns):
@@ -72,8 +75,12 @@ class Function(Grader[FunctionParams]):
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         return await self.tools.functions.call(
-            self.spec, _arguments(items), len(items), self.params.timeout_s
+            self._own, _arguments(items), len(items), self.params.timeout_s
         )
+
+    async def close(self) -> None:
+        if self.tools.job_id is None:
+            await self.tools.functions.release(self._own)
 
 
 def _arguments(items: Sequence[ScoreItem]) -> dict[str, Any]:

@@ -110,8 +110,8 @@ class Caller:
 
 
 class Callers:
-    """The graders that jobs use now, each bound once, with the `MAX_KEPT` last used ones. `close`
-    closes all."""
+    """The graders that jobs use now, each bound once, with the `MAX_KEPT` last used ones. One that
+    remembers ends with its request where that names no job. `close` closes all."""
 
     def __init__(self, tools: GraderTools) -> None:
         self._tools = tools
@@ -133,6 +133,8 @@ class Callers:
         finally:
             for one in kept:
                 one.users -= 1
+                if one.ends_with_request:
+                    await one.caller.grader.close()
 
     async def close(self) -> None:
         for kept in self._kept.values():
@@ -143,7 +145,11 @@ class Callers:
         key = (job_id, spec.model_dump_json())
         if key not in self._kept:
             grader = registry.bind(spec, replace(self._tools, job_id=job_id))
-            self._kept[key] = _Kept(Caller(grader, self._cache))
+            kept = _Kept(Caller(grader, self._cache))
+            if grader.remembers and job_id is None:
+                kept.ends_with_request = True
+                return kept
+            self._kept[key] = kept
         self._kept.move_to_end(key)
         return self._kept[key]
 
@@ -158,6 +164,7 @@ class Callers:
 class _Kept:
     caller: Caller
     users: int = 0
+    ends_with_request: bool = False
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,9 @@ class Grader(ABC, Generic[P]):
     """The verdict follows from the params and `content(item)` alone, so it may be cached. Say
     so where grading costs more than looking up."""
 
+    remembers: bool = False
+    """It may keep what it was given: each job, and each request that names none, has its own."""
+
     items_per_call: int | None = None
     """At most how many items one call of `grade` takes; None: all of a request. With 1 each item
     has a deadline of its own, fails alone, and is reported as soon as it is done."""

@@ -1,9 +1,10 @@
-"""Jobs' own rewards: one warm worker for each (source, function), kept between steps, in a sandbox
-of its own.
+"""Jobs' own rewards: one warm worker for each function of each job, kept between steps, in a
+sandbox of its own.
 
 Importing numpy takes longer than most steps have, so a worker stays until `MAX_WORKERS` others were
-used after it. Calls of one worker run in turn. What cannot be loaded is the job's mistake
-(BadRequest); what fails when called gives no reward (GradingFailed).
+used after it. No two jobs share one, whatever their source: it remembers what it was given. Calls
+of one worker run in turn, and between them all its processes are stopped. What cannot be loaded is
+the job's mistake (BadRequest); what fails when called gives no reward (GradingFailed).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +64,31 @@ class Signature:
         }
 
 
+class NotOfThisCall(Exception):
+    """A worker's answer came ahead of its call, or is one to another."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """A job's own function. `owner` says whose: a job, or a request that names none."""
+
+    spec: RewardSpec
+    owner: str
+
+    @property
+    def key(self) -> str:
+        text = f"{self.owner}\0{self.spec.function}\0{self.file}\0{self.spec.source}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def file(self) -> str:
+        return PurePath(self.spec.file).name if self.spec.file else "reward.py"
+
+    @property
+    def named(self) -> str:
+        return f"reward function {self.spec.function!r}"
+
+
 @dataclass
 class _Entry:
     """One function's worker, if it has one now, and how many callers hold or wait for it."""
@@ -77,17 +104,17 @@ class FunctionWorkers:
         self._sandbox = sandbox
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
-    async def signature(self, spec: RewardSpec) -> Signature:
+    async def signature(self, own: Own) -> Signature:
         """Returns what the function takes. Raises BadRequest with file, line and exception if its
         source cannot be loaded."""
-        known = self._entries.get(_key(spec))
+        known = self._entries.get(own.key)
         if known is not None and known.signature is not None:
             return known.signature
-        async with self._entry(spec) as entry:
-            return (await self._load(entry, spec))[1]
+        async with self._entry(own) as entry:
+            return (await self._load(entry, own))[1]
 
     async def call(
-        self, spec: RewardSpec, arguments: Mapping[str, Sequence[Any]], count: int, timeout_s: float
+        self, own: Own, arguments: Mapping[str, Sequence[Any]], count: int, timeout_s: float
     ) -> list[Part]:
         """Returns a part for each of the `count` completions whose `arguments` these are.
 
@@ -95,19 +122,26 @@ class FunctionWorkers:
         there is one call for all, or one per completion where it takes one at a time, which
         then fails alone. Raises GradingFailed where all fail.
         """
-        async with self._entry(spec) as entry:
-            signature = (await self._load(entry, spec))[1]
+        async with self._entry(own) as entry:
+            signature = (await self._load(entry, own))[1]
             taken = signature.taken(arguments)
             if signature.calls != "one by one":
-                return await self._call(entry, spec, taken, count, timeout_s)
+                return await self._call(entry, own, taken, count, timeout_s)
             parts: list[Part] = []
             for position in range(count):
                 try:
                     one = {name: [values[position]] for name, values in taken.items()}
-                    parts += await self._call(entry, spec, one, 1, timeout_s)
+                    parts += await self._call(entry, own, one, 1, timeout_s)
                 except GradingFailed as error:
                     parts.append(error.part())
             return parts
+
+    async def release(self, own: Own) -> None:
+        """Ends the function's worker, unless it is in use."""
+        entry = self._entries.get(own.key)
+        if entry is not None and not entry.users:
+            del self._entries[own.key]
+            await self._drop(entry)
 
     async def close(self) -> None:
         for entry in self._entries.values():
@@ -115,10 +149,10 @@ class FunctionWorkers:
         self._entries.clear()
 
     @contextlib.asynccontextmanager
-    async def _entry(self, spec: RewardSpec) -> AsyncGenerator[_Entry]:
+    async def _entry(self, own: Own) -> AsyncGenerator[_Entry]:
         """Yields this function's entry, locked, after closing workers that were not used for
         longest and by nobody now."""
-        key = _key(spec)
+        key = own.key
         entry = self._entries.setdefault(key, _Entry())
         self._entries.move_to_end(key)
         entry.users += 1
@@ -135,7 +169,7 @@ class FunctionWorkers:
     async def _call(
         self,
         entry: _Entry,
-        spec: RewardSpec,
+        own: Own,
         arguments: Mapping[str, Any],
         count: int,
         timeout_s: float,
@@ -144,27 +178,30 @@ class FunctionWorkers:
         it gets a second try; a function that ends its own process does so again."""
         message = {"arguments": arguments, "count": count, "timeout_s": timeout_s}
         for is_last in (False, True):
-            worker, signature = await self._load(entry, spec)
+            worker, signature = await self._load(entry, own)
             answered = False
             try:
                 answer = await self._converse(
                     worker,
                     message,
-                    _named(spec),
+                    own.named,
                     timeout_s + (LATE_S if signature.calls == "together" else 0.0),
                 )
                 answered = True
-                return answers.parts(answer, count, _named(spec))
+                worker.pause()
+                return answers.parts(answer, count, own.named)
             except TimeoutError as error:
-                late = (
-                    f"{_named(spec)} did not return within {timeout_s:g} s for {count} completions"
-                )
+                late = f"{own.named} did not return within {timeout_s:g} s for {count} completions"
                 raise GradingFailed(late, "unresponsive_reward_error") from error
+            except NotOfThisCall as error:
+                raise GradingFailed(
+                    f"{own.named} failed: {error}", "python_grader_runtime_error"
+                ) from error
             except SlotDied as error:
                 if is_last:
-                    raise _ended_twice(spec, error) from error
+                    raise _ended_twice(own, error) from error
                 get_logger().warning(
-                    "reward function worker died", function=spec.function, reason=str(error)
+                    "reward function worker died", function=own.spec.function, reason=str(error)
                 )
             finally:
                 if not answered:
@@ -179,7 +216,7 @@ class FunctionWorkers:
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout_s
         while True:
-            answer = await worker.ask(dict(message), max(end - loop.time(), 0.001))
+            answer = await _asked(worker, message, max(end - loop.time(), 0.001))
             if not isinstance(answer, dict) or "execute" not in answer:
                 return answer
             async with asyncio.timeout_at(end):
@@ -203,64 +240,61 @@ class FunctionWorkers:
             for programs in lists
         ]
 
-    async def _load(self, entry: _Entry, spec: RewardSpec) -> tuple[Worker, Signature]:
+    async def _load(self, entry: _Entry, own: Own) -> tuple[Worker, Signature]:
         if entry.worker is not None and entry.signature is not None:
             return entry.worker, entry.signature
         try:
             worker = await self._sandbox.open_worker(SERVE)
         except CannotIsolate as error:
-            raise Failed(f"no sandbox could be started for {_named(spec)}: {error}") from error
+            raise Failed(f"no sandbox could be started for {own.named}: {error}") from error
         opening = {
-            "source": spec.source,
-            "file": _file(spec),
-            "function": spec.function,
+            "source": own.spec.source,
+            "file": own.file,
+            "function": own.spec.function,
             "paths": visible.package_paths(),
         }
         try:
-            answer = await worker.ask(opening, LOAD_DEADLINE_S)
+            answer = await _asked(worker, opening, LOAD_DEADLINE_S)
+            worker.pause()
             if "error" in answer:
-                raise BadRequest(f"{_named(spec)} cannot be loaded: {str(answer['error'])[:1000]}")
+                raise BadRequest(f"{own.named} cannot be loaded: {str(answer['error'])[:1000]}")
             required = {str(name): bool(value) for name, value in answer["parameters"].items()}
             entry.signature = Signature(required, bool(answer["any_keyword"]), str(answer["calls"]))
             entry.worker = worker
             return worker, entry.signature
         except TimeoutError as error:
-            raise BadRequest(
-                f"{_named(spec)} was not loaded within {LOAD_DEADLINE_S:g} s"
-            ) from error
-        except (SlotDied, KeyError, TypeError, AttributeError) as error:
-            raise BadRequest(f"{_named(spec)} cannot be loaded: {error}") from error
+            raise BadRequest(f"{own.named} was not loaded within {LOAD_DEADLINE_S:g} s") from error
+        except (SlotDied, NotOfThisCall, KeyError, TypeError, AttributeError) as error:
+            raise BadRequest(f"{own.named} cannot be loaded: {error}") from error
         finally:
             if entry.worker is None:
-                await worker.close()
+                await worker.dismiss()
 
     async def _drop(self, entry: _Entry) -> None:
         worker, entry.worker = entry.worker, None
         if worker is not None:
-            await worker.close()
+            await worker.dismiss()
 
 
-def _ended_twice(spec: RewardSpec, error: SlotDied) -> GradingFailed:
+async def _asked(worker: Worker, message: Mapping[str, Any], deadline_s: float) -> Any:
+    """Returns the worker's untrusted answer to this message. It has to carry the message's number,
+    which nobody knows before: what a function sent ahead is no answer."""
+    number = secrets.token_hex(8)
+    answer = await worker.ask({**message, "call": number}, deadline_s)
+    if not isinstance(answer, dict) or answer.pop("call", None) != number:
+        raise NotOfThisCall("its process sent an answer that is not one to this call")
+    return answer
+
+
+def _ended_twice(own: Own, error: SlotDied) -> GradingFailed:
     if error.killed:
         return GradingFailed(
-            f"the process of {_named(spec)} was killed twice, from outside or by the kernel for "
+            f"the process of {own.named} was killed twice, from outside or by the kernel for "
             f"its memory ({error})",
             "python_grader_server_error",
             by_sandbox=True,
         )
     return GradingFailed(
-        f"{_named(spec)} ended its process twice: {error} (it may use 8 GiB of memory)",
+        f"{own.named} ended its process twice: {error} (it may use 8 GiB of memory)",
         "python_grader_runtime_error",
     )
-
-
-def _key(spec: RewardSpec) -> str:
-    return hashlib.sha256(f"{spec.function}\0{_file(spec)}\0{spec.source}".encode()).hexdigest()
-
-
-def _named(spec: RewardSpec) -> str:
-    return f"reward function {spec.function!r}"
-
-
-def _file(spec: RewardSpec) -> str:
-    return PurePath(spec.file).name if spec.file else "reward.py"

@@ -33,7 +33,12 @@ class Worker(ABC):
         SlotDied if the worker ended; in both cases it must not be asked again."""
 
     @abstractmethod
-    async def close(self) -> None: ...
+    def pause(self) -> None:
+        """Stops all that runs in it, until it is asked again."""
+
+    @abstractmethod
+    async def dismiss(self) -> None:
+        """Ends it for good, with all that runs in it."""
 
 
 class Sandbox(ABC):

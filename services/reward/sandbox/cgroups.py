@@ -107,7 +107,7 @@ class Groups:
             else f"whole programs, by cgroups of version {self._version}"
         )
 
-    def make(self) -> Group | None:
+    def make(self, max_processes: int = MAX_PROCESSES) -> Group | None:
         """Returns a new group for a slot, None where there are none."""
         if self.problem:
             return None
@@ -116,7 +116,7 @@ class Groups:
         for folder in set(folders.values()):
             folder.mkdir()
         group = Group(folders, self._version)
-        (folders["pids"] / "pids.max").write_text(str(MAX_PROCESSES))
+        (folders["pids"] / "pids.max").write_text(str(max_processes))
         if self._version == 2:
             with contextlib.suppress(FileNotFoundError):
                 (folders["memory"] / "memory.swap.max").write_text("0")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from services.reward.sandbox import probes, verdicts
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker
 from services.reward.sandbox.cgroups import Groups
-from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER
+from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER, WORKER_BYTES, WORKER_PROCESSES
 from services.reward.sandbox.packages import NO_PACKAGES, Packages
 from services.reward.sandbox.slots import CannotImport, CannotIsolate, Slot
 from shared.errors import Failed
@@ -39,6 +39,7 @@ class LocalSandbox(Sandbox):
         self._packages = packages
         self._bounded = ""
         self._slots: list[Slot] = []
+        self._groups: Groups | None = None
         self._num_workers = 0
         # In turn, so that a slot has time to fork its next child.
         self._idle: asyncio.Queue[Slot] = asyncio.Queue()
@@ -48,7 +49,7 @@ class LocalSandbox(Sandbox):
     async def start(self) -> None:
         if not self._isolated:
             _sweep_unsafe_folders()
-        groups = Groups.find()
+        self._groups = groups = Groups.find()
         self._bounded = groups.bounded
         self._slots = [
             Slot(
@@ -105,10 +106,22 @@ class LocalSandbox(Sandbox):
         if self._problem:
             raise Failed(self._problem)
         self._num_workers += 1
+        group = self._groups.make(WORKER_PROCESSES) if self._groups else None
+        if group:
+            group.limit_memory(WORKER_BYTES)
         worker = Slot(
-            self._num_slots + self._num_workers % 1000, isolated=self._isolated, worker=module
+            self._num_slots + self._num_workers % 1000,
+            isolated=self._isolated,
+            worker=module,
+            group=group,
         )
-        await worker.start()
+        started = False
+        try:
+            await worker.start()
+            started = True
+        finally:
+            if not started:
+                await worker.dismiss()
         return worker
 
     async def _twice(self, slot: Slot, request: ExecuteRequest) -> Execution:

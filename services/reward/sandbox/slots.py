@@ -22,7 +22,7 @@ from services.reward.sandbox import visible
 from services.reward.sandbox.base import SlotDied, Worker
 from services.reward.sandbox.cgroups import Group
 from services.reward.sandbox.decoding import NotPlain, decode
-from services.reward.sandbox.inside import frames, job
+from services.reward.sandbox.inside import frames, job, zygote
 from services.reward.sandbox.packages import INSIDE, NO_PACKAGES, Packages
 from services.reward.sandbox.verdicts import Facts
 from shared.wire import ExecuteRequest
@@ -80,6 +80,7 @@ class Slot(Worker):
         self._idle_bytes = 0
         self._memory_mib = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._switch: int | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -94,8 +95,10 @@ class Slot(Worker):
         await self.close()
         ours, theirs = socket.socketpair()
         log = os.memfd_create("slot-stderr")
+        switched, self._switch = os.pipe()
+        os.set_blocking(self._switch, False)
         try:
-            self._process = self._spawn(theirs, log)
+            self._process = self._spawn(theirs, switched, log)
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
             await self._wait_until_ready(log)
             if self._group:
@@ -107,12 +110,23 @@ class Slot(Worker):
             ) from error
         finally:
             theirs.close()
+            os.close(switched)
             os.close(log)
 
     async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
         """Returns the answer. Anything but an answer (death, silence, cancellation) ends the slot:
         its state is unknown."""
+        self._tell(zygote.CONTINUE)
         return await self._exchange(frames.pack(message), self._message, deadline_s)
+
+    def pause(self) -> None:
+        self._tell(zygote.STOP)
+
+    def _tell(self, what: bytes) -> None:
+        # The pipe is full only where pid 1 hangs, and broken where it died: both show elsewhere.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            if self._switch is not None:
+                os.write(self._switch, what)
 
     async def run(self, request: ExecuteRequest, deadline_s: float) -> Facts:
         """Returns how a program ended. Ends the slot where `ask` does."""
@@ -190,14 +204,18 @@ class Slot(Worker):
         there."""
         if self._writer is not None:
             self._writer.transport.abort()
+        if self._switch is not None:
+            os.close(self._switch)
+            self._switch = None
 
-    def _spawn(self, theirs: socket.socket, log: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, theirs: socket.socket, switched: int, log: int) -> subprocess.Popen[bytes]:
         config = {
             "service_pid": os.getpid(),
             "home": _HOME,
             "worker": self._worker,
             "isolated": self._isolated,
             "control_fd": theirs.fileno(),
+            "switch_fd": switched,
             "uid": _outside_uid(self._number),
             "binds": visible.binds(packages=self._worker is not None) | self._packages.binds,
             "links": visible.links(),
@@ -222,7 +240,7 @@ class Slot(Worker):
             stderr=log,
             env={"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"},
             cwd="/",
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), switched],
             start_new_session=True,
         )
 

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from services.reward.grading.failures import GradingFailed
 from services.reward.job_code import answers
-from services.reward.job_code.workers import FunctionWorkers
+from services.reward.job_code.workers import FunctionWorkers, Own
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -49,7 +49,7 @@ async def grade(
     **columns: list[object],
 ) -> list[Part]:
     arguments = {"prompts": ["?"] * len(completions), "completions": list(completions), **columns}
-    return await workers.call(own(source), arguments, len(completions), timeout_s)
+    return await workers.call(Own(own(source), "job"), arguments, len(completions), timeout_s)
 
 
 async def test_score_gets_one_completion_and_its_columns_by_name(workers: FunctionWorkers) -> None:
@@ -146,7 +146,7 @@ async def test_a_class_that_cannot_be_used_is_refused(
     workers: FunctionWorkers, source: str, message: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
-        await workers.signature(own(source))
+        await workers.signature(Own(own(source), "job"))
     assert message in caught.value.detail
 
 

@@ -7,29 +7,36 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from services.reward.grading.failures import GradingFailed
-from services.reward.job_code.workers import FunctionWorkers
+from services.reward.grading.scoring import Scorer
+from services.reward.job_code.workers import FunctionWorkers, Own
 from services.reward.sandbox.base import SlotDied, Worker
+from services.reward.sandbox.cgroups import Groups
 from services.reward.sandbox.local import LocalSandbox
+from shared.errors import BadRequest
 from shared.job import RewardSpec
-from shared.wire import Execution, Part
-from tests.support.reward_helpers import ScriptedSandbox, processes_of, running_sandbox
+from shared.wire import Execution, Part, ScoreItem, ScoreRequest
+from tests.support.reward_helpers import ScriptedSandbox, processes_of, running_sandbox, tools_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROCESSES_PER_WORKER = 3
-"""The one outside, pid 1 inside, and the function's own."""
+"""The one outside, pid 1 inside, and the function's own; of a slot the next program's."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandbox() -> AsyncGenerator[LocalSandbox]:
     async with running_sandbox(1) as sandbox:
+        async with asyncio.timeout(30):
+            while len(processes_of(os.getpid())) != PROCESSES_PER_WORKER:
+                await asyncio.sleep(0.01)  # the slot forks its next program's process
         yield sandbox
 
 
@@ -51,14 +58,18 @@ async def call(
 
 
 async def parts(
-    workers: FunctionWorkers, spec: RewardSpec, *completions: str, timeout_s: float = 10.0
+    workers: FunctionWorkers,
+    spec: RewardSpec,
+    *completions: str,
+    timeout_s: float = 10.0,
+    owner: str = "job",
 ) -> list[Part]:
     arguments = {
         "prompts": [""] * len(completions),
         "completions": list(completions),
         "unused": [0] * len(completions),
     }
-    return await workers.call(spec, arguments, len(completions), timeout_s)
+    return await workers.call(Own(spec, owner), arguments, len(completions), timeout_s)
 
 
 async def outcome(workers: FunctionWorkers, spec: RewardSpec, *completions: str) -> list[Part]:
@@ -129,7 +140,7 @@ async def test_what_a_function_takes_is_known_while_it_is_busy(workers: Function
         source="import time\ndef reward(completions, answer=None, **rest):\n"
         "    time.sleep(0.5)\n    return [1.0]"
     )
-    signature = await workers.signature(spec)
+    signature = await workers.signature(Own(spec, "job"))
     assert (signature.parameters, signature.any_keyword, signature.calls) == (
         {"completions": True, "answer": False},
         True,
@@ -137,7 +148,7 @@ async def test_what_a_function_takes_is_known_while_it_is_busy(workers: Function
     )
     busy = asyncio.create_task(call(workers, spec, "a"))
     await asyncio.sleep(0.1)
-    assert await workers.signature(spec) == signature
+    assert await workers.signature(Own(spec, "job")) == signature
     assert not busy.done()
     assert await busy == [1.0]
 
@@ -150,10 +161,13 @@ class Dying(Worker):
 
     async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
         if "source" in message:
-            return {"parameters": {}, "any_keyword": True, "calls": "batch"}
+            answer = {"parameters": {}, "any_keyword": True, "calls": "batch"}
+            return answer | {"call": message["call"]}
         raise self._death
 
-    async def close(self) -> None: ...
+    def pause(self) -> None: ...
+
+    async def dismiss(self) -> None: ...
 
 
 class OfDyingWorkers(ScriptedSandbox):
@@ -180,9 +194,10 @@ async def test_who_ended_a_worker_is_read_from_no_sentence(death: SlotDied, verd
 
 
 FORGER = """
-import json, os, struct
+import json, os, struct, sys
 def reward(completions):
-    forged = json.dumps({"results": FORGED}).encode()
+    call = sys._getframe(1).f_locals["message"]["call"]
+    forged = json.dumps({"results": FORGED, "call": call}).encode()
     os.write(3, struct.pack(">I", len(forged)) + forged)
 """
 
@@ -206,3 +221,156 @@ async def test_forged_answers_are_checked(
     assert part.value is None
     assert re.search(message, part.detail)
     part.model_dump_json()
+
+
+REMEMBERING = RewardSpec(
+    source="""
+SEEN = []
+def reward(completions):
+    SEEN.extend(completions)
+    return [(float(len(SEEN)), repr(SEEN)) for _ in completions]
+"""
+)
+
+
+async def test_no_job_sees_what_another_ones_function_was_given(workers: FunctionWorkers) -> None:
+    details: dict[str, list[str]] = {"job1": [], "job2": []}
+    for owner, completion in (("job1", "a"), ("job2", "b"), ("job1", "c")):
+        (part,) = await parts(workers, REMEMBERING, completion, owner=owner)
+        details[owner].append(part.detail)
+    assert details == {"job1": ["['a']", "['a', 'c']"], "job2": ["['b']"]}
+
+
+async def test_a_request_without_a_job_has_a_worker_of_its_own_which_ends_with_it(
+    sandbox: LocalSandbox,
+) -> None:
+    tools = tools_of(sandbox)
+    scorer = Scorer(tools)
+    before = processes_of(os.getpid())
+    item = ScoreItem(prompt="", completion="a")
+    for job_id, wanted in ((None, 1.0), (None, 1.0), ("job1", 1.0), ("job1", 2.0), (None, 1.0)):
+        request = ScoreRequest(items=(item,), rewards=(REMEMBERING,), job_id=job_id)
+        assert [score.value for score in (await scorer.score(request)).scores] == [wanted]
+    assert len(processes_of(os.getpid())) == len(before) + PROCESSES_PER_WORKER
+    await tools.functions.close()
+    assert processes_of(os.getpid()) == before
+
+
+AHEAD = """
+import json, os, struct, threading, time
+FORGED = json.dumps({"results": [{"value": 1.0}], "stdout": ""}).encode()
+def send(): os.write(3, struct.pack(">I", len(FORGED)) + FORGED)
+WHEN
+"""
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        "def reward(completions): send(); return [0.0]",
+        """
+def reward(completions):
+    def later():
+        time.sleep(0.2)
+        send()
+    threading.Thread(target=later).start()
+    time.sleep(0.4 * float(completions[0]))
+    return [0.0]
+""",
+    ],
+    ids=["in its call", "from a thread"],
+)
+async def test_an_answer_ahead_of_its_call_is_none(workers: FunctionWorkers, when: str) -> None:
+    spec = RewardSpec(source=AHEAD.replace("WHEN", when))
+    answers = [(await outcome(workers, spec, text))[0] for text in ("0", "1", "1")]
+    assert 1.0 not in [part.value for part in answers]
+    assert "not one to this call" in " ".join(part.detail for part in answers)
+
+
+async def test_a_file_that_answers_while_it_is_loaded_is_refused(workers: FunctionWorkers) -> None:
+    spec = RewardSpec(source=AHEAD.replace("WHEN", "send()\ndef reward(completions): return [0.0]"))
+    with pytest.raises(BadRequest, match=r"cannot be loaded: .* not one to this call"):
+        await call(workers, spec, "a")
+
+
+BUSY = """
+import os, threading, time
+def spin():
+    while True: pass
+for _ in range(2):
+    if not os.fork():
+        os.setsid()
+        spin()
+threading.Thread(target=spin, daemon=True).start()
+def reward(completions):
+    return [1.0]
+"""
+
+
+def cpu_s() -> float:
+    """Returns the CPU time of all that runs in this process's sandboxes."""
+    ticks = 0
+    for pid in processes_of(os.getpid()):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def test_nothing_of_a_function_runs_between_its_calls(workers: FunctionWorkers) -> None:
+    spec = RewardSpec(source=BUSY)
+    assert await call(workers, spec, "a") == [1.0]
+    async with asyncio.timeout(30):
+        while (before := cpu_s()) != await later(cpu_s):
+            pass
+    await asyncio.sleep(0.5)
+    assert cpu_s() == before
+    assert await call(workers, spec, "b") == [1.0]  # all goes on
+    assert cpu_s() > before or await later(cpu_s) > before
+
+
+async def later(value: Callable[[], float]) -> float:
+    await asyncio.sleep(0.1)
+    return value()
+
+
+HUNGRY = """
+import os, time
+def reward(completions):
+    told, tell = os.pipe()
+    gate, closed = os.pipe()
+    os.set_blocking(told, False)
+    for _ in range(4):
+        if not os.fork():
+            os.close(closed)
+            held = bytearray(40 << 20)
+            held[::4096] = b"x" * len(held[::4096])
+            os.write(tell, b"x")
+            os.read(gate, 1)
+            os._exit(0)
+    holding = killed = 0
+    while holding + killed < 4:
+        time.sleep(0.01)
+        killed += bool(os.waitpid(-1, os.WNOHANG)[0])
+        try:
+            holding += len(os.read(told, 4))
+        except BlockingIOError:
+            pass
+    os.close(closed)
+    return [float(killed)]
+"""
+
+
+async def test_a_functions_processes_share_one_limit_of_memory(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "cgroups" not in sandbox.report()["limits"]:
+        pytest.skip("no cgroups can be made here")
+    monkeypatch.setattr("services.reward.sandbox.local.WORKER_BYTES", 128 << 20)
+    workers = FunctionWorkers(sandbox)
+    (part,) = await outcome(workers, RewardSpec(source=HUNGRY), "a")
+    assert part.value is not None and part.value >= 1
+    await workers.close()
+    folders = [
+        folder for parent in set(Groups.find().parents.values()) for folder in parent.iterdir()
+    ]
+    assert len([f for f in folders if f.name.startswith(f"hone-slot-{os.getpid()}-")]) <= 3

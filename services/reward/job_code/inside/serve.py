@@ -7,8 +7,8 @@ library only.
 
 `arguments` are lists with one entry per completion. A result is `{value, detail}`, value None for
 not applicable, or `{error}`. `execute` is a list of lists of programs, and `executions` has for
-each of these a list of outcomes, or why it is refused. Everything is checked again on the trusted
-side.
+each of these a list of outcomes, or why it is refused. Each message of the service has a number,
+`call`, which its answer repeats. Everything is checked again on the trusted side.
 """
 
 from __future__ import annotations
@@ -64,19 +64,22 @@ def serve(channel: int) -> None:
     sys.path += opening["paths"]
     printed = Printed.install()
     module = types.ModuleType("reward_functions")
-    Reward.tools = WorkerTools(channel, module)
+    Reward.tools = tools = WorkerTools(channel, module)
     own: Own | None = None
+    reply: dict[str, Any]
     try:
         own = _load(module, opening)
-        frames.send(channel, own.signature())
+        reply = own.signature()
     except BaseException as error:  # the job's file, run here for the first time
-        frames.send(channel, {"error": explain(error, opening["file"])})
+        reply = {"error": explain(error, opening["file"])}
+    frames.send(channel, reply | {"call": opening["call"]})
     while (message := frames.receive(channel)) is not None and own is not None:
+        tools.call = message["call"]
         try:
-            reply: dict[str, Any] = {"results": _results(own, message)}
+            reply = {"results": _results(own, message)}
         except BaseException as error:  # the job's function
             reply = {"error": explain(error, own.file)}
-        frames.send(channel, reply | {"stdout": printed.take()})
+        frames.send(channel, reply | {"stdout": printed.take(), "call": tools.call})
 
 
 def _load(module: types.ModuleType, opening: dict[str, Any]) -> Own:

@@ -21,9 +21,11 @@ from shared.rewards import Outcome
 
 
 class WorkerTools:
-    """Implements `shared.rewards.Tools`. `module` holds what the job's file defines."""
+    """Implements `shared.rewards.Tools`. `module` holds what the job's file defines, `call` is the
+    number of the message that is answered next."""
 
     def __init__(self, channel: int, module: types.ModuleType) -> None:
+        self.call = ""
         self._channel = channel
         self._turn = threading.Lock()
         self._lock = threading.Lock()  # guards the next line only
@@ -54,10 +56,13 @@ class WorkerTools:
     def _ask_all(self) -> None:
         with self._lock:
             asked, self._asked = self._asked, []
-        frames.send(self._channel, {"execute": [programs for programs, _ in asked]})
+        execute = [programs for programs, _ in asked]
+        frames.send(self._channel, {"execute": execute, "call": self.call})
         reply: dict[str, Any] = frames.receive(self._channel) or {
-            "executions": ["the reward service is gone"] * len(asked)
+            "executions": ["the reward service is gone"] * len(asked),
+            "call": self.call,
         }
+        self.call = reply["call"]
         for (_, answer), executions in zip(asked, reply["executions"], strict=True):
             if isinstance(executions, str):
                 answer.set_exception(ValueError(executions))

@@ -17,19 +17,27 @@ import json
 import mmap
 import os
 import resource
+import select
 import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import frames, isolation, kernel, program, seccomp
-from services.reward.sandbox.inside.job import Job, ServiceGone, Surroundings, ended_within
+from services.reward.sandbox.inside.job import Job, ServiceGone, Surroundings
 
 WARM = """
 array ast bisect calendar cmath collections copy ctypes dataclasses datetime decimal enum fractions
 functools heapq io itertools json linecache math numbers operator queue random re statistics string
 struct textwrap threading time traceback types typing
 """
+
+STOP, CONTINUE = b"s", b"c"
+"""What the service says of a worker's processes."""
+
+WORKER_PROCESSES = 128
+WORKER_BYTES = 8 << 30
+"""What a worker may use: each of its processes by itself, and all together in a cgroup."""
 
 UNSAFE_FOLDER = "hone-unsafe-"
 """How the working directories of jobs without isolation begin; the service's pid follows."""
@@ -63,7 +71,7 @@ def main() -> None:
         os._exit(125)
     frames.send(control, {"ready": True})
     if worker is not None:
-        zygote.become_worker(worker.serve)
+        zygote.become_worker(worker.serve, config["switch_fd"])
     with contextlib.suppress(ServiceGone):
         zygote.serve()
     os._exit(0)  # with what it runs: it is pid 1
@@ -124,27 +132,51 @@ class Zygote:
         finally:
             self._folder.remove()
 
-    def become_worker(self, serve: Callable[[int], None]) -> NoReturn:
-        """Forks the worker, which talks to the service itself, and ends as it ends."""
+    def become_worker(self, serve: Callable[[int], None], switch: int) -> NoReturn:
+        """Forks the worker, which talks to the service itself, and ends as it ends. Meanwhile stops
+        and continues all of it as `switch` says."""
         slot = self._surroundings
         pid = os.fork()
         if not pid:
             if not slot.isolated:
                 kernel.die_with_parent()
             null = os.open("/dev/null", os.O_RDWR)
-            limits = program.standing_limits(files=1024, processes=128)
-            limits |= program.within_own({resource.RLIMIT_AS: slot.own_bytes + (8 << 30)})
+            limits = program.standing_limits(files=1024, processes=WORKER_PROCESSES)
+            limits |= program.within_own({resource.RLIMIT_AS: slot.own_bytes + WORKER_BYTES})
             program.give_up_everything([null, null, null, slot.control], limits, slot.system_calls)
             serve(3)
             os._exit(0)
         try:
-            ended_within(pid, slot.control, None)
+            self._attend(pid, switch)
         except ServiceGone:
             if not slot.isolated:
                 os.killpg(pid, signal.SIGKILL)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+    def _attend(self, pid: int, switch: int) -> None:
+        """Returns once the worker has ended. Raises ServiceGone if the service closes its end."""
+        signals = {STOP: signal.SIGSTOP, CONTINUE: signal.SIGCONT}
+        pidfd = os.pidfd_open(pid)
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        poller.register(switch, select.POLLIN)
+        poller.register(self._surroundings.control, select.POLLRDHUP)
+        while True:
+            ready = [fd for fd, _ in poller.poll()]
+            if self._surroundings.control in ready:
+                raise ServiceGone
+            if pidfd in ready:
+                return
+            told = signals.get(os.read(switch, 1 << 16)[-1:])
+            if told is None:
+                raise ServiceGone
+            with contextlib.suppress(ProcessLookupError):
+                if self._surroundings.isolated:
+                    os.kill(-1, told)  # all but itself: it is pid 1
+                else:
+                    os.killpg(pid, told)
 
 
 class FolderOfItsOwn:
