@@ -1,24 +1,29 @@
-"""Where the orchestrator is: the setting, else the stack that `hone up` started in this folder,
-else the default port."""
+"""Where the services are: as the environment says, else as `hone up` started them in this folder,
+else at the default ports."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
-from shared.config import load_settings
+from shared.config import Settings, load_settings
 
 FOLDER = Path(".hone")
 
 
 def orchestrator(folder: Path = FOLDER) -> tuple[str, str | None]:
     """Returns the orchestrator's URL and the token to send, or None."""
-    settings = load_settings()
-    url = settings.orchestrator_url
-    if "HONE_ORCHESTRATOR_URL" not in os.environ:
-        url = str(read(folder).get("orchestrator", url))
-    return url, settings.bearer()
+    settings = located(load_settings(), folder)
+    return settings.orchestrator_url, settings.bearer()
+
+
+def located(settings: Settings, folder: Path = FOLDER) -> Settings:
+    """Returns the settings, with the URLs of the stack that was started in `folder` for services of
+    which the environment does not say where they are."""
+    urls = {f"{service}_url": url for service, url in read(folder).items()}
+    return settings.model_copy(
+        update={name: url for name, url in urls.items() if name not in settings.model_fields_set}
+    )
 
 
 def read(folder: Path = FOLDER) -> dict[str, str]:

@@ -106,20 +106,27 @@ def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         if not 2 <= header_bytes <= MAX_HEADER_BYTES:
             raise _no_safetensors(file, f"its header would have {header_bytes} bytes")
         try:
-            header = cast(dict[str, Any], json.loads(stream.read(header_bytes)))
+            header: Any = json.loads(stream.read(header_bytes))
         except ValueError as error:
-            raise _no_safetensors(file, str(error)) from error
+            raise _no_safetensors(file, f"its header is no JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise _no_safetensors(file, "its header is no JSON object")
     start = 8 + header_bytes
-    for name, entry in header.items():
+    for name, entry in cast(dict[str, Any], header).items():
         if name == "__metadata__":
             continue
-        begin, end = entry["data_offsets"]
+        try:
+            begin, end = map(int, entry["data_offsets"])
+            dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise _no_safetensors(
+                file, f"tensor {name!r} has no dtype, shape and data_offsets in its header"
+            ) from error
         if not 0 <= begin <= end <= size_bytes - start:
             raise _no_safetensors(
                 file, f"tensor {name!r} ends at byte {start + end} of {size_bytes}"
             )
-        shape = tuple(int(dim) for dim in entry["shape"])
-        yield name, StoredTensor(file, str(entry["dtype"]), shape, start + begin, start + end)
+        yield name, StoredTensor(file, dtype, shape, start + begin, start + end)
 
 
 def _no_safetensors(file: Path, why: str) -> Failed:

@@ -6,9 +6,17 @@ The text under a key is its documentation: `hone explain` and the OpenAPI docume
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from shared.plain import Plain
 
@@ -31,6 +39,15 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_is_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic would take true for 1."""
+        taken = _members(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and bool not in taken and taken & {int, float}:
+            raise ValueError("expected a number")
+        return value
 
 
 class DataSpec(Section):
@@ -554,3 +571,12 @@ class Job(Section):
                 'set correction.truncated_sampling = "accept"'
             )
         return self
+
+
+def _members(annotation: Any) -> set[Any]:
+    """Returns the types that an annotation is a union of, and of which literals' values are."""
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    if get_origin(annotation) in (Union, UnionType):
+        return {member for part in get_args(annotation) for member in _members(part)}
+    return {annotation}

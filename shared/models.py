@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shared.errors import BadRequest
+from shared.digest import stored_tensors
+from shared.errors import BadRequest, Failed
 
 HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*")
 EXPECTED = (
@@ -18,14 +19,18 @@ def model_folder(model: str) -> Path | None:
     """Returns the folder that `model` names, or None if it is a Hugging Face id (whether the hub
     has it is not asked).
 
-    A folder has to hold a configuration and safetensors files, which the weights of later versions
-    are compared with. Raises BadRequest if `model` is neither.
+    A folder has to hold a configuration and whole safetensors files, which the weights of later
+    versions are compared with. Raises BadRequest if `model` is neither.
     """
     folder = Path(model)
     if folder.is_dir():
         for pattern in ("config.json", "*.safetensors"):
             if not any(folder.glob(pattern)):
                 raise BadRequest(f"'model': the folder {model!r} has no {pattern}; {EXPECTED}")
+        try:
+            stored_tensors(folder)
+        except Failed as error:
+            raise BadRequest(f"'model': {error.detail}") from error
         return folder.resolve()
     if folder.exists():
         raise BadRequest(f"'model': {model!r} is a file; {EXPECTED}")

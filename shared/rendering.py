@@ -12,9 +12,23 @@ from starlette.exceptions import HTTPException
 
 from shared import codec
 from shared.errors import MEDIA_TYPE, BadRequest, Busy, HoneError, Malformed, NotFound, from_problem
-from shared.explain import refused
+from shared.explain import nearest, refused
 
 MAX_WAIT_S = 60.0
+
+
+async def refuse_unknown_parameters(request: Request) -> None:
+    """Raises BadRequest for a parameter of the query that the route does not have: a misspelt one
+    would be a default."""
+    route = request.scope["route"]
+    known = [field.alias for field in route.dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            help = nearest(name, known, "its parameters") if known else "it takes none"
+            raise BadRequest(
+                f"unknown parameter {name!r} of {request.method} {route.path_format}; {help}",
+                errors=[{"pointer": f"/query/{name}", "detail": help}],
+            )
 
 
 def media_type(request: Request, data: bytes) -> str:

@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from typing import Any, get_type_hints
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, Gauge
@@ -196,6 +196,7 @@ class Service:
             title=f"Hone {self.name}",
             version=hone_version(),
             lifespan=self._run_lifespan,
+            dependencies=[Depends(rendering.refuse_unknown_parameters)],
             responses=openapi.problem_responses(),
         )
         app.add_middleware(

@@ -69,7 +69,7 @@ def examine() -> Report:
         checks.append(Check(name="settings", state="fault", detail=error.detail))
     else:
         checks.append(_sandbox(settings))
-        checks.extend(asyncio.run(_services(settings)))
+        checks.extend(asyncio.run(_services(stack.located(settings))))
     return Report(ok=all(check.state != "fault" for check in checks), checks=checks)
 
 
@@ -204,7 +204,7 @@ async def _services(settings: Settings) -> list[Check]:
         **_samplers(settings),
         "trainer": settings.trainer_url,
         "reward": settings.reward_url,
-    } | stack.read()
+    }
     token = settings.bearer()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     async with httpx.AsyncClient(timeout=5.0, headers=headers, trust_env=False) as client:

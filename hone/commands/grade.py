@@ -36,6 +36,14 @@ PING_DEADLINE_S = 1.0
 START_DEADLINE_S = 60.0
 SCORE_DEADLINE_S = 900.0
 
+SILENT_S = 5.0
+"""Seconds of grading after which it is said that it goes on."""
+
+STILL_GRADING = (
+    f"still grading after {SILENT_S:g} s: the reward's code is being imported, or runs; Ctrl-C "
+    "ends the wait"
+)
+
 
 @command
 def grade(
@@ -163,9 +171,11 @@ def _params(params: Sequence[str]) -> dict[str, Any]:
 
 async def _score(url: str, token: str | None, request: ScoreRequest) -> Score:
     async with Client("reward", url, token=token) as client:
-        return (
-            await client.call("POST", "/score", request, ScoreResult, deadline_s=SCORE_DEADLINE_S)
-        ).scores[0]
+        call = client.call("POST", "/score", request, ScoreResult, deadline_s=SCORE_DEADLINE_S)
+        grading = asyncio.ensure_future(call)
+        if not (await asyncio.wait({grading}, timeout=SILENT_S))[0]:
+            typer.echo(STILL_GRADING, err=True)
+        return (await grading).scores[0]
 
 
 async def _ping(url: str, token: str | None) -> None:
@@ -178,8 +188,7 @@ def _service() -> Generator[tuple[str, str | None]]:
     """Yields a reward service's URL and token. One that the environment names is the only one
     tried."""
     settings = load_settings()
-    named = f"{PREFIX}REWARD_URL" in os.environ
-    url = settings.reward_url if named else stack.read().get("reward", settings.reward_url)
+    named, url = "reward_url" in settings.model_fields_set, stack.located(settings).reward_url
     try:
         asyncio.run(_ping(url, settings.bearer()))
     except Unavailable:

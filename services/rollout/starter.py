@@ -63,7 +63,10 @@ class VllmStarter:
             faults = "; ".join(
                 fault["msg"].removeprefix("Value error, ") for fault in error.errors()
             )
-            raise BadRequest(f"vLLM refuses to serve {spec.model!r} so: {faults}") from error
+            raise BadRequest(
+                f"vLLM refuses to serve {spec.model!r} with max_model_len "
+                f"{spec.max_model_len or 'of the model'} and dtype {spec.dtype}: {faults}"
+            ) from error
         except Exception as error:
             stop_children()
             cause = (

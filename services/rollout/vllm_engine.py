@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch
 from starlette.types import ASGIApp
-from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
@@ -31,6 +30,7 @@ from services.rollout.engine import BadPrompt, failed_rollout
 from services.rollout.executors import InProcessExecutor, ProcessPerDeviceExecutor
 from services.rollout.openai_routes import openai_app
 from services.rollout.processes import in_daemon_thread, root_cause, stop_children
+from services.rollout.tokenizers import load_tokenizer
 from services.rollout.versions import label, spans
 from shared import dtype as dtypes
 from shared.config import Settings
@@ -107,8 +107,8 @@ class VllmEngine:
         self._errors = errors
         self._spec = spec
         self._settings = settings
+        self._tokenizer = load_tokenizer(spec)
         self._llm = AsyncLLM.from_engine_args(engine_args(spec, settings))
-        self._tokenizer = AutoTokenizer.from_pretrained(spec.model, revision=spec.revision)
         self._request_ids = itertools.count()
         self.folder = folder
         self.max_model_len: int = self._llm.model_config.max_model_len

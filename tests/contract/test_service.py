@@ -432,3 +432,19 @@ async def test_a_request_id_comes_back(settings: Settings) -> None:
             "x-request-id"
         ] == "abc-1"
         assert len((await http.get("/healthz")).headers["x-request-id"]) == 16
+
+
+async def test_an_unknown_parameter_of_a_query_is_refused_by_name(settings: Settings) -> None:
+    counter = Counter(settings)
+    transport = httpx.ASGITransport(app=counter.service.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        answer = await http.get("/version?verbose=1")
+        assert (answer.status_code, answer.json()["detail"]) == (
+            422,
+            "unknown parameter 'verbose' of GET /version; it takes none",
+        )
+        answer = await http.get("/operations/1?wiat=1")
+        assert answer.json()["detail"] == (
+            "unknown parameter 'wiat' of GET /operations/{id}; did you mean 'wait'?"
+        )
+        assert (await http.get("/version")).status_code == 200

@@ -4,6 +4,7 @@ resuming needs no saved position."""
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +110,8 @@ def _load(source: str, split: str, spec: DataSpec) -> Rows:
                     f"no dataset file at {source!r} on the orchestrator's host; give an existing "
                     "file's path"
                 )
+            if path.suffix == ".csv" and not _has_rows(path):
+                raise BadRequest(f"dataset {source!r} has no rows")
             rows = datasets.load_dataset(FORMATS[path.suffix], data_files=str(path), split="train")
         elif path.exists() or source.startswith(("/", ".")):
             raise BadRequest(
@@ -135,6 +138,12 @@ def _load(source: str, split: str, spec: DataSpec) -> Rows:
             f"columns are {columns}"
         )
     return rows
+
+
+def _has_rows(csv: Path) -> bool:
+    """Whether anything follows the header: `datasets` has several errors for what is empty."""
+    with csv.open("rb") as lines:
+        return len(list(itertools.islice(filter(bytes.strip, lines), 2))) == 2
 
 
 @functools.lru_cache(maxsize=2)

@@ -138,6 +138,8 @@ def test_files_are_read_and_columns_checked(tmp_path: Path) -> None:
     [
         ("missing.jsonl", None, "no dataset file at"),
         ("empty.jsonl", "", "has no rows"),
+        ("header.csv", "prompt,answer\n", "header.csv' has no rows"),
+        ("empty.csv", "", "has no rows"),
         ("broken.jsonl", "{not json\n", "cannot be read"),
         ("data.txt", "hello", "is not a file ending in"),
     ],

@@ -51,7 +51,7 @@ def grade(*arguments: str, url: str | None = None, stdin: str | None = None) -> 
 
 
 def test_a_grader_is_tried_without_any_service_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hone.stack.read", lambda: {"reward": "http://127.0.0.1:9"})
+    monkeypatch.setattr("hone.stack.read", lambda _folder: {"reward": "http://127.0.0.1:9"})
     code, shown = grade(
         "exact_match",
         "--param",
@@ -138,6 +138,18 @@ def test_a_mistake_is_a_sentence_and_code_2(
     code, shown = grade(*arguments, url=url)
     assert code == 2
     assert message in shown
+
+
+def test_grading_that_takes_long_says_so(
+    url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hone.commands.grade.SILENT_S", 0.2)
+    (folder / "own.py").write_text(
+        "import time\ntime.sleep(1)\ndef reward(completions):\n    return [1.0]\n"
+    )
+    code, shown = grade("--file", str(folder / "own.py"), "--completion", "x", url=url)
+    assert code == 0
+    assert "still grading after 5 s: the reward's code is being imported, or runs" in shown
 
 
 def test_a_named_service_that_is_away_is_not_replaced() -> None:

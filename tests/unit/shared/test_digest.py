@@ -65,6 +65,12 @@ def test_it_is_another_one_if_anything_of_a_tensor_is(tmp_path: Path, change: st
         struct.pack("<Q", 1 << 40) + b"{}",
         struct.pack("<Q", 4) + b"nope",
         safetensors(a=b"cut off")[:-1],
+        struct.pack("<Q", 4) + b"[1,]",
+        struct.pack("<Q", 3) + b"[1]",
+        struct.pack("<Q", 7) + b'{"a":1}',
+        struct.pack("<Q", 8) + b'{"a":{}}',
+        struct.pack("<Q", 44) + b'{"a":{"dtype":"U8","shape":[1],"data_offsets"',
+        bytes(range(256)) * 9,
     ],
 )
 def test_a_file_that_is_not_whole_is_named(tmp_path: Path, data: bytes) -> None:

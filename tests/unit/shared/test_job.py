@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,3 +161,24 @@ def test_truncated_sampling_is_refused_unless_it_is_asked_for_by_name(sampling):
     with pytest.raises(BadRequest, match=r"correction\.truncated_sampling"):
         parse_job(document)
     parse_job(document | {"correction": {"truncated_sampling": "accept"}})
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"steps": True}, "'steps': got True; expected a number"),
+        ({"training": {"learning_rate": False}}, "'training.learning_rate': got False; expected a"),
+        ({"max_model_len": True}, "'max_model_len': got True; expected a number"),
+        ({"training": {"dual_clip": True}}, "'training.dual_clip': got True; expected a number"),
+        ({"memory": {"zero_stage": True}}, "'memory.zero_stage': got True; expected"),
+    ],
+)
+def test_true_is_no_number(changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        parse_job({**tomllib.loads(MINIMAL), **changed})
+    assert sentence in raised.value.detail
+
+
+def test_true_stays_true() -> None:
+    memory = parse_job({**tomllib.loads(MINIMAL), "memory": {"offload_optimizer": True}}).memory
+    assert memory.offload_optimizer is True

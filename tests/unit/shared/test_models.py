@@ -8,12 +8,23 @@ import pytest
 
 from shared.errors import BadRequest
 from shared.models import model_folder
+from tests.support.safetensors_files import safetensors
 
 
 def test_a_folder_with_a_model_is_found(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model.safetensors").write_bytes(safetensors(w=b"weights"))
     assert model_folder(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_whose_weights_are_garbage_is_refused_by_the_files_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"garbage" * 100)
+    with pytest.raises(BadRequest) as raised:
+        model_folder(str(tmp_path))
+    assert raised.value.detail.startswith(
+        f"'model': '{tmp_path}/model.safetensors' is not a whole safetensors file: its header would"
+    )
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B-Instruct", "gpt2", "01-ai/Yi-6B"])

@@ -1,0 +1,26 @@
+"""A model's tokenizer: one that is missing or broken is a sentence, and no empty prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.rollout.tokenizers import load_tokenizer
+from shared.errors import BadRequest
+from shared.wire import EngineSpec
+from tests.support.tiny_models import make_tiny_model
+
+
+def test_a_folder_without_a_whole_tokenizer_is_refused(tmp_path: Path) -> None:
+    model = EngineSpec(model=str(make_tiny_model(tmp_path)))
+    assert load_tokenizer(model).vocab_size == 64
+    (tmp_path / "tokenizer.json").write_text("{garbage")
+    with pytest.raises(BadRequest, match=r"tokenizer in '.+' cannot be loaded: .+; expected token"):
+        load_tokenizer(model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+        with pytest.raises(
+            BadRequest, match="has no tokenizer: it knows no token but special ones"
+        ):
+            load_tokenizer(model)
