@@ -82,9 +82,20 @@ def digest_of(folder: Path) -> str:
     return digest(tensor_digests(stored_tensors(folder)))
 
 
+def digest_of_bytes(dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> str:
+    """Returns a tensor's digest, as it would be of one in a file. `dtype` is safetensors' name."""
+    total = _begun(dtype, shape)
+    total.update(data)
+    return total.hexdigest()
+
+
+def _begun(dtype: str, shape: tuple[int, ...]) -> Any:
+    return hashlib.sha256(f"{dtype}\0{json.dumps(shape)}\0".encode())
+
+
 def _digest(tensor: StoredTensor) -> str:
     """Reads rather than maps the file: one cut short under a mapping would kill the process."""
-    total = hashlib.sha256(f"{tensor.dtype}\0{json.dumps(tensor.shape)}\0".encode())
+    total = _begun(tensor.dtype, tensor.shape)
     block = memoryview(bytearray(min(tensor.size_bytes, BLOCK_BYTES)))
     left_bytes = tensor.size_bytes
     with tensor.file.open("rb", buffering=0) as stream:

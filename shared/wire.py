@@ -663,6 +663,22 @@ class ServingWeights(Fencing):
     max_num_seqs: int = 0
 
 
+class NoBody(Wire):
+    """The empty body of a POST that needs none."""
+
+
+class CheckedWeights(Wire):
+    """`POST /weights/check`: `version` serves by its label; None: the model of the engine's start.
+    `differing` are the tensors, of `num_tensors`, of which the engine holds other bytes, and
+    `unread` those that could not be read back."""
+
+    version: int | None
+    replica: str
+    num_tensors: int
+    differing: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+
 class PauseState(Wire):
     paused: bool
 

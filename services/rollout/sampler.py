@@ -27,13 +27,15 @@ from services.rollout.copies import Copies
 from services.rollout.engine import BadPrompt, Engine, Starter
 from services.rollout.fencing import Fences, Requests, life_of, not_serving, stale
 from services.rollout.prompts import group_without_prompt, prompt_ids
-from services.rollout.weights import Expected, Proven, expected_of, prove
+from services.rollout.weights import Expected, Proven, differing, expected_of, prove
+from shared.digest import stored_tensors, tensor_digests
 from shared.errors import Conflict, HoneError, StateLost, Unavailable
 from shared.logs import get_logger
 from shared.packed import Logprobs, TokenIds
 from shared.wire import (
     Aborted,
     AbortRequest,
+    CheckedWeights,
     EngineSpec,
     GenerateRequest,
     ModelRequest,
@@ -74,6 +76,7 @@ class Sampler:
         self._starting: str | None = None
         self._fault: str | None = None
         self._paused = False
+        self._published: dict[str, str] = {}
         self._nothing = ServingWeights(replica=replica, max_num_seqs=max_num_seqs)
         self.serving = self._nothing
 
@@ -173,6 +176,7 @@ class Sampler:
         self._nothing = ServingWeights(
             replica=self._nothing.replica, max_num_seqs=self._nothing.max_num_seqs
         )
+        self._published = {}
         self._fault, self._paused, self.serving = None, False, self._nothing
         self._lose_requests("the engine was stopped; another one may take its place")
         if engine:
@@ -300,6 +304,23 @@ class Sampler:
             )
             return self.serving
 
+    async def check_weights(self) -> CheckedWeights:
+        """Returns in which tensors what the engine computes with is not the version that serves,
+        or the model that it was started with."""
+        async with self._change:
+            engine = await self.ready_engine()
+            published = self._published or await asyncio.to_thread(
+                lambda: tensor_digests(stored_tensors(engine.folder))
+            )
+            found = await engine.digests()
+        return CheckedWeights(
+            version=self.serving.version,
+            replica=self.serving.replica,
+            num_tensors=len(published),
+            differing=differing(found, published),
+            unread=tuple(sorted(published.keys() - found.keys())),
+        )
+
     def _is_serving(self, ref: Published) -> bool:
         """Returns whether `ref` serves now. Raises Conflict if a newer version of its job and epoch
         does, or other bytes of this one."""
@@ -340,6 +361,7 @@ class Sampler:
             await self._distrust(engine, ref, error)
             raise
         self._fault = None
+        self._published = ref.tensors
         if not self._paused:
             await engine.resume()
         return time.monotonic() - start

@@ -189,6 +189,14 @@ class VllmEngine:
         )
         self.openai = openai_app(self._llm, self._spec.model)
 
+    async def digests(self) -> dict[str, str]:
+        if self._settings.tensor_parallel_size > 1:
+            raise BadRequest(
+                "weights are read back from one device only, and tensor_parallel_size is "
+                f"{self._settings.tensor_parallel_size}"
+            )
+        return (await self._answer(self._llm.collective_rpc("loaded_digests")))[0]
+
     async def set_version(self, life: str, version: int) -> None:
         await self._answer(self._llm.update_weight_version(label(life, version)))
 

@@ -233,6 +233,16 @@ def _first_difference(found: Mapping[str, str], published: Mapping[str, str]) ->
     return f" ({len(names)} tensors differ, the first is {names[0]!r})" if names else ""
 
 
+def differing(found: Mapping[str, str], published: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the names of tensors whose digests are not those published. An output matrix that is
+    not among them is the embedding's, with which it is tied."""
+    embedding = next((name for name in published if name.endswith("embed_tokens.weight")), None)
+    known = dict(published)
+    if embedding and TIED not in known:
+        known[TIED] = known[embedding]
+    return tuple(sorted(name for name in found.keys() & known.keys() if found[name] != known[name]))
+
+
 def shapes(tensors: Mapping[str, StoredTensor]) -> Shapes:
     return {name: tensor.shape for name, tensor in tensors.items()}
 

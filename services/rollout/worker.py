@@ -8,6 +8,8 @@ from typing import Any
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from services.rollout import readback
+
 
 class WorkerExtension:
     """vLLM adds this class to its worker's bases, hence the methods it calls without having
@@ -28,3 +30,7 @@ class WorkerExtension:
             for module in self.get_model().modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
+
+    def loaded_digests(self: Any) -> dict[str, str]:
+        """Returns the digest of each tensor that this worker computes with."""
+        return readback.digests(self.get_model())

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.app import NoBody, create_service
+from services.rollout.app import create_service
 from services.rollout.engine import failed_rollout
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.wire import (
     Canary,
     ModelRequest,
+    NoBody,
     PauseState,
     Sampling,
     ServingWeights,

@@ -26,6 +26,7 @@ from shared.wire import (
     AbortRequest,
     AnyWeights,
     Canary,
+    CheckedWeights,
     Checkpoint,
     CheckpointRequest,
     Fence,
@@ -33,6 +34,7 @@ from shared.wire import (
     FolderWeights,
     GenerateRequest,
     ModelRequest,
+    NoBody,
     Part,
     PublishRequest,
     Rollout,
@@ -92,6 +94,7 @@ class FakeServices:
             ("rollout", "POST", "/generate", self._generate),
             ("rollout", "POST", "/reload_weights", self._reload),
             ("rollout", "POST", "/abort", self._abort),
+            ("rollout", "POST", "/weights/check", self._check),
             ("trainer", "PUT", "/job", self._put_job),
             ("trainer", "POST", "/train_step", self._train_step),
             ("trainer", "POST", "/publish_weights", self._publish),
@@ -221,6 +224,12 @@ class FakeServices:
             dtype="float32",
         )
         return self._answer("reload", self.serving)
+
+    async def _check(self, _: NoBody) -> CheckedWeights:
+        await self._note("check", _)
+        return CheckedWeights(
+            version=self.serving.version, replica="", num_tensors=2, differing=("norm",)
+        )
 
     async def _train_step(self, body: TrainStepRequest) -> StepResult:
         await self._note("train_step", body)

@@ -67,6 +67,7 @@ class FakeEngine:
     outcome: tuple[Rollout, ...] = ()
     frozen: asyncio.Event = field(default_factory=asyncio.Event)
     loading: asyncio.Event = field(default_factory=asyncio.Event)
+    loaded: dict[str, str] = field(default_factory=dict)
     samples: int = 0
     under_way: int = 0
 
@@ -132,6 +133,9 @@ class FakeEngine:
     async def restart(self, folder: Path) -> None:
         self.calls.append("restart")
         await self.load_files(folder)
+
+    async def digests(self) -> dict[str, str]:
+        return self.loaded
 
     async def set_version(self, life: str, version: int) -> None:
         self.calls.append(version)

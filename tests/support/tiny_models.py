@@ -8,14 +8,16 @@ from pathlib import Path
 VOCAB_SIZE = 64
 
 
-def make_tiny_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = True) -> Path:
+def make_tiny_model(
+    folder: Path, *, seed: int = 0, tie_word_embeddings: bool = True, num_heads: int = 4
+) -> Path:
     """Writes `save_tiny_qwen2`'s model and a tokenizer into `folder` and returns it."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    save_tiny_qwen2(folder, seed=seed, tie_word_embeddings=tie_word_embeddings)
+    save_tiny_qwen2(folder, seed=seed, tie_word_embeddings=tie_word_embeddings, num_heads=num_heads)
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {
         f"w{index}": index for index in range(3, VOCAB_SIZE)
     }

@@ -27,7 +27,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from services.rollout.app import NoBody
 from shared.client import Client
 from shared.digest import digest_of
 from shared.errors import BadRequest, Conflict, Failed, StateLost
@@ -40,6 +39,7 @@ from shared.wire import (
     FolderWeights,
     GenerateRequest,
     ModelRequest,
+    NoBody,
     PauseState,
     RolloutGroup,
     Sampling,

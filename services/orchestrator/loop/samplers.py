@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ class Push:
 
     ref: WeightsRef
     again: WeightsRef
-    prove: Callable[[WeightsRef, ServingWeights], None]
+    prove: Callable[[Client, WeightsRef, ServingWeights], Awaitable[None]]
 
 
 @dataclass(eq=False)
@@ -272,7 +272,7 @@ class Samplers:
             deadline_s=self._settings.sync_deadline_s,
             patience_s=patience_s,
         )
-        push.prove(ref, serving)
+        await push.prove(replica.client, ref, serving)
         return serving
 
     # --- sampling --------------------------------------------------------------------------------

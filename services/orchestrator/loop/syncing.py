@@ -8,12 +8,16 @@ from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.samplers import Push
 from services.orchestrator.record.journal import Journal
-from shared.errors import Conflict, Failed
+from shared.client import Client
+from shared.errors import Conflict, Failed, HoneError
 from shared.job import Job, SyncMethod
-from shared.wire import Published, ServingWeights, WeightsRef
+from shared.wire import CheckedWeights, NoBody, Published, ServingWeights, WeightsRef
 
 NOT_OF_THE_SYNC = frozenset({"stale", "tensors_differ", "disk_full", "out_of_memory"})
 """Codes of errors that another push does not mend."""
+
+CHECK_S = 120.0
+"""Seconds for reading an engine's tensors back, which only names what is wrong."""
 
 FULLER: dict[str, SyncMethod] = {"disk": "restart", "reload": "restart"}
 """What a version is pushed by whose first push failed, where that is not the same again."""
@@ -64,21 +68,40 @@ def _fuller(published: WeightsRef) -> WeightsRef:
     return published.model_copy(update={"root": ref})
 
 
-def prove(published: WeightsRef, serving: ServingWeights) -> None:
+async def prove(sampler: Client, published: WeightsRef, serving: ServingWeights) -> None:
     """Raises SyncFailed unless the sampler serves what was published."""
-    if problem := fault(published.root, serving):
+    ref = published.root
+    if problem := fault(ref, serving):
         raise SyncFailed(f"weight sync: {problem}")
+    if ref.canary and serving.canary_logprobs and (problem := canary.fault(ref.canary, serving)):
+        raise SyncFailed(
+            f"weight sync: the sampler does not compute with version {ref.version}: {problem}"
+            f"{await _wrong_tensors(sampler)}"
+        )
+
+
+async def _wrong_tensors(sampler: Client) -> str:
+    """Returns which tensors of the engine are wrong, as far as they can be read back."""
+    try:
+        checked = await sampler.call(
+            "POST", "/weights/check", NoBody(), CheckedWeights, deadline_s=CHECK_S
+        )
+    except HoneError as error:
+        return f" (its tensors could not be read back: {error.detail})"
+    if not checked.differing:
+        return f" (the {checked.num_tensors} tensors of the engine are those published)"
+    return (
+        f" ({len(checked.differing)} of {checked.num_tensors} tensors of the engine are not those "
+        f"published, the first is {checked.differing[0]!r})"
+    )
 
 
 def fault(published: Published, serving: ServingWeights) -> str | None:
-    """Returns why what the sampler serves is not what the trainer published, or None."""
+    """Returns why what the sampler says it serves is not what the trainer published, or None."""
     if (serving.version, serving.digest) != (published.version, published.digest):
         return (
             f"the trainer published version {published.version} with digest "
             f"{published.digest[:12]}, but the sampler serves version {serving.version} with "
             f"digest {str(serving.digest)[:12]}"
         )
-    if published.canary and serving.canary_logprobs:
-        reason = canary.fault(published.canary, serving)
-        return reason and f"the sampler does not compute with version {published.version}: {reason}"
     return None

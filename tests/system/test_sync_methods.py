@@ -1,0 +1,260 @@
+"""Every way to move weights that needs no GPU: what the engine then computes is what the trainer's
+weights give, and what a new engine gives.
+
+One engine for all methods, in this process; the trainer is its publisher and a Hugging Face model
+whose weights change at random. torch is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from services.orchestrator.loop import canary
+from services.rollout.copies import Copies
+from services.rollout.fetching import Fetcher
+from services.rollout.sampler import Sampler
+from services.rollout.starter import VllmStarter
+from services.trainer.disk.weights import Publisher, published_file
+from shared.config import Settings
+from shared.job import SyncMethod
+from shared.packed import Logprobs, TokenIds
+from shared.wire import AnyWeights, Canary, ModelRequest, PublishRequest, ServingWeights, WeightsRef
+from tests.support.cut_server import CutServer
+from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+SEQUENCES = np.random.default_rng(0).integers(3, VOCAB_SIZE, (64, 16)).tolist()
+CANARY_IDS = TokenIds([(7 * position + 11) % VOCAB_SIZE for position in range(48)])
+
+
+@dataclass
+class Trainer:
+    """A Hugging Face model whose weights change, and the real publisher of them."""
+
+    network: Any
+    settings: Settings
+    publisher: Publisher
+    server: CutServer
+    version: int = 0
+    swap: tuple[str, str] | None = None
+    keep: dict[str, Any] = field(default_factory=dict)
+
+    def step(self, size: float = 0.02) -> None:
+        """Changes a tenth of the elements."""
+        import torch
+
+        self.version += 1
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in self.network.parameters():
+                chosen = torch.rand(parameter.shape, generator=generator) < 0.1
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(size * noise * chosen)
+
+    def logprobs(self, ids: list[int]) -> list[float]:
+        import torch
+
+        with torch.no_grad():
+            logprobs_TV = torch.log_softmax(self.network(torch.tensor([ids])).logits[0], -1)
+        return [logprobs_TV[t - 1, ids[t]].item() for t in range(1, len(ids))]
+
+    def publish(self, method: SyncMethod) -> AnyWeights:
+        request = PublishRequest(job_id="job", version=self.version, method=method)
+        ref = self.publisher.publish(request, 1, self.network.save_pretrained)
+        ours = Canary(token_ids=CANARY_IDS, logprobs=Logprobs(self.logprobs(list(CANARY_IDS))))
+        files = [*getattr(ref, "files", ())]
+        files += [step.file for step in getattr(ref, "steps", ())]
+        for file in files:
+            path = published_file(self.settings, *file.path.split("/")[2:])
+            self.server.files[file.path] = path.read_bytes()
+        return ref.model_copy(update={"canary": ours})
+
+
+@dataclass
+class Pair:
+    trainer: Trainer
+    sampler: Sampler
+
+    async def sync(self, method: SyncMethod) -> tuple[AnyWeights, ServingWeights]:
+        ref = self.trainer.publish(method)
+        serving = await self.sampler.reload_weights(WeightsRef(ref))
+        assert (serving.version, serving.digest) == (ref.version, ref.digest)
+        return ref, serving
+
+    async def largest_gap(self) -> float:
+        """Returns by how much a log-prob of 64 sequences differs at most from the trainer's."""
+        engine = await self.sampler.ready_engine()
+        gaps = [
+            abs(ours - theirs)
+            for ids in SEQUENCES
+            for ours, theirs in zip(
+                self.trainer.logprobs(ids), await engine.logprobs(ids), strict=True
+            )
+        ]
+        return max(gaps)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("sync")
+    model = make_tiny_model(folder / "model", num_heads=2)  # vLLM on a CPU needs heads of 32
+    settings = Settings(shm_dir=folder / "shm", runs_dir=folder / "runs")
+    environment = dict(os.environ)
+    with CutServer().running() as server:
+        copies = Copies(folder / "copies", Fetcher(server.url))
+        roots = (settings.shm_dir, settings.runs_dir)
+        sampler = Sampler(VllmStarter(settings), roots, copies)
+        try:
+            sampler.open(None)
+            await sampler.put_model(ModelRequest(model=str(model), dtype="float32"))
+            network = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+            publisher = Publisher(settings, "job")
+            yield Pair(Trainer(network, settings, publisher, server), sampler)
+        finally:
+            await sampler.close()
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+IN_PLACE: tuple[SyncMethod, ...] = ("shm", "disk", "http", "delta", "reload")
+
+
+async def agree(pair: Pair, method: SyncMethod) -> ServingWeights:
+    pair.trainer.step()
+    ref, serving = await pair.sync(method)
+    assert ref.canary and canary.fault(ref.canary, serving) is None
+    assert await pair.largest_gap() < 1e-3
+    return serving
+
+
+@pytest.mark.parametrize("method", IN_PLACE)
+async def test_after_each_step_the_engine_computes_as_the_trainer_does(
+    pair: Pair, method: SyncMethod
+) -> None:
+    received = [(await agree(pair, method)).received_bytes for _ in range(2)]
+    assert bool(received[0]) == (method in ("http", "delta"))
+    if method == "delta":
+        assert received[1] < 0.5 * received[0]
+
+
+async def test_the_engine_holds_what_was_published_tensor_by_tensor(pair: Pair) -> None:
+    await agree(pair, "shm")
+    checked = await pair.sampler.check_weights()
+    assert (checked.version, checked.differing, checked.unread) == (pair.trainer.version, (), ())
+    assert checked.num_tensors == 26
+
+
+async def one_tensor_skipped(load: Any, new: Path, old: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(new / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = load_file(old / "model.safetensors")[name]
+    await planted(load, new, tensors, save_file)
+
+
+async def in_the_wrong_tensor(load: Any, new: Path, _: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(new / "model.safetensors")
+    gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    tensors[gate], tensors[up] = tensors[up].clone(), tensors[gate].clone()
+    await planted(load, new, tensors, save_file)
+
+
+async def bytes_flipped(load: Any, new: Path, _: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(new / "model.safetensors")
+    tensors["model.norm.weight"][3] *= -2
+    await planted(load, new, tensors, save_file)
+
+
+async def nothing_loaded(load: Any, new: Path, _: Path) -> None:
+    """The label and the digest of the new version, the weights of the old one."""
+
+
+async def planted(load: Any, new: Path, tensors: dict[str, Any], save_file: Any) -> None:
+    folder = new.parent / f"{new.name}-planted"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_bytes((new / "config.json").read_bytes())
+    save_file(tensors, folder / "model.safetensors")
+    await load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fault", "differing"),
+    [
+        (bytes_flipped, ("model.norm.weight",)),
+        (one_tensor_skipped, ("model.layers.1.mlp.down_proj.weight",)),
+        (
+            in_the_wrong_tensor,
+            ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ),
+        (nothing_loaded, None),
+    ],
+)
+async def test_a_load_that_went_wrong_inside_the_engine_is_caught_by_name(
+    pair: Pair, fault: Any, differing: tuple[str, ...] | None
+) -> None:
+    await agree(pair, "disk")
+    old = Path(pair.trainer.publish("disk").path)  # type: ignore[union-attr]
+    engine = await pair.sampler.ready_engine()
+    load = engine.load_files
+    engine.load_files = lambda folder: fault(load, folder, old)  # type: ignore[method-assign]
+    pair.trainer.step(0.1)
+    try:
+        ref, serving = await pair.sync("disk")
+    finally:
+        engine.load_files = load  # type: ignore[method-assign]
+    assert ref.canary
+    assert "the log-probs of the canary differ" in str(canary.fault(ref.canary, serving))
+    found = (await pair.sampler.check_weights()).differing
+    assert found == differing if differing else len(found) > 20
+    again = ref.model_copy(update={"again": True})
+    healed = await pair.sampler.reload_weights(WeightsRef(again))
+    assert canary.fault(ref.canary, healed) is None
+    assert (await pair.sampler.check_weights()).differing == ()
+
+
+async def test_a_new_engine_gives_what_the_one_in_place_gave(pair: Pair) -> None:
+    await agree(pair, "shm")
+    engine = await pair.sampler.ready_engine()
+    in_place = [await engine.logprobs(ids) for ids in SEQUENCES]
+    ref = pair.trainer.publish("restart").model_copy(update={"again": True})
+    serving = await pair.sampler.reload_weights(WeightsRef(ref))
+    assert ref.canary and canary.fault(ref.canary, serving) is None
+    anew = [await engine.logprobs(ids) for ids in SEQUENCES]
+    assert np.abs(np.array(anew) - np.array(in_place)).max() < 1e-4
+    await agree(pair, "shm")  # what was started anew is loaded into in place again
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("method", IN_PLACE)
+async def test_twenty_steps_agree_with_the_trainer_and_a_new_engine(
+    pair: Pair, method: SyncMethod
+) -> None:
+    engine = await pair.sampler.ready_engine()
+    for _ in range(20):
+        await agree(pair, method)
+        in_place = [await engine.logprobs(ids) for ids in SEQUENCES]
+        ref = pair.trainer.publish("restart").model_copy(update={"again": True})
+        await pair.sampler.reload_weights(WeightsRef(ref))
+        anew = [await engine.logprobs(ids) for ids in SEQUENCES]
+        assert np.abs(np.array(anew) - np.array(in_place)).max() < 1e-4
