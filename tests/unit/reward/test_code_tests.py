@@ -102,6 +102,68 @@ async def test_the_body_of_a_function_is_put_below_its_prompt_and_a_whole_functi
     assert (await grade(sandbox, cheat, row, **params)).verdict == "wrong"
 
 
+ZERO = """import math
+
+def poly(xs: list, x: float):
+    return sum([coeff * math.pow(x, i) for i, coeff in enumerate(xs)])
+
+def find_zero(xs: list):
+    \"\"\"Returns one x with poly(xs, x) == 0.\"\"\"
+"""
+BISECTED = """    begin, end = -1.0, 1.0
+    while poly(xs, begin) * poly(xs, end) > 0:
+        begin *= 2.0
+        end *= 2.0
+    while end - begin > 1e-10:
+        center = (begin + end) / 2.0
+        if poly(xs, center) * poly(xs, begin) > 0:
+            begin = center
+        else:
+            end = center
+    return begin
+"""
+FIND_ZERO = """
+def check(candidate):
+    import math
+    import random
+    rng = random.Random(42)
+    import copy
+    for _ in range(100):
+        ncoeff = 2 * rng.randint(1, 4)
+        coeffs = []
+        for _ in range(ncoeff):
+            coeff = rng.randint(-10, 10)
+            if coeff == 0:
+                coeff = 1
+            coeffs.append(coeff)
+        solution = candidate(copy.deepcopy(coeffs))
+        assert math.fabs(poly(coeffs, solution)) < 1e-4
+"""
+ADD = """
+def check(candidate):
+    import random
+    assert candidate(0, 1) == 1
+    for i in range(700):
+        x, y = random.randint(0, 1000), random.randint(0, 1000)
+        assert candidate(x, y) == x + y
+"""
+LOOPED: list[tuple[str, str, str, str]] = [
+    ("find_zero", FIND_ZERO, ZERO, BISECTED),
+    ("add", ADD, 'def add(x: int, y: int):\n    """Adds."""\n', "    return x + y\n"),
+]
+
+
+@pytest.mark.parametrize(("name", "tests", "prompt", "right"), LOOPED)
+async def test_looped_checks_as_humaneval_has_them_tell_right_from_wrong(
+    sandbox: LocalSandbox, name: str, tests: str, prompt: str, right: str
+) -> None:
+    row = {"tests": tests, "name": name, "prompt": prompt}
+    params: dict[str, Any] = {"entry_point": "name", "prefix": "prompt"}
+    assert (await grade(sandbox, right, row, **params)).detail == "passed 1 tests"
+    for wrong in ("    return 0\n", "    return object()\n", "    return float('nan')\n"):
+        assert (await grade(sandbox, wrong, row, **params)).verdict == "wrong"
+
+
 PROMPT = """import math
 from typing import List
 

@@ -73,6 +73,11 @@ USELESS: list[tuple[Any, dict[str, Any], str]] = [
         "the tests use 'eval', and what a program r",
     ),
     (
+        "for x in [1]:\n    assert value(f(x)) == 24",
+        {"setup": "def value(text):\n    return eval(text)"},
+        "the tests use 'eval'",
+    ),
+    (
         "for x in [1]:\n    s = Solution()\n    assert s.g(x) == 1",
         {},
         "an object of the class 'So",
@@ -93,15 +98,18 @@ USELESS: list[tuple[Any, dict[str, Any], str]] = [
 async def test_a_row_by_which_no_program_can_be_graded_is_told_before_and_while_training(
     sandbox: LocalSandbox, tests: Any, params: dict[str, Any], message: str
 ) -> None:
-    row = {"tests": tests, "name": params.get("entry")}
+    row = {"tests": tests, "name": params.get("entry"), "setup": params.get("setup")}
     entry = {"entry_point": "name"} if "entry" in params else {}
     style = {"style": params["style"]} if "style" in params else {}
-    spec = RewardSpec(grader="code_tests", params={"cpu_s": 0.3, **entry, **style})
+    spec = RewardSpec(
+        grader="code_tests", params={"cpu_s": 0.1, "setup": "setup", **entry, **style}
+    )
     scorer = Scorer(tools_of(sandbox))
-    good = Prompt(index=1, content="", row={"tests": ["assert f(1) == 1"], "name": "f"})
+    usable = {**row, "tests": ["assert f(1) == 1"], "name": "f"}
+    good = Prompt(index=1, content="", row=usable)
     bad = Prompt(index=7, content="", row=row)
     with pytest.raises(BadRequest) as refused:
-        await scorer.check([spec], ["tests", "name"], [good, bad])
+        await scorer.check([spec], [*row], [good, bad])
     assert refused.value.detail.startswith("reward 'code_tests', row 7 of the data: ")
     assert message in refused.value.detail
     bound = registry.bind(spec, tools_of(sandbox))

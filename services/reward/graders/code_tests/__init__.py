@@ -2,6 +2,7 @@
 where it runs.
 
     asserts.py    assert-style tests -> calls to make, and what must hold of the results
+    sound.py      which tests mean nothing, whatever the program
     candidate.py  makes the calls in a sandbox (`inside_candidate.py`); results are plain data
                   (`codec.py`)
     evaluate.py   evaluates the assertions, here, over those results
@@ -9,9 +10,10 @@ where it runs.
                   proxies for the candidate's functions
     stdio.py      inputs and outputs of whole programs
 
-A missing result is a failed test, whatever the exit code and whatever was printed. Not supported:
-candidates that the tests take apart as objects (only plain data crosses), and changes that a
-function makes to its arguments (calls get copies).
+A missing result is a failed test, whatever the exit code and whatever was printed. Whether a row
+has no reward follows from the row alone: no program can choose it. Not supported: candidates that
+the tests take apart as objects (only plain data crosses), and changes that a function makes to its
+arguments (calls get copies).
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _sound(code: TestCode, style: Style) -> TestCode:
         problem = 'the tests define check(candidate) and never call it; expected style "check"'
     elif not sound.assert_something(tree):
         problem = f"the tests assert nothing: {code.source!r:.80}; expected {EXPECTED[style]}"
-    elif name := sound.evaluated(tree):
+    elif name := sound.evaluated(tree) or sound.evaluated(ast.parse(code.setup)):
         problem = f"the tests use {name!r}, and what a program returns must not run beside them"
     elif name := sound.object_of(tree, code.names):
         problem = f"the tests use an object of the class {name!r}, and only plain data crosses"
