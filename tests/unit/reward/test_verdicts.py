@@ -18,7 +18,7 @@ import shared
 from services.reward.job_code import inside as job_code_inside
 from services.reward.sandbox import inside, verdicts
 from services.reward.sandbox.decoding import NotPlain, decode
-from services.reward.sandbox.inside import seccomp
+from services.reward.sandbox.inside import job, seccomp
 from services.reward.sandbox.verdicts import Facts
 from shared.wire import ExecuteRequest
 
@@ -224,6 +224,27 @@ def test_a_kill_that_nothing_explains_is_told_apart(
     assert (
         verdicts.unexplained(Facts(**ENDED | facts), ExecuteRequest(expression="x")) is unexplained
     )
+
+
+BEFORE = b"low 0\nhigh 0\nmax 7\noom 1\noom_kill 1\noom_group_kill 0\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "short"),
+    [
+        (BEFORE, BEFORE.replace(b"oom 1\noom_kill 1", b"oom 2\noom_kill 2"), "own limit"),
+        (BEFORE, BEFORE.replace(b"oom 1", b"oom 2"), "own limit"),
+        (BEFORE, BEFORE.replace(b"oom_kill 1", b"oom_kill 2"), "host"),
+        (BEFORE, BEFORE.replace(b"max 7", b"max 9"), "enough"),
+        (b"oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",) * 2 + ("enough",),
+        (b"under_oom 0\noom_kill 3\n", b"under_oom 0\noom_kill 4\n", "own limit"),
+        (None, None, "unknown"),
+    ],
+)
+def test_the_counts_of_a_cgroup_say_whose_memory_ran_out(
+    before: bytes | None, after: bytes | None, short: str
+) -> None:
+    assert job.short_of_memory(before, after) == short
 
 
 @pytest.mark.parametrize(

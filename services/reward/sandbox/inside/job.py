@@ -97,7 +97,7 @@ class Job:
         limit = self._watch(timeout_s, cpu_s, start)
         status, usage = self._end(by_force=limit is not None)
         wall_s, code = time.monotonic() - start, os.waitstatus_to_exitcode(status)
-        memory = _memory(ooms_before, self._ooms()) if code == -signal.SIGKILL else "unknown"
+        memory = short_of_memory(ooms_before, self._ooms() if code == -signal.SIGKILL else None)
         _, stdout_size, stderr_size, result_size = [os.fstat(fd).st_size for fd in self._files]
         kept = (
             min(stdout_size, program.KEEP_BYTES),
@@ -219,16 +219,9 @@ class Job:
         told = os.pread(self._slot.cpu_meter, 64, 0).split()
         return int(told[1]) / 1e6 if told[0] == b"usage_usec" else int(told[0]) / 1e9
 
-    def _ooms(self) -> tuple[int, int] | None:
-        """Returns how often the slot's cgroup reached its own limit of memory, and how many of its
-        processes were killed for memory, whoever was short of it. Version 1 counts the latter
-        only; it then stands for both."""
-        if self._slot.oom_meter is None:
-            return None
-        told = os.pread(self._slot.oom_meter, 512, 0).split()
-        counts = dict(zip(told[::2], told[1::2], strict=True))
-        killed = counts[b"oom_kill"]
-        return int(counts.get(b"oom", killed)), int(killed)
+    def _ooms(self) -> bytes | None:
+        meter = self._slot.oom_meter
+        return None if meter is None else os.pread(meter, 512, 0)
 
 
 def facts_of(message: bytes) -> tuple[dict[str, Any], tuple[int, int, int]]:
@@ -254,13 +247,24 @@ def facts_of(message: bytes) -> tuple[dict[str, Any], tuple[int, int, int]]:
     return facts, (sizes[0], sizes[1], sizes[2])
 
 
-def _memory(before: tuple[int, int] | None, after: tuple[int, int] | None) -> str:
-    """Returns whose memory ran out between two looks at a cgroup's counts."""
+def short_of_memory(before: bytes | None, after: bytes | None) -> str:
+    """Returns whose memory ran out between two looks at a cgroup's counts: of how often it reached
+    its own limit (`oom`), and how many of its processes were killed, whoever was short
+    (`oom_kill`). Version 1 has only the latter, which then stands for both."""
     if before is None or after is None:
         return "unknown"
-    if after[0] > before[0]:
+    limit_before, killed_before = _ooms(before)
+    limit_after, killed_after = _ooms(after)
+    if limit_after > limit_before:
         return "own limit"
-    return "host" if after[1] > before[1] else "enough"
+    return "host" if killed_after > killed_before else "enough"
+
+
+def _ooms(told: bytes) -> tuple[int, int]:
+    words = told.split()
+    counts = dict(zip(words[::2], words[1::2], strict=True))
+    killed = int(counts[b"oom_kill"])
+    return int(counts.get(b"oom", killed)), killed
 
 
 def ended_within(pid: int, control: int, timeout_s: float | None) -> bool:
