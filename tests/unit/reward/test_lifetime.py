@@ -121,7 +121,7 @@ def test_no_process_of_a_killed_service_goes_on_comparing() -> None:
         before = set(children.read_text().split())
         assert eventually(lambda: set(children.read_text().split()) > before)
         (comparing,) = set(children.read_text().split()) - before
-        assert eventually(lambda: _cpu_s(comparing) > 3), "it has imported what it compares with"
+        assert eventually(lambda: _cpu_s(comparing) > 2), "it has imported what it compares with"
         running.process.kill()
         running.process.wait()
         assert eventually(lambda: not is_alive(int(comparing)), 5)
