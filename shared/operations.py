@@ -24,7 +24,11 @@ from shared.logs import get_logger
 
 WAIT_PATH = "/operations/wait"
 KEEP_S = 600.0
+"""How long the result of an operation is kept, whether or not somebody fetched it."""
+
 KEEP_COUNT = 1024
+"""How many results are kept that were fetched: enough for an answer that got lost on its way. Those
+that nobody has fetched yet are not counted: a step may have any number of groups under way."""
 
 BUSY_CHECK_S = 0.05
 """How often is looked at how busy the service is, for those who wait until it is less so."""
@@ -60,11 +64,12 @@ class Operation:
     task: asyncio.Task[BaseModel]
     durable: bool = False
     finished_at: float | None = field(default=None)
+    fetched: bool = False
 
 
 class Operations:
-    """All operations of one process. Finished ones are kept `KEEP_S` seconds and at most
-    `KEEP_COUNT` of them."""
+    """All operations of one process. Finished ones are kept `KEEP_S` seconds, and of those whose
+    result was fetched the newest `KEEP_COUNT`."""
 
     def __init__(self, deadline_s: float, draining: Draining) -> None:
         self._deadline_s = deadline_s
@@ -126,6 +131,7 @@ class Operations:
         if not operation.task.done() and ended:
             operation.task.cancel()
             await asyncio.wait({operation.task})
+        operation.fetched = operation.task.done()
         return operation.task.result() if operation.task.done() else None
 
     async def wait_any(self, wanted: Wanted, busy: Callable[[], int]) -> Done:
@@ -168,11 +174,12 @@ class Operations:
             del self._by_key[operation.key]
 
     def _forget_old(self) -> None:
+        before = time.monotonic() - KEEP_S
         finished = [op for op in self._by_id.values() if op.finished_at is not None]
-        now = time.monotonic()
-        for position, op in enumerate(finished):
-            assert op.finished_at is not None
-            if now - op.finished_at > KEEP_S or len(finished) - position > KEEP_COUNT:
+        fetched = [op for op in finished if op.fetched]
+        too_many = {op.id for op in fetched[:-KEEP_COUNT]}
+        for op in finished:
+            if op.id in too_many or (op.finished_at or before) < before:
                 del self._by_id[op.id]
                 if op.key and self._by_key.get(op.key) is op:
                     del self._by_key[op.key]

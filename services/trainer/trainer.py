@@ -348,6 +348,7 @@ class Trainer:
     def _manifest(self, loaded: Loaded, files: dict[str, File]) -> Manifest:
         last_body, last_result = loaded.last or (None, None)
         return Manifest(
+            format=checkpoints.FORMAT,
             job_id=loaded.request.job_id,
             job=loaded.request.job,
             step=loaded.step,

@@ -14,8 +14,10 @@ to go on from.
 from __future__ import annotations
 
 import contextlib
+import json
 import zlib
 from pathlib import Path
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -30,6 +32,10 @@ STATE = "trainer"
 MANIFEST = f"{STATE}/manifest.json"
 BLOCK_BYTES = 1 << 20
 
+FORMAT = 1
+"""Of the manifest and of all that is in `trainer/`. It grows by 1 with each change that an older
+version of Hone would misread."""
+
 
 class File(Wire):
     """A file of a checkpoint as it was written."""
@@ -39,9 +45,10 @@ class File(Wire):
 
 
 class Manifest(Wire):
-    """`trainer/manifest.json`. `model` is the fingerprint of the model that the job began with;
-    `last_body` that of the last step's body, with which its result is given again."""
+    """`trainer/manifest.json`, of `FORMAT`. `model` is the fingerprint of the model that the job
+    began with; `last_body` that of the last step's body, with which its result is given again."""
 
+    format: int = 1
     job_id: JobId
     job: Job
     step: int
@@ -111,19 +118,27 @@ def read_manifest(path: Path) -> Manifest:
     """Returns the manifest of the checkpoint at `path`. Raises Damaged, and Conflict for one of
     another version of Hone."""
     try:
-        return Manifest.model_validate_json((path / MANIFEST).read_text(encoding="utf-8"))
+        document: Any = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise Damaged(f"{MANIFEST} is cut off or garbled: {error}") from error
+    written = cast(dict[str, Any], document).get("format") if isinstance(document, dict) else None
+    if isinstance(written, int) and written > FORMAT:
+        raise _of_another_version(path, f"got format {written}, expected at most {FORMAT}")
+    try:
+        return Manifest.model_validate(document)
     except ValidationError as error:
         fault = error.errors()[0]
-        if fault["type"] == "json_invalid":
-            raise Damaged(f"{MANIFEST} is cut off or garbled: {fault['msg']}") from error
         where = ".".join(map(str, fault["loc"]))
-        raise Conflict(
-            f"the checkpoint {str(path)!r} is of another version of Hone: {MANIFEST}: {where}: "
-            f"{fault['msg']}; go on with the "
-            "version that wrote it, or move the checkpoint away to start again"
-        ) from error
+        raise _of_another_version(path, f"{where}: {fault['msg']}") from error
+
+
+def _of_another_version(path: Path, why: str) -> Conflict:
+    return Conflict(
+        f"the checkpoint {str(path)!r} is of another version of Hone: {MANIFEST}: {why}; go on "
+        "with the version that wrote it, or move the checkpoint away to start again"
+    )
 
 
 def measured(path: Path, share: slice) -> dict[str, File]:

@@ -2,6 +2,7 @@
 removed. One rank and two."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -193,6 +194,20 @@ def test_a_checkpoint_of_another_version_of_hone_is_refused_and_not_called_damag
     ):
         make_trainer(tmp_path)[0].load_job(job_request())
     assert in_steps(tmp_path) == [1]
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_by_its_number(tmp_path):
+    trained(tmp_path, 1)
+    manifest = tmp_path / "runs/a/checkpoints/step-000001/trainer/manifest.json"
+    written = json.loads(manifest.read_text())
+    assert written["format"] == 1
+    manifest.write_text(json.dumps(written | {"format": 2, "sharded": True}))
+    with pytest.raises(Conflict, match=r"manifest\.json: got format 2, expected at most 1; go on"):
+        make_trainer(tmp_path)[0].load_job(job_request())
+    assert in_steps(tmp_path) == [1]
+    del written["format"]
+    manifest.write_text(json.dumps(written))
+    assert make_trainer(tmp_path)[0].load_job(job_request()).step == 1
 
 
 @pytest.mark.parametrize(
