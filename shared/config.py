@@ -127,7 +127,8 @@ class Settings(BaseSettings):
     room: the first answer counts. Well above what a group usually takes, as it is sampled twice."""
 
     generate_deadline_s: float = Field(default=1800.0, gt=0)
-    """Seconds for sampling one group, from when a sampler is asked."""
+    """Seconds for sampling one group, from when a sampler is asked. What is not done then ends with
+    `finish_reason` "timeout", which is not graded and trains nothing."""
 
     score_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds for grading one group, its wait for other groups included."""

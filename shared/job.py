@@ -114,6 +114,28 @@ class SamplingSpec(Section):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, besides the model's own end token."""
 
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Token ids that end a completion, besides the model's own end token."""
+
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Samples only from tokens at least this share as likely as the likeliest. 0 samples from the
+    whole vocabulary; else as with `top_p`."""
+
+    template_args: dict[str, Plain] = {}
+    """Arguments of the model's chat template, for example `enable_thinking`. Prompts that are text
+    go through none."""
+
+    overlong_prompts: Literal["error", "drop", "truncate"] = "error"
+    """What becomes of a prompt that leaves no room for `max_tokens`. "error": its rollouts end in
+    an error and train nothing. "drop": another prompt takes its place, in at most 10 rounds.
+    "truncate": its first tokens are cut off. Each is counted (`overlong_prompts`)."""
+
+    repeatable: bool = True
+    """Seeds every completion by the job's seed, the step, the prompt's place in it and the
+    completion's in its group: the same job gives the same samples on one engine, weights and
+    arithmetic being the same. Where vLLM draws each seeded sequence by itself, as on a GPU, false
+    is a little faster."""
+
     refills: int = Field(default=0, ge=0, le=10)
     """Rounds per step in which groups without signal (all rewards equal) are replaced by groups of
     further prompts: the dynamic sampling of DAPO, arXiv 2503.14476. 0 replaces none, because each
@@ -496,6 +518,12 @@ class Job(Section):
     """Most steps by which the weights that sampled a batch may be older than those it trains. 0
     samples and trains in turn; from 1 on sampling runs while the trainer trains."""
 
+    drain_before_sync: bool = False
+    """Whether a sampler finishes the groups it has under way before it takes new weights, and
+    begins no others meanwhile. False: it stops between two tokens and goes on with the new weights,
+    so a completion may have been sampled by several versions, which `max_staleness` bounds. Without
+    staleness nothing of the job is under way then."""
+
     weight_sync: SyncMethod = "shm"
     """How weights reach the sampler. "shm": shared memory of one host. "disk": a folder under
     `HONE_RUNS_DIR` that the hosts share. "http": from the trainer over the network, with nothing
@@ -562,12 +590,13 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _whole_vocabulary(self) -> Job:
-        top_p, top_k = self.sampling.top_p, self.sampling.top_k
-        if (top_p < 1 or top_k) and self.correction.truncated_sampling == "refuse":
+        top_p, top_k, min_p = self.sampling.top_p, self.sampling.top_k, self.sampling.min_p
+        if (top_p < 1 or top_k or min_p) and self.correction.truncated_sampling == "refuse":
             raise ValueError(
-                f"sampling.top_p is {top_p:g} and sampling.top_k {top_k}; expected 1 and 0: the "
-                "sampler does not say which tokens it could have sampled, so the trainer would "
-                "train another distribution than the one sampled from. To train all the same, "
+                f"sampling.top_p is {top_p:g}, sampling.top_k {top_k} and sampling.min_p "
+                f"{min_p:g}; expected 1, 0 and 0: the sampler does not say which tokens it could "
+                "have sampled, so the trainer would train another distribution than the one "
+                "sampled from. To train all the same, "
                 'set correction.truncated_sampling = "accept"'
             )
         return self

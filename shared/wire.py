@@ -27,7 +27,8 @@ Message = dict[str, Plain]
 """A chat message: at least `role` and `content`."""
 
 JobId = Annotated[str, Field(pattern=JOB_ID)]
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "timeout", "error"]
+"""Why a completion ended: of itself, by `max_tokens`, by its deadline, or because it went wrong."""
 
 Fence = tuple[int, int]
 """`(attempt, epoch)`; the greater one is the newer one."""
@@ -117,6 +118,10 @@ class GenerateRequest(Fencing):
 
     A job names itself and its fence, and is answered only by its own weights of that epoch, of
     version `min_version` or later. Without `job_id`, whatever serves answers.
+
+    A prompt that is too long is refused, or loses its first tokens with `truncate_prompt`. What is
+    not sampled `deadline_s` seconds after it was asked for ends there, with `finish_reason`
+    "timeout"; None: it takes as long as it takes.
     """
 
     job_id: JobId | None = None
@@ -124,6 +129,8 @@ class GenerateRequest(Fencing):
     prompt: str | tuple[Message, ...] | None = None
     prompt_token_ids: TokenIds | None = None
     template_args: dict[str, Plain] = {}
+    truncate_prompt: bool = False
+    deadline_s: float | None = Field(default=None, gt=0)
     sampling: Sampling = Sampling()
 
 
@@ -161,7 +168,8 @@ class Rollout(Wire):
     or `min_p`, and `kept_ids` are those, position by position; empty: the whole vocabulary.
 
     `messages` are the turns after the prompt of a conversation, whose last answer is `text`. `info`
-    is the environment's. A rollout that went wrong has `finish_reason` "error" and says why.
+    is the environment's. A rollout that went wrong has `finish_reason` "error" or "timeout" and
+    says why.
     """
 
     text: str
@@ -177,6 +185,11 @@ class Rollout(Wire):
     info: dict[str, Plain] = {}
 
     @property
+    def went_wrong(self) -> bool:
+        """Whether it is neither graded nor trained on."""
+        return self.finish_reason in ("error", "timeout")
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """The weight versions that sampled it, in order and each once."""
         return tuple(dict.fromkeys(span.version for span in self.spans))
@@ -189,11 +202,13 @@ class Rollout(Wire):
 
 class RolloutGroup(Wire):
     """All completions of one prompt: `[G]` rollouts over the same `prompt_token_ids`, by the
-    sampler `replica` ("": none of ours)."""
+    sampler `replica` ("": none of ours). `overlong`: the prompt was too long, so its first tokens
+    were cut off, or it was refused."""
 
     prompt_token_ids: TokenIds
     rollouts: tuple[Rollout, ...]
     replica: str = ""
+    overlong: bool = False
 
 
 # --- rewards -------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ class _Counts:
 
     def add(self, group: RolloutGroup) -> None:
         self._tokens.inc(sum(len(rollout.token_ids) for rollout in group.rollouts))
-        self._errors.inc(sum(rollout.finish_reason == "error" for rollout in group.rollouts))
+        self._errors.inc(sum(rollout.went_wrong for rollout in group.rollouts))
 
 
 def by_state(_: BaseModel) -> str:

@@ -22,6 +22,10 @@ class BadPrompt(BadRequest):
     """Nothing can be sampled after this prompt: one prompt's fault, not the caller's."""
 
 
+class Overlong(BadPrompt):
+    """The prompt leaves no room for a completion."""
+
+
 def failed_rollout(error: str) -> Rollout:
     """Returns a rollout that went wrong, and why: data, so that the rest of its group is kept."""
     return Rollout(text="", token_ids=TokenIds(), finish_reason="error", error=error)
@@ -45,11 +49,18 @@ class Engine(Protocol):
         ...
 
     async def sample(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, life: str, salt: str
+        self,
+        prompt_token_ids: list[int],
+        sampling: Sampling,
+        *,
+        life: str,
+        salt: str,
+        deadline_s: float | None = None,
     ) -> tuple[Rollout, ...]:
         """Returns `sampling.n` completions `[G]`. Prompts share cached prefixes only under the same
         `salt`. Raises Conflict, code "stale", if weights of another `life` sampled any token; ""
-        takes all. Cancelling it ends the sampling."""
+        takes all. Completions that are not done after `deadline_s` seconds end there, as "timeout".
+        Cancelling it ends the sampling."""
         ...
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:

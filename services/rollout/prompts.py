@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from services.rollout.engine import BadPrompt, Engine, failed_rollout
+from services.rollout.engine import BadPrompt, Engine, Overlong, failed_rollout
 from shared.errors import BadRequest
 from shared.packed import TokenIds
 from shared.wire import GenerateRequest, RolloutGroup
 
 
-def prompt_ids(request: GenerateRequest, engine: Engine) -> list[int]:
-    """Returns the prompt's token ids `[T]`. Raises BadPrompt if nothing can be sampled after it,
-    and BadRequest if the request gives no prompt or two."""
+def prompt_ids(request: GenerateRequest, engine: Engine) -> tuple[list[int], bool]:
+    """Returns the prompt's token ids `[T]`, and whether its first ones were cut off. Raises
+    BadPrompt if nothing can be sampled after it, and BadRequest if the request gives no prompt or
+    two."""
     if (request.prompt is None) == (request.prompt_token_ids is None):
         raise BadRequest("give one of 'prompt' and 'prompt_token_ids', not both or neither")
     if request.prompt_token_ids is None:
@@ -18,14 +19,18 @@ def prompt_ids(request: GenerateRequest, engine: Engine) -> list[int]:
         ids = engine.encode(request.prompt, request.template_args)
     else:
         ids = list(request.prompt_token_ids)
+    room = engine.max_model_len - request.sampling.max_tokens
+    is_cut = request.truncate_prompt and 0 < room < len(ids)
+    ids = ids[-room:] if is_cut else ids
     _check(ids, request.sampling.max_tokens, engine)
-    return ids
+    return ids, is_cut
 
 
 def group_without_prompt(request: GenerateRequest, error: BadPrompt) -> RolloutGroup:
     """Returns the group of a prompt that cannot be sampled after: each rollout says why."""
     rollouts = (failed_rollout(error.detail),) * request.sampling.n
-    return RolloutGroup(prompt_token_ids=TokenIds(), rollouts=rollouts)
+    overlong = isinstance(error, Overlong)
+    return RolloutGroup(prompt_token_ids=TokenIds(), rollouts=rollouts, overlong=overlong)
 
 
 def _check(ids: list[int], max_tokens: int, engine: Engine) -> None:
@@ -36,7 +41,7 @@ def _check(ids: list[int], max_tokens: int, engine: Engine) -> None:
         raise BadPrompt(f"'prompt_token_ids': got {outside}, expected 0 to {engine.vocab_size - 1}")
     total = len(ids) + max_tokens
     if total > engine.max_model_len:
-        raise BadPrompt(
+        raise Overlong(
             f"a prompt of {len(ids)} tokens with 'max_tokens' {max_tokens} makes {total}; the "
             f"model holds {engine.max_model_len}"
         )

@@ -195,7 +195,7 @@ class Sampler:
         self._fences.check(request, self.serving)
         self._check_version(request.min_version)
         try:
-            ids = prompt_ids(request, engine)
+            ids, is_cut = prompt_ids(request, engine)
         except BadPrompt as error:
             if request.job_id is None:
                 raise
@@ -203,10 +203,19 @@ class Sampler:
                 update={"replica": self.serving.replica}
             )
         salt = f"{life_of(self.serving)}:{self.serving.version}"
-        work = engine.sample(ids, request.sampling, life=life_of(request), salt=salt)
+        work = engine.sample(
+            ids,
+            request.sampling,
+            life=life_of(request),
+            salt=salt,
+            deadline_s=request.deadline_s,
+        )
         rollouts = await self._requests.run(request, work)
         return RolloutGroup(
-            prompt_token_ids=TokenIds(ids), rollouts=rollouts, replica=self.serving.replica
+            prompt_token_ids=TokenIds(ids),
+            rollouts=rollouts,
+            replica=self.serving.replica,
+            overlong=is_cut,
         )
 
     async def abort(self, request: AbortRequest) -> Aborted:

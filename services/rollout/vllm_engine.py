@@ -133,11 +133,30 @@ class VllmEngine:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     async def sample(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, life: str, salt: str
+        self,
+        prompt_token_ids: list[int],
+        sampling: Sampling,
+        *,
+        life: str,
+        salt: str,
+        deadline_s: float | None = None,
     ) -> tuple[Rollout, ...]:
         """Returns the completions `[G]`, as one request of n: n requests cost 15 % more."""
-        output = await self._last_output(prompt_token_ids, sampling_params(sampling), salt)
-        return tuple(rollout(completion, life) for completion in output.outputs)
+        name = next(self._request_ids)
+        ending = asyncio.create_task(self._end_after(name, deadline_s)) if deadline_s else None
+        try:
+            params = sampling_params(sampling)
+            output = await self._last_output(prompt_token_ids, params, salt, name)
+        finally:
+            if ending:
+                ending.cancel()
+        ended_s = deadline_s if ending and ending.done() else None
+        return tuple(rollout(completion, life, ended_s) for completion in output.outputs)
+
+    async def _end_after(self, name: int, deadline_s: float) -> None:
+        """Ends a request, which then gives what it has."""
+        await asyncio.sleep(deadline_s)
+        await self._llm.abort(str(name))
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
         params = SamplingParams(
@@ -147,7 +166,9 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._last_output(token_ids, params, salt="", priority=AHEAD)
+        output = await self._last_output(
+            token_ids, params, "", next(self._request_ids), priority=AHEAD
+        )
         assert isinstance(output.prompt_logprobs, FlatLogprobs)
         return output.prompt_logprobs.logprobs
 
@@ -215,15 +236,20 @@ class VllmEngine:
         stop_children()  # vLLM does not wait for those that it kills
 
     async def _last_output(
-        self, prompt_token_ids: list[int], params: SamplingParams, salt: str, priority: int = 0
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        salt: str,
+        name: int,
+        priority: int = 0,
     ) -> RequestOutput:
         prompt = TokensInput(type="token", prompt_token_ids=prompt_token_ids)
         if salt:
             prompt["cache_salt"] = salt
         last: RequestOutput | None = None
         try:
-            name = str(next(self._request_ids))
-            async for output in self._llm.generate(prompt, params, name, priority=priority):
+            outputs = self._llm.generate(prompt, params, str(name), priority=priority)
+            async for output in outputs:
                 last = output
         except EngineDeadError as error:
             raise StateLost(self._why_it_died()) from error
@@ -270,9 +296,10 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
     )
 
 
-def rollout(completion: CompletionOutput, life: str) -> Rollout:
-    """Returns the completion as it was sampled, or one that says what went wrong with it. Raises
-    Failed unless there is one log-prob per token."""
+def rollout(completion: CompletionOutput, life: str, ended_s: float | None = None) -> Rollout:
+    """Returns the completion as it was sampled, or one that says what went wrong with it: that it
+    was ended after `ended_s` seconds, for one. Raises Failed unless there is one log-prob per
+    token."""
     assert isinstance(completion.logprobs, FlatLogprobs)
     token_ids, logprobs = completion.token_ids, completion.logprobs.logprobs
     if len(logprobs) != len(token_ids):
@@ -281,7 +308,9 @@ def rollout(completion: CompletionOutput, life: str) -> Rollout:
         )
     sampled_by = spans(completion.weight_versions or (), life)
     reason = completion.finish_reason
-    if reason != "stop" and reason != "length":
+    if reason == "abort" and ended_s is not None:
+        reason = "timeout"
+    if reason != "stop" and reason != "length" and reason != "timeout":
         return failed_rollout(f"vLLM ended it with {reason!r} after {len(token_ids)} tokens")
     if not math.isfinite(math.fsum(logprobs)):
         return failed_rollout(
@@ -292,5 +321,6 @@ def rollout(completion: CompletionOutput, life: str) -> Rollout:
         token_ids=TokenIds(token_ids),
         logprobs=Logprobs(logprobs),
         finish_reason=reason,
+        error=f"not done after {ended_s:g} s" if reason == "timeout" else None,
         spans=sampled_by,
     )

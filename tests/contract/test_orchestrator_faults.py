@@ -148,7 +148,7 @@ async def test_a_group_past_its_deadline_pauses_the_job(stack: Stack) -> None:
     job_id = (await stack.submit(quiet(stack.job))).id
     paused = await stack.until(job_id, "paused", "failed")
     assert paused.status == "paused" and paused.error is not None
-    assert "did not finish POST /generate within 0.5 s; find out why, or raise" in paused.error
+    assert "did not finish POST /generate within 0.6 s; find out why, or raise" in paused.error
     assert slow is stack.fakes.fault.pop("generate")
     stack.settings.__dict__["generate_deadline_s"] = 60.0
     await stack.post(f"{job_id}/resume")

@@ -241,6 +241,61 @@ async def test_no_sampler_gets_more_than_it_can_sample_and_stragglers_leave_room
     assert [sampler.most_busy <= 11 for sampler in pool.samplers] == [True, True]
 
 
+async def test_the_same_job_asks_for_the_same_samples_and_no_two_groups_share_a_seed(
+    pool: Pool,
+) -> None:
+    two_steps = pool.stack.job.model_copy(update={"steps": 2})
+    for _ in range(2):
+        pool.stack.fakes.lose_trainer()
+        await finished(pool, two_steps)
+    seeds: dict[str, list[int | None]] = {}
+    for sampler in pool.samplers:
+        for key, seed in sampler.seeds.items():
+            assert key is not None
+            seeds.setdefault(key.split(":", 3)[3], []).append(seed)
+    assert len(seeds) == 12 and all(first == second for first, second in seeds.values())
+    assert len({seed for seed, _ in seeds.values()}) == 12 and None not in seeds
+    other = two_steps.model_copy(update={"seed": 1})
+    pool.stack.fakes.lose_trainer()
+    await finished(pool, other)
+    after = [seed for sampler in pool.samplers for seed in sampler.seeds.values()]
+    assert len(set(after)) == 24
+
+
+@pytest.mark.parametrize("drain", [False, True])
+async def test_a_sync_waits_for_groups_under_way_only_if_the_job_says_so(
+    pool: Pool, drain: bool
+) -> None:
+    """Of step 2, one group is under way while step 1 is synced: with staleness 1 it may be."""
+    stragglers = 0
+    gate = asyncio.Event()
+
+    async def straggle(_: Any) -> None:
+        nonlocal stragglers
+        stragglers += 1
+        if stragglers == 12:
+            await gate.wait()
+
+    for sampler in pool.samplers:
+        sampler.fault["generate"] = straggle
+    job = pool.stack.job.model_copy(
+        update={"steps": 2, "max_staleness": 1, "drain_before_sync": drain}
+    )
+    job_id = (await pool.stack.submit(job)).id
+    while pool.stack.fakes.calls["publish"] < 2:
+        await asyncio.sleep(0.01)
+    if drain:
+        await asyncio.sleep(0.3)
+        assert sorted(sampler.serving.version or 0 for sampler in pool.samplers) == [0, 1]
+    else:
+        while [sampler.serving.version for sampler in pool.samplers] != [1, 1]:
+            await asyncio.sleep(0.01)
+    gate.set()
+    record = await pool.stack.until(job_id)
+    assert record.status == "succeeded"
+    pool.check_groups(record)
+
+
 async def test_a_name_stands_for_a_sampler_at_each_of_its_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

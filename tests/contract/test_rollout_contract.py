@@ -205,6 +205,20 @@ async def test_a_bad_prompt_of_a_job_is_a_group_that_went_wrong(
     assert (serving.engine.samples, group.replica) == (0, "here:1")
 
 
+async def test_a_prompt_that_is_too_long_is_marked_or_loses_its_first_tokens(
+    serving: RolloutBench,
+) -> None:
+    """The model holds 16 tokens, of which 4 are for the completion."""
+    await serving.reload(serving.publish(1))
+    prompt = (*range(10), 7, 8, 9)
+    refused = await serving.generate(job_id="job", prompt_token_ids=prompt)
+    assert (refused.overlong, refused.rollouts[0].finish_reason) == (True, "error")
+    cut = await serving.generate(job_id="job", prompt_token_ids=prompt, truncate_prompt=True)
+    assert cut.overlong and cut.prompt_token_ids == prompt[1:]
+    fits = await serving.generate(job_id="job", prompt_token_ids=prompt[1:], truncate_prompt=True)
+    assert (fits.overlong, fits.prompt_token_ids) == (False, prompt[1:])
+
+
 async def test_a_job_that_gives_no_prompt_is_refused(serving: RolloutBench) -> None:
     await serving.reload(serving.publish(1))
     with pytest.raises(BadRequest, match="not both or neither"):

@@ -83,7 +83,13 @@ class FakeEngine:
         return [len(prompt) + len(template_args)] if prompt else []
 
     async def sample(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, life: str, salt: str
+        self,
+        prompt_token_ids: list[int],
+        sampling: Sampling,
+        *,
+        life: str,
+        salt: str,
+        deadline_s: float | None = None,
     ) -> tuple[Rollout, ...]:
         """Begins under the label of now, and ends under that of when it is not frozen."""
         self.samples += 1

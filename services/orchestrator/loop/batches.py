@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 from dataclasses import dataclass
 
 from services.orchestrator.loop.clock import Stopwatch
@@ -107,7 +108,8 @@ class Batches:
         versions: set[int] = set()
         for again in range(MAX_RESAMPLED + 1):
             key = f"{self.peers.life}:{step}:{position}:{again}"
-            group = await self.peers.generate(prompt, oldest, key=key)
+            seed = self._seed(step, position, prompt) if self.job.sampling.repeatable else None
+            group = await self.peers.generate(prompt, oldest, key=key, seed=seed)
             versions = {version for rollout in group.rollouts for version in rollout.versions}
             if all(oldest <= version <= newest for version in versions):
                 return group
@@ -116,6 +118,12 @@ class Batches:
             f"step {step}: the sampler was asked for versions {oldest} to {newest} and sampled "
             f"with {sorted(versions)}, {MAX_RESAMPLED + 1} times"
         )
+
+    def _seed(self, step: int, position: str, prompt: Prompt) -> int:
+        """Returns the seed of a group's first completion; that of the next is one more, and so
+        on."""
+        place = f"{self.job.seed}:{step}:{position}:{prompt.index}"
+        return int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big") >> 2
 
     async def _score(self, prompt: Prompt, group: RolloutGroup) -> tuple[Score, ...]:
         return await self.peers.score(prompt, group, job_id=self.job_id)

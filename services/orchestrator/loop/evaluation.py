@@ -29,6 +29,7 @@ async def evaluate(
         max_tokens=spec.max_tokens or job.sampling.max_tokens,
         temperature=spec.temperature,
         stop=job.sampling.stop,
+        stop_token_ids=job.sampling.stop_token_ids,
     )
 
     room = asyncio.Semaphore(MAX_PROMPTS)

@@ -2,8 +2,8 @@
 many rewards are missing.
 
 A rollout that ended in an error (a prompt that is too long, a template that breaks on it, a
-log-prob that is not finite) is data: it is not graded, so it has no reward and no advantage, and it
-is counted. Only a batch of nothing else stops the job.
+log-prob that is not finite), or that was not done in time, is data: it is not graded, so it has no
+reward and no advantage, and it is counted. Only a batch of nothing else stops the job.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from shared.job import Job
 from shared.wire import Batch, Prompt, RolloutGroup, Score
 
 NUM_REASONS = 3
+
+DROP_ROUNDS = 10
+"""Rounds in which overlong prompts are replaced, where the job drops them."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,18 @@ async def refill(
 
     `sample_fresh(round, count)` gives up to `count` groups of prompts that the step has not had, in
     rounds 1 to `refills` at most (the dynamic sampling of DAPO, arXiv 2503.14476). What is still
-    without signal then stays: it is not trained on. Nothing is replaced while more than
-    `max_missing` of the rewards are missing, for that says nothing about the prompts.
+    without signal then stays: it is not trained on. Overlong prompts that the job drops are
+    replaced too, in DROP_ROUNDS at most. Nothing is replaced while more than `max_missing` of the
+    rewards are missing, for that says nothing about the prompts.
     """
     kept, dropped = list(groups_P), list[GradedGroup]()
-    for round in range(1, job.sampling.refills + 1):
+    refills, drops = job.sampling.refills, job.sampling.overlong_prompts == "drop"
+    for round in range(1, max(refills, DROP_ROUNDS if drops else 0) + 1):
         flat = [
-            position for position, graded in enumerate(kept) if not has_signal(graded.scores, job)
+            position
+            for position, graded in enumerate(kept)
+            if (round <= refills and not has_signal(graded.scores, job))
+            or (drops and graded.group.overlong)
         ]
         if not flat or missing_share([graded.scores for graded in kept]) > max_missing:
             break
@@ -65,7 +73,7 @@ def to_batch(
     few."""
     rollouts = [rollout for graded in groups_P for rollout in graded.group.rollouts]
     versions = [version for rollout in rollouts for version in rollout.versions]
-    if not any(rollout.finish_reason != "error" for rollout in rollouts):
+    if all(rollout.went_wrong for rollout in rollouts):
         errors = dict.fromkeys(rollout.error or "no reason given" for rollout in rollouts)
         raise MustPause(
             f"step {step}: all {len(rollouts)} rollouts ended in an error; "

@@ -44,7 +44,7 @@ MAX_PROMPTS_TRIED = 8
 meant, and soon done."""
 
 NOT_GRADED = Score(value=None, parts={})
-"""The score of a rollout that ended in an error."""
+"""The score of a rollout that went wrong."""
 
 
 class Peers:
@@ -127,12 +127,23 @@ class Peers:
         return await self._trainer.get("/state", TrainerState, deadline_s=self._settings.patience_s)
 
     async def generate(
-        self, prompt: Prompt, min_version: int, *, key: str, sampling: Sampling | None = None
+        self,
+        prompt: Prompt,
+        min_version: int,
+        *,
+        key: str,
+        seed: int | None = None,
+        sampling: Sampling | None = None,
     ) -> RolloutGroup:
+        """Returns the prompt's group, by the job's sampling and `seed` or by `sampling`."""
+        spec = self._job.sampling
         body = GenerateRequest(
             **self._fence(),
             prompt=prompt.content,
-            sampling=sampling or self._sampling(),
+            template_args=spec.template_args,
+            truncate_prompt=spec.overlong_prompts == "truncate",
+            deadline_s=self._settings.generate_deadline_s,
+            sampling=sampling or self._sampling(seed),
             min_version=min_version,
         )
         return await self._samplers.generate(body, key)
@@ -140,7 +151,7 @@ class Peers:
     async def score(
         self, prompt: Prompt, group: RolloutGroup, *, job_id: str | None = None
     ) -> tuple[Score, ...]:
-        """Returns the group's scores `[G]`: NOT_GRADED for rollouts that ended in an error. What
+        """Returns the group's scores `[G]`: NOT_GRADED for rollouts that went wrong. What
         graders cache goes into the run folder of `job_id`, if given."""
         items = tuple(
             ScoreItem(
@@ -151,7 +162,7 @@ class Peers:
                 row=prompt.row,
             )
             for rollout in group.rollouts
-            if rollout.finish_reason != "error"
+            if not rollout.went_wrong
         )
         if not items:
             return (NOT_GRADED,) * len(group.rollouts)
@@ -160,8 +171,7 @@ class Peers:
         result = await self._reward.call("POST", "/score", body, ScoreResult, deadline_s=deadline_s)
         scores = iter(result.scores)
         return tuple(
-            NOT_GRADED if rollout.finish_reason == "error" else next(scores)
-            for rollout in group.rollouts
+            NOT_GRADED if rollout.went_wrong else next(scores) for rollout in group.rollouts
         )
 
     async def validate_rewards(
@@ -214,7 +224,7 @@ class Peers:
     def _fence(self) -> dict[str, Any]:
         return self._who.model_dump()
 
-    def _sampling(self) -> Sampling:
+    def _sampling(self, seed: int | None) -> Sampling:
         spec = self._job.sampling
         return Sampling(
             n=spec.group_size,
@@ -222,5 +232,8 @@ class Peers:
             temperature=spec.temperature,
             top_p=spec.top_p,
             top_k=spec.top_k,
+            min_p=spec.min_p,
             stop=spec.stop,
+            stop_token_ids=spec.stop_token_ids,
+            seed=seed,
         )

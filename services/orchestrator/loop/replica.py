@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -16,7 +17,8 @@ class Replica:
     """`up`: it serves what the job published last, `ref`; None: only the model so far. What is not
     up gets no groups; `why` says why not. `life` counts how often it came up, and
     `failed_sync` says that it did not load what others did. `listed`: it is among those that the
-    settings name now.
+    settings name now. `held`: it gets no further groups until a sync is done; `idle` is set while
+    it has none.
 
     Its load counts completions. `under_way` are those of all groups that it was given and has not
     returned; `busy` those that it said it works on, and `sent` those it was given since. It can
@@ -34,6 +36,8 @@ class Replica:
     sent: int = 0
     life: int = 0
     failed_sync: bool = False
+    held: bool = False
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
     retry_at: float = 0.0
     _retry_s: float = field(default=FIRST_RETRY_S)
 
@@ -53,12 +57,18 @@ class Replica:
         """To compare samplers by: the share of its capacity that is taken."""
         return min(self.under_way, self.busy + self.sent) / (self.capacity or 1)
 
+    def __post_init__(self) -> None:
+        self.idle.set()
+
     def take(self, num_completions: int) -> None:
+        self.idle.clear()
         self.under_way += num_completions
         self.sent += num_completions
 
     def give_back(self, num_completions: int) -> None:
         self.under_way -= num_completions
+        if not self.under_way:
+            self.idle.set()
 
     def hear(self, busy: int) -> None:
         self.busy, self.sent = busy, 0

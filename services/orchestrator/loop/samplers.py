@@ -52,15 +52,20 @@ prompt that ends every engine must not take the whole pool along again and again
 
 STALE = "stale"
 
+HUNG = 1.2
+"""A sampler that has not even ended a group this many deadlines after it was asked, hangs."""
+
 
 @dataclass(frozen=True)
 class Push:
     """A published version: as it goes to all samplers (`ref`), as it goes to one that failed to
-    load it (`again`), and what raises unless a sampler serves it (`prove`)."""
+    load it (`again`), and what raises unless a sampler serves it (`prove`). `drain`: each sampler
+    finishes its groups before it loads."""
 
     ref: WeightsRef
     again: WeightsRef
     prove: Callable[[Client, WeightsRef, ServingWeights], Awaitable[None]]
+    drain: bool = False
 
 
 @dataclass(eq=False)
@@ -249,7 +254,11 @@ class Samplers:
         if not up:
             raise self._nobody()
         loads = (self._load(replica, push, push.ref, self._patience_s(replica)) for replica in up)
-        answers = await asyncio.gather(*loads, return_exceptions=True)
+        try:
+            answers = await asyncio.gather(*loads, return_exceptions=True)
+        finally:
+            for replica in up:
+                replica.held = False
         served = [answer for answer in answers if isinstance(answer, ServingWeights)]
         for replica, answer in zip(up, answers, strict=True):
             if isinstance(answer, ServingWeights):
@@ -259,11 +268,15 @@ class Samplers:
             else:
                 replica.failed_sync = True
                 await self._take_out(replica, str(answer))
+        self._admit()
         return served
 
     async def _load(
         self, replica: Replica, push: Push, ref: WeightsRef, patience_s: float
     ) -> ServingWeights:
+        if push.drain and replica.up:
+            replica.held = True
+            await replica.idle.wait()
         serving = await replica.client.call(
             "POST",
             "/reload_weights",
@@ -332,7 +345,7 @@ class Samplers:
             "/generate",
             body,
             RolloutGroup,
-            deadline_s=self._settings.generate_deadline_s,
+            deadline_s=self._settings.generate_deadline_s * HUNG,
             key=key,
             wait_s=0,
             patience_s=self._patience_s(replica),
@@ -340,7 +353,11 @@ class Samplers:
 
     def _spare(self, replica: Replica) -> Replica | None:
         """Returns another sampler with room that no group waits for."""
-        spare = [other for other in self._up() if other is not replica and other.room > 0]
+        spare = [
+            other
+            for other in self._up()
+            if other is not replica and other.room > 0 and not other.held
+        ]
         return min(spare, key=lambda other: other.load) if spare and not self._waiting else None
 
     def _end_there(self, replica: Replica, body: GenerateRequest, key: str) -> None:
@@ -386,13 +403,16 @@ class Samplers:
         """Gives groups to samplers, in the order of asking, as long as one has room."""
         while self._waiting:
             up = [replica for replica in self._up() if replica.listed]
+            free = [replica for replica in up if not replica.held]
             waiting = self._waiting[0]
+            if up and not free:
+                return
             if not up:
                 self._waiting.popleft()
                 if not waiting.given.done():
                     waiting.given.set_exception(self._nobody())
                 continue
-            replica = min(up, key=lambda replica: replica.load)
+            replica = min(free, key=lambda replica: replica.load)
             if replica.room <= 0:
                 return
             self._waiting.popleft()

@@ -30,22 +30,28 @@ async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -
     """
     method = job.weight_sync
     try:
-        await _push(peers, version, method, journal)
+        await _push(peers, job, version, method, journal)
     except SyncFailed as error:
         fuller = FULLER.get(method, method)
         how = "" if fuller == method else f' by "{fuller}"'
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
-        await _push(peers, version, fuller, journal, again=True)
+        await _push(peers, job, version, fuller, journal, again=True)
 
 
 async def _push(
-    peers: Peers, version: int, method: SyncMethod, journal: Journal, *, again: bool = False
+    peers: Peers,
+    job: Job,
+    version: int,
+    method: SyncMethod,
+    journal: Journal,
+    *,
+    again: bool = False,
 ) -> None:
     published = await peers.publish_weights(version, method)
     fuller = _fuller(published)
     try:
         ref = fuller if again else published
-        answers = await peers.push_weights(Push(ref, fuller, prove))
+        answers = await peers.push_weights(Push(ref, fuller, prove, job.drain_before_sync))
     except SyncFailed:
         raise
     except (Failed, Conflict) as error:

@@ -10,7 +10,10 @@ thing.
 | dropped_groups                 | groups without signal in whose place others were sampled    |
 | resampled_groups               | groups sampled again: their weights' version was not asked  |
 | missing_rewards                | share of graded rollouts without a reward                   |
-| errored_rollouts               | share of rollouts that ended in an error; never graded      |
+| errored_rollouts               | share of rollouts that went wrong; never graded             |
+| timed_out_rollouts             | share that was not done by HONE_GENERATE_DEADLINE_S         |
+| overlong_prompts               | share of groups whose prompt was cut, or refused, as long   |
+| mixed_rollouts                 | share sampled by weights of more than one version           |
 | completions/mean_length        | tokens that were sampled; also max_length                   |
 | completions/clipped_ratio      | share cut off by max_tokens                                 |
 | staleness                      | steps between the weights that sampled and those trained    |
@@ -32,7 +35,7 @@ from services.orchestrator.loop.advantages import has_signal
 from services.orchestrator.loop.groups import is_graded, missing_share
 from services.orchestrator.loop.pipeline import Step
 from shared.job import Job
-from shared.wire import Score
+from shared.wire import RolloutGroup, Score
 
 
 def step_metrics(step: Step, job: Job, step_s: float) -> dict[str, float]:
@@ -42,6 +45,7 @@ def step_metrics(step: Step, job: Job, step_s: float) -> dict[str, float]:
         **reward_metrics((*step.batch.scores, *step.batch.dropped), job),
         "dropped_groups": len(step.batch.dropped),
         "resampled_groups": step.num_resampled,
+        **_rollout_metrics(step.batch.groups),
         **_completion_metrics(step),
         "staleness": step.staleness,
         "skipped_steps": int(result.skipped),
@@ -84,12 +88,21 @@ def reward_metrics(scores_PG: Sequence[Sequence[Score]], job: Job) -> dict[str, 
     return metrics
 
 
+def _rollout_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
+    rollouts = [rollout for group in groups_P for rollout in group.rollouts]
+    return {
+        "timed_out_rollouts": statistics.fmean(r.finish_reason == "timeout" for r in rollouts),
+        "overlong_prompts": statistics.fmean(group.overlong for group in groups_P),
+        "mixed_rollouts": statistics.fmean(len(r.versions) > 1 for r in rollouts),
+    }
+
+
 def _completion_metrics(step: Step) -> dict[str, float]:
     rollouts = [
         rollout
         for group in step.batch.groups
         for rollout in group.rollouts
-        if rollout.finish_reason != "error"
+        if not rollout.went_wrong
     ]
     lengths = [rollout.num_sampled for rollout in rollouts]
     return {

@@ -143,3 +143,18 @@ def test_missing_rewards_are_told_with_their_share_and_the_first_reasons() -> No
         "step 2: 75% of the rewards are missing, more than the 50% of HONE_MAX_MISSING_REWARDS; "
         "judge: no key; judge: refused"
     )
+
+
+async def test_overlong_prompts_are_replaced_where_the_job_drops_them() -> None:
+    job = make_job()
+    sampling = job.sampling.model_copy(update={"overlong_prompts": "drop"})
+    drops = job.model_copy(update={"sampling": sampling})
+    flat, bad = graded(1, 1.0, 1.0), graded(2, None, None)
+    overlong = GradedGroup(
+        bad.prompt, bad.group.model_copy(update={"overlong": True}), (NOT_GRADED, NOT_GRADED)
+    )
+    fresh = Fresh([overlong], [graded(4, 0.0, 1.0)])
+    kept, dropped = await refill([flat, overlong], drops, 0.5, fresh)
+    assert (names(kept), names(dropped), fresh.asked) == ([1, 4], [2, 2], [(1, 1), (2, 1)])
+    kept, dropped = await refill([flat, overlong], job, 0.5, Fresh())
+    assert (names(kept), dropped) == ([1, 2], [])
