@@ -32,6 +32,7 @@ async def grade(sandbox: LocalSandbox, completion: str, row: dict[str, Any], **p
 
 
 COUNTING = "seen = []\nfor x in range(3):\n    seen.append(f(f(x)))\nassert seen == [2, 4, 6]"
+CHAIN = "x = 0\nfor _ in range(110):\n    x = inc(x)\nassert x == 110"
 IN_ORDER = "x = f(f(0))\ny = f(7)\nif x == 2:\n    z = f(1)\nassert (x, y) == (2, 3)"
 MBPP: list[tuple[str, list[str]]] = [
     (
@@ -72,6 +73,7 @@ MBPP: list[tuple[str, list[str]]] = [
         "count = 0\ndef f(x):\n    global count\n    count += 1\n    return count",
         [COUNTING, IN_ORDER],
     ),
+    ("def inc(x):\n    return x + 1", [CHAIN]),
     ("def inc(x):\n    return x + 1", ["for x in range(50):\n    assert inc(inc(x)) == x + 2"]),
 ]
 

@@ -27,7 +27,7 @@ from services.reward.grading.programs import fault
 from services.reward.grading.registry import GradingFailed
 from shared.wire import Verdict
 
-MAX_TURNS = 100
+MAX_TURNS = 300
 UNSTEADY_TURNS = 10
 GUESSING_TURNS = 4
 ENDINGS = ("late", "large", "memory")
