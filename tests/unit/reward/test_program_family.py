@@ -3,46 +3,77 @@ end is its own."""
 
 from __future__ import annotations
 
-import os
+import asyncio
+import textwrap
 from collections import Counter
+from collections.abc import AsyncGenerator
 from random import Random
 
 import pytest
+import pytest_asyncio
 
+from services.reward.grading import registry
 from services.reward.sandbox.local import LocalSandbox
-from shared.wire import ExecuteRequest
+from shared.job import RewardSpec
+from shared.wire import ExecuteRequest, Part, ScoreItem
 from tests.support.program_family import program
-from tests.support.reward_helpers import processes_of
+from tests.support.reward_helpers import running_sandbox, tools_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LIMITS = {"cpu_s": 0.1, "timeout_s": 0.5, "memory_mib": 64}
+LOOP = "def check(candidate):\n    for x in range(3):\n        assert candidate(x) == x + 2\n"
 
 
-async def endings(programs: list[str]) -> Counter[str]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandbox() -> AsyncGenerator[LocalSandbox]:
+    async with running_sandbox(8) as sandbox:
+        yield sandbox
+
+
+async def endings(sandbox: LocalSandbox, programs: list[str]) -> Counter[str]:
     """Returns how often each verdict came, after showing that none is the sandbox's fault and that
     the slots still are right."""
-    sandbox = LocalSandbox(isolated=True, num_slots=8)
-    await sandbox.start()
-    assert sandbox.problem() is None
-    try:
-        requests = [ExecuteRequest(code=code, expression="15", **LIMITS) for code in programs]
-        ended = await sandbox.run(requests)
-        by_code = dict(zip(programs, ended, strict=True))
-        missing = {code: end for code, end in by_code.items() if end.verdict == "sandbox_error"}
-        assert missing == {}
-        after = [ExecuteRequest(expression=f"{number} + 1") for number in range(8)]
-        assert [end.value for end in await sandbox.run(after)] == list(range(1, 9))
-    finally:
-        await sandbox.close()
-    assert processes_of(os.getpid()) == []
-    return Counter(end.verdict for end in ended)
+    requests = [ExecuteRequest(code=code, expression="15", **LIMITS) for code in programs]
+    ended = dict(zip(programs, await sandbox.run(requests), strict=True))
+    assert {code: end for code, end in ended.items() if end.verdict == "sandbox_error"} == {}
+    after = [ExecuteRequest(expression=f"{number} + 1") for number in range(8)]
+    assert [end.value for end in await sandbox.run(after)] == list(range(1, 9))
+    return Counter(end.verdict for end in ended.values())
 
 
-async def test_no_program_of_a_family_chooses_that_it_is_missing() -> None:
-    verdicts = await endings([program(Random(f"fast {number}")) for number in range(150)])
+async def test_no_program_of_a_family_chooses_that_it_is_missing(sandbox: LocalSandbox) -> None:
+    programs = [program(Random(f"fast {number}")) for number in range(150)]
+    verdicts = await endings(sandbox, programs)
     assert set(verdicts) >= {"ok", "runtime_error", "time_limit", "memory_limit"}
+
+
+async def test_no_program_of_a_family_leaves_a_grader_without_a_value(
+    sandbox: LocalSandbox,
+) -> None:
+    async def graded(code: str, grader: str, row: dict[str, object], **params: object) -> Part:
+        spec = RewardSpec(grader=grader, params=LIMITS | params)
+        item = ScoreItem(prompt="", completion=code, row=row)
+        (part,) = await registry.bind(spec, tools_of(sandbox)).grade([item])
+        return part
+
+    looped = {"style": "check", "entry_point": "name"}
+    work = []
+    for number in range(20):
+        code = program(Random(f"graded {number}"))
+        inside = f"def f(x):\n{textwrap.indent(code, '    ')}\n    return x + 2\n"
+        for tested in (f"{code}\ndef f(x): return x + 2", inside):
+            work.append(graded(tested, "code_tests", {"tests": ["assert f(1) == 3"]}))
+            work.append(graded(tested, "code_tests", {"tests": LOOP, "name": "f"}, **looped))
+        work.append(graded(f"{code}\n15", "python_value", {"target": 15}))
+    parts = await asyncio.gather(*work)
+    assert all(part.value is not None for part in parts)
+    assert {part.value for part in parts} == {0.0, 1.0}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(10))
-async def test_no_program_of_a_large_family_chooses_that_it_is_missing(part: int) -> None:
-    await endings([program(Random(f"{part} {number}")) for number in range(1000)])
+async def test_no_program_of_a_large_family_chooses_that_it_is_missing(
+    sandbox: LocalSandbox, part: int
+) -> None:
+    await endings(sandbox, [program(Random(f"{part} {number}")) for number in range(1000)])
