@@ -14,6 +14,7 @@ from services.orchestrator.api import history
 from services.orchestrator.loop.prompts import load_prompts
 from services.orchestrator.loop.run import Outcome, Run
 from services.orchestrator.queue import worker
+from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import Lease, Store
 from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
@@ -387,7 +388,7 @@ async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(
         first, fakes.trained = fakes.trained, []
         fakes.job = None  # the trainer lost everything and starts from the beginning
         sampled = fakes.calls["generate"]
-        lease = Lease(record.id, first[0].attempt, settings.trainer_url, 30)
+        lease = Lease(record.id, first[0].attempt, resource(settings.trainer_url), 30)
         await Run(record, lease, SilentStore(), settings).run()  # type: ignore[arg-type]
         assert fakes.trained == first
         assert fakes.calls["generate"] == sampled, (

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import Store
 from shared.client import Client
 from shared.config import Settings
@@ -60,7 +61,7 @@ async def test_sigterm_frees_job_and_trainer_at_once_though_followers_are_connec
         async with asyncio.timeout(4):  # less than the grace of requests, far less than the lease
             while await store.status(record.id) != "queued":
                 await asyncio.sleep(0.02)
-            assert await store.take("another", settings.trainer_url, 30) is not None
+            assert await store.take("another", resource(settings.trainer_url), 30) is not None
         assert await asyncio.wait_for(process.wait(), 20) in (0, -signal.SIGTERM)
         await asyncio.wait_for(follower, 10)
         released.set()

@@ -18,6 +18,7 @@ import redis.asyncio as redis
 from services.orchestrator.queue import heartbeat, keys, scripts
 from services.orchestrator.queue import store as store_module
 from services.orchestrator.queue.ids import new_job_id
+from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import (
     MAX_TRIES,
     Lease,
@@ -117,6 +118,46 @@ async def test_another_trainer_takes_another_job(store: Store, other: Store) -> 
     leases = [await take(store, "http://one"), await take(other, "http://two")]
     assert [lease.job_id for lease in leases] == ids
     assert await store.take("w", "http://three", 30) is None, "both jobs have a worker"
+
+
+async def test_a_sampler_that_a_job_has_is_given_to_no_other(
+    store: Store, other: Store, raw: Any
+) -> None:
+    ids = [await submit(store) for _ in range(2)]
+    first = await store.take("a", "trainer-1:1", 2, ["sampler-1:1", "sampler-2:1"])
+    assert first is not None
+    assert await other.take("b", "trainer-2:1", 30, ["sampler-2:1", "sampler-3:1"]) is None
+    await asyncio.sleep(0.1)
+    await store.beat(first)
+    assert await raw.pttl("hone:lease:sampler-2:1") > 1950, "it is renewed with the trainer's"
+    await finish(store, first)
+    second = await other.take("b", "trainer-2:1", 30, ["sampler-2:1", "sampler-3:1"])
+    assert second is not None and second.job_id == ids[1]
+    assert sorted(await raw.keys("hone:lease:*")) == [
+        f"hone:lease:{name}:1" for name in ("sampler-2", "sampler-3", "trainer-2")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://Trainer.example:8002/", "trainer.example:8002"),
+        ("http://trainer.example.", "trainer.example:80"),
+        ("https://trainer.example", "trainer.example:443"),
+        ("dns+http://samplers:8001", "samplers:8001"),
+        ("http://10.0.0.7:8002", "10.0.0.7:8002"),
+        ("http://[fd00::1]:8002", "fd00::1:8002"),
+        ("http://localhost:8002", "this-host:8002"),
+        ("http://127.0.0.1:8002/", "this-host:8002"),
+        ("http://[::1]:8002", "this-host:8002"),
+        ("http://This-Host:8002", "this-host:8002"),
+    ],
+)
+def test_a_lease_is_on_the_same_service_however_its_url_is_spelt(
+    url: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "This-Host")
+    assert resource(url) == name
 
 
 async def test_attempts_grow_over_all_jobs_and_over_an_emptied_redis(

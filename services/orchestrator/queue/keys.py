@@ -7,7 +7,8 @@
     hone:job:<id>                hash    the record, and what only the scripts use (see below)
     hone:job:<id>:events         stream  what happened, in order
     hone:job:<id>:checkpoints    hash    step -> the checkpoint, as JSON
-    hone:lease:<trainer>         string  attempt of the worker that has the trainer; expires
+    hone:lease:<resource>        string  attempt of the worker that has that trainer or sampler;
+                                         expires
     hone:key:<idempotency key>   string  job id and fingerprint of its submission, for a day
     hone:call:<call>             string  answer of a script's call, for a retry of the same call
     hone:deleted:<id>            string  the job was deleted; for a day
@@ -15,7 +16,7 @@
 A job's hash has the fields of `wire.JobRecord`, and besides:
 
     schema            version of what `store.py` wrote
-    attempt, trainer  the newest lease given for the job
+    attempt, trainer, samplers  the newest lease given for the job, and what it is on
     owner             the worker that has it, for people
     tries             how often a worker took the job up since a step was done that was not before
     furthest          the last of the steps that ever were done

@@ -70,9 +70,22 @@ local function is_mine()
     and field(call.id, 'attempt') == call.attempt and is_leased(call.id)
 end
 
--- Frees the trainer, if it is the job's.
+-- The leases on the job's samplers, as far as they are its own.
+local function samplers(id)
+  local own = {}
+  for name in string.gmatch(field(id, 'samplers') or '', '%S+') do
+    if redis.call('GET', LEASE .. name) == field(id, 'attempt') then
+      own[#own + 1] = LEASE .. name
+    end
+  end
+  return own
+end
+
+-- Frees the trainer and the samplers, if they are the job's.
 local function free(id)
-  if is_leased(id) then redis.call('DEL', LEASE .. field(id, 'trainer')) end
+  if not is_leased(id) then return end
+  for _, lease in ipairs(samplers(id)) do redis.call('DEL', lease) end
+  redis.call('DEL', LEASE .. field(id, 'trainer'))
 end
 
 -- Puts the job last into the queue.
@@ -169,7 +182,10 @@ TAKE = once("""
     redis.call('SET', ATTEMPTS, 0)
     return 'emptied'
   end
-  if redis.call('EXISTS', LEASE .. call.trainer) == 1 then return '' end
+  local resources = call.trainer .. ' ' .. call.samplers
+  for name in string.gmatch(resources, '%S+') do
+    if redis.call('EXISTS', LEASE .. name) == 1 then return '' end
+  end
 
   for _, id in ipairs(redis.call('ZRANGE', QUEUE, 0, -1)) do
     local status = is_job(id) and field(id, 'status')
@@ -185,9 +201,11 @@ TAKE = once("""
         local last, now = redis.call('INCR', ATTEMPTS), tonumber(redis.call('TIME')[1])
         local attempt = string.format('%d', math.max(last, now))
         redis.call('SET', ATTEMPTS, attempt)
-        redis.call('SET', LEASE .. call.trainer, attempt, 'PX', call.lease_ms)
-        set(id, 'attempt', attempt, 'trainer', call.trainer, 'owner', call.owner,
-          'status', 'running')
+        for name in string.gmatch(resources, '%S+') do
+          redis.call('SET', LEASE .. name, attempt, 'PX', call.lease_ms)
+        end
+        set(id, 'attempt', attempt, 'trainer', call.trainer, 'samplers', call.samplers,
+          'owner', call.owner, 'status', 'running')
         redis.call('HSETNX', job(id), 'started_at', call.now)
         local attempts = redis.call('HINCRBY', job(id), 'attempts', 1)
         event(id, 'status', 'info', 'running',
@@ -198,16 +216,18 @@ TAKE = once("""
   end
   return ''
 """)
-"""call: owner, trainer, lease_ms, max_tries. Gives the first job that nobody has to a worker that
-can have the trainer; one that was cut off too often pauses. Returns attempt and job id; '' if the
-trainer is taken or nothing waits; or 'emptied', once, if Redis lost what it had. Attempts are at
-least the Unix seconds, so that none is given twice even if Redis is emptied."""
+"""call: owner, trainer, samplers (with blanks between them), lease_ms, max_tries. Gives the first
+job that nobody has to a worker that can have the trainer and the samplers; one that was cut off too
+often pauses. Returns attempt and job id; '' if any of them is taken or nothing waits; or 'emptied',
+once, if Redis lost what it had. Attempts are at least the Unix seconds, so that none is given twice
+even if Redis is emptied."""
 
 BEAT = (
     _SHARED
     + """
 if not is_mine() then return 'lost' end
 redis.call('PEXPIRE', LEASE .. call.trainer, call.lease_ms)
+for _, lease in ipairs(samplers(call.id)) do redis.call('PEXPIRE', lease, call.lease_ms) end
 if asked(call.id, 'cancel') then return 'cancel' end
 return asked(call.id, 'pause') and 'pause' or ''
 """

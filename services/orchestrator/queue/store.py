@@ -277,14 +277,17 @@ class Store:
 
     # --- by a worker
 
-    async def take(self, owner: str, trainer: str, lease_s: float) -> Lease | None:
-        """Returns a lease on `trainer` and on a job, if the trainer is free and a job waits: the
+    async def take(
+        self, owner: str, trainer: str, lease_s: float, samplers: Sequence[str] = ()
+    ) -> Lease | None:
+        """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits: the
         first in the queue that no worker has. A job that was cut off keeps its place, so it goes on
         before others begin."""
         answer = await self._call(
             self._take,
             owner=owner,
             trainer=trainer,
+            samplers=" ".join(samplers),
             lease_ms=int(lease_s * 1000),
             max_tries=MAX_TRIES,
         )

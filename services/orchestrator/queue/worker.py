@@ -1,4 +1,5 @@
-"""Takes jobs from the queue and runs them, one at a time, on the trainer that the settings name.
+"""Takes jobs from the queue and runs them, one at a time, on the trainer and samplers that the
+settings name.
 
 While a job runs, its lease is renewed (heartbeat.py). A lost lease stops the work here at once,
 without a word to the store.
@@ -15,6 +16,7 @@ import time
 from services.orchestrator.loop.run import Outcome, Run
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import heartbeat
+from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import (
     Lease,
     LeaseLost,
@@ -40,7 +42,8 @@ class Worker:
         self._store = store
         self._settings = settings
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self._trainer = settings.trainer_url.rstrip("/")
+        self._trainer = resource(settings.trainer_url)
+        self._samplers = sorted({resource(url) for url in settings.rollout_urls})
         self._lease: Lease | None = None
 
     async def run_forever(self) -> None:
@@ -50,7 +53,7 @@ class Worker:
             try:
                 asked_at = time.monotonic()
                 self._lease = await self._store.take(
-                    self._owner, self._trainer, self._settings.lease_s
+                    self._owner, self._trainer, self._settings.lease_s, self._samplers
                 )
                 if self._lease:
                     await self._work(self._lease, asked_at)
