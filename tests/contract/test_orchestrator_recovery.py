@@ -12,7 +12,7 @@ import pytest
 
 from services.orchestrator.loop import run
 from shared import presence
-from shared.errors import Conflict, Failed, Unavailable
+from shared.errors import BadRequest, Conflict, Failed, Unavailable
 from shared.job import CheckpointSpec, Job
 from shared.wire import Event, ServingWeights
 from tests.support import orchestrator_stack
@@ -239,6 +239,20 @@ async def test_followers_are_told_what_takes_the_trainer_long_while_it_loads(
     record = await stack.until((await stack.submit()).id)
     messages = [event.message for event in await stack.events(record.id)]
     assert messages.count("the trainer is compiling DeepSpeed's cpu_adam") == 1
+
+
+@pytest.mark.parametrize("route", ["job", "model"])
+async def test_a_model_that_cannot_be_loaded_as_asked_fails_the_job_in_its_first_words(
+    stack: Stack, route: str
+) -> None:
+    words = "vLLM refuses to serve 'owner/model' with max_model_len 1000000 and dtype auto"
+
+    async def refuse(_: Any) -> None:
+        raise BadRequest(words)
+
+    stack.fakes.fault[route] = refuse
+    record = await stack.until((await stack.submit()).id, "failed", "paused", "succeeded")
+    assert (record.status, record.error, record.recoveries) == ("failed", words, 0)
 
 
 async def test_a_trainer_that_refuses_the_job_pauses_it_with_its_own_words(stack: Stack) -> None:
