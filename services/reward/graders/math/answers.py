@@ -14,6 +14,7 @@ from services.reward.graders.math.units import SCALES, Unit, after_number, unit
 
 MAX_NUMBER_CHARS = 500
 
+_BRACE = re.compile(r"[{}]")
 _HASH = re.compile(r"####[ \t]*([^\n]+)")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
@@ -46,10 +47,10 @@ def final_answer(text: str) -> str | None:
     if start >= 0:
         start = text.index("{", start) + 1
         depth = 1
-        for position in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
+        for brace in _BRACE.finditer(text, start):
+            depth += 1 if brace[0] == "{" else -1
             if not depth:
-                return text[start:position].strip()
+                return text[start : brace.start()].strip()
     found = _HASH.findall(text)
     return found[-1].strip() if found else None
 

@@ -23,11 +23,12 @@ from shared.wire import Part, ScoreItem
 
 
 class MultiParams(Params):
-    """`graders`: OpenAI's grader objects by name. `calculate_output`: a formula of those names."""
+    """`graders`: at most 32 of OpenAI's grader objects by name. `calculate_output`: a formula of
+    those names."""
 
     type: Literal["multi"] = "multi"
     name: str = "multi"
-    graders: dict[str, dict[str, Any]] = Field(min_length=1)
+    graders: dict[str, dict[str, Any]] = Field(min_length=1, max_length=32)
     calculate_output: str
 
     @field_validator("calculate_output")
