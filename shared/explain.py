@@ -45,7 +45,7 @@ def sentences(
     how many more there are. `where` opens each sentence, for example a file's name."""
     count = error.error_count()
     if count > MAX_READ_FAULTS:
-        return [_more(f"{count} faults, of which none is listed: at most {MAX_READ_FAULTS} are")]
+        return [_more(f"{count} faults, too many to list (at most {MAX_READ_FAULTS})")]
     faults = [dict(fault) for fault in error.errors(include_url=False)]
     told = (fault for fault in faults if not _follows(fault, faults))
     listed = [_explain(fault, model, where) for fault in islice(told, MAX_FAULTS)]
