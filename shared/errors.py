@@ -51,6 +51,7 @@ CODES = {
     "out_of_memory": "a device ran out of memory",
     "disk_full": "there is no space left to write",
     "not_finite": "a loss or gradient is NaN or infinite; the step changed no weight",
+    "not_seen": "the folder of the weights is not there on the sampler's side; publish or mount it",
     "digest_differs": "the weights read are not those published and were not loaded; publish again",
     "tensors_differ": "the weights are not of the model that serves and were not loaded",
 }
