@@ -34,6 +34,8 @@ SyncMethod = Literal["shm", "disk", "http", "delta", "reload", "restart"]
 """How weights get from trainer to sampler. Each method is an entry of two tables: METHODS in
 services/trainer/disk/weights.py, LOADERS in services/rollout/weights.py."""
 
+SyncChoice = Literal["auto", SyncMethod]
+
 
 class Section(BaseModel):
     model_config = ConfigDict(
@@ -524,13 +526,22 @@ class Job(Section):
     so a completion may have been sampled by several versions, which `max_staleness` bounds. Without
     staleness nothing of the job is under way then."""
 
-    weight_sync: SyncMethod = "shm"
-    """How weights reach the sampler. "shm": shared memory of one host. "disk": a folder under
+    weight_sync: SyncChoice = "auto"
+    """How weights reach the samplers. "shm": shared memory of one host. "disk": a folder under
     `HONE_RUNS_DIR` that the hosts share. "http": from the trainer over the network, with nothing
     shared. "delta": likewise, and after the first time only the elements that changed. "reload": as
     "disk", with the engine's memory freed while the weights are exchanged (vLLM's sleep mode, which
     a CPU does not have). "restart": as "disk", by a new engine, which takes as long as a start:
-    what the other methods are tested against."""
+    what the other methods are tested against.
+
+    "auto" tries, each time the job is loaded, "shm" and then "disk" with a sampler that is alone.
+    If it sees neither folder, and with several samplers, it takes "delta" up to a learning rate of
+    1e-5, beyond which most elements change at each step, and "http" there. The choice and its
+    reason are an event of the job."""
+
+    sync_every: int = Field(default=1, ge=1, le=65)
+    """Steps between two syncs, from 1 to `max_staleness` + 1. 1: after each step. More save time
+    where a sync is long, and make samples older. An evaluation and the last step always sync."""
 
     data: DataSpec
     """The problems."""
@@ -585,6 +596,16 @@ class Job(Section):
             raise ValueError(
                 f'weight_sync is "{self.weight_sync}", which ends what is being sampled, and '
                 f"max_staleness is {self.max_staleness}, expected 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _syncs_in_time(self) -> Job:
+        if self.sync_every > self.max_staleness + 1:
+            raise ValueError(
+                f"sync_every is {self.sync_every} and max_staleness {self.max_staleness}; expected "
+                f"sync_every up to {self.max_staleness + 1}: a step may not be sampled by older "
+                "weights"
             )
         return self
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import pydantic
 import pytest
 
 from services.orchestrator.loop import canary
+from services.orchestrator.loop.syncing import candidates
+from shared.errors import Failed
 from shared.job import Job
 from shared.packed import Logprobs, TokenIds
-from shared.wire import Canary, ServingWeights
+from shared.wire import Canary, Published, ServingWeights
 from tests.contract.test_orchestrator_faults import warnings
 from tests.support import orchestrator_stack
 from tests.support.fake_services import logprobs_of
@@ -92,3 +96,60 @@ async def test_a_paused_sampler_is_told_apart_from_a_wrong_one(stack: Stack, job
     lying(stack, 1, canary_logprobs=Logprobs())
     (warning,) = await warnings(stack, await finished(stack, job))
     assert warning.startswith("the sampler gave no log-probs for version 3")
+
+
+async def test_auto_takes_what_the_sampler_sees_and_says_why(stack: Stack, job: Job) -> None:
+    async def blind(ref: Published) -> None:
+        if getattr(ref, "method", None) in ("shm", "disk"):
+            raise Failed("'path': got '/w', which is not a folder here", code="not_seen")
+
+    stack.fakes.fault["reload"] = blind
+    job_id = await finished(stack, job)
+    assert [ref.method for ref in stack.fakes.reloads] == ["delta"] * 9
+    assert [event.message for event in await stack.events(job_id) if "go by" in event.message] == [
+        'weights go by "delta": it sees no folder of the trainer\'s, and at a learning rate of '
+        "1e-06 few elements change in a step"
+    ]
+    assert await warnings(stack, job_id) == []
+
+
+def test_auto_on_several_hosts_takes_what_needs_none_of_their_folders(job: Job) -> None:
+    fast = job.training.model_copy(update={"learning_rate": 1e-4})
+    slow = candidates(job, one_sampler=False)
+    assert [method for method, _ in slow] == ["delta"]
+    faster = candidates(job.model_copy(update={"training": fast}), one_sampler=True)
+    assert [method for method, _ in faster] == ["shm", "disk", "http"]
+
+
+async def test_every_sync_is_in_the_run_folder(stack: Stack, job: Job) -> None:
+    job_id = await finished(stack, job)
+    lines = (stack.folder(job_id).path / "weights.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["version"] for row in rows] == list(range(9))
+    assert (rows[3]["digest"], rows[3]["method"]) == ("digest-3", "shm")
+    assert rows[3]["samplers"][0]["canary_difference"] == 0.0
+
+
+async def test_weights_are_synced_every_n_steps_and_the_staleness_bound_holds(
+    stack: Stack, job: Job
+) -> None:
+    job = job.model_copy(update={"sync_every": 3, "max_staleness": 2})
+    job_id = await finished(stack, job)
+    # 4 and 8 are evaluated, 8 is the last.
+    assert [ref.version for ref in stack.fakes.reloads] == [0, 3, 4, 6, 8]
+    staleness = [row.metrics["staleness"] for row in stack.folder(job_id).metrics(0)]
+    assert max(staleness) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sync_every": 2}, "sync_every is 2 and max_staleness 0; expected sync_every up to 1"),
+        ({"weight_sync": "restart", "max_staleness": 1}, "which ends what is being sampled"),
+    ],
+)
+def test_a_job_that_could_not_keep_its_bound_is_refused(
+    job: Job, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(pydantic.ValidationError, match=message):
+        Job.model_validate({**job.model_dump(), **changes})

@@ -31,7 +31,6 @@ from shared.wire import (
     CheckpointRequest,
     Fence,
     Fencing,
-    FolderWeights,
     GenerateRequest,
     ModelRequest,
     NoBody,
@@ -263,18 +262,16 @@ class FakeServices:
                 f"got version {body.version}, expected {self.step}, the last applied step",
                 code="out_of_order",
             )
-        weights = FolderWeights(
-            job_id=body.job_id,
-            attempt=body.attempt,
-            epoch=body.epoch,
-            version=body.version,
-            method=body.method,  # pyright: ignore[reportArgumentType]
-            path="/w",
-            digest=f"digest-{body.version}",
-            size_bytes=1,
-            canary=Canary(token_ids=TokenIds((1, 2, 3)), logprobs=logprobs_of(body.version)),
+        where = {"files": ()} if body.method in ("http", "delta") else {"path": "/w"}
+        return WeightsRef.model_validate(
+            {
+                **body.model_dump(),
+                **where,
+                "digest": f"digest-{body.version}",
+                "size_bytes": 1,
+                "canary": Canary(token_ids=TokenIds((1, 2, 3)), logprobs=logprobs_of(body.version)),
+            }
         )
-        return WeightsRef(weights)
 
     async def _checkpoint(self, body: CheckpointRequest) -> Checkpoint:
         await self._note("checkpoint", body)

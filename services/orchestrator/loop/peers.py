@@ -48,7 +48,8 @@ NOT_GRADED = Score(value=None, parts={})
 
 
 class Peers:
-    """One job's view of the services. `close` ends the connections."""
+    """One job's view of the services. `close` ends the connections. `sync_method` is how weights go
+    to the samplers in this epoch, once that was chosen (syncing.py)."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Peers:
         token = settings.bearer()
         patience_s = settings.patience_s
         self._samplers = Samplers(settings, tell)
+        self.sync_method: SyncMethod | None = None
         self._trainer = Client(
             "trainer",
             settings.trainer_url,
@@ -85,6 +87,13 @@ class Peers:
         """Makes every call from now on one of another epoch: what was asked for
         before is refused or never joined."""
         self._who = self._who.model_copy(update={"epoch": self._who.epoch + 1})
+        self.sync_method = None
+
+    @property
+    def one_sampler(self) -> bool:
+        """Whether there can be no more than one."""
+        urls = self._settings.rollout_urls
+        return len(urls) == 1 and not urls[0].startswith("dns+")
 
     @property
     def job_id(self) -> str:

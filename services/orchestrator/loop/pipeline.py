@@ -13,8 +13,8 @@
 
 The synchronous loop and the overlapped one are the same code: while step k trains, the batches of
 steps k to k + max_staleness are being sampled, so a batch is trained on by weights at most
-max_staleness steps newer than those that sampled it. The next one starts only once the weights of
-step k serve: nothing sampled is ever thrown away.
+max_staleness steps newer than those that sampled it. The next one starts only once weights new
+enough for it serve: nothing sampled is ever thrown away.
 
 Around this: run.py loads the job and goes on after failures (decisions.py), after_step.py records,
 evaluates and writes checkpoints. groups.py replaces groups without signal.
@@ -42,9 +42,9 @@ from shared.wire import Batch, StepResult
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step: its weights serve. `seconds` says where the time went; `staleness` is in
-    steps; a `replayed` batch was stored and not sampled; `num_resampled` groups were sampled more
-    than once."""
+    """A finished step. `seconds` says where the time went; `staleness` is in steps; a `replayed`
+    batch was stored and not sampled; `num_resampled` groups were sampled more than once; `serves`:
+    the weights that it made serve, as they do after every `sync_every` steps."""
 
     batch: Batch
     advantages_PG: Advantages
@@ -53,6 +53,7 @@ class Step:
     seconds: dict[str, float]
     replayed: bool
     num_resampled: int = 0
+    serves: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,21 @@ class Pipeline:
     journal: Journal
 
     async def steps(self, last_step: int) -> AsyncGenerator[Step]:
-        """Yields each step after `last_step` once the weights it made serve. The next one waits
-        until it is asked for."""
+        """Yields each step after `last_step` once the weights it made serve, if they are to. The
+        next one waits until it is asked for."""
         sampling: deque[asyncio.Task[Sampled]] = deque()
-        next_step = last_step + 1
+        next_step, served = last_step + 1, last_step
         try:
             for step in range(last_step + 1, self.job.steps + 1):
                 watch = Stopwatch()
-                while next_step <= min(step + self.job.max_staleness, self.job.steps):
+                while next_step <= min(served + 1 + self.job.max_staleness, self.job.steps):
                     sampling.append(asyncio.create_task(self.batches.get(next_step)))
                     next_step += 1
                 sampled = await sampling.popleft()
                 watch.lap("wait_for_batch")
-                yield await self._train(sampled, watch)
+                finished = await self._train(sampled, watch)
+                served = step if finished.serves else served
+                yield finished
         finally:
             await stop(*sampling)
 
@@ -89,7 +92,9 @@ class Pipeline:
         watch.lap("store")
         result = await self.peers.train_step(batch.step, examples, totals)
         watch.lap("train")
-        await sync_weights(self.peers, self.job, batch.step, self.journal)
+        if serves := syncs_after(self.job, batch.step):
+            synced = await sync_weights(self.peers, self.job, batch.step, self.journal)
+            await asyncio.to_thread(self.folder.append_sync, synced.row())
         watch.lap("sync")
         return Step(
             batch,
@@ -99,4 +104,11 @@ class Pipeline:
             seconds=sampled.seconds | watch.seconds,
             replayed=not sampled.seconds,
             num_resampled=sampled.num_resampled,
+            serves=serves,
         )
+
+
+def syncs_after(job: Job, step: int) -> bool:
+    """Returns whether the weights of the step are made to serve."""
+    evaluates = job.data.eval is not None and step % job.evaluation.every == 0
+    return evaluates or step % job.sync_every == 0 or step == job.steps

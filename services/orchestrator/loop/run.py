@@ -171,7 +171,8 @@ class Run:
         self._peers.new_epoch()
         await self._journal.log("loading the model into the trainer and the sampler")
         state = await self._load_both()
-        await sync_weights(self._peers, self._job, state.step, self._journal)
+        synced = await sync_weights(self._peers, self._job, state.step, self._journal)
+        await asyncio.to_thread(self._folder.append_sync, synced.row())
         await self._journal.loaded(state)
         return state
 

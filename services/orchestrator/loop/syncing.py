@@ -3,6 +3,10 @@ engine computes with them (canary.py)."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+from typing import Any
+
 from services.orchestrator.loop import canary
 from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.peers import Peers
@@ -23,19 +27,106 @@ FULLER: dict[str, SyncMethod] = {"disk": "restart", "reload": "restart"}
 """What a version is pushed by whose first push failed, where that is not the same again."""
 
 
-async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -> None:
+NOT_SEEN = "not_seen"
+"""Code of a sampler that does not see the folder of the weights."""
+
+FEW_CHANGE = 1e-5
+"""Largest learning rate at which "auto" takes deltas."""
+
+
+@dataclass(frozen=True)
+class Synced:
+    """A version that serves: what was published, and what each sampler answered, after `seconds`
+    in all."""
+
+    published: Published
+    answers: list[ServingWeights]
+    seconds: float
+
+    def row(self) -> dict[str, Any]:
+        """Returns what the run folder keeps of it."""
+        ref = self.published
+        return {
+            "version": ref.version,
+            "method": getattr(ref, "method", None),
+            "digest": ref.digest,
+            "size_bytes": ref.size_bytes,
+            "seconds": round(self.seconds, 4),
+            "samplers": [
+                {
+                    "replica": serving.replica,
+                    "load_s": round(serving.load_s, 4),
+                    "paused_s": round(serving.paused_s, 4),
+                    "received_bytes": serving.received_bytes,
+                    "canary_difference": canary.difference(ref.canary, serving)
+                    if ref.canary and serving.canary_logprobs
+                    else None,
+                }
+                for serving in self.answers
+            ],
+        }
+
+
+async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -> Synced:
     """Makes every sampler serve the trainer's `version`, with the digest of what was published and
     the log-probs of its canary. One sampler of several that does not is taken out of the pool. If
     none does, it is pushed once more, by a fuller method if there is one; then raises SyncFailed.
     """
-    method = job.weight_sync
+    method = job.weight_sync if job.weight_sync != "auto" else peers.sync_method
+    if method is not None:
+        return await _sync(peers, job, version, method, journal)
+    for method, why in candidates(job, one_sampler=peers.one_sampler):
+        try:
+            synced = await _sync(peers, job, version, method, journal, looking=True)
+        except SyncFailed as error:
+            if error.code != NOT_SEEN:
+                raise
+            continue
+        peers.sync_method = method
+        await journal.log(f'weights go by "{method}": {why}', weight_sync=method)
+        return synced
+    raise AssertionError("the last candidate needs no folder that a sampler may not see")
+
+
+def candidates(job: Job, *, one_sampler: bool) -> list[tuple[SyncMethod, str]]:
+    """Returns what "auto" tries, in order, and what is known once that works. The last one works
+    wherever the sampler reaches the trainer."""
+    rate = job.training.learning_rate
+    where = "it sees no folder of the trainer's" if one_sampler else "there may be several samplers"
+    last: tuple[SyncMethod, str] = (
+        ("delta", f"{where}, and at a learning rate of {rate:g} few elements change in a step")
+        if rate <= FEW_CHANGE
+        else ("http", f"{where}, and at a learning rate of {rate:g} most elements change in a step")
+    )
+    if not one_sampler:
+        return [last]
+    return [
+        ("shm", "the sampler sees the trainer's shared memory"),
+        ("disk", "the sampler sees HONE_RUNS_DIR, and not the trainer's shared memory"),
+        last,
+    ]
+
+
+async def _sync(
+    peers: Peers,
+    job: Job,
+    version: int,
+    method: SyncMethod,
+    journal: Journal,
+    *,
+    looking: bool = False,
+) -> Synced:
+    """`looking`: for a method that works; that the sampler does not see a folder says that this one
+    does not."""
     try:
-        await _push(peers, job, version, method, journal)
+        return await _push(peers, job, version, method, journal)
     except SyncFailed as error:
+        if looking and error.code == NOT_SEEN:
+            raise
         fuller = FULLER.get(method, method)
         how = "" if fuller == method else f' by "{fuller}"'
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
-        await _push(peers, job, version, fuller, journal, again=True)
+        return await _push(peers, job, version, fuller, journal, again=True)
 
 
 async def _push(
@@ -46,7 +137,8 @@ async def _push(
     journal: Journal,
     *,
     again: bool = False,
-) -> None:
+) -> Synced:
+    start = time.monotonic()
     published = await peers.publish_weights(version, method)
     fuller = _fuller(published)
     try:
@@ -57,13 +149,14 @@ async def _push(
     except (Failed, Conflict) as error:
         if error.code in NOT_OF_THE_SYNC:
             raise
-        raise SyncFailed(f"weight sync: {error.detail}") from error
+        raise SyncFailed(f"weight sync: {error.detail}", code=error.code) from error
     for serving in answers:
         if published.root.canary and not serving.canary_logprobs:
             await journal.warn(
                 f"{serving.replica or 'the sampler'} gave no log-probs for version {version} (it "
                 "is paused), so that it holds the trainer's weights is shown by their digest only"
             )
+    return Synced(published.root, answers, time.monotonic() - start)
 
 
 def _fuller(published: WeightsRef) -> WeightsRef:

@@ -62,6 +62,11 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
 
+    def append_sync(self, row: dict[str, Any]) -> None:
+        """Notes in `weights.jsonl` how a version reached the samplers. Nothing is read from it."""
+        with _disk(self.path), (self.path / "weights.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
     def metrics(self, after_step: int = -1) -> list[MetricsRow]:
         """Returns the rows after `after_step`, in order. A last line that a crash cut short is not
         a row; of several of one step, which a worker leaves that was superseded as it wrote, the
