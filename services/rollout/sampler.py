@@ -21,6 +21,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.rollout.copies import Copies
@@ -29,12 +30,13 @@ from services.rollout.fencing import Fences, Requests, life_of, not_serving, sta
 from services.rollout.prompts import group_without_prompt, prompt_ids
 from services.rollout.weights import Expected, Proven, differing, expected_of, prove
 from shared.digest import stored_tensors, tensor_digests
-from shared.errors import Conflict, HoneError, StateLost, Unavailable
+from shared.errors import Conflict, Failed, HoneError, StateLost, Unavailable
 from shared.logs import get_logger
 from shared.packed import Logprobs, TokenIds
 from shared.wire import (
     Aborted,
     AbortRequest,
+    Canary,
     CheckedWeights,
     EngineSpec,
     GenerateRequest,
@@ -46,7 +48,29 @@ from shared.wire import (
     WeightsRef,
 )
 
+MOVED, MOVED_ELSEWHERE = {"float32": 1e-5}, 5e-3
+"""Nats by which the trainer's log-probs of a canary must differ, by its dtype, for the engine's not
+to stay the same to the bit."""
+
 NO_MODEL = "no model is loaded; PUT /model loads one"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A canary, and what this engine gave it."""
+
+    canary: Canary
+    logprobs: Logprobs
+
+    def stands_still(self, before: Seen) -> bool:
+        """Returns whether the engine gives what it gave before, to the bit, though the trainer does
+        not: the load did nothing, however small the difference would have been."""
+        ours, theirs = self.canary, before.canary
+        if (ours.token_ids, ours.dtype) != (theirs.token_ids, theirs.dtype):
+            return False
+        gaps = (abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True))
+        floor_nats = MOVED.get(ours.dtype, MOVED_ELSEWHERE)
+        return self.logprobs == before.logprobs and max(gaps, default=0.0) > floor_nats
 
 
 class Sampler:
@@ -77,6 +101,7 @@ class Sampler:
         self._fault: str | None = None
         self._paused = False
         self._published: dict[str, str] = {}
+        self._seen: Seen | None = None
         self._nothing = ServingWeights(replica=replica, max_num_seqs=max_num_seqs)
         self.serving = self._nothing
 
@@ -176,7 +201,7 @@ class Sampler:
         self._nothing = ServingWeights(
             replica=self._nothing.replica, max_num_seqs=self._nothing.max_num_seqs
         )
-        self._published = {}
+        self._published, self._seen = {}, None
         self._fault, self._paused, self.serving = None, False, self._nothing
         self._lose_requests("the engine was stopped; another one may take its place")
         if engine:
@@ -301,10 +326,13 @@ class Sampler:
                 }
             )
             if ref.canary and not self._paused:
-                logprobs = await engine.logprobs(list(ref.canary.token_ids))
-                self.serving = self.serving.model_copy(
-                    update={"canary_logprobs": Logprobs(logprobs)}
-                )
+                seen = Seen(ref.canary, Logprobs(await engine.logprobs(list(ref.canary.token_ids))))
+                if self._seen and seen.stands_still(self._seen):
+                    why = Failed("the engine's log-probs of the canary did not change at all")
+                    reason = await self._distrust(engine, ref, why)
+                    raise Failed(reason, code="not_loaded")
+                self._seen = seen
+                self.serving = self.serving.model_copy(update={"canary_logprobs": seen.logprobs})
             get_logger().info(
                 "weights loaded",
                 job=ref.job_id,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,17 +26,21 @@ from shared.wire import AnyWeights, DeltaWeights, FolderWeights, HttpWeights, Pu
 
 TIED = "lm_head.weight"
 
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
 Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Expected:
     """What versions must be like: the `shapes` of the model's tensors, whether the output matrix is
-    `tied` to the embeddings, and the folders (`roots`) that files may lie in."""
+    `tied` to the embeddings, the folders (`roots`) that files may lie in, and the tensors' `dtypes`
+    where they are known: one kind of float may stand for another."""
 
     shapes: Shapes
     tied: bool
     roots: Sequence[Path]
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
 
 class Proven(Protocol):
@@ -169,7 +173,9 @@ async def prove(ref: AnyWeights, expected: Expected, copies: Copies) -> Proven:
 
 def expected_of(model: Path, roots: Sequence[Path]) -> Expected:
     """Returns what versions of the model in this folder must be like."""
-    return Expected(shapes(stored_tensors(model)), has_tied_embeddings(model), roots)
+    stored = stored_tensors(model)
+    dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+    return Expected(shapes(stored), has_tied_embeddings(model), roots, dtypes)
 
 
 def published_folder(ref: FolderWeights, roots: Sequence[Path]) -> Path:
@@ -220,7 +226,8 @@ def verified(
             f"{_first_difference(digests, ref.tensors)}; it was not loaded",
             code="digest_differs",
         )
-    if difference := compare(shapes(stored), expected.shapes, tied=expected.tied):
+    difference = compare(shapes(stored), expected.shapes, tied=expected.tied)
+    if difference := difference or wrongly_typed(stored, expected.dtypes):
         raise Failed(
             f"version {ref.version} does not fit the model: {difference}; it was not loaded",
             code="tensors_differ",
@@ -262,6 +269,15 @@ def compare(
     for name in sorted(found.keys() & expected.keys()):
         if found[name] != expected[name]:
             return f"{name!r} has shape {list(found[name])}, expected {list(expected[name])}"
+    return None
+
+
+def wrongly_typed(found: Mapping[str, StoredTensor], expected: Mapping[str, str]) -> str | None:
+    """Returns which tensor has a dtype that does not stand for the expected one, or None."""
+    for name in sorted(found.keys() & expected.keys()):
+        got, wanted = found[name].dtype, expected[name]
+        if got != wanted and not {got, wanted} <= FLOATS:
+            return f"{name!r} has dtype {got}, expected {wanted}"
     return None
 
 

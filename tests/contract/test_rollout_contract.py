@@ -15,9 +15,12 @@ import pytest
 from services.rollout.app import create_service
 from services.rollout.engine import failed_rollout
 from shared.config import Settings
+from shared.digest import stored_tensors, tensor_digests
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.wire import (
     Canary,
+    CheckedWeights,
+    FolderWeights,
     ModelRequest,
     NoBody,
     PauseState,
@@ -443,6 +446,45 @@ async def test_the_same_model_put_after_a_failed_load_starts_anew(serving: Rollo
     await serving.put()
     assert len(serving.engines) == 2
     assert (await serving.generate()).rollouts[0].versions == ()
+
+
+async def test_a_load_that_did_nothing_is_told_however_little_it_would_have_changed(
+    serving: RolloutBench,
+) -> None:
+    def published(version: int, logprob: float) -> FolderWeights:
+        canary = Canary(token_ids=(4, 5, 6), logprobs=(logprob, -1.0))
+        return serving.publish(version).model_copy(update={"canary": canary})
+
+    await serving.reload(published(1, -1.0))
+    for again in (False, True):
+        ref = published(2, -1.0001).model_copy(update={"again": again})
+        with pytest.raises(Failed, match="the canary did not change at all") as caught:
+            await serving.reload(ref)
+        assert caught.value.code == "not_loaded"
+    with pytest.raises(StateLost, match="the weights it left in the engine are unknown"):
+        await serving.generate()
+    serving.engine.shift = 1e-4
+    assert (await serving.reload(published(2, -1.0001))).version == 2
+    await serving.generate()
+
+
+async def test_the_weights_of_the_engine_are_compared_tensor_by_tensor(
+    serving: RolloutBench,
+) -> None:
+    async def check() -> CheckedWeights:
+        return await serving.client.call(
+            "POST", "/weights/check", NoBody(), CheckedWeights, deadline_s=2
+        )
+
+    ref = serving.publish(1)
+    tensors = tensor_digests(stored_tensors(Path(ref.path)))
+    await serving.reload(ref.model_copy(update={"tensors": tensors}))
+    serving.engine.loaded = {**tensors, "w": "other bytes"}
+    found = await check()
+    assert (found.version, found.num_tensors, found.differing) == (1, 2, ("w",))
+    serving.engine.loaded = {"w": tensors["w"]}
+    found = await check()
+    assert (found.differing, found.unread) == ((), ("b",))
 
 
 async def test_the_canary_is_measured_by_the_weights_just_loaded(serving: RolloutBench) -> None:

@@ -68,6 +68,7 @@ class FakeEngine:
     frozen: asyncio.Event = field(default_factory=asyncio.Event)
     loading: asyncio.Event = field(default_factory=asyncio.Event)
     loaded: dict[str, str] = field(default_factory=dict)
+    shift: float = 0.0
     samples: int = 0
     under_way: int = 0
 
@@ -112,7 +113,7 @@ class FakeEngine:
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
         self.calls.append(token_ids)
-        return [-float(id) for id in token_ids[1:]]
+        return [-float(id) - self.shift for id in token_ids[1:]]
 
     async def pause(self, *, abort: bool = False) -> None:
         if self.dead:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -112,6 +113,16 @@ async def test_tensors_of_another_model_are_another_fault_than_other_bytes(
     assert caught.value.code == "tensors_differ"
 
 
+async def test_a_wrongly_typed_tensor_is_refused_with_both_dtypes(published: Path) -> None:
+    model = replace(expected(published), dtypes={"norm": "BF16", "bias": "F32"})
+    good = ref(published, digest_of(published))
+    await prove(good, model, NO_COPIES)  # float32 stands for bfloat16
+    model = replace(model, dtypes={"norm": "F32", "bias": "I64"})
+    with pytest.raises(Failed, match="'bias' has dtype F32, expected I64") as caught:
+        await prove(good, model, NO_COPIES)
+    assert caught.value.code == "tensors_differ"
+
+
 async def test_a_file_cut_short_is_refused_as_not_what_was_published(published: Path) -> None:
     whole = ref(published, digest_of(published))
     file = published / "model.safetensors"
@@ -140,7 +151,10 @@ def test_every_method_that_a_job_can_name_has_a_loader() -> None:
 def test_what_is_expected_is_what_the_models_folder_holds(published: Path) -> None:
     (published / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
     assert expected_of(published, (published,)) == Expected(
-        {"norm": (2,), "bias": (2,)}, tied=True, roots=(published,)
+        {"norm": (2,), "bias": (2,)},
+        tied=True,
+        roots=(published,),
+        dtypes={"norm": "F32", "bias": "F32"},
     )
 
 

@@ -1,0 +1,263 @@
+"""How long it takes to move weights from the trainer's memory into the engine's, by each
+method that needs no GPU.
+
+    python -m bench.sync [--quick] [--repeats 3]
+
+Two models with random weights: one of the demo's shape, and one of Qwen2.5-0.5B's (0.99 GB in
+bfloat16; left out by `--quick`). The trainer's side is its publisher, which writes and hashes, and
+its HTTP route; the sampler's is the service's own `Sampler` around a real vLLM engine, which
+fetches, proves and loads. No token is sampled meanwhile, so `pause` is the engine's own: from its
+last token to its next. `restart`, which takes as long as an engine's start, is left out.
+
+Beside it the same bytes are copied in memory, once out and once in: what any way through shared
+memory takes at least. Figures are medians of the repeats.
+
+For `delta` each step changes every float32 master weight by the learning rate, 1e-6, up or down, as
+Adam does about; masters lie anywhere between two bfloat16 numbers, as they do after some training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import numpy as np
+
+from bench.report import Figure, finish
+from services.rollout.copies import Copies
+from services.rollout.fetching import Fetcher
+from services.rollout.sampler import Sampler
+from services.rollout.starter import VllmStarter
+from services.trainer.app import create_service
+from services.trainer.disk.weights import Publisher
+from shared.config import Settings
+from shared.job import SyncMethod
+from shared.wire import DeltaWeights, ModelRequest, PublishRequest, WeightsRef
+
+METHODS: tuple[SyncMethod, ...] = ("shm", "disk", "http", "delta", "reload")
+
+LEARNING_RATE = 1e-6
+
+DEMO_PAUSE_S = 0.1
+SHM_COPIES = 3.0
+DELTA_SHARE = 0.1
+
+SHAPES: dict[str, dict[str, int]] = {
+    "demo": {
+        "vocab_size": 64,
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "0.5B": {
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+}
+
+
+@dataclass
+class Model:
+    """A model's folder, and its tensors: float32 masters, and what is published of them."""
+
+    folder: Path
+    masters: dict[str, Any]
+
+    def step(self, seed: int) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        for master in self.masters.values():
+            signs = torch.randint(0, 2, master.shape, generator=generator, dtype=torch.int8)
+            master.add_(signs.mul_(2).sub_(1), alpha=LEARNING_RATE)
+
+    def save(self, folder: Path) -> None:
+        """Writes what the trainer would: the masters in bfloat16."""
+        import torch
+        from safetensors.torch import save_file
+
+        cast_to = {name: master.to(torch.bfloat16) for name, master in self.masters.items()}
+        save_file(cast_to, folder / "model.safetensors", {"format": "pt"})
+
+
+def make_model(folder: Path, shape: dict[str, int]) -> Model:
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(**shape, max_position_embeddings=256, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    network = cast(Any, Qwen2ForCausalLM(config)).to(torch.bfloat16)
+    network.save_pretrained(folder)
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2, "a": 3}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    masters = {}
+    for name, parameter in network.named_parameters():
+        master = parameter.detach().float()
+        cell = master.abs() * 2.0**-8  # about the distance of two bfloat16 numbers
+        masters[name] = master + cell * (torch.rand(master.shape) - 0.5)
+    return Model(folder, masters)
+
+
+@contextmanager
+def trainer_at(settings: Settings) -> Iterator[str]:
+    """Serves the trainer's HTTP routes in a thread; yields their address."""
+    unused = cast(Any, None)
+    state = cast(Any, type("View", (), {"state": staticmethod(lambda: unused)}))
+    server = create_service(settings, state, unused, {}).server(0)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds for publishing and for loading, the pause among the latter, and bytes: those that
+    moved, and those of the whole version. `changed` is a delta's share of elements."""
+
+    publish_s: float
+    load_s: float
+    pause_s: float
+    moved_bytes: int
+    whole_bytes: int
+    changed: float | None
+
+
+async def sync_once(
+    method: SyncMethod, version: int, model: Model, publisher: Publisher, sampler: Sampler
+) -> Measured:
+    request = PublishRequest(job_id="bench", version=version, method=method)
+    start = time.monotonic()
+    ref = await asyncio.to_thread(publisher.publish, request, 1, model.save)
+    published = time.monotonic()
+    serving = await sampler.reload_weights(WeightsRef(ref))
+    changed = None
+    if isinstance(ref, DeltaWeights) and ref.steps:
+        changed = ref.steps[-1].num_changed / ref.steps[-1].num_elements
+    return Measured(
+        published - start,
+        time.monotonic() - published,
+        serving.paused_s,
+        serving.received_bytes or ref.size_bytes,
+        ref.size_bytes,
+        changed,
+    )
+
+
+async def measure(
+    name: str, folder: Path, url: str, settings: Settings, repeats: int
+) -> list[Figure]:
+    """Returns the figures of one model."""
+    model = await asyncio.to_thread(make_model, folder / name, SHAPES[name])
+    copies = Copies(folder / "copies", Fetcher(url))
+    roots = (settings.shm_dir, settings.runs_dir)
+    sampler = Sampler(VllmStarter(settings), roots, copies)
+    publisher = Publisher(settings, "bench")
+    found: dict[SyncMethod, list[Measured]] = {}
+    version = 0
+    try:
+        sampler.open(None)
+        await sampler.put_model(ModelRequest(model=str(model.folder), dtype="bfloat16"))
+        for method in METHODS:
+            found[method] = []
+            for _ in range(repeats + 1):  # the first one warms up, and is a delta's base
+                version += 1
+                await asyncio.to_thread(model.step, version)
+                found[method].append(await sync_once(method, version, model, publisher, sampler))
+    finally:
+        await sampler.close()
+        publisher.close()
+    size_bytes = found["shm"][0].whole_bytes
+    return figures(name, {m: runs[1:] for m, runs in found.items()}, copy_s(size_bytes, repeats))
+
+
+def copy_s(size_bytes: int, repeats: int) -> float:
+    """Returns the seconds of copying that many bytes once out and once in."""
+    here, between = np.ones(size_bytes, np.uint8), np.ones(size_bytes, np.uint8)
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.monotonic()
+        between[:] = here
+        here[:] = between
+        seconds.append(time.monotonic() - start)
+    return median(seconds[1:])
+
+
+def figures(
+    name: str, found: dict[SyncMethod, list[Measured]], memory_copy_s: float
+) -> list[Figure]:
+    """Returns what is reported of one model."""
+    result = [Figure(f"{name}: memory copied out and in", memory_copy_s, "s")]
+    for method, runs in found.items():
+        label = f"{name} {method}"
+        total_s = median(run.publish_s + run.load_s for run in runs)
+        shares = [run.moved_bytes / run.whole_bytes for run in runs]
+        pause_goal = DEMO_PAUSE_S if name == "demo" else None
+        result += [
+            Figure(f"{label}: publish", median(run.publish_s for run in runs), "s"),
+            Figure(f"{label}: load", median(run.load_s for run in runs), "s"),
+            Figure(f"{label}: pause", median(r.pause_s for r in runs), "s", pause_goal, "max"),
+            Figure(f"{label}: bytes", median(run.moved_bytes for run in runs), "B"),
+        ]
+        if method == "shm" and name != "demo":
+            ratio = total_s / memory_copy_s
+            result.append(Figure(f"{label}: to copying", ratio, "x", SHM_COPIES, "max"))
+        if method == "delta":
+            changed = median(run.changed or 0.0 for run in runs)
+            goal = DELTA_SHARE if name != "demo" else None
+            result += [
+                Figure(f"{label}: elements changed", changed, "share"),
+                Figure(f"{label}: bytes of the whole", median(shares), "share", goal, "max"),
+            ]
+    return result
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.sync")
+    parser.add_argument("--quick", action="store_true", help="the demo's model only")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args(arguments)
+    names = ["demo"] if options.quick else list(SHAPES)
+    result: list[Figure] = []
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hone-bench-") as memory,
+        tempfile.TemporaryDirectory(prefix="hone-bench-") as disk,
+    ):
+        for name in names:
+            place = f"{name.replace('.', '-')}".lower()
+            settings = Settings(shm_dir=Path(memory) / place, runs_dir=Path(disk) / place)
+            with trainer_at(settings) as url:
+                result += asyncio.run(
+                    measure(name, Path(memory) / f"{place}-sampler", url, settings, options.repeats)
+                )
+    return finish("sync", result, repeats=options.repeats, learning_rate=LEARNING_RATE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
