@@ -52,7 +52,7 @@ DEMO_PAUSE_S = 0.1
 SHM_COPIES = 3.0
 DELTA_SHARE = 0.1
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "demo": {
         "vocab_size": 64,
         "hidden_size": 128,
@@ -96,7 +96,7 @@ class Model:
         save_file(cast_to, folder / "model.safetensors", {"format": "pt"})
 
 
-def make_model(folder: Path, shape: dict[str, int]) -> Model:
+def make_model(folder: Path, shape: dict[str, Any]) -> Model:
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -38,19 +38,20 @@ def digests(model: nn.Module) -> dict[str, str]:
 def tensors(model: nn.Module, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors. `packed` names the matrices that vLLM keeps in one."""
     for path, module in model.named_modules():
+        layer: Any = module
         name = path.replace(".base_layer", "")
         if isinstance(module, LinearBase):
             parent, _, last = name.rpartition(".")
             parts = packed.get(last, [last])
-            sizes = module.output_sizes if len(parts) > 1 else [module.output_size]  # pyright: ignore[reportAttributeAccessIssue]
-            for kind, whole in (("weight", _matrix(module)), ("bias", module.bias)):
+            sizes = layer.output_sizes if len(parts) > 1 else [layer.output_size]
+            for kind, whole in (("weight", _matrix(layer)), ("bias", layer.bias)):
                 if whole is None:
                     continue
                 for part, tensor in zip(parts, whole.split(sizes), strict=True):
                     yield f"{parent}.{part}.{kind}", tensor
         elif isinstance(module, VocabParallelEmbedding):
-            whole = _matrix(module) if isinstance(module, ParallelLMHead) else module.weight
-            yield f"{name}.weight", whole[: module.org_vocab_size]
+            whole = _matrix(layer) if isinstance(module, ParallelLMHead) else layer.weight
+            yield f"{name}.weight", whole[: layer.org_vocab_size]
         else:
             for last, tensor in module.named_parameters(recurse=False):
                 yield f"{name}.{last}", tensor
