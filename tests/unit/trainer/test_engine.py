@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from shared.digest import digest_of
 from shared.errors import Failed
 from shared.job import Job
+from shared.wire import Canary
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import (
@@ -517,6 +519,40 @@ def test_adapters_train_alone_and_are_published_merged_and_exported_apart(
     names = weights(tmp_path / "published").keys()
     assert names == weights(model).keys(), "the names of the plain model, tied weights once"
     assert ("lm_head.weight" in names) is not tied
+
+
+def canary_around_an_update(job: Job, examples, folder: Path) -> tuple[Canary, Canary, str]:
+    """The canaries before and after an update, whose weights are in `folder`, and the digest of
+    those after one more, by which a canary in between must show in nothing."""
+    engine = an_engine(job)
+    before = engine.canary()
+    engine.update(examples, 1e-2)
+    after = engine.canary()
+    engine.save_weights(folder / "after")
+    engine.update(examples, 1e-2)
+    engine.save_weights(folder / "more")
+    engine.close()
+    return before, after, digest_of(folder / "more")
+
+
+@pytest.mark.parametrize(("stage", "lora"), [(2, None), (3, None), (2, {"rank": 4, "alpha": 32.0})])
+def test_the_canary_is_what_the_published_weights_give_at_temperature_1(
+    rank, model, examples, tmp_path, stage, lora
+):
+    import torch
+
+    job = a_job(model, memory=memory(stage), max_model_len=40, **({"lora": lora} if lora else {}))
+    before, after, more = rank.call(canary_around_an_update, job, examples, tmp_path)
+    ids = torch.tensor(list(after.token_ids))
+    assert (len(ids), after.dtype, before.token_ids) == (39, "float32", after.token_ids)
+    for canary, folder in ((before, model), (after, tmp_path / "after")):
+        with torch.no_grad():
+            all_TV = torch.log_softmax(load(folder)(ids[None]).logits[0], -1)
+        expected = [all_TV[t - 1, ids[t]].item() for t in range(1, len(ids))]
+        assert list(canary.logprobs) == pytest.approx(expected, abs=1e-4)
+    assert list(before.logprobs) != pytest.approx(list(after.logprobs), abs=1e-3)
+    rank.call(train, job, [examples, examples], 1e-2, tmp_path / "without")
+    assert digest_of(tmp_path / "without") == more
 
 
 def move_then_stand_still(job: Job, examples) -> list:
