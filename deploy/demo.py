@@ -51,6 +51,7 @@ def main() -> None:
         default=[],
         help="a.b=c in the job, may be repeated",
     )
+    parser.add_argument("--samplers", type=int, default=1, help="how many (default: 1)")
     arguments = parser.parse_args()
     console = Console(soft_wrap=True)
     os.chdir(Path(__file__).parents[1])
@@ -66,7 +67,7 @@ def main() -> None:
         console.print(f"[bold]1/3[/] making a tiny model and its problems (seed {arguments.seed})")
         _make_model(arguments.seed)
         console.print("[bold]2/3[/] starting Redis and the four services")
-        with _stack() as url:
+        with _stack(arguments.samplers) as url:
             console.print(
                 f"[bold]3/3[/] training; in another terminal: HONE_ORCHESTRATOR_URL={url} "
                 ".venv/bin/hone ls"
@@ -96,11 +97,13 @@ def _make_model(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _stack() -> Generator[str]:
+def _stack(num_samplers: int) -> Generator[str]:
     """A stack of the demo's own, on free ports; yields the orchestrator's URL and leaves nothing
     running."""
     for name in SERVICES:
-        os.environ.setdefault(f"HONE_{name}_PORT", str(_free_port()))
+        count = num_samplers if name == "ROLLOUT" else 1
+        os.environ.setdefault(f"HONE_{name}_PORT", str(_free_ports(count)))
+    os.environ["HONE_ROLLOUT_REPLICAS"] = str(num_samplers)
     folder = STACK.resolve()
     shutil.rmtree(folder / "redis", ignore_errors=True)
     state = local.up(folder)
@@ -110,10 +113,19 @@ def _stack() -> Generator[str]:
         local.down(folder)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_ports(count: int) -> int:
+    """Returns the first of so many free ports in a row."""
+    while True:
+        with contextlib.ExitStack() as probes:
+            first = probes.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                for number in range(1, count):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", port + number))
+            except OSError:
+                continue
+            return port
 
 
 def _train(client: Client, job: Job, console: Console, started: float) -> bool:

@@ -140,10 +140,8 @@ class Supervisor:
             yield
 
     def _state(self) -> dict[str, Any]:
-        urls = {
-            name: f"http://{_reachable(self._settings.host)}:{self._port(name)}"
-            for name in SERVICES
-        }
+        urls = {name: self._url(self._port(name)) for name in SERVICES}
+        urls |= {_sampler(port): self._url(port) for port in self._sampler_ports()[1:]}
         return {"pid": os.getpid(), "urls": urls, "logs": str(self._folder / "logs")}
 
     def _shm(self) -> Path:
@@ -174,10 +172,19 @@ class Supervisor:
     def _port(self, name: str) -> int:
         return int(getattr(self._settings, f"{name}_port"))
 
+    def _sampler_ports(self) -> range:
+        first = self._settings.rollout_port
+        return range(first, first + self._settings.rollout_replicas)
+
+    def _url(self, port: int) -> str:
+        return f"http://{_reachable(self._settings.host)}:{port}"
+
     def _check_ports(self) -> None:
         """Raises for a port in use before anything is started."""
         for name in SERVICES:
             check_port(self._settings.host, self._port(name), name)
+        for port in self._sampler_ports()[1:]:
+            check_port(self._settings.host, port, "rollout")
 
     def _start_redis(self) -> None:
         if self._settings.redis_url is not None:
@@ -190,9 +197,9 @@ class Supervisor:
 
     def _start_service(self, name: str) -> None:
         environment = dict(os.environ) | {
-            f"HONE_{other.upper()}_URL": f"http://{_reachable(self._settings.host)}:{self._port(other)}"
-            for other in SERVICES
+            f"HONE_{other.upper()}_URL": self._url(self._port(other)) for other in SERVICES
         }
+        environment["HONE_ROLLOUT_URL"] = ",".join(map(self._url, self._sampler_ports()))
         environment["HONE_RUNS_DIR"] = str(self._settings.runs_dir.resolve())
         environment["HONE_SHM_DIR"] = str(self._shm())
         if self._settings.redis_url is None:
@@ -202,7 +209,17 @@ class Supervisor:
         plan = devices.plan(devices.visible_devices(), self._settings)
         if plan is not None:
             environment |= plan.environment(name)
-        self._add(name, [sys.executable, "-m", f"services.{name}"], environment)
+            if self._settings.rollout_replicas > 1:
+                raise BadRequest(
+                    f"HONE_ROLLOUT_REPLICAS is {self._settings.rollout_replicas} on a machine with "
+                    "GPUs; expected 1: start further samplers by hand, each with its own GPUs, and "
+                    "name them all in HONE_ROLLOUT_URL"
+                )
+        command = [sys.executable, "-m", f"services.{name}"]
+        self._add(name, command, environment)
+        if name == "rollout":
+            for port in self._sampler_ports()[1:]:
+                self._add(_sampler(port), command, environment | {"HONE_ROLLOUT_PORT": str(port)})
 
     def _say_devices(self, report: IO[str]) -> None:
         plan = devices.plan(devices.visible_devices(), self._settings)
@@ -226,9 +243,12 @@ class Supervisor:
         headers = {"authorization": f"Bearer {token}"} if token else {}
         with httpx.Client(headers=headers, timeout=5.0, trust_env=False) as client:
             for name in SERVICES:
-                url = f"http://{_reachable(self._settings.host)}:{self._port(name)}/readyz"
+                url = f"{self._url(self._port(name))}/readyz"
                 self._wait_for(name, lambda url=url: _is_ready(client, url))
                 _say(report, "started", service=name)
+            for port in self._sampler_ports()[1:]:
+                url = f"{self._url(port)}/readyz"
+                self._wait_for(_sampler(port), lambda url=url: _is_ready(client, url))
 
     def _wait_for(self, name: str, ready: Any) -> None:
         deadline = time.monotonic() + START_DEADLINE_S
@@ -284,6 +304,11 @@ class Supervisor:
                 child.signal(signal.SIGKILL)
                 if child.process:
                     child.process.wait()
+
+
+def _sampler(port: int) -> str:
+    """Names a sampler beside the first one, and its log."""
+    return f"rollout-{port}"
 
 
 def up(folder: Path, *, quiet: bool = False) -> dict[str, Any]:

@@ -31,6 +31,9 @@ from shared.polling import Poller
 from shared.presence import Presence, Tell, tell_nobody
 
 WAIT_S = 20
+MAX_FETCHES = 4
+"""Results that are fetched at a time, of those polled for: they come together, and are large."""
+
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 FIRST_REPORT_S, REPORT_S = 3.0, 10.0
@@ -76,6 +79,7 @@ class Client:
             trust_env=remote,
         )
         self.poller = Poller(self._http, WAIT_S)
+        self._fetching = asyncio.Semaphore(MAX_FETCHES)
         self._presence = Presence(name, tell)
 
     async def __aenter__(self) -> Client:
@@ -214,7 +218,8 @@ class Client:
                     watch.waits_for_operation()
             finally:
                 watch.heard_at = max(watch.heard_at, self.poller.heard_at)
-            response = await self._http.get(location)
+            async with self._fetching:
+                response = await self._http.get(location)
         return response
 
     def _error(self, response: httpx.Response) -> HoneError:

@@ -23,10 +23,16 @@ M = TypeVar("M", bound=BaseModel)
 def encode(body: BaseModel, media_type: str = JSON) -> bytes:
     """Returns the body's bytes. In msgpack, token ids are int32 bytes and log-probs float32 bytes,
     and a whole number beyond 64 bits, or a value that is no plain data, raises BadRequest."""
-    if media_type == JSON:
-        return body.model_dump_json().encode()
+    return body.model_dump_json().encode() if media_type == JSON else bytes(pack(body))
+
+
+def pack(body: BaseModel) -> memoryview:
+    """Returns the body in msgpack, as `encode` does, but where it was written: without the copy
+    that bytes are, which is as large as the body."""
+    packer = _msgpack.Packer(use_bin_type=True, autoreset=False)
     try:
-        return _msgpack.packb(body.model_dump(context={"packed": True}), use_bin_type=True)
+        packer.pack(body.model_dump(context={"packed": True}))
+        return memoryview(packer.getbuffer())
     except TypeError as error:
         raise BadRequest(
             f"{type(body).__name__}: {error}; expected text, numbers, lists and tables of them"

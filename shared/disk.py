@@ -10,18 +10,20 @@ import secrets
 from collections.abc import Generator
 from pathlib import Path
 
+Data = bytes | memoryview
+
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
 """How file systems without hard links, some network volumes, answer."""
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: Data) -> None:
     """Writes the file, in place of what is there."""
     with _aside(path, data) as aside:
         aside.replace(path)
     flush(path.parent)
 
 
-def create_file(path: Path, data: bytes) -> None:
+def create_file(path: Path, data: Data) -> None:
     """Writes the file; raises FileExistsError, and changes nothing, if it is there already. Where
     there are no hard links, of two writers at the same instant the later one wins."""
     with _aside(path, data) as aside:
@@ -54,7 +56,7 @@ def flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _aside(path: Path, data: bytes) -> Generator[Path]:
+def _aside(path: Path, data: Data) -> Generator[Path]:
     """Yields a hidden file beside `path` that holds the data on disk; it is removed at the end."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -84,7 +84,7 @@ class RunFolder:
     def write_batch(self, batch: Batch) -> None:
         """Stores the step's batch. One that is graded takes the place of an ungraded one. Raises
         BatchExists if another graded one is there; the same one is stored already."""
-        data = codec.encode(batch, codec.MSGPACK)
+        data = codec.pack(batch)
         path, ungraded = self._batch_path(batch.step), self._ungraded_path(batch.step)
         with _disk(self.path):
             if not batch.graded:
@@ -95,7 +95,7 @@ class RunFolder:
             except FileExistsError as error:
                 # Bytes, for a row may hold NaN, which equals nothing; not those of the file, for
                 # another version of Hone may have written it.
-                if codec.encode(self.batch(batch.step), codec.MSGPACK) != data:
+                if codec.pack(self.batch(batch.step)) != data:
                     raise BatchExists(
                         f"another batch of step {batch.step} is stored in {str(path)!r}"
                     ) from error

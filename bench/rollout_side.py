@@ -1,0 +1,83 @@
+"""The sampler's side of `bench.rollout`: the real service around a real vLLM, which it also calls
+directly, request by request as the service does, when a line on stdin asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.scale_side import quiet, serving
+from shared.config import Settings
+from shared.wire import EngineSpec, ModelRequest, Sampling
+
+PROMPT = [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def write_model(folder: Path) -> None:
+    """Writes the demo's model, untrained and for longer texts."""
+    from deploy.tiny_model import make_model, make_tokenizer
+
+    model = make_model(0)
+    model.config.max_position_embeddings = 256  # its positions are rotary: no weight changes
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+async def direct(engine: Any, num_groups: int, sampling: Sampling) -> dict[str, float]:
+    """Returns the tokens and seconds of vLLM's own `generate`, called for all groups at once."""
+    from vllm.inputs.engine import TokensInput
+
+    from services.rollout.vllm_engine import sampling_params
+
+    async def group(number: int) -> int:
+        seed = None if sampling.seed is None else sampling.seed + number * sampling.n
+        params = sampling_params(sampling.model_copy(update={"seed": seed}))
+        prompt = TokensInput(type="token", prompt_token_ids=[*PROMPT, 4 + number % 8])
+        last: Any = None
+        async for output in engine.generate(prompt, params, f"direct-{time.monotonic_ns()}"):
+            last = output
+        return sum(len(completion.token_ids) for completion in last.outputs)
+
+    began = time.perf_counter()
+    counts = await asyncio.gather(*map(group, range(num_groups)))
+    return {"tokens": sum(counts), "seconds": time.perf_counter() - began}
+
+
+async def serve(folder: Path) -> None:
+    from services.rollout.app import create_service
+    from services.rollout.copies import Copies
+    from services.rollout.fetching import Fetcher
+    from services.rollout.sampler import Sampler
+    from services.rollout.starter import VllmStarter
+
+    settings = Settings(
+        runs_dir=folder / "runs", shm_dir=folder / "shm", log_level="error", max_num_seqs=512
+    )
+    fetcher = Fetcher(settings.trainer_url, token=None, patience_s=1.0)
+    copies = Copies(settings.shm_dir / "sampler", fetcher)
+    sampler = Sampler(VllmStarter(settings), (settings.runs_dir,), copies, max_num_seqs=512)
+    service = create_service(settings, sampler)
+    async with serving([service]) as (url,):
+        await sampler.put_model(ModelRequest(**_spec(folder).model_dump()))
+        engine: Any = await sampler.ready_engine()
+        print(json.dumps(url), flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            asked = json.loads(line)
+            sampling = Sampling.model_validate(asked["sampling"])
+            told = await direct(engine._llm, asked["num_groups"], sampling)
+            print(json.dumps(told), flush=True)
+
+
+def _spec(folder: Path) -> EngineSpec:
+    return EngineSpec(model=str(folder / "model"))
+
+
+if __name__ == "__main__":
+    quiet()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(Path(sys.argv[1])))

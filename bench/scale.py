@@ -1,0 +1,149 @@
+"""The orchestrator's loop with many samplers, which are simulated: the real HTTP contract, made-up
+tokens.
+
+    python -m bench.scale [--quick]
+
+The loop is the real one (pipeline, pool, batches on disk, train steps), in a process of its own.
+The samplers are in other processes, as are the trainer, which learns nothing in no time, and the
+grader. Completions come in groups of 16, with log-normal lengths of up to 8,192 tokens.
+
+- Cost: one step of 10,000 completions, all under way at once, by samplers that are as fast as
+  their HTTP: CPU seconds of the loop's process per million tokens, and its peak memory beyond what
+  it has before the step, over the bytes of the step's batch on disk. With 1, 4 and 32 samplers.
+- Idle share: 32 samplers of 64 places each, 10,000 completions under way, several steps,
+  `max_staleness` 1. A place is idle while it samples nothing, from the first group to the last.
+  Beside it the idle share of an oracle, which knows every length ahead, gives each place any
+  completion, and keeps the same staleness; the goal is the difference, as a share of all places and
+  time. Beside that, of the same schedule without knowing lengths: in the order of asking.
+
+`--quick` has a tenth of the completions and at most 4 samplers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from typing import Any
+
+from bench.report import Figure, finish
+from bench.scale_side import Load, argument, length, oracle_idle_share
+
+COST = Load(
+    num_samplers=32, num_prompts=625, num_steps=1, max_staleness=0, slots=10_000, tokens_per_s=4000
+)
+IDLE = Load(
+    num_samplers=32, num_prompts=313, num_steps=4, max_staleness=1, slots=64, tokens_per_s=200
+)
+QUICK_COST = replace(COST, num_samplers=4, num_prompts=63)
+QUICK_IDLE = replace(IDLE, num_samplers=4, num_prompts=32, tokens_per_s=800)
+LIMIT_S = 1200.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a tenth of it: about a minute")
+    quick = parser.parse_args().quick
+    cost, idle = (QUICK_COST, QUICK_IDLE) if quick else (COST, IDLE)
+    counts = (1, 4) if quick else (1, 4, 32)
+    runs = {count: run(replace(cost, num_samplers=count)) for count in counts}
+    idle_run = run(idle)
+    figures = [*cost_figures(runs), *idle_figures(idle, idle_run)]
+    loads = {"cost": asdict(cost), "idle": asdict(idle)}
+    return finish("scale", figures, quick=quick, loads=loads, runs=[*runs.values(), idle_run])
+
+
+def cost_figures(runs: dict[int, dict[str, Any]]) -> list[Figure]:
+    """Returns what the most samplers cost, and how it grew to that from one."""
+    rates = {count: told["cpu_s"] / told["num_tokens"] * 1e6 for count, told in runs.items()}
+    memory = {count: told["peak_bytes"] / told["batch_bytes"] for count, told in runs.items()}
+    most, fewer = max(runs), sorted(runs)[:-1]
+    return [
+        Figure(f"CPU time per million tokens, {most} samplers", rates[most], "s", 1.0, "max"),
+        Figure(f"peak memory, {most} samplers, to the batch", memory[most], "x", 3.0, "max"),
+        *[Figure(f"CPU time per million tokens, {n} samplers", rates[n], "s") for n in fewer],
+        *[Figure(f"peak memory, {n} samplers, to the batch", memory[n], "x") for n in fewer],
+        *[Figure(f"seconds, {n} samplers", told["seconds"], "s") for n, told in runs.items()],
+        Figure(f"tokens of a step, {most} samplers", runs[most]["num_tokens"]),
+    ]
+
+
+def idle_figures(load: Load, told: dict[str, Any]) -> list[Figure]:
+    seconds = told["last_at"] - told["first_at"]
+    work_s = told["sampled_tokens"] / load.tokens_per_s
+    share = 1 - work_s / (load.num_samplers * load.slots * seconds)
+    asked = lengths_of(load)
+    oracle = oracle_idle_share(load, asked)
+    return [
+        Figure("idle share of the samplers above the oracle's", share - oracle, "", 0.1, "max"),
+        Figure("idle share of the samplers", share),
+        Figure("idle share of the oracle", oracle),
+        Figure("idle share in the order of asking", oracle_idle_share(load, asked, sort=False)),
+        Figure("seconds with idle samplers", seconds, "s"),
+    ]
+
+
+def lengths_of(load: Load) -> list[list[int]]:
+    """Returns lengths `[step][completion]` of the distribution that the samplers draw from."""
+    count = load.num_prompts * load.group_size
+    return [
+        [length(step * count + index, load) for index in range(count)]
+        for step in range(load.num_steps)
+    ]
+
+
+def run(load: Load) -> dict[str, Any]:
+    """Returns what the loop's process and the samplers told."""
+    shares = [
+        [*range(first, load.num_samplers, load.num_processes)]
+        for first in range(min(load.num_processes, load.num_samplers))
+    ]
+    children = [_start(argument("samplers", load, numbers=numbers)) for numbers in shares]
+    children.append(_start(argument("others", load)))
+    try:
+        found = [json.loads(_line(child)) for child in children]
+        trainer_url, reward_url = found.pop()
+        urls = {
+            "rollout_url": ",".join(url for some in found for url in some),
+            "trainer_url": trainer_url,
+            "reward_url": reward_url,
+        }
+        loop = _start(argument("loop", load, urls=urls))
+        children.append(loop)
+        output, _ = loop.communicate(timeout=LIMIT_S)
+        if loop.returncode:
+            raise RuntimeError(f"the loop ended with {loop.returncode}")
+        told = json.loads(output.splitlines()[-1])
+        ends = [json.loads(child.communicate()[0]) for child in children[: len(shares)]]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    completions = sum(end["num_completions"] for end in ends)
+    expected = load.num_steps * load.num_prompts * load.group_size
+    if completions != expected:
+        raise RuntimeError(f"{completions} completions were sampled, expected {expected}")
+    return told | {
+        "num_samplers": load.num_samplers,
+        "first_at": min(end["first_at"] for end in ends),
+        "last_at": max(end["last_at"] for end in ends),
+        "sampled_tokens": sum(end["num_tokens"] for end in ends),
+    }
+
+
+def _start(argument_: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "bench.scale_side", argument_]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout
+    return child.stdout.readline()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

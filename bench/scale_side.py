@@ -1,0 +1,361 @@
+"""One process of `bench.scale`: simulated samplers, the trainer and grader beside them, or the
+orchestrator's own loop. Arguments are one JSON object; what it measured is its last line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import json
+import os
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import uvicorn
+
+from shared.config import Settings
+from shared.packed import Logprobs, TokenIds
+from shared.service import Service
+from shared.wire import (
+    FolderWeights,
+    GenerateRequest,
+    ModelRequest,
+    Part,
+    PublishRequest,
+    Rollout,
+    RolloutGroup,
+    Score,
+    ScoreRequest,
+    ScoreResult,
+    ServingWeights,
+    Span,
+    StepResult,
+    TrainerJob,
+    TrainerState,
+    TrainStepRequest,
+    WeightsRef,
+)
+
+CHARACTERS_PER_TOKEN = 4
+MEDIAN_TOKENS, SPREAD = 900, 1.0
+"""Lengths are log-normal: a mean of about 1,400 tokens, and 1 % at the limit of 8,192."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is simulated. A sampler samples `slots` completions at once, each at `tokens_per_s`."""
+
+    num_samplers: int
+    num_prompts: int
+    num_steps: int
+    max_staleness: int
+    slots: int
+    tokens_per_s: float
+    group_size: int = 16
+    max_tokens: int = 8192
+    num_processes: int = 4
+
+
+def length(seed: int, load: Load) -> int:
+    """Returns the length in tokens of the completion with this seed, of any sampler."""
+    drawn = MEDIAN_TOKENS * random.Random(seed).lognormvariate(0.0, SPREAD)
+    return max(1, min(int(drawn), load.max_tokens))
+
+
+# --- the samplers --------------------------------------------------------------------------------
+
+
+class SimulatedSampler:
+    """The real contract, and tokens that took the time of their number."""
+
+    def __init__(self, load: Load, number: int, settings: Settings) -> None:
+        self._load = load
+        self._name = f"replica-{number}"
+        self._room = asyncio.Semaphore(load.slots)
+        self._ids = os.urandom(load.max_tokens * 4)
+        self._logprobs = Logprobs([-0.5] * load.max_tokens).data
+        self._text = "abcd" * load.max_tokens
+        self._serving = ServingWeights()
+        self._busy = 0
+        self.lengths: list[tuple[int, int]] = []
+        self.first_at, self.last_at = float("inf"), 0.0
+        self.service = Service("rollout", settings, busy=lambda: self._busy)
+        self.service.operation("PUT", "/model", self._put_model, key=lambda _: "")
+        self.service.operation("POST", "/reload_weights", self._reload, key=lambda _: "")
+        self.service.operation("POST", "/generate", self._generate)
+
+    async def _put_model(self, body: ModelRequest) -> ServingWeights:
+        self._serving = ServingWeights(model=body.model, max_num_seqs=self._load.slots)
+        return self._serving
+
+    async def _reload(self, request: WeightsRef) -> ServingWeights:
+        ref = request.root
+        update = {"version": ref.version, "digest": ref.digest, "job_id": ref.job_id}
+        self._serving = self._serving.model_copy(update=update)
+        return self._serving
+
+    async def _generate(self, body: GenerateRequest) -> RolloutGroup:
+        assert body.sampling.seed is not None, "the job is repeatable"
+        version = self._serving.version
+        assert version is not None, "weights come first"
+        seeds = range(body.sampling.seed, body.sampling.seed + body.sampling.n)
+        lengths = [length(seed, self._load) for seed in seeds]
+        self._busy += len(lengths)
+        self.first_at = min(self.first_at, time.monotonic())
+        await asyncio.gather(*map(self._sample, lengths))
+        self.last_at = time.monotonic()
+        return RolloutGroup(
+            prompt_token_ids=TokenIds((1, 2, 3)),
+            rollouts=tuple(self._rollout(tokens, version) for tokens in lengths),
+            replica=self._name,
+        )
+
+    async def _sample(self, tokens: int) -> None:
+        async with self._room:
+            await asyncio.sleep(tokens / self._load.tokens_per_s)
+        self._busy -= 1
+
+    def _rollout(self, tokens: int, version: int) -> Rollout:
+        self.lengths.append((version, tokens))
+        return Rollout(
+            text=self._text[: tokens * CHARACTERS_PER_TOKEN],
+            token_ids=TokenIds(self._ids[: tokens * 4]),
+            logprobs=Logprobs(self._logprobs[: tokens * 4]),
+            finish_reason="length" if tokens == self._load.max_tokens else "stop",
+            spans=(Span(version=version, start=0),),
+        )
+
+
+async def samplers(load: Load, numbers: list[int], settings: Settings) -> None:
+    """Serves these samplers; prints their URLs, and at the end of stdin what they sampled."""
+    simulated = [SimulatedSampler(load, number, settings) for number in numbers]
+    async with serving([each.service for each in simulated]) as urls:
+        print(json.dumps(urls), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    told = {
+        "first_at": min(each.first_at for each in simulated),
+        "last_at": max(each.last_at for each in simulated),
+        "num_tokens": sum(tokens for each in simulated for _, tokens in each.lengths),
+        "num_completions": sum(len(each.lengths) for each in simulated),
+    }
+    print(json.dumps(told), flush=True)
+
+
+# --- trainer and grader --------------------------------------------------------------------------
+
+
+class Others:
+    """A trainer that learns nothing in no time, and a grader with random rewards."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._step = 0
+        self._random = random.Random(0)
+        trainer, reward = Service("trainer", settings), Service("reward", settings)
+        trainer.operation("PUT", "/job", self._put_job)
+        trainer.operation("POST", "/train_step", self._train)
+        trainer.operation("POST", "/publish_weights", self._publish)
+        reward.operation("POST", "/score", self._score)
+        self.services = [trainer, reward]
+
+    async def _put_job(self, body: TrainerJob) -> TrainerState:
+        return TrainerState(
+            job_id=body.job_id, step=0, num_ranks=1, dtype="", device="", num_parameters=1
+        )
+
+    async def _train(self, body: TrainStepRequest) -> StepResult:
+        self._step = body.step
+        return StepResult(
+            step=body.step,
+            loss=0.0,
+            grad_norm=1.0,
+            learning_rate=0.0,
+            num_examples=len(body.examples),
+            num_tokens=sum(len(example.token_ids) for example in body.examples),
+            train_s=0.0,
+        )
+
+    async def _publish(self, body: PublishRequest) -> WeightsRef:
+        weights = FolderWeights(
+            job_id=body.job_id,
+            attempt=body.attempt,
+            epoch=body.epoch,
+            version=body.version,
+            method="shm",
+            path="/none",
+            digest=str(body.version),
+            size_bytes=1,
+        )
+        return WeightsRef(weights)
+
+    async def _score(self, body: ScoreRequest) -> ScoreResult:
+        values = [float(self._random.random() < 0.5) for _ in body.items]
+        return ScoreResult(scores=tuple(Score(value=v, parts={"r": Part(value=v)}) for v in values))
+
+
+async def others(settings: Settings) -> None:
+    async with serving(Others(settings).services) as urls:
+        print(json.dumps(urls), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    print("{}", flush=True)
+
+
+@contextlib.asynccontextmanager
+async def serving(services: list[Service]) -> AsyncGenerator[list[str]]:
+    servers = [service.server(0) for service in services]
+    tasks = [asyncio.create_task(_serve(server)) for server in servers]
+    while not all(server.started for server in servers):
+        await asyncio.sleep(0.01)
+    ports = [server.servers[0].sockets[0].getsockname()[1] for server in servers]
+    try:
+        yield [f"http://127.0.0.1:{port}" for port in ports]
+    finally:
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*tasks)
+
+
+async def _serve(server: uvicorn.Server) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        await server._serve()  # without its own signal handlers
+
+
+# --- the orchestrator's loop ---------------------------------------------------------------------
+
+
+class Silent:
+    """A journal that nobody reads."""
+
+    async def log(self, message: str, **_: Any) -> None: ...
+
+    async def warn(self, message: str, **_: Any) -> None:
+        print(message, file=sys.stderr)
+
+
+async def loop(load: Load, urls: dict[str, str], settings: Settings, folder: Path) -> None:
+    """Runs the real pipeline over the simulated services; prints what it took."""
+    from services.orchestrator.loop.batches import Batches
+    from services.orchestrator.loop.peers import Peers
+    from services.orchestrator.loop.pipeline import Pipeline
+    from services.orchestrator.loop.prompts import load_prompts
+    from services.orchestrator.loop.syncing import sync_weights
+    from services.orchestrator.record.folder import RunFolder
+    from services.orchestrator.record.journal import Journal
+
+    job = _job(load, folder)
+    run = RunFolder(folder / "run")
+    run.create(job)
+    prompts = load_prompts(job)
+    peers = Peers(job, settings.model_copy(update=urls), "scale", 1)
+    journal = cast(Journal, Silent())
+    peers.new_epoch()
+    await asyncio.gather(peers.put_job(), peers.put_model())
+    await sync_weights(peers, job, 0, journal)
+    before_bytes, cpu_before, began_at = _peak_bytes(), time.process_time(), time.monotonic()
+    tokens = groups = batch_bytes = 0
+    pipeline = Pipeline(job, Batches("scale", job, prompts, peers, run, 0.5), peers, run, journal)
+    async with contextlib.aclosing(pipeline.steps(0)) as steps:
+        async for step in steps:
+            rollouts = [rollout for group in step.batch.groups for rollout in group.rollouts]
+            tokens += sum(len(rollout.token_ids) for rollout in rollouts)
+            groups += len({id(group) for group in step.batch.groups})
+            files = [*(run.path / "rollouts").iterdir()]
+            batch_bytes = max(batch_bytes, *(file.stat().st_size for file in files))
+            del step, rollouts
+    told = {
+        "seconds": time.monotonic() - began_at,
+        "cpu_s": time.process_time() - cpu_before,
+        "peak_bytes": _peak_bytes() - before_bytes,
+        "batch_bytes": batch_bytes,
+        "num_tokens": tokens,
+        "num_groups": groups,
+    }
+    await peers.close()
+    print(json.dumps(told), flush=True)
+
+
+def _job(load: Load, folder: Path) -> Any:
+    from shared.job import Job
+
+    data = folder / "train.jsonl"
+    rows = load.num_prompts * load.num_steps
+    data.write_text("".join(json.dumps({"prompt": f"{row}?"}) + "\n" for row in range(rows)))
+    return Job.model_validate(
+        {
+            "name": "scale",
+            "model": "simulated",
+            "steps": load.num_steps,
+            "max_staleness": load.max_staleness,
+            "data": {"train": str(data)},
+            "sampling": {
+                "prompts_per_step": load.num_prompts,
+                "group_size": load.group_size,
+                "max_tokens": load.max_tokens,
+            },
+            "rewards": [{"grader": "length"}],
+        }
+    )
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+# --- what an oracle would do ---------------------------------------------------------------------
+
+
+def oracle_idle_share(load: Load, lengths_K: list[list[int]], *, sort: bool = True) -> float:
+    """Returns the idle share of a schedule that knows all lengths `[step][completion]`, or, without
+    `sort`, of one that takes them in their order.
+
+    Every slot takes any completion, the longest of the earliest step first, and begins those of
+    step k once all of step k - 1 - max_staleness are done, as the loop may. A step trains in no
+    time.
+    """
+    free = [0.0] * (load.num_samplers * load.slots)
+    done: list[float] = []
+    for step, lengths in enumerate(lengths_K):
+        gate = done[step - 1 - load.max_staleness] if step > load.max_staleness else 0.0
+        ends: list[float] = []
+        for tokens in sorted(lengths, reverse=True) if sort else lengths:
+            end = max(heapq.heappop(free), gate) + tokens / load.tokens_per_s
+            heapq.heappush(free, end)
+            ends.append(end)
+        done.append(max([*ends, *done[-1:]]))
+    work_s = sum(map(sum, lengths_K)) / load.tokens_per_s
+    return 1 - work_s / (len(free) * done[-1])
+
+
+def main() -> None:
+    given: dict[str, Any] = json.loads(sys.argv[1])
+    load = Load(**given["load"])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = Settings(runs_dir=folder, log_level="error", hedge_s=3600.0)
+        quiet()
+        if given["part"] == "samplers":
+            asyncio.run(samplers(load, given["numbers"], settings))
+        elif given["part"] == "others":
+            asyncio.run(others(settings))
+        else:
+            asyncio.run(loop(load, given["urls"], settings, folder))
+
+
+def quiet() -> None:
+    import structlog
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+
+
+def argument(part: str, load: Load, **more: Any) -> str:
+    return json.dumps({"part": part, "load": asdict(load), **more})
+
+
+if __name__ == "__main__":
+    main()
