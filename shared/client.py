@@ -34,6 +34,9 @@ WAIT_S = 20
 MAX_FETCHES = 4
 """Results that are fetched at a time, of those polled for: they come together, and are large."""
 
+CHUNK_BYTES = 1 << 20
+"""Larger bodies are sent in pieces of this size."""
+
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 FIRST_REPORT_S, REPORT_S = 3.0, 10.0
@@ -161,8 +164,16 @@ class Client:
             raise self._unreachable(error) from error
 
     def _request(self, ask: _Ask) -> httpx.Request:
-        content = codec.encode(ask.body, self._media_type) if ask.body is not None else None
-        headers = {"content-type": self._media_type} if content else {}
+        content: bytes | _Chunks | None = None
+        headers: dict[str, str] = {}
+        if ask.body is not None:
+            data = (
+                codec.pack(ask.body)
+                if self._media_type == codec.MSGPACK
+                else memoryview(codec.encode(ask.body))
+            )
+            content = bytes(data) if len(data) <= CHUNK_BYTES else _Chunks(data)
+            headers = {"content-type": self._media_type, "content-length": str(len(data))}
         if ask.key:
             prefer = f"respond-async, wait={ask.wait_s}"
             headers |= {"prefer": prefer, "idempotency-key": ask.key}
@@ -248,6 +259,18 @@ class _Ask:
     patience_s: float
     key: str | None = None
     wait_s: int = 0
+
+
+class _Chunks:
+    """A large body, sent in pieces as often as it is asked for: sent at once, it would be copied
+    twice on its way into the socket."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    async def __aiter__(self) -> AsyncGenerator[bytes]:
+        for start in range(0, len(self._data), CHUNK_BYTES):
+            yield bytes(self._data[start : start + CHUNK_BYTES])
 
 
 class _Watch:

@@ -24,7 +24,7 @@ from shared.errors import (
 )
 from shared.operations import Operations
 from shared.service import Service
-from shared.wire import Checkpoint, CheckpointRequest
+from shared.wire import Checkpoint, CheckpointRequest, GenerateRequest
 
 
 class Counter:
@@ -106,6 +106,29 @@ async def test_work_longer_than_the_wait_is_polled_for(
     counter.seconds = 0.3
     assert (await call(counter.client(), 2)).step == 2
     assert counter.runs == 1
+
+
+@pytest.mark.parametrize("binary", [False, True])
+async def test_a_large_body_goes_in_pieces_and_again_when_it_is_retried(
+    settings: Settings, binary: bool
+) -> None:
+    service = Service("rollout", settings)
+    taken: list[int] = []
+
+    async def work(request: GenerateRequest) -> Checkpoint:
+        assert isinstance(request.prompt, str)
+        taken.append(len(request.prompt))
+        if len(taken) == 1:
+            raise Unavailable("starting")
+        return Checkpoint(step=0, path="/x", size_bytes=len(request.prompt))
+
+    service.operation("POST", "/generate", work)
+    transport = httpx.ASGITransport(app=service.app)
+    client = Client("rollout", "http://localhost", transport=transport, binary=binary)
+    body = GenerateRequest(prompt="x" * 3_000_000)
+    answer = await client.call("POST", "/generate", body, Checkpoint, deadline_s=20)
+    assert answer.size_bytes == 3_000_000 and taken == [3_000_000] * 2
+    await client.close()
 
 
 class Counting(httpx.AsyncBaseTransport):
