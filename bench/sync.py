@@ -74,26 +74,28 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Model:
-    """A model's folder, and its tensors: float32 masters, and what is published of them."""
+    """A model's folder, and its tensors: float32 masters, and the bfloat16 weights that are
+    published of them, which a trainer has anyway."""
 
     folder: Path
     masters: dict[str, Any]
+    weights: dict[str, Any]
 
     def step(self, seed: int) -> None:
+        """Changes the masters, and makes the weights of them."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)
-        for master in self.masters.values():
+        for name, master in self.masters.items():
             signs = torch.randint(0, 2, master.shape, generator=generator, dtype=torch.int8)
             master.add_(signs.mul_(2).sub_(1), alpha=LEARNING_RATE)
+            self.weights[name] = master.to(torch.bfloat16)
 
     def save(self, folder: Path) -> None:
-        """Writes what the trainer would: the masters in bfloat16."""
-        import torch
+        """Writes what the trainer would."""
         from safetensors.torch import save_file
 
-        cast_to = {name: master.to(torch.bfloat16) for name, master in self.masters.items()}
-        save_file(cast_to, folder / "model.safetensors", {"format": "pt"})
+        save_file(self.weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def make_model(folder: Path, shape: dict[str, Any]) -> Model:
@@ -115,7 +117,7 @@ def make_model(folder: Path, shape: dict[str, Any]) -> Model:
         master = parameter.detach().float()
         cell = master.abs() * 2.0**-8  # about the distance of two bfloat16 numbers
         masters[name] = master + cell * (torch.rand(master.shape) - 0.5)
-    return Model(folder, masters)
+    return Model(folder, masters, {})
 
 
 @contextmanager
