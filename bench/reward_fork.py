@@ -1,7 +1,7 @@
 """The same warm parent as a sandbox slot has, which only forks: no isolation, no limits. What a
 sandbox can hardly beat.
 
-It talks as a slot does (`services/reward/sandbox/inside/job.py`), so that both are driven by the
+It talks as a slot does (`services/reward/sandbox/inside/child.py`), so that both are driven by the
 same code.
 """
 
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 
-from services.reward.sandbox.inside import frames, job, program, zygote
+from services.reward.sandbox.inside import child, frames, program, zygote
 
 
 def main() -> None:
@@ -24,8 +24,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     frames.send(control, {"ready": True})
-    while (request := frames.exactly(control, job.REQUEST.size)) is not None:
-        _, _, stdin_size, program_size = job.REQUEST.unpack(request)
+    while (request := frames.exactly(control, child.REQUEST.size)) is not None:
+        _, _, stdin_size, program_size = child.REQUEST.unpack(request)
         data = frames.exactly(control, stdin_size + program_size) or b""
         result = os.memfd_create("result")
         pid = os.fork()
@@ -34,6 +34,6 @@ def main() -> None:
         os.wait4(pid, 0)
         value = os.pread(result, 1 << 16, 0)
         frames.send_bytes(
-            control, job.FACTS.pack(True, 0, 0, 0.0, 0.0, 0, 0, False, 0, 0, len(value)) + value
+            control, child.FACTS.pack(True, 0, 0, 0.0, 0.0, 0, 0, False, 0, 0, len(value)) + value
         )
         os.close(result)

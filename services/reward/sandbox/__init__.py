@@ -7,7 +7,7 @@
     cgroups.py   the memory, processes and CPU time of a slot, where the host lets us bound them
     visible.py   which paths of the host a slot may read
     packages.py  which installed packages graded code may import
-    verdicts.py  facts about an ended job -> Execution
+    verdicts.py  facts about an ended program -> Execution
     decoding.py  text that a program wrote -> plain data
     probes.py    the self-test at start
     on_modal.py  Modal Sandboxes instead

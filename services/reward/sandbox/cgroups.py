@@ -8,7 +8,7 @@ limits and the slot's user a number of processes.
     version 1   root only: `<own>/hone-slot-*` under each of the controllers memory, pids, cpuacct
 
 A slot's process enters its group before it forks anything. Nothing is ever moved again: that costs
-more than a job.
+more than a program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 MAX_PROCESSES = 64
-"""Of a slot: above what RLIMIT_NPROC allows a job, and so a second line of defence."""
+"""Of a slot: above what RLIMIT_NPROC allows a program, and so a second line of defence."""
 
 _CONTROLLERS_1 = ("memory", "pids", "cpuacct")
 _NEEDED_2 = {"memory", "pids"}

@@ -1,6 +1,6 @@
-"""The sandbox on this host: a row of warm slots, idle ones in a queue, one job each at a time.
+"""The sandbox on this host: a row of warm slots, idle ones in a queue, one program each at a time.
 
-A slot that dies is started again and its job run once more; a second death is the verdict
+A slot that dies is started again and its program run once more; a second death is the verdict
 "sandbox_error": no program can reach its slot. Backend "unsafe" is the same without namespaces and
 seccomp: resource limits only, for hosts that have nothing better, and only by name. There a program
 can kill its slot, so a second death is its own.
@@ -25,7 +25,7 @@ from shared.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
 
 GRACE_S = 10.0
-"""What a slot may take beyond a job's own time limit before it counts as dead."""
+"""What a slot may take beyond a program's own time limit before it counts as dead."""
 
 MAX_DEFAULT_SLOTS = 8
 

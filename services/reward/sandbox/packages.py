@@ -19,7 +19,7 @@ INSIDE = "/graded"
 @dataclass(frozen=True)
 class Packages:
     """`binds`: paths of the host and where each appears inside. `modules`: what every slot imports
-    before its first job."""
+    before its first program."""
 
     binds: dict[str, str]
     modules: tuple[str, ...]

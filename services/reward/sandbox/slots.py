@@ -22,7 +22,7 @@ from services.reward.sandbox import visible
 from services.reward.sandbox.base import SlotDied, Worker
 from services.reward.sandbox.cgroups import Group
 from services.reward.sandbox.decoding import NotPlain, decode
-from services.reward.sandbox.inside import frames, job, zygote
+from services.reward.sandbox.inside import child, frames, zygote
 from services.reward.sandbox.packages import INSIDE, NO_PACKAGES, Packages
 from services.reward.sandbox.verdicts import Facts
 from shared.wire import ExecuteRequest
@@ -134,7 +134,7 @@ class Slot(Worker):
         stdin = request.stdin.encode()
         program = json.dumps(request.model_dump(exclude={"stdin", "timeout_s"})).encode()
         message = (
-            job.REQUEST.pack(request.timeout_s, request.cpu_s, len(stdin), len(program))
+            child.REQUEST.pack(request.timeout_s, request.cpu_s, len(stdin), len(program))
             + stdin
             + program
         )
@@ -172,7 +172,7 @@ class Slot(Worker):
         return await asyncio.to_thread(_plain, message)
 
     async def _facts(self) -> Facts:
-        facts, sizes = job.facts_of(await self._receive(job.FACTS.size))
+        facts, sizes = child.facts_of(await self._receive(child.FACTS.size))
         texts = [(await self._receive(size)).decode("utf-8", "replace") for size in sizes]
         return Facts(**facts, stdout=texts[0], stderr=texts[1], result=texts[2])
 

@@ -1,4 +1,4 @@
-"""Facts about an ended job -> `Execution`. Pure. Everything the program could have written is
+"""Facts about an ended program -> `Execution`. Pure. Everything the program could have written is
 checked here again."""
 
 from __future__ import annotations

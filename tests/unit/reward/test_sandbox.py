@@ -1,5 +1,5 @@
 """The real sandbox under attack. After each program: the verdict, nothing left behind, and the next
-job in the same slot right."""
+program in the same slot right."""
 
 from __future__ import annotations
 
@@ -518,21 +518,21 @@ async def test_a_killed_slot_is_started_again_and_the_next_job_is_right(
 async def test_a_slot_killed_during_a_job_costs_a_retry_and_no_wrong_result(
     sandbox: LocalSandbox,
 ) -> None:
-    job = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=1), "7"))
+    running = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=1), "7"))
     await until_processes_are(PROCESSES_PER_SLOT + 1)
     kill(os.getpid())
-    assert ((await job).verdict, (await job).value) == ("ok", 7)
+    assert ((await running).verdict, (await running).value) == ("ok", 7)
     await nothing_is_left(sandbox)
 
 
 async def test_a_program_killed_from_outside_is_run_once_more_and_its_slot_lives_on(
     sandbox: LocalSandbox,
 ) -> None:
-    job = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=1), "7"))
+    running = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=1), "7"))
     await until_processes_are(PROCESSES_PER_SLOT + 1)
     slot, program = processes_of(os.getpid())[1:3]
     os.kill(program, signal.SIGKILL)
-    assert ((await job).verdict, (await job).value) == ("ok", 7)
+    assert ((await running).verdict, (await running).value) == ("ok", 7)
     await nothing_is_left(sandbox)
     assert processes_of(os.getpid())[1] == slot
 
@@ -565,14 +565,16 @@ async def test_the_limit_of_cpu_time_holds_whatever_the_wall_clock_says(
 
 
 async def test_a_slot_killed_twice_is_a_sandbox_error(sandbox: LocalSandbox) -> None:
-    job = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=5), "7", timeout_s=10))
+    running = asyncio.create_task(
+        run(sandbox, VISIBLY_RUNNING.format(seconds=5), "7", timeout_s=10)
+    )
     for _ in range(2):
         await until_processes_are(PROCESSES_PER_SLOT + 1)
         killed = set(processes_of(os.getpid()))
         kill(os.getpid())
         while killed & set(processes_of(os.getpid())):
             await asyncio.sleep(0.01)
-    ended = await job
+    ended = await running
     assert ended.verdict == "sandbox_error"
     assert ended.stderr.startswith("the sandbox failed twice: its process ended with code")
     assert (await run(sandbox, "", "6 * 7")).value == 42
@@ -613,10 +615,10 @@ async def test_a_program_cannot_pretend_that_it_never_began(sandbox: LocalSandbo
 
 
 async def test_a_cancelled_job_is_killed_and_its_slot_is_free(sandbox: LocalSandbox) -> None:
-    job = asyncio.create_task(run(sandbox, "while True: pass", timeout_s=30))
+    running = asyncio.create_task(run(sandbox, "while True: pass", timeout_s=30))
     await asyncio.sleep(0.2)
-    job.cancel()
+    running.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await job
+        await running
     assert (await asyncio.wait_for(run(sandbox, "", "1 + 1"), 5)).value == 2
     await nothing_is_left(sandbox)

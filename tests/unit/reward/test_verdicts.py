@@ -1,4 +1,4 @@
-"""Facts about an ended job -> its verdict, and the filter of system calls, both without running
+"""Facts about an ended program -> its verdict, and the filter of system calls, both without running
 anything."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shared
 from services.reward.job_code import inside as job_code_inside
 from services.reward.sandbox import inside, verdicts
 from services.reward.sandbox.decoding import NotPlain, decode
-from services.reward.sandbox.inside import job, seccomp
+from services.reward.sandbox.inside import child, seccomp
 from services.reward.sandbox.verdicts import Facts
 from shared.wire import ExecuteRequest
 
@@ -244,7 +244,7 @@ BEFORE = b"low 0\nhigh 0\nmax 7\noom 1\noom_kill 1\noom_group_kill 0\n"
 def test_the_counts_of_a_cgroup_say_whose_memory_ran_out(
     before: bytes | None, after: bytes | None, short: str
 ) -> None:
-    assert job.short_of_memory(before, after) == short
+    assert child.short_of_memory(before, after) == short
 
 
 @pytest.mark.parametrize(

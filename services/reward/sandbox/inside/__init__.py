@@ -2,10 +2,10 @@
 or the service's is imported here, so that a slot starts in milliseconds and holds nothing worth
 reading.
 
-    zygote.py     one slot: enters the namespaces, then forks one job at a time      (trusted)
+    zygote.py     one slot: enters the namespaces, then forks one child at a time    (trusted)
     isolation.py  the namespaces and the read-only root                              (trusted)
     seccomp.py    the system calls that a program may make                           (trusted)
-    job.py        one job, seen from its slot: forked ahead, given a program, ended  (trusted)
-    program.py    the forked job: gives up everything, runs the program  (untrusted from `exec` on)
+    child.py      one child, seen from its slot: forked ahead, given its program     (trusted)
+    program.py    the forked child: gives up all, runs the program     (untrusted from `exec` on)
     alone.py      one program in a machine of its own, which is the wall             (untrusted)
 """

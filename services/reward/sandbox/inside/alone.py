@@ -46,24 +46,26 @@ def main() -> None:
     sys.stdout.flush()
 
 
-def _become(job: dict[str, Any], files: list[int], own_bytes: int) -> None:
+def _become(request: dict[str, Any], files: list[int], own_bytes: int) -> None:
     try:
         limits = program.standing_limits(files=64, processes=None)
-        limits |= program.within_own({resource.RLIMIT_AS: own_bytes + (job["memory_mib"] << 20)})
+        limits |= program.within_own(
+            {resource.RLIMIT_AS: own_bytes + (request["memory_mib"] << 20)}
+        )
         program.give_up_everything(files, limits, None)
-        cpu_s = math.ceil(job["cpu_s"])
+        cpu_s = math.ceil(request["cpu_s"])
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU, then SIGKILL
     except OSError as error:
         os.write(2, str(error).encode())
         os._exit(125)
-    program.run(job, 3)
+    program.run(request, 3)
 
 
-def _end(pid: int, job: dict[str, Any], files: list[int]) -> dict[str, Any]:
+def _end(pid: int, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
     start, limit = time.monotonic(), None
     ended, status, usage = 0, 0, resource.getrusage(resource.RUSAGE_CHILDREN)
     while not ended:
-        if limit is None and time.monotonic() - start > job["timeout_s"]:
+        if limit is None and time.monotonic() - start > request["timeout_s"]:
             limit = "wall"
             os.killpg(pid, signal.SIGKILL)
         time.sleep(_LOOK_S)

@@ -159,7 +159,7 @@ def _show(fd: int, path: str, target: str) -> None:
 
 
 class Tmp:
-    """The slot's /tmp, which each job finds empty, and its working directory."""
+    """The slot's /tmp, which each program finds empty, and its working directory."""
 
     def __init__(self) -> None:
         self._untouched: tuple[object, ...] | None = None

@@ -56,7 +56,7 @@ def unshare(flags: int, names: str) -> None:
 def fork() -> int:
     """Forks as `os.fork` does, without what Python then runs in the child: it renews locks that
     other threads may hold (there are none here) and seeds `random` (which a program does anyway).
-    That is a tenth of what a short job takes.
+    That is a tenth of what a short program takes.
 
     Returns 0 in the child, and its pid in the parent.
     """
@@ -65,7 +65,7 @@ def fork() -> int:
 
 def fork_into_pid_namespace() -> int:
     """Forks as `fork` does, and the child is pid 1 of a new pid namespace."""
-    return _check(_with_lock.syscall(*_INTO_PID_NAMESPACE), "clone(pid namespace of a job)")
+    return _check(_with_lock.syscall(*_INTO_PID_NAMESPACE), "clone(pid namespace of a child)")
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:

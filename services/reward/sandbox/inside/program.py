@@ -1,5 +1,5 @@
-"""The forked job: gives up every right, runs one program, writes how it ended into its result file.
-Standard library only.
+"""The forked child: gives up every right, runs one program, writes how it ended into its result
+file. Standard library only.
 
 From `exec` on everything in this process belongs to the program: it can change this code, and so
 its own result, but nothing outside the process. The expected answer is not here, so there is
@@ -53,7 +53,8 @@ def give_up_everything(
 
 
 def standing_limits(*, files: int, processes: int | None) -> Rlimits:
-    """Returns the limits that are the same for every job. `processes` None: no limit of ours."""
+    """Returns the limits that are the same for every program. `processes` None: no limit of
+    ours."""
     limits = {
         resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_NOFILE: files,
@@ -78,47 +79,49 @@ def within_own(limits: dict[int, int]) -> Rlimits:
     return allowed
 
 
-def run(job: dict[str, Any], result_fd: int) -> NoReturn:
-    """Runs `job["code"]`, then evaluates `job["expression"]` if there is one, and ends the
+def run(request: dict[str, Any], result_fd: int) -> NoReturn:
+    """Runs `request["code"]`, then evaluates `request["expression"]` if there is one, and ends the
     process."""
     try:
-        outcome = _outcome(job)
+        outcome = _outcome(request)
         encoded = json.dumps(outcome, allow_nan=False).encode()
     except BaseException as error:  # whatever the program raises is how it ended
-        encoded = json.dumps(_failure(error, job)).encode()
+        encoded = json.dumps(_failure(error, request)).encode()
     os.write(result_fd, encoded)
     _finish()
     os._exit(0)
 
 
 def rehearse() -> None:
-    """Does a few times in the slot's parent what each job will do, so that the interpreter has
+    """Does a few times in the slot's parent what each child will do, so that the interpreter has
     specialized this code before the first fork. A child then writes to fewer pages, each of which
-    it has to copy first: about 5 % of a short job."""
+    it has to copy first: about 5 % of a short run."""
     main, arguments = sys.modules["__main__"], sys.argv
     for _ in range(REHEARSALS):
-        job = json.loads(json.dumps({"code": "value = [1]", "expression": "value", "inputs": {}}))
-        json.dumps(_outcome(job), allow_nan=False).encode()
+        request = json.loads(
+            json.dumps({"code": "value = [1]", "expression": "value", "inputs": {}})
+        )
+        json.dumps(_outcome(request), allow_nan=False).encode()
     sys.modules["__main__"], sys.argv = main, arguments
     linecache.clearcache()
 
 
-def _outcome(job: dict[str, Any]) -> dict[str, Any]:
+def _outcome(request: dict[str, Any]) -> dict[str, Any]:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     # Fork reseeds; a program that draws numbers should earn the same reward each time.
     random.seed(0)
     sys.argv = [_SOURCES[0]]
-    main.__dict__.update(job["inputs"])
+    main.__dict__.update(request["inputs"])
     try:
-        exec(_compiled(job["code"], _SOURCES[0], "exec"), main.__dict__)
+        exec(_compiled(request["code"], _SOURCES[0], "exec"), main.__dict__)
     except SystemExit as error:
-        if job["expression"] is not None or error.code not in (None, 0):
+        if request["expression"] is not None or error.code not in (None, 0):
             raise
         return {"end": "ok", "value": None}
-    if job["expression"] is None:
+    if request["expression"] is None:
         return {"end": "ok", "value": None}
-    value = eval(_compiled(job["expression"].strip(), _SOURCES[1], "eval"), main.__dict__)
+    value = eval(_compiled(request["expression"].strip(), _SOURCES[1], "eval"), main.__dict__)
     return {"end": "ok", "value": plain(value)}
 
 
@@ -128,11 +131,11 @@ def _compiled(source: str, name: str, mode: str) -> Any:
     return compile(source, name, mode, dont_inherit=True)
 
 
-def _failure(error: BaseException, job: dict[str, Any]) -> dict[str, Any]:
+def _failure(error: BaseException, request: dict[str, Any]) -> dict[str, Any]:
     if isinstance(error, MemoryError):
         return {"end": "memory", "trace": "MemoryError\n"}
     if isinstance(error, SystemExit):
-        where = "" if job["expression"] is None else " before its expression was evaluated"
+        where = "" if request["expression"] is None else " before its expression was evaluated"
         return {
             "end": "error",
             "trace": f"SystemExit: the program ended itself with code {error.code!r:.80}{where}\n",

@@ -1,11 +1,11 @@
 """One sandbox slot: a Python process, its common modules imported, that enters its namespaces and
-then forks one job at a time.
+then forks one child at a time.
 
-    service --socket--> zygote (pid 1 of the slot) --fork--> job (pid 1 of a namespace of its own)
+    service --socket--> zygote (pid 1 of the slot) --fork--> child (pid 1 of a namespace of its own)
 
-A job is killed by killing its pid 1, which ends every process it started. Its output and result are
-memory files made for it alone and read after its death: no pipe to fill, nothing to forge for
-another job. Trusted code; standard library only.
+A child is pid 1 of its namespace: killing it ends every process that it started. Its output and
+result are memory files made for it alone and read after its death: no pipe to fill, nothing to
+forge for another program. Trusted code; standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import frames, isolation, kernel, program, seccomp
-from services.reward.sandbox.inside.job import Job, ServiceGone, Surroundings
+from services.reward.sandbox.inside.child import Child, ServiceGone, Surroundings
 
 WARM = """
 array ast bisect calendar cmath collections copy ctypes dataclasses datetime decimal enum fractions
@@ -40,7 +40,7 @@ WORKER_BYTES = 8 << 30
 """What a worker may use: each of its processes by itself, and all together in a cgroup."""
 
 UNSAFE_FOLDER = "hone-unsafe-"
-"""How the working directories of jobs without isolation begin; the service's pid follows."""
+"""How the working directories of programs without isolation begin; the service's pid follows."""
 
 _ENVIRONMENT = {
     "HOME": "/tmp",
@@ -118,17 +118,17 @@ class Zygote:
         unsafe_folder = f"{UNSAFE_FOLDER}{config['service_pid']}-"
         program.rehearse()
         gc.collect()
-        gc.freeze()  # so that a collection in a job copies no page of ours
+        gc.freeze()  # so that a collection in a child copies no page of ours
         return cls(surroundings, isolation.Tmp() if isolated else FolderOfItsOwn(unsafe_folder))
 
     def serve(self) -> None:
-        """Runs jobs until the service closes the socket."""
+        """Runs programs until the service closes the socket."""
         going_on = True
         try:
             while going_on:
                 self._folder.renew()
-                with Job(self._surroundings) as job:
-                    going_on = job.run()
+                with Child(self._surroundings) as child:
+                    going_on = child.run()
         finally:
             self._folder.remove()
 
@@ -180,7 +180,7 @@ class Zygote:
 
 
 class FolderOfItsOwn:
-    """A job's working directory without isolation: a new folder, removed after the job."""
+    """A program's working directory without isolation: a new folder, removed after it."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix

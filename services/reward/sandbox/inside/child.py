@@ -1,5 +1,5 @@
-"""One job of a slot, seen from the slot's trusted parent: a forked child, what it reads and writes,
-and how it ends.
+"""One child of a slot, seen from its trusted parent: a forked process that runs one program, what
+it reads and writes, and how it ends.
 
     armed     forked, all rights given up, waiting for its program: done ahead, while the slot
               would be idle
@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from services.reward.sandbox.inside import frames, kernel, program
 
 _RESULT, _PROGRAM = 3, 4
-"""The job's own descriptors beside 0, 1, 2: where its result goes, and where its program comes
+"""The child's own descriptors beside 0, 1, 2: where its result goes, and where its program comes
 from."""
 
 REQUEST = struct.Struct("=ddQQ")
@@ -36,7 +36,7 @@ REQUEST = struct.Struct("=ddQQ")
 of input and of program follow."""
 
 FACTS = struct.Struct("=?iBddBq?QQQ")
-"""What the service receives: `Job.run` and `facts_of` say what they are; the last three are how
+"""What the service receives: `Child.run` and `facts_of` say what they are; the last three are how
 many bytes of stdout, of stderr and of the result follow."""
 
 _LIMITS = (None, "wall", "cpu")
@@ -52,8 +52,8 @@ class ServiceGone(Exception):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What of a slot its jobs need. `own_bytes` is the address space that a child has from its
-    parent, `limits` are those that are the same for each.
+    """What of a slot its children need. `own_bytes` is the address space that a child has from
+    its parent, `limits` are those that are the same for each.
 
     `cpu_meter` and `oom_meter` are open files of the slot's cgroup: the CPU time of everything in
     the slot, and how often it was out of memory; None where there is no cgroup. `began` is shared
@@ -72,7 +72,7 @@ class Surroundings:
     cores: int
 
 
-class Job:
+class Child:
     """`with` arms it; `run` gives it a program and says how it ended."""
 
     def __init__(self, surroundings: Surroundings) -> None:
@@ -84,7 +84,7 @@ class Job:
     def run(self) -> bool:
         """Takes a program from the service, and sends how it ended: plain facts, which
         `verdicts.py` judges, and the beginnings of its output and of its result. None of these is
-        ever in this process's memory, where the next job could read it.
+        ever in this process's memory, where the next child could read it.
 
         Returns False, and runs nothing, once the service is gone."""
         slot = self._slot
@@ -120,7 +120,7 @@ class Job:
             frames.send_file(slot.control, fd, size)
         return True
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Child:
         self._slot.began[0] = 0
         self._files = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "result")]
         reading, self._program = os.pipe()
@@ -154,7 +154,7 @@ class Job:
     def _fork(self, files: list[int]) -> int:
         slot = self._slot
         if slot.oom_score is not None:
-            # Inherited: the kernel, short of memory, ends the job and not its slot.
+            # Inherited: the kernel, short of memory, ends the child and not its slot.
             os.pwrite(slot.oom_score, b"1000", 0)
         pid = kernel.fork_into_pid_namespace() if slot.isolated else kernel.fork()
         if not pid:
@@ -173,12 +173,12 @@ class Job:
             if not slot.isolated:
                 kernel.die_with_parent()
             program.give_up_everything(files, slot.limits, slot.system_calls)
-            job = json.loads(_until_end(_PROGRAM).decode())
+            request = json.loads(_until_end(_PROGRAM).decode())
             os.close(_PROGRAM)
             own = {
-                resource.RLIMIT_AS: slot.own_bytes + (job["memory_mib"] << 20),
+                resource.RLIMIT_AS: slot.own_bytes + (request["memory_mib"] << 20),
                 # The kernel counts it in ticks; `_watch` is the precise one.
-                resource.RLIMIT_CPU: 2 * math.ceil(job["cpu_s"]),
+                resource.RLIMIT_CPU: 2 * math.ceil(request["cpu_s"]),
             }
             program.bind(program.within_own(own))
             slot.began[0] = 1
@@ -186,7 +186,7 @@ class Job:
         except (OSError, ValueError) as error:
             os.write(2, str(error).encode())
             os._exit(125)
-        program.run(job, _RESULT)
+        program.run(request, _RESULT)
 
     def _hand_over(self, stdin_size: int, program_size: int) -> None:
         """Gives the child its input and then its program, at which it begins. Raises OSError, which
@@ -198,8 +198,8 @@ class Job:
         os.close(self._program)
 
     def _watch(self, timeout_s: float, cpu_s: float, start: float) -> str | None:
-        """Returns the limit that the job has reached, "cpu" or "wall", or None once it has ended by
-        itself. Raises ServiceGone if the service goes away meanwhile."""
+        """Returns the limit that the program has reached, "cpu" or "wall", or None once it has
+        ended by itself. Raises ServiceGone if the service goes away meanwhile."""
         used_before_s, cpu_left_s = self._cpu_s(), cpu_s
         while True:
             wall_left_s = start + timeout_s - time.monotonic()
@@ -211,8 +211,8 @@ class Job:
             cpu_left_s = cpu_s - (self._cpu_s() - used_before_s)
 
     def _cpu_s(self) -> float:
-        """Returns the CPU time of everything in the slot where that is metered, else of the job's
-        first process."""
+        """Returns the CPU time of everything in the slot where that is metered, else of the
+        child itself."""
         if self._slot.cpu_meter is None:
             # The number of its clock, as clock_getcpuclockid(3) makes it.
             return time.clock_gettime(~self._pid << 3 | 2)
@@ -225,11 +225,11 @@ class Job:
 
 
 def facts_of(message: bytes) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Returns the facts of an ended job, and the sizes of its stdout, its stderr and its result,
-    from what `Job.run` sent.
+    """Returns the facts of an ended child, and the sizes of its stdout, its stderr and its result,
+    from what `Child.run` sent.
 
     `exit` is the code, or the negative number of a signal; `limit` is the one that ended it,
-    "wall", "cpu" or None; `memory` is whose memory ran out where a job was killed: "enough"
+    "wall", "cpu" or None; `memory` is whose memory ran out where a child was killed: "enough"
     (nobody's), "own limit", "host", or "unknown"; `overflow` says that more was written than is
     kept.
     """
