@@ -31,6 +31,57 @@ async def grade(sandbox: LocalSandbox, completion: str, row: dict[str, Any], **p
     return part
 
 
+UNITTEST = (
+    "import unittest\nclass Tests(unittest.TestCase):\n    def test_sum(self):\n"
+    "        self.assertEqual(f(1, 2), 3)\n        for x in range(3):\n"
+    "            with self.subTest(x=x):\n                self.assertEqual(f(x, 2), x + 2)\n"
+)
+RUN = "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Tests))"
+SUM, DIFFERENCE = "def f(a, b):\n    return a + b", "def f(a, b):\n    return 3 - (a - 1) * 9"
+LENGTHS = (
+    "for k in (3, 4):\n    n = len(f(k))\n    assert f(n) == 'x' * n\n"
+    "    assert int(g(n)) == n and g(int(g(n)) - 1) == str(n - 1)"
+)
+ENDLESS = (
+    "def f(n):\n    text = ''\n    while len(text) != n or n == 0: text += 'x'\n    return text\n"
+    "def g(n):\n    return str(len([0] * (10 ** 10 if n < 1 else n)))"
+)
+RAISES = (
+    "try:\n    f({0})\n    raise SystemExit(1)\n"
+    "except {1} as error:\n    assert str(error) == {2!r}\n"
+)
+WAYS: list[tuple[str, str, str]] = [
+    ("x = [1]\nassert f(x, [2]) == [1, 2]", SUM, "def f(a, b):\n    return a"),
+    (UNITTEST + "unittest.main()", SUM, DIFFERENCE),
+    (UNITTEST + "unittest.main(exit=False)", SUM, DIFFERENCE),
+    (UNITTEST + RUN, SUM, DIFFERENCE),
+    (
+        "def test():\n    for x in range(3):\n        assert f(x, 2) == x + 2\n"
+        "if __name__ == '__main__':\n    test()",
+        SUM,
+        DIFFERENCE,
+    ),
+    ("import sys\nsys.exit(any(f(x, 2) != x + 2 for x in range(4)))", SUM, DIFFERENCE),
+    (LENGTHS, ENDLESS, ENDLESS.replace("return text", "return text + 'x'")),
+    (
+        RAISES.format("-1", "ValueError", "no: -1") + "assert f(1) == 1",
+        "class No(ValueError): pass\ndef f(x):\n    if x < 0: raise No(f'no: {x}')\n    return x",
+        "class No(LookupError): pass\ndef f(x):\n    if x < 0: raise No(f'no: {x}')\n    return x",
+    ),
+    (
+        RAISES.format("'a'", "KeyError", "'a'"),
+        "def f(x):\n    return {}[x]",
+        "def f(x):\n    return x",
+    ),
+    (
+        "import math\nassert math.isnan(f())",
+        "def f():\n    return float('nan')",
+        "def f(): return 1",
+    ),
+    ("assert f(3)(4) == 7", "def f(n):\n    return lambda m: n + m", "def f(n):\n    return abs"),
+]
+"""Tests as people write them too, with a right and a wrong program."""
+
 COUNTING = "seen = []\nfor x in range(3):\n    seen.append(f(f(x)))\nassert seen == [2, 4, 6]"
 CHAIN = "x = 0\nfor _ in range(110):\n    x = inc(x)\nassert x == 110"
 IN_ORDER = "x = f(f(0))\ny = f(7)\nif x == 2:\n    z = f(1)\nassert (x, y) == (2, 3)"
@@ -278,3 +329,12 @@ async def test_check_style_needs_an_entry_point() -> None:
     )
     with pytest.raises(BadRequest, match='style "check" needs entry_point'):
         await bound.check(["tests"])
+
+
+@pytest.mark.parametrize(("tests", "right", "wrong"), WAYS)
+async def test_other_ways_of_testing_tell_right_from_wrong(
+    sandbox: LocalSandbox, tests: str, right: str, wrong: str
+) -> None:
+    for program, value in ((right, 1.0), (wrong, 0.0)):
+        part = await grade(sandbox, program, {"tests": tests}, cpu_s=0.3)
+        assert (part.value, part.verdict == "ok") == (value, value == 1.0), part.detail

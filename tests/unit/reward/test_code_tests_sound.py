@@ -88,6 +88,21 @@ USELESS: list[tuple[Any, dict[str, Any], str]] = [
         {},
         "the tests pass on what is not plain data",
     ),
+    ("for x in [1]:\n    assert Solution().find(x) == 1", {}, "an object of the class 'Solution'"),
+    ("g = f(1)\nassert g(2) == 3", {}, "the tests call a result, g"),
+    ("for x in [1]:\n    assert f(x)(2) == 3", {}, "the tests call a result, f(x)"),
+    ("x = [2, 1]\nf(x)\nassert x == [1, 2]", {}, "look at what f(x) changes, and calls get cop"),
+    (
+        "def check(candidate):\n    x = [2, 1]\n    candidate(x)\n    assert x == [1, 2]",
+        {"entry": "f"},
+        "look at what candidate(x) changes",
+    ),
+    (
+        "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    f(1)\n"
+        "assert out.getvalue() == '1\\n'",
+        {},
+        "the tests read what a program prints",
+    ),
     ([{"input": "1", "output": "\n"}], {}, "no test expects any output"),
     ([], {}, "the row has no tests: []; expected assert statements"),
 ]

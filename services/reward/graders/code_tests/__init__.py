@@ -38,8 +38,8 @@ from shared.wire import Part, ScoreItem, Verdict
 
 CALLS_PER_JOB = 32
 _SPOKEN = {
-    "nan": re.compile(r"\bnan\b", re.IGNORECASE),
-    "inf": re.compile(r"\binf(inity)?\b|\d[eE]\+?\d{3}", re.IGNORECASE),
+    "nan": re.compile(r"\b(is)?nan\b", re.IGNORECASE),
+    "inf": re.compile(r"\b(is)?inf(inity)?\b|\d[eE]\+?\d{3}", re.IGNORECASE),
 }
 """How tests speak of the special floats, which else no program may return."""
 

@@ -48,14 +48,16 @@ def from_asserts(tests: str, entry_point: str | None = None, setup: str = "") ->
     `tests` do not know.
     """
     body = ast.parse(tests).body
-    known = BUILTINS | bound_names(ast.parse(setup)) | bound_names(ast.Module(body, []))
+    of_setup = BUILTINS | bound_names(ast.parse(setup))
     called = {
         node.func.id
         for node in _walk(body)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
+    } - (of_setup | bound_names(ast.Module(body, [])))
     return _suite(
-        body, frozenset([entry_point]) if entry_point else frozenset(called - known), known
+        body,
+        frozenset([entry_point]) if entry_point else frozenset(called),
+        of_setup | _imported(body),
     )
 
 
@@ -76,7 +78,7 @@ def from_check(tests: str, entry_point: str) -> Suite | None:
     return _suite(
         body,
         frozenset([entry_point]),
-        BUILTINS | bound_names(ast.Module([part for part in body if _imports(part)], [])),
+        BUILTINS | _imported(body),
     )
 
 
@@ -141,6 +143,8 @@ class _Extraction(ast.NodeTransformer):
             return self._is_result(node.value)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             return self._is_result(node.func.value) and _root(node)[:1].isupper()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Call):
+            return self._is_result(node.func)  # a function that one returns
         return (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -167,6 +171,11 @@ def _head(test: ast.expr) -> frozenset[str]:
 
 def _imports(part: ast.stmt) -> bool:
     return isinstance(part, ast.Import | ast.ImportFrom)
+
+
+def _imported(body: list[ast.stmt]) -> frozenset[str]:
+    """Returns the names that calls may use: what the tests import is there, their data is not."""
+    return bound_names(ast.Module([part for part in body if _imports(part)], []))
 
 
 def _idle(part: ast.stmt) -> bool:

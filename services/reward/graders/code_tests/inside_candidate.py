@@ -80,10 +80,14 @@ def _made(call: list[str], names: dict[str, Any]) -> Any:
 
 
 def _described(error: BaseException) -> str:
+    """Returns an error as text: its class, or the nearest one above it that is Python's own, which
+    tests may expect; and its message."""
+    name = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
-        return f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
+        text = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else error
+        return f"{name}: {text}"[:MAX_MESSAGE_CHARS]
     except BaseException:  # the program's own `__str__`
-        return type(error).__name__
+        return name
 
 
 def _late(number: int, frame: Any) -> None:

@@ -165,6 +165,27 @@ def _error(text: str) -> Exception:
         return RuntimeError(text)
 
 
+def _unittest_failures() -> list[str]:
+    """Returns a list that will have the name of each test of `unittest` that fails: its runners
+    raise nothing, and the tests may not look at what they return."""
+    import unittest
+
+    failed: list[str] = []
+
+    def noting(method: Any, is_subtest: bool) -> Any:
+        def noted(self: Any, test: Any, *rest: Any) -> Any:
+            if not is_subtest or rest[-1] is not None:
+                failed.append(str(test))
+            return method(self, test, *rest)
+
+        return noted
+
+    for name in ("addError", "addFailure", "addUnexpectedSuccess", "addSubTest"):
+        method = getattr(unittest.TestResult, name)
+        setattr(unittest.TestResult, name, noting(method, name == "addSubTest"))
+    return failed
+
+
 def run(
     setup: str, tests: str, names: list[str], entry: str | None, known: list[list[str]], guess: bool
 ) -> dict[str, Any]:
@@ -173,8 +194,9 @@ def run(
     means that all was run to its end, and no call stopped it."""
     _agree()
     proxies = Proxies(known, guess)
-    module = types.ModuleType("tests")
+    module = types.ModuleType("__main__")  # for tests that run under `if __name__ == "__main__"`
     sys.modules[module.__name__] = module
+    failed = _unittest_failures() if "unittest" in tests else []
     how, text = "passed", ""
     try:
         exec(compile(setup, "setup.py", "exec", dont_inherit=True), module.__dict__)
@@ -189,7 +211,10 @@ def run(
         if entry is not None and "check" in module.__dict__:
             module.__dict__["check"](proxies.of(entry))
     except BaseException as error:  # whatever the tests raise is how they ended
-        how, text = "failed", f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
+        if not (isinstance(error, SystemExit) and not error.code):  # no proxy raises that
+            how, text = "failed", f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
+    if failed and how == "passed":
+        how, text = "failed", f"{failed[0]} failed"[:MAX_MESSAGE_CHARS]
     if proxies.end is not None:
         how, text = proxies.end
     elif proxies.unknown:

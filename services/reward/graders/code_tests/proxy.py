@@ -31,7 +31,8 @@ MAX_TURNS = 300
 UNSTEADY_TURNS = 10
 GUESSING_TURNS = 4
 ENDINGS = ("late", "large", "memory")
-"""Ends of a call that the tests never see: such a call decides the verdict."""
+"""Ends of a call that the tests never see: such a call decides the verdict, if the tests make it
+without guesses too."""
 
 _VERDICTS: dict[str, Verdict] = {
     "passed": "ok",
@@ -66,11 +67,12 @@ async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
     this way, whatever the program."""
     calls = await first_calls(candidate, tests)
     known: list[list[str]] = []
-    is_steady, num_confirmed = True, 0
+    is_steady, num_confirmed, may_guess = True, 0, True
     for turn in range(MAX_TURNS):
         outcomes = await _made(candidate, calls)
         if isinstance(outcomes, CallEnd):
             return outcomes.verdict, outcomes.detail
+        ended = outcomes.pop() if outcomes and outcomes[-1].how in ENDINGS else None
         before, known = known, _known(calls, outcomes)
         is_steady = is_steady and _agree(before, known)
         if turn >= UNSTEADY_TURNS and not is_steady:
@@ -85,9 +87,12 @@ async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
         in_order = answer.calls == calls[: len(answer.calls)]
         if answer.how != "unknown" and in_order:
             return _VERDICTS[answer.how], answer.text
+        if ended is not None and in_order and len(answer.calls) > len(known):
+            return ended.verdict, ended.detail
+        may_guess = may_guess and ended is None  # a guess, and no call that the tests make
         is_confirmed = answer.calls[: len(calls)] == calls
-        is_worth_guessing = turn < GUESSING_TURNS or (
-            is_confirmed and len(calls) > num_confirmed + 1
+        is_worth_guessing = may_guess and (
+            turn < GUESSING_TURNS or (is_confirmed and len(calls) > num_confirmed + 1)
         )
         num_confirmed = len(calls) if is_confirmed else 0
         calls = answer.calls
@@ -123,7 +128,7 @@ async def first_calls(candidate: Candidate, tests: TestCode) -> list[list[str]]:
 
 def _known(calls: list[list[str]], outcomes: list[CallEnd]) -> list[list[str]]:
     return [
-        [*call, outcome.how, outcome.text] for call, outcome in zip(calls, outcomes, strict=True)
+        [*call, outcome.how, outcome.text] for call, outcome in zip(calls, outcomes, strict=False)
     ]
 
 
@@ -138,7 +143,8 @@ def _agree(before: list[list[str]], after: list[list[str]]) -> bool:
 
 
 async def _made(candidate: Candidate, calls: list[list[str]]) -> list[CallEnd] | CallEnd:
-    """Returns the outcome of each call, or the one that decides all."""
+    """Returns the outcome of each call up to the first that is one of `ENDINGS`, or the one that
+    decides all."""
     if not calls:
         return []
     outcomes = await candidate.call(
@@ -146,11 +152,10 @@ async def _made(candidate: Candidate, calls: list[list[str]]) -> list[CallEnd] |
     )
     if isinstance(outcomes, CallEnd):
         return outcomes
-    if ended := next((outcome for outcome in outcomes if outcome.how in ENDINGS), None):
-        return ended
+    last = next((at for at, one in enumerate(outcomes, 1) if one.how in ENDINGS), len(calls))
     return (
-        outcomes
-        if len(outcomes) == len(calls)
+        outcomes[:last]
+        if len(outcomes) >= last
         else CallEnd("runtime_error", "no result of some calls")
     )
 

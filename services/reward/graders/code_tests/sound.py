@@ -7,6 +7,8 @@ import ast
 from collections.abc import Iterable
 
 _EVALUATING = frozenset({"eval", "exec", "compile", "__import__", "pickle", "marshal"})
+_CATCH_OUTPUT = frozenset({"redirect_stdout", "redirect_stderr", "capsys", "capfd"})
+_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 _OF_PLAIN_DATA = frozenset(
     name
     for kind in (int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
@@ -69,6 +71,11 @@ def object_of(tree: ast.AST, names: Iterable[str]) -> str | None:
     Only plain data crosses. Told by a name in capitals and by attributes that no plain data has,
     for many a function is called `Find_Max`."""
     classes = {name for name in names if name[:1].isupper()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call):
+            made = node.value
+            if isinstance(made.func, ast.Name) and made.func.id in classes and not made.args:
+                return made.func.id
     objects = {
         target.id: node.value.func.id
         for node in ast.walk(tree)
@@ -85,6 +92,47 @@ def object_of(tree: ast.AST, names: Iterable[str]) -> str | None:
             name = made.id if isinstance(made, ast.Name) else ""
             if name in classes or (made is node.value and name in objects):
                 return objects.get(name, name)
+    return None
+
+
+def beyond_results(tree: ast.AST, names: Iterable[str]) -> str | None:
+    """Returns what the tests do to know more of the candidate's functions, `names`, than the plain
+    data that they return, or None. No program could pass: where they run is elsewhere."""
+    functions = {*names, *_arguments_of_check(tree)}
+    assigned = [
+        (target.id, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    results = {name for name, value in assigned if _call_of(functions, value)}
+    changeable = {name for name, value in assigned if isinstance(value, _DISPLAYS)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (
+            _call_of(functions, node.func) or _call_of(results, node)
+        ):
+            return f"call a result, {ast.unparse(node.func)}"
+        if getattr(node, "id", getattr(node, "attr", "")) in _CATCH_OUTPUT:
+            return "read what a program prints"
+        call = _call_of(functions, node.value) if isinstance(node, ast.Expr) else None
+        if call and any(isinstance(part, ast.Name) and part.id in changeable for part in call.args):
+            return f"look at what {ast.unparse(call)} changes, and calls get copies"
+    return None
+
+
+def _arguments_of_check(tree: ast.AST) -> Iterable[str]:
+    return (
+        part.args.args[0].arg
+        for part in ast.walk(tree)
+        if isinstance(part, ast.FunctionDef) and part.name == "check" and part.args.args
+    )
+
+
+def _call_of(names: set[str], node: ast.AST) -> ast.Call | None:
+    """Returns `node` if it is a call of one of these names."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+        return node
     return None
 
 

@@ -131,6 +131,8 @@ def _sound(code: TestCode, style: Style) -> TestCode:
         problem = f"the tests use {name!r}, and what a program returns must not run beside them"
     elif name := sound.object_of(tree, code.names):
         problem = f"the tests use an object of the class {name!r}, and only plain data crosses"
+    elif doing := sound.beyond_results(tree, code.names):
+        problem = f"the tests {doing}; expected {EXPECTED[style]}"
     else:
         return code
     raise GradingFailed(problem, "invalid_variable_error")
