@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from services.reward.grading import registry
 from services.reward.grading.cache import VerdictCache, as_cached, key_of
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
+from services.reward.sandbox.base import waiting
 from shared.errors import BadRequest, HoneError
 from shared.job import RewardSpec
 from shared.logs import get_logger
@@ -81,6 +82,7 @@ class Caller:
         start = time.perf_counter()
         try:
             async with asyncio.timeout(self.grader.deadline_s) as deadline:
+                waiting.set(_Clock(deadline).stopped)
                 parts = await self.grader.grade(items)
             if len(parts) != len(items):
                 raise GradingFailed(
@@ -107,6 +109,29 @@ class Caller:
             part if part.seconds else part.model_copy(update={"seconds": round(seconds, 6)})
             for part in parts
         ]
+
+
+class _Clock:
+    """Of a deadline: it stands still while a program waits for a free sandbox."""
+
+    def __init__(self, deadline: asyncio.Timeout) -> None:
+        self._deadline = deadline
+        self._num_waiting = 0
+        self._left_s = 0.0
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        now, when = asyncio.get_running_loop().time, self._deadline.when()
+        if when is not None:
+            self._left_s = when - now()
+            self._deadline.reschedule(None)
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self._deadline.reschedule(now() + self._left_s)
 
 
 class Callers:

@@ -112,8 +112,8 @@ class Grader(ABC, Generic[P]):
     """How many calls of `grade` may run at once, over all requests."""
 
     deadline_s: float = 300.0
-    """How long one call may take, its wait for a free sandbox included: a guard against hanging,
-    above any limit in params."""
+    """How long one call may take, its wait for a free sandbox not included: a guard against
+    hanging, above any limit in params."""
 
     def __init__(self, spec: RewardSpec, params: P, tools: GraderTools) -> None:
         self.spec = spec

@@ -4,11 +4,20 @@ and `open_worker`."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 from shared.wire import ExecuteRequest, Execution
+
+waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar(
+    "waiting", default=contextlib.nullcontext
+)
+"""In what a program waits for a free sandbox. A deadline around many programs stands still there:
+else programs that use up their time would make those behind them late."""
 
 
 class SlotDied(Exception):

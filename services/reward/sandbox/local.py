@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.reward.sandbox import probes, verdicts
-from services.reward.sandbox.base import Sandbox, SlotDied, Worker
+from services.reward.sandbox.base import Sandbox, SlotDied, Worker, waiting
 from services.reward.sandbox.cgroups import Groups
 from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER, WORKER_BYTES, WORKER_PROCESSES
 from services.reward.sandbox.packages import NO_PACKAGES, Packages
@@ -96,7 +96,8 @@ class LocalSandbox(Sandbox):
     async def execute(self, request: ExecuteRequest) -> Execution:
         if self._problem:
             raise Failed(self._problem)
-        slot = await self._idle.get()
+        with waiting.get()():
+            slot = await self._idle.get()
         try:
             return await self._twice(slot, request)
         finally:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.reward.sandbox import verdicts
-from services.reward.sandbox.base import Sandbox, Worker
+from services.reward.sandbox.base import Sandbox, Worker, waiting
 from services.reward.sandbox.decoding import NotPlain, decode
 from services.reward.sandbox.probes import Probe, failures
 from services.reward.sandbox.verdicts import Facts
@@ -132,7 +132,9 @@ class ModalSandbox(Sandbox):
             raise Failed(self._problem)
         verdict: Literal["sandbox_error", "runtime_error"] = "sandbox_error"
         reason = ""
-        async with self._places:
+        with waiting.get()():
+            await self._places.acquire()
+        try:
             for _ in range(2):
                 try:
                     return await self._run_once(request)
@@ -140,6 +142,8 @@ class ModalSandbox(Sandbox):
                     verdict = "runtime_error" if isinstance(error, _Lost) else "sandbox_error"
                     reason = str(error) or type(error).__name__
                     get_logger().warning("Modal Sandbox failed", reason=reason)
+        finally:
+            self._places.release()
         return Execution(verdict=verdict, stderr=f"Modal failed twice: {reason}")
 
     async def open_worker(self, module: str) -> Worker:

@@ -11,12 +11,14 @@ import pytest
 
 from services.reward.graders.python_value import breach
 from services.reward.grading import registry
+from services.reward.grading.cache import VerdictCache
+from services.reward.grading.calling import Caller
 from services.reward.grading.compare import same
 from services.reward.grading.programs import program_of
 from services.reward.grading.registry import GradingFailed
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
-from tests.support.reward_helpers import ScriptedSandbox, tools_of
+from tests.support.reward_helpers import ScriptedSandbox, running_sandbox, tools_of
 
 
 @pytest.mark.parametrize(
@@ -255,3 +257,17 @@ def test_what_the_verdict_depends_on_is_the_program_and_the_columns_used() -> No
 async def test_columns_of_the_wrong_type_have_no_reward(row: dict[str, Any], message: str) -> None:
     with pytest.raises(GradingFailed, match=message):
         await grade(Execution(verdict="ok", value=8), row, numbers="nums")
+
+
+async def test_waiting_behind_programs_that_sleep_makes_no_reward_missing() -> None:
+    async with running_sandbox(1) as sandbox:
+        spec = RewardSpec(grader="python_value", params={"timeout_s": 0.1})
+        grader = registry.bind(spec, tools_of(sandbox))
+        grader.deadline_s = 0.3
+        items = [
+            ScoreItem(prompt="", completion=f"import time\ntime.sleep(9)\n{n}", row={"target": n})
+            for n in range(6)
+        ]
+        told: dict[int, Part] = {}
+        await Caller(grader, VerdictCache(0)).grade(items, told.__setitem__)
+        assert [told[n].verdict for n in range(6)] == ["time_limit"] * 6
