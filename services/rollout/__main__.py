@@ -22,7 +22,8 @@ def main(settings: Settings) -> None:
     replica = settings.rollout_replica or f"{socket.gethostname()}:{settings.rollout_port}"
     roots = (settings.shm_dir, settings.runs_dir)
     fetcher = Fetcher(settings.trainer_url, token=settings.bearer(), patience_s=settings.patience_s)
-    copies = Copies(settings.shm_dir / f".sampler-{settings.rollout_port}", fetcher)
+    own = f".sampler-{socket.gethostname()}-{settings.rollout_port}"
+    copies = Copies(settings.shm_dir / own, fetcher)
     sampler = Sampler(
         VllmStarter(settings), roots, copies, replica=replica, max_num_seqs=settings.max_num_seqs
     )
