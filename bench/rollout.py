@@ -6,7 +6,7 @@ Both sides use the same engine, in one process: the service's requests reach it 
 this process, by the client that the orchestrator has; the direct ones are made beside it. They
 alternate, so a busy machine slows both. The demo's model, untrained: with so small a model the
 service's own work is the largest share that it can be. Groups are of 8 completions of up to 128
-tokens, each with a seed, all groups asked for at once.
+tokens, all groups asked for at once.
 
 Wire bytes are those of all bodies, requests and polls included, per sampled token: 8 of them are
 the token's id and log-prob, the others its text (about 1 for each token of this model, whose tokens
@@ -35,7 +35,7 @@ from shared.packed import TokenIds
 from shared.wire import GenerateRequest, RolloutGroup, Sampling
 
 GROUPS = (1, 8, 64)
-SAMPLING = Sampling(n=8, max_tokens=128, seed=1)
+SAMPLING = Sampling(n=8, max_tokens=128)
 
 
 class Counted(httpx.AsyncHTTPTransport):
@@ -80,14 +80,13 @@ async def measure(side: subprocess.Popen[str], repeats: int) -> list[Figure]:
     async with Client("rollout", url, binary=True, transport=transport) as client:
         await over_http(client, 8)  # the first requests of an engine are slow
         for num_groups in GROUPS:
-            rates: dict[str, list[float]] = {"/generate": [], "vLLM": [], "vLLM without seeds": []}
+            rates: dict[str, list[float]] = {"/generate": [], "vLLM": []}
             transport.num_bytes = tokens = 0
             for _ in range(repeats):
                 count, seconds = await over_http(client, num_groups)
                 rates["/generate"].append(count / seconds)
                 tokens += count
-                for name, seed in (("vLLM", 1), ("vLLM without seeds", None)):
-                    rates[name].append(await directly(side, num_groups, seed))
+                rates["vLLM"].append(await directly(side, num_groups))
             ratios = [
                 ours / theirs
                 for ours, theirs in zip(rates["/generate"], rates["vLLM"], strict=True)
@@ -106,12 +105,8 @@ async def over_http(client: Client, num_groups: int) -> tuple[int, float]:
     """Returns the tokens and seconds of all groups, asked for at once."""
 
     async def group(number: int) -> RolloutGroup:
-        assert SAMPLING.seed is not None
-        seed = SAMPLING.seed + number * SAMPLING.n
-        body = GenerateRequest(
-            prompt_token_ids=TokenIds([*PROMPT, 4 + number % 8]),
-            sampling=SAMPLING.model_copy(update={"seed": seed}),
-        )
+        prompt = TokenIds([*PROMPT, 4 + number % 8])
+        body = GenerateRequest(prompt_token_ids=prompt, sampling=SAMPLING)
         return await client.call("POST", "/generate", body, RolloutGroup, deadline_s=600, wait_s=0)
 
     began = time.perf_counter()
@@ -120,11 +115,11 @@ async def over_http(client: Client, num_groups: int) -> tuple[int, float]:
     return sum(len(r.token_ids) for group in groups for r in group.rollouts), seconds
 
 
-async def directly(side: subprocess.Popen[str], num_groups: int, seed: int | None) -> float:
+async def directly(side: subprocess.Popen[str], num_groups: int) -> float:
     """Returns tokens per second of vLLM alone."""
     assert side.stdin
-    sampling = SAMPLING.model_copy(update={"seed": seed}).model_dump()
-    side.stdin.write(json.dumps({"num_groups": num_groups, "sampling": sampling}) + "\n")
+    asked = {"num_groups": num_groups, "sampling": SAMPLING.model_dump()}
+    side.stdin.write(json.dumps(asked) + "\n")
     side.stdin.flush()
     told: dict[str, Any] = json.loads(await _line(side))
     return told["tokens"] / told["seconds"]

@@ -35,8 +35,7 @@ async def direct(engine: Any, num_groups: int, sampling: Sampling) -> dict[str, 
     from services.rollout.vllm_engine import sampling_params
 
     async def group(number: int) -> int:
-        seed = None if sampling.seed is None else sampling.seed + number * sampling.n
-        params = sampling_params(sampling.model_copy(update={"seed": seed}))
+        params = sampling_params(sampling)
         prompt = TokensInput(type="token", prompt_token_ids=[*PROMPT, 4 + number % 8])
         last: Any = None
         async for output in engine.generate(prompt, params, f"direct-{time.monotonic_ns()}"):

@@ -297,6 +297,7 @@ def _job(load: Load, folder: Path) -> Any:
                 "prompts_per_step": load.num_prompts,
                 "group_size": load.group_size,
                 "max_tokens": load.max_tokens,
+                "repeatable": True,
             },
             "rewards": [{"grader": "length"}],
         }

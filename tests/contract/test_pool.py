@@ -244,7 +244,9 @@ async def test_no_sampler_gets_more_than_it_can_sample_and_stragglers_leave_room
 async def test_the_same_job_asks_for_the_same_samples_and_no_two_groups_share_a_seed(
     pool: Pool,
 ) -> None:
-    two_steps = pool.stack.job.model_copy(update={"steps": 2})
+    job = pool.stack.job
+    sampling = job.sampling.model_copy(update={"repeatable": True})
+    two_steps = job.model_copy(update={"steps": 2, "sampling": sampling})
     for _ in range(2):
         pool.stack.fakes.lose_trainer()
         await finished(pool, two_steps)
