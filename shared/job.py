@@ -360,10 +360,11 @@ class CorrectionSpec(Section):
     "sequence_mask" of the product and 1.01 of the geometric mean."""
 
     truncated_sampling: Literal["refuse", "accept"] = "refuse"
-    """Whether `sampling.top_p` < 1 or `sampling.top_k` > 0 may be trained on. The sampler's
-    log-probs are then of the tokens it kept, the trainer's of the whole vocabulary, and w is too
-    small by the probability that was cut off. "refuse", because the trained distribution would not
-    be the sampled one; "accept" leaves it to `method` to weigh the difference."""
+    """Whether `sampling.top_p` < 1, `sampling.top_k` > 0 or `sampling.min_p` > 0 may be trained on.
+    The sampler's log-probs are then of the tokens it kept, the trainer's of the whole vocabulary,
+    and w is too small by the probability that was cut off. "refuse", because the trained
+    distribution would not be the sampled one; "accept" leaves it to `method` to weigh the
+    difference."""
 
     @model_validator(mode="after")
     def _corrects_once(self) -> CorrectionSpec:

@@ -147,7 +147,7 @@ async def test_rows_without_usable_tests_have_no_reward_and_say_so(sandbox: Loca
         ({"tests": ["assert add(1, 2 =="]}, {}, "the tests are not Python"),
         ({"tests": 5}, {}, "the tests are 5; expected Python source"),
         ({"tests": "x = 1"}, {"style": "stdio"}, "expected JSON"),
-        ({"tests": [{"input": 1, "output": "1"}]}, {"style": "stdio"}, "expected a list of"),
+        ({"tests": [{"input": 1, "output": "1"}]}, {"style": "stdio"}, "text in both"),
         (
             {"tests": LOOP, "name": "a b"},
             {"style": "check", "entry_point": "name"},

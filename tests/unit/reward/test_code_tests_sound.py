@@ -3,6 +3,7 @@ be graded by."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -54,17 +55,21 @@ USELESS: list[tuple[Any, dict[str, Any], str]] = [
     (CHECK, {}, "the entry point is None; expected a function's name in the column"),
     (CHECK, {"style": "asserts"}, 'define check(candidate) and never call it; expected style "ch'),
     ("for i in range(3):\n    f(i)", {}, "the tests assert nothing: 'for i in range(3):"),
+    ("assert (f(1) == 1, 'why')", {}, "the tests assert nothing: \"assert (f(1) == 1, 'why')"),
+    (["assert (f(x) == x for x in [1])"], {}, "the tests assert nothing"),
+    ("def check(candidate):\n    assert (candidate(1) == 1,)", {"entry": "f"}, "assert nothing"),
     (["x = f(1)", "print(x)"], {}, "expected assert statements on calls of the program's function"),
     ("def check(candidate):\n    candidate(1)\n    assert True", {"entry": "f"}, "assert nothing"),
     (
         "def test():\n    assert f(1) == 1",
         {},
-        "end without a call of the program; expected c",
+        "end without a call of the program; expected calls of f. They define 'test' and do not c",
     ),
     (
         "import nothing_here\nfor x in [1]:\n    assert f(x)",
         {},
-        "fail by themselves (ModuleNot",
+        "(ModuleNotFoundError: No module named 'nothing_here' (line 1: import nothing_here)) "
+        "without a call of the program; expected calls of f. HONE_SANDBOX_PACKAGES names",
     ),
     ("while True: pass\nassert f(1) == 1", {}, "the tests themselves ended with time_limit"),
     (
@@ -105,6 +110,21 @@ USELESS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     ([{"input": "1", "output": "\n"}], {}, "no test expects any output"),
     ([], {}, "the row has no tests: []; expected assert statements"),
+    ({"inputs": None, "outputs": None}, {}, "the tests are {'inputs': None, 'outputs': None}; exp"),
+    ({"inputs": "12", "outputs": "34"}, {}, "the tests are {'inputs': '12', 'outputs': '34'}; exp"),
+    ({"inputs": ["1", "2"], "outputs": ["1"]}, {}, "have 2 inputs and 1 outputs; expected as many"),
+    ({"inputs": ["1", ["2"]], "outputs": ["1", "2"]}, {}, "test 2 is {'input': ['2'], 'output': "),
+    ({"fn_name": "f", "inputs": [[1]], "outputs": [2]}, {}, "call the function 'f' (fn_name); exp"),
+    (
+        "x = 1\nassert f(1 == 1",
+        {},
+        "the tests are not Python: '(' was never closed (line 2: 'asser",
+    ),
+    (
+        "assert f(1) == 1",
+        {"setup": "import )"},
+        "the setup, or the prefix that the tests use, is n",
+    ),
 ]
 
 
@@ -120,7 +140,7 @@ async def test_a_row_by_which_no_program_can_be_graded_is_told_before_and_while_
         grader="code_tests", params={"cpu_s": 0.1, "setup": "setup", **entry, **style}
     )
     scorer = Scorer(tools_of(sandbox))
-    usable = {**row, "tests": ["assert f(1) == 1"], "name": "f"}
+    usable = {**row, "tests": ["assert f(1) == 1"], "name": "f", "setup": None}
     good = Prompt(index=1, content="", row=usable)
     bad = Prompt(index=7, content="", row=row)
     with pytest.raises(BadRequest) as refused:
@@ -154,6 +174,23 @@ async def test_rows_that_can_be_graded_pass_the_check(sandbox: LocalSandbox) -> 
     scorer = Scorer(tools_of(sandbox))
     await scorer.check([spec], ["tests", "name"], prompts)
     await scorer.close()
+
+
+def test_asserts_and_setup_may_be_lists_also_as_json_text() -> None:
+    asserts = ["assert f(1) == 1", "assert f(2) == 2"]
+    assert read(json.dumps(asserts), None, None, "", "").count == 2
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_failed_is_told_where_asserts_have_no_message(sandbox: LocalSandbox) -> None:
+    spec = RewardSpec(grader="code_tests", params={"setup": "setup"})
+    bound = registry.bind(spec, tools_of(sandbox))
+    tests = "for x in [1, 2]:\n    assert same(f(x), x)"
+    row = {"tests": tests, "setup": ["import math", "same = math.isclose"]}
+    (part,) = await bound.grade(
+        [ScoreItem(prompt="", completion="def f(x):\n    return 1", row=row)]
+    )
+    assert part.detail == "test 1 of 1: AssertionError (line 2: assert same(f(x), x))"
 
 
 def test_a_text_that_asserts_nothing_is_for_those_after_it() -> None:

@@ -47,14 +47,16 @@ _SPOKEN = {
 class CodeTestsParams(Params):
     """`tests` is the column of the tests. Their `style` is recognized from each row, unless given:
 
-    "asserts": Python source of assert statements, or a list of it (MBPP's `test_list`). "check":
+    "asserts": Python source of assert statements, or a list of it (MBPP's `test_list`), also as
+    JSON text. "check":
     Python source that defines `check(candidate)` (HumanEval's `test`), called with the function
     `entry_point`. "stdio": a list of `{"input", "output"}`, or `{"inputs": [...], "outputs":
     [...]}`, as data or as JSON text.
 
     The other columns are optional. `entry_point`: the name of the function that is tested. `setup`:
-    Python source that is run before the program, such as imports. `prefix`: what the program begins
-    with where the completion does not define the function itself (HumanEval's `prompt`).
+    Python source that is run before the program, such as imports, or a list of it (MBPP's
+    `test_imports`). `prefix`: what the program begins with where the completion does not define the
+    function itself (HumanEval's `prompt`).
 
     `credit` "binary": 1 if all tests pass, else 0, and the first failing test is the last;
     "partial": the share that passes. `cpu_s` bounds one test, in seconds of CPU; `timeout_s` all
@@ -134,6 +136,8 @@ class CodeTests(Grader[CodeTestsParams]):
 
     def _text(self, row: Mapping[str, Any], column: str | None) -> str:
         text = row[column] if column else ""
+        if column == self.params.setup and isinstance(text, list | tuple):
+            text = "\n".join(text) if all(isinstance(part, str) for part in text) else text
         if not isinstance(text, str | None):
             raise GradingFailed(
                 f"column {column!r} is {text!r:.80}; expected text", "invalid_variable_error"

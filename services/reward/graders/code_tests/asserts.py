@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.reward.graders.code_tests.evaluate import FUNCTIONS, supported
+from services.reward.graders.code_tests.sound import always_holds
 
 BUILTINS = frozenset(dir(builtins))
 
@@ -95,7 +96,8 @@ def _suite(body: list[ast.stmt], candidates: frozenset[str], known: frozenset[st
             cases += [case] if case.calls else []
         elif not _idle(part):
             return None
-    return Suite("\n".join(imports), tuple(cases)) if cases else None
+    is_sound = any(not always_holds(case.test) for case in cases)
+    return Suite("\n".join(imports), tuple(cases)) if is_sound else None
 
 
 def _case(test: ast.expr, candidates: frozenset[str], known: frozenset[str]) -> Case | None:

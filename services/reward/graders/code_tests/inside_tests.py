@@ -186,6 +186,18 @@ def _unittest_failures() -> list[str]:
     return failed
 
 
+def _failure(error: BaseException, tests: str) -> str:
+    """Returns what the tests raised, and the last of their own lines that it came through."""
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")[:MAX_MESSAGE_CHARS]
+    number, trace = 0, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "tests.py":
+            number = trace.tb_lineno
+        trace = trace.tb_next
+    lines = tests.splitlines()[number - 1 : number] if number else []
+    return f"{text} (line {number}: {lines[0].strip():.100})" if lines else text
+
+
 def run(
     setup: str, tests: str, names: list[str], entry: str | None, known: list[list[str]], guess: bool
 ) -> dict[str, Any]:
@@ -212,7 +224,7 @@ def run(
             module.__dict__["check"](proxies.of(entry))
     except BaseException as error:  # whatever the tests raise is how they ended
         if not (isinstance(error, SystemExit) and not error.code):  # no proxy raises that
-            how, text = "failed", f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
+            how, text = "failed", _failure(error, tests)
     if failed and how == "passed":
         how, text = "failed", f"{failed[0]} failed"[:MAX_MESSAGE_CHARS]
     if proxies.end is not None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from services.reward.graders.code_tests import inside
+from services.reward.graders.code_tests import inside, sound
 from services.reward.graders.code_tests.asserts import BUILTINS, bound_names, loaded_names
 from services.reward.graders.code_tests.candidate import CallEnd, Candidate
 from services.reward.grading.programs import fault
@@ -117,13 +117,19 @@ async def first_calls(candidate: Candidate, tests: TestCode) -> list[list[str]]:
     if answer.how == "unfit":
         raise GradingFailed(f"the tests pass on what is not plain data: {answer.text}")
     if not answer.calls:
-        how = f"fail by themselves ({answer.text})" if answer.how == "failed" else "end"
-        raise GradingFailed(
-            f"the tests {how} without a call of the program; expected calls of "
-            f"{' or '.join(tests.names) or 'its functions'}",
-            "invalid_variable_error",
-        )
+        raise GradingFailed(_no_call(answer, tests), "invalid_variable_error")
     return answer.calls
+
+
+def _no_call(answer: _Answer, tests: TestCode) -> str:
+    """Returns why tests grade nothing that ended before they called the program."""
+    how = f"fail by themselves ({answer.text})" if answer.how == "failed" else "end"
+    fault = f"the tests {how} without a call of the program; expected calls of "
+    fault += " or ".join(tests.names) or "its functions"
+    if answer.text.startswith("ModuleNotFoundError"):
+        return f"{fault}. HONE_SANDBOX_PACKAGES names the packages that tests may import"
+    name = sound.uncalled(ast.parse(tests.source))
+    return f"{fault}. They define {name!r} and do not call it" if name else fault
 
 
 def _known(calls: list[list[str]], outcomes: list[CallEnd]) -> list[list[str]]:

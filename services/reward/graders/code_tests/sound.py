@@ -32,22 +32,36 @@ def calls_for_check(tree: ast.Module) -> bool:
 
 def assert_something(tree: ast.AST) -> bool:
     """Returns whether a program could fail these tests other than by raising: they have an `assert`
-    of anything but a constant that holds, a `raise`, or a call of `assert_equal(...)`,
+    of anything but what always holds, a `raise`, or a call of `assert_equal(...)`,
     `self.fail(...)`, `pytest.raises(...)`, `exit(...)` and the like."""
     return any(
         isinstance(node, ast.Raise)
-        or (
-            isinstance(node, ast.Assert)
-            and not (isinstance(node.test, ast.Constant) and node.test.value)
-        )
+        or (isinstance(node, ast.Assert) and not always_holds(node.test))
         or (isinstance(node, ast.Call) and _judges(node.func))
         for node in ast.walk(tree)
+    )
+
+
+def always_holds(test: ast.expr) -> bool:
+    """Returns whether what is asserted is true whatever is in it: a constant, a tuple or list that
+    is not empty (`assert (f(1) == 2, "why")`), a generator, a lambda."""
+    if isinstance(test, ast.Tuple | ast.List | ast.Set):
+        return any(not isinstance(part, ast.Starred) for part in test.elts)
+    return isinstance(test, ast.GeneratorExp | ast.Lambda) or (
+        isinstance(test, ast.Constant) and bool(test.value)
     )
 
 
 def _judges(function: ast.expr) -> bool:
     name = getattr(function, "attr", getattr(function, "id", ""))
     return name.lower().startswith("assert") or name in ("fail", "raises", "exit", "_exit")
+
+
+def uncalled(tree: ast.Module) -> str | None:
+    """Returns a function that the tests define and never name again, as for pytest, or None."""
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    defined = [part.name for part in tree.body if isinstance(part, ast.FunctionDef)]
+    return next((name for name in defined if name not in named), None)
 
 
 def evaluated(tree: ast.AST) -> str | None:

@@ -4,6 +4,7 @@ sentence, for what cannot be read."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -52,9 +53,7 @@ def read(
         else:
             tests = _asserts(_texts(value), entry_point, setup)
     except SyntaxError as error:
-        raise GradingFailed(
-            f"the tests are not Python: {error.msg} (line {error.lineno})", "invalid_variable_error"
-        ) from error
+        raise GradingFailed(_not_python(error, _texts(value)), "invalid_variable_error") from error
     if not tests.count:
         raise GradingFailed(
             f"the row has no tests: {value!r:.80}; expected {EXPECTED[style]}",
@@ -79,8 +78,21 @@ def recognized(value: Any) -> Style:
     return "check" if sound.calls_for_check(tree) else "asserts"
 
 
+def _not_python(error: SyntaxError, texts: list[str]) -> str:
+    what = "the setup, or the prefix that the tests use, is"
+    try:
+        ast.parse("\n".join(texts))
+    except SyntaxError:
+        what = "the tests are"
+    line = f": {error.text.strip()!r:.80}" if error.text else ""
+    return f"{what} not Python: {error.msg} (line {error.lineno}{line})"
+
+
 def _texts(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a list in a CSV
+        with contextlib.suppress(ValueError):
+            texts = json.loads(value)
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise GradingFailed(
             f"the tests are {value!r:.80}; expected Python source, or a list of it",
@@ -146,18 +158,11 @@ def _pairs(value: Any) -> tuple[Pair, ...]:
             raise GradingFailed(
                 f"the tests are {value!r:.80}; expected JSON: {error}", "invalid_variable_error"
             ) from error
-    if (
-        isinstance(value, dict)
-        and {"inputs", "outputs"} <= value.keys()
-        and len(value["inputs"]) == len(value["outputs"])
-    ):
-        value = [
-            {"input": given, "output": wanted}
-            for given, wanted in zip(value["inputs"], value["outputs"], strict=True)
-        ]
+    if isinstance(value, dict):
+        value = _in_pairs(value)
     if not isinstance(value, list | tuple):
         raise _no_pairs(value)
-    pairs = tuple(_pair(test) for test in value)
+    pairs = tuple(_pair(number, test) for number, test in enumerate(value, 1))
     if pairs and not any(pair.stdout.strip() for pair in pairs):
         raise GradingFailed(
             f"no test expects any output: {value!r:.80}; a program that does nothing would pass",
@@ -166,12 +171,37 @@ def _pairs(value: Any) -> tuple[Pair, ...]:
     return pairs
 
 
-def _pair(test: Any) -> Pair:
+def _in_pairs(value: dict[str, Any]) -> list[dict[str, Any]]:
+    if name := value.get("fn_name"):
+        raise GradingFailed(
+            f"the tests call the function {name!r:.80} (fn_name); expected inputs and outputs of "
+            f"programs that read stdin, or {EXPECTED['asserts']}",
+            "invalid_variable_error",
+        )
+    inputs, outputs = value.get("inputs"), value.get("outputs")
+    if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
+        raise _no_pairs(value)
+    if len(inputs) != len(outputs):
+        raise GradingFailed(
+            f"the tests have {len(inputs)} inputs and {len(outputs)} outputs; expected as many of "
+            "one as of the other",
+            "invalid_variable_error",
+        )
+    return [
+        {"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)
+    ]
+
+
+def _pair(number: int, test: Any) -> Pair:
     given, wanted = (
         (test.get("input"), test.get("output")) if isinstance(test, dict) else (None, None)
     )
     if not isinstance(given, str) or not isinstance(wanted, str):
-        raise _no_pairs(test)
+        raise GradingFailed(
+            f'test {number} is {test!r:.80}; expected {{"input": "...", "output": "..."}}, text in '
+            "both",
+            "invalid_variable_error",
+        )
     if len(wanted.encode()) > MAX_OUTPUT_BYTES:
         raise GradingFailed(
             f"a test expects {len(wanted)} characters of output, at most {MAX_OUTPUT_BYTES} bytes "
