@@ -23,6 +23,9 @@ from shared.explain import nearest, sentences
 
 PREFIX = "HONE_"
 _TOKEN = re.compile(r"[!-~]{8,}")
+DNS_PREFIX = "dns+"
+"""Before the URL of a name that stands for a sampler at each of its addresses."""
+
 PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003, "redis": 6379}
 
 
@@ -76,10 +79,10 @@ class Settings(BaseSettings):
     dns+http://<name>:<port>, which is one at each address of the name, looked up every 5 s."""
 
     trainer_url: str = f"http://127.0.0.1:{PORTS['trainer']}"
-    """Where the orchestrator finds the trainer, and the sampler for `weight_sync = "http"`: node 0,
-    of several. Orchestrators that share Redis and a trainer on another machine have to name its
-    host alike: a job's lease is on the trainer at this host and port, and on the samplers at
-    theirs."""
+    """Where the orchestrator finds the trainer, and the sampler for `weight_sync = "http"` and
+    "delta": node 0, of several. Orchestrators that share Redis and a trainer on another machine
+    have to name its host alike: a job's lease is on the trainer at this host and port, and on the
+    samplers at theirs."""
 
     reward_url: str = f"http://127.0.0.1:{PORTS['reward']}"
     """Where the orchestrator and `hone grade` find the reward service."""
@@ -103,9 +106,9 @@ class Settings(BaseSettings):
     always` and `maxmemory-policy noeviction`. None: only `hone up` works, which starts one."""
 
     lease_s: float = Field(default=30.0, gt=0)
-    """Seconds that an orchestrator's lease on the trainer lasts without a heartbeat; then another
-    one takes its job over. Long enough for a pause of Redis or of the process, short enough that a
-    job soon goes on."""
+    """Seconds that an orchestrator's lease on the trainer and the samplers lasts without a
+    heartbeat; then another one takes its job over. Long enough for a pause of Redis or of the
+    process, short enough that a job soon goes on."""
 
     keep_jobs: int = Field(default=1000, ge=1)
     """How many of the jobs that have ended are kept in Redis. Older ones are forgotten, with their
@@ -260,10 +263,10 @@ class Settings(BaseSettings):
     @classmethod
     def _places(cls, value: str) -> str:
         for place in _split(value) or [value]:
-            url = urlsplit(place.removeprefix("dns+"))
+            url = urlsplit(place.removeprefix(DNS_PREFIX))
             if url.scheme not in ("http", "https") or not url.hostname:
                 raise ValueError(f"{place!r} is no URL; expected for example http://host:8001")
-            if place.startswith("dns+") and not url.port:
+            if place.startswith(DNS_PREFIX) and not url.port:
                 raise ValueError(f"{place!r} has no port; expected for example {place}:8001")
         return value
 

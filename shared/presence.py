@@ -11,7 +11,7 @@ Tell = Callable[[str, bool], Awaitable[None]]
 
 AWAY_S = 3.0
 """Seconds without an answer after which a service is said to be away. A restart within them is
-nobody's business."""
+not reported."""
 
 
 async def tell_nobody(_message: str, _away: bool) -> None:

@@ -20,7 +20,7 @@ from rich.text import Text
 from hone import host, stack
 from hone.shell import Output, OutputOption, command, show
 from shared.client import Client
-from shared.config import Settings, load_settings
+from shared.config import DNS_PREFIX, Settings, load_settings
 from shared.errors import BadRequest, HoneError
 from shared.wire import CheckedWeights, NoBody
 
@@ -231,7 +231,7 @@ async def _services(settings: Settings) -> list[Check]:
 def _samplers(settings: Settings) -> dict[str, str]:
     """Returns where each sampler is, by what to call it. Of a name that stands for several, one
     answers."""
-    urls = [place.removeprefix("dns+") for place in settings.rollout_urls]
+    urls = [place.removeprefix(DNS_PREFIX) for place in settings.rollout_urls]
     if len(urls) == 1:
         return {"rollout": urls[0]}
     return {f"rollout {number}": url for number, url in enumerate(urls, 1)}

@@ -173,7 +173,7 @@ async def test_a_sampler_that_fails_a_sync_is_out_until_it_has_the_version(
     pool.check_groups(record)
     assert record.recoveries == 0
     out = await pool.said(record, "is out", "serves version")
-    assert out[0] == f"sampler {second.url} is out: {error}; 1 of 2 samplers go on"
+    assert out[0] == f"sampler {second.url} is out: {error}; 1 of 2 samplers are left"
     assert len(out) == 2 and out[1].startswith(f"sampler {second.url} serves version ")
 
 

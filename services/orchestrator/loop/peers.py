@@ -8,7 +8,7 @@ from typing import Any
 
 from services.orchestrator.loop.samplers import Push, Samplers
 from shared.client import Client
-from shared.config import Settings
+from shared.config import DNS_PREFIX, Settings
 from shared.job import Job, SyncMethod
 from shared.presence import Tell, tell_nobody
 from shared.wire import (
@@ -93,7 +93,7 @@ class Peers:
     def one_sampler(self) -> bool:
         """Whether there can be no more than one."""
         urls = self._settings.rollout_urls
-        return len(urls) == 1 and not urls[0].startswith("dns+")
+        return len(urls) == 1 and not urls[0].startswith(DNS_PREFIX)
 
     @property
     def job_id(self) -> str:

@@ -15,7 +15,7 @@ FIRST_RETRY_S, MAX_RETRY_S = 0.25, 30.0
 @dataclass(eq=False)
 class Replica:
     """`up`: it serves what the job published last, `ref`; None: only the model so far. What is not
-    up gets no groups; `why` says why not. `life` counts how often it came up, and
+    up gets no groups; `why` says why not. `num_joins` counts how often it came up, and
     `failed_sync` says that it did not load what others did. `listed`: it is among those that the
     settings name now. `held`: it gets no further groups until a sync is done; `idle` is set while
     it has none.
@@ -34,7 +34,7 @@ class Replica:
     under_way: int = 0
     busy: int = 0
     sent: int = 0
-    life: int = 0
+    num_joins: int = 0
     failed_sync: bool = False
     held: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -74,11 +74,11 @@ class Replica:
         self.busy, self.sent = busy, 0
 
     def wants_to_hear_below(self) -> int | None:
-        """Returns how busy a full sampler must at most be to be worth a word."""
+        """Returns below how many completions a full sampler is to say how busy it is."""
         return self.capacity if self.room <= 0 else None
 
     def begin(self, ref: WeightsRef | None) -> None:
-        self.life += not self.up
+        self.num_joins += not self.up
         self.up, self.ref, self.why, self.failed_sync = True, ref, "", False
         self._retry_s = FIRST_RETRY_S
 

@@ -94,7 +94,7 @@ class Samplers:
 
     async def open(self, spec: ModelRequest) -> None:
         """Makes the samplers serve a model, and none of the weights before. Returns once one does,
-        and the others have had a little time; they come in later. Raises the first one's error if
+        and the others have had a little time; they join later. Raises the first one's error if
         none does."""
         await self._stop_keeping()
         self._spec, self._pushed = spec, None
@@ -145,8 +145,8 @@ class Samplers:
                 raise error
         for replica, error in errors.items():
             if not replica.up:
-                replica.end(str(error or "it still starts"))
-                await self._tell(f"sampler {replica.url} comes in later: {replica.why}", True)
+                replica.end(str(error or "it is still starting"))
+                await self._tell(f"sampler {replica.url} joins later: {replica.why}", True)
 
     async def _join(self, replica: Replica, patience_s: float) -> None:
         """Brings the sampler to the model and to the version that serve now."""
@@ -296,14 +296,14 @@ class Samplers:
         faults = 0
         while True:
             replica = await self._room_for(body.sampling.n)
-            life = replica.life
+            num_joins = replica.num_joins
             try:
                 return await self._sample(replica, body, key)
             except HoneError as error:
                 faults += not isinstance(error, Unavailable) or error.code == "deadline"
                 if faults > MAX_FAULTS or not self._can_do_without(replica, error):
                     raise
-                if replica.life == life:  # else it came back meanwhile
+                if replica.num_joins == num_joins:  # else it came back meanwhile
                     await self._take_out(replica, error.detail)
             finally:
                 replica.give_back(body.sampling.n)
@@ -430,7 +430,7 @@ class Samplers:
         if not replica.up:  # another group has said so
             return
         replica.end(why)
-        left = f"{len(self._up())} of {len(self._replicas)} samplers go on"
+        left = f"{len(self._up())} of {len(self._replicas)} samplers are left"
         await self._tell(f"sampler {replica.url} is out: {why}; {left}", True)
 
     def _nobody(self) -> Unavailable:

@@ -154,7 +154,7 @@ async def _push(
         if published.root.canary and not serving.canary_logprobs:
             await journal.warn(
                 f"{serving.replica or 'the sampler'} gave no log-probs for version {version} (it "
-                "is paused), so that it holds the trainer's weights is shown by their digest only"
+                "is paused): only their digest shows that it holds the trainer's weights"
             )
     return Synced(published.root, answers, time.monotonic() - start)
 

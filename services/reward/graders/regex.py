@@ -83,7 +83,7 @@ class Regex(Grader[RegexParams]):
 
     async def _check_pattern(self) -> None:
         pattern, group = self.params.pattern, self.params.group
-        call = Call("searching", "groups", (pattern, self.params.flags()), COMPILE_S, MEMORY_MIB)
+        call = Call("patterns", "groups", (pattern, self.params.flags()), COMPILE_S, MEMORY_MIB)
         try:
             known = await self.tools.limited.run(call)
         except NoValue as error:
@@ -141,7 +141,7 @@ class Regex(Grader[RegexParams]):
             params.timeout_s,
         )
         # The search stops itself at its limit, as a rule: the kernel's is for where it does not.
-        call = Call("searching", "find", searched, COMPILE_S + 2 * params.timeout_s, MEMORY_MIB)
+        call = Call("patterns", "find", searched, COMPILE_S + 2 * params.timeout_s, MEMORY_MIB)
         reply = await self.tools.limited.run(call)
         if reply["late"]:
             raise NoValue("time_limit", f"the pattern took longer than {params.timeout_s:g} s")

@@ -1,6 +1,6 @@
 """OpenAI's `text_similarity`: how alike two texts are, 0 to 1.
 
-The measures are in `grading/limited/likeness.py`. Left out: `cosine`, which
+The measures are in `grading/limited/similarity.py`. Left out: `cosine`, which
 needs an embedding model.
 """
 
@@ -81,15 +81,17 @@ class TextSimilarity(Grader[TextSimilarityParams]):
                 verdict="wrong",
                 detail=f"texts of {len(given)} and {len(wanted)} characters, at most {MAX_CHARS}",
             )
-        call = Call("likeness", "similarity", (self.params.evaluation_metric, given, wanted), CPU_S)
+        call = Call(
+            "similarity", "similarity", (self.params.evaluation_metric, given, wanted), CPU_S
+        )
         try:
-            likeness: float = await self.tools.limited.run(call)
+            similarity: float = await self.tools.limited.run(call)
         except NoValue as error:
             return error.part()
         threshold = self.params.pass_threshold
-        value = likeness if threshold is None else float(likeness >= threshold)
+        value = similarity if threshold is None else float(similarity >= threshold)
         return Part(
             value=value,
             verdict="ok" if value else "wrong",
-            detail=f"{self.params.evaluation_metric} {likeness:.4f}",
+            detail=f"{self.params.evaluation_metric} {similarity:.4f}",
         )

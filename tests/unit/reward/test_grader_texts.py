@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry, templates
-from services.reward.grading.limited.likeness import similarity
+from services.reward.grading.limited.similarity import similarity
 from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -214,9 +214,9 @@ async def test_other_requests_are_answered_while_a_pattern_is_compiled_and_texts
         "a": " ".join(f"w{n}" for n in range(3000)),
         "b": " ".join(f"w{n}" for n in range(3000, 0, -1)),
     }
-    likeness = {"input": "{{ item.a }}", "reference": "{{ item.b }}", "evaluation_metric": "meteor"}
+    params = {"input": "{{ item.a }}", "reference": "{{ item.b }}", "evaluation_metric": "meteor"}
     work = asyncio.gather(
-        grade(scripted_tools, "text_similarity", "", texts, **likeness),
+        grade(scripted_tools, "text_similarity", "", texts, **params),
         grade(scripted_tools, "regex", "x", pattern="a{1000000000}"),
         return_exceptions=True,
     )

@@ -78,7 +78,7 @@ class Math(Grader[MathParams]):
             return _part(True, given, wanted)
         text = completion[-TAIL_CHARS:] if given is None else f"\\boxed{{{given}}}"
         call = Call(
-            "comparing", "same", (f"\\boxed{{{wanted}}}", text), self.params.cpu_s, MEMORY_MIB
+            "math_answers", "same", (f"\\boxed{{{wanted}}}", text), self.params.cpu_s, MEMORY_MIB
         )
         try:
             return _part(await self.tools.limited.run(call), given, wanted)

@@ -149,7 +149,7 @@ class LimitedPool:
                 f"{deadline_s:g} s"
             ) from error
         finally:
-            if reply is None or reply["worn"]:
+            if reply is None or reply["retire"]:
                 await _end(process)
             else:
                 self._keep(process)

@@ -51,7 +51,7 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         _limit_memory(resource.RLIM_INFINITY)
-    return reply | {"worn": reply["end"] == "memory_limit" or _resident_bytes() > KEPT_BYTES}
+    return reply | {"retire": reply["end"] == "memory_limit" or _resident_bytes() > KEPT_BYTES}
 
 
 def _limit_memory(size_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""How alike two texts are.
+"""How similar two texts are.
 
 `fuzzy_match` by rapidfuzz; `bleu`, `gleu` and `meteor` by NLTK; ROUGE (Lin 2004,
 aclanthology.org/W04-1013) here. All but `fuzzy_match` compare words in lower case. BLEU is of one
@@ -24,7 +24,7 @@ def prepare() -> None:
 
 
 def similarity(metric: str, given: str, wanted: str) -> float:
-    """Returns how alike two texts are by `metric`, 0 to 1."""
+    """Returns how similar two texts are by `metric`, 0 to 1."""
     if metric == "fuzzy_match":
         from rapidfuzz import fuzz
 
