@@ -81,6 +81,9 @@ def engine_args(
     )
     if current_platform.is_cpu():
         args.enforce_eager = True
+        # Where a prompt is computed in parts, vLLM takes back what it drew for it in between, which
+        # the generators of seeded requests cannot do on a CPU: the engine would die.
+        args.enable_chunked_prefill = False
         args.kv_cache_memory_bytes = settings.kv_cache_gib << 30
     else:
         args.gpu_memory_utilization = settings.gpu_memory_utilization

@@ -7,6 +7,7 @@ whose weights change at random. torch is imported where it is used.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -26,7 +27,15 @@ from services.trainer.disk.weights import Publisher, published_file
 from shared.config import Settings
 from shared.job import SyncMethod
 from shared.packed import Logprobs, TokenIds
-from shared.wire import AnyWeights, Canary, ModelRequest, PublishRequest, ServingWeights, WeightsRef
+from shared.wire import (
+    AnyWeights,
+    Canary,
+    ModelRequest,
+    PublishRequest,
+    Sampling,
+    ServingWeights,
+    WeightsRef,
+)
 from tests.support.cut_server import CutServer
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 
@@ -230,6 +239,21 @@ async def test_a_load_that_went_wrong_inside_the_engine_is_caught_by_name(
     healed = await pair.sampler.reload_weights(WeightsRef(again))
     assert canary.fault(ref.canary, healed) is None
     assert (await pair.sampler.check_weights()).differing == ()
+
+
+async def test_seeded_samples_of_more_prompts_than_one_pass_holds_end_no_engine(
+    pair: Pair,
+) -> None:
+    engine = await pair.sampler.ready_engine()
+    prompts = np.random.default_rng(1).integers(3, VOCAB_SIZE, (60, 220)).tolist()
+    sampling = [Sampling(n=4, max_tokens=8, seed=10 * index) for index in range(len(prompts))]
+    await asyncio.gather(
+        *(
+            engine.sample(prompt, how, life="", salt="")
+            for prompt, how in zip(prompts, sampling, strict=True)
+        )
+    )
+    assert await engine.failure() is None
 
 
 async def test_a_new_engine_gives_what_the_one_in_place_gave(pair: Pair) -> None:
