@@ -128,9 +128,12 @@ def _expected(fault: dict[str, Any]) -> str | None:
         case "tuple_type" | "list_type":
             return "expected a list"
         case "model_type" | "dict_type":
-            return "expected a table"
+            return "expected a table (in JSON, an object)"
         case "too_short":
             return f"expected at least {fault['ctx']['min_length']} in the list"
+        case "too_long":
+            length = fault["ctx"]["actual_length"] or "more"
+            return f"expected at most {fault['ctx']['max_length']} in the list, not {length}"
         case _:
             return None
 

@@ -184,6 +184,10 @@ def reward(completions, paths):
             "reward function 'reward' takes 'answr': no column 'answr'; columns are answer",
         ),
         (
+            own("def reward(completion): ..."),
+            "no column 'completion'; columns are answer; did you mean 'completions'?",
+        ),
+        (
             own("def reward(completions): ...", params={"timeout": 1}),
             "unknown key 'timeout'; did you mean 'timeout_s'?",
         ),

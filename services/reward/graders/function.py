@@ -69,7 +69,7 @@ class Function(Grader[FunctionParams]):
                 reason = (
                     f"TRL gives {name!r}, Hone does not"
                     if name in NOT_GIVEN
-                    else no_column(name, columns)
+                    else no_column(name, columns, tuple(given))
                 )
                 raise BadRequest(f"reward function {self.spec.function!r} takes {name!r}: {reason}")
 

@@ -160,9 +160,12 @@ class Grader(ABC, Generic[P]):
         """Ends what it holds open; it is not asked again."""
 
 
-def no_column(column: str, columns: Sequence[str]) -> str:
-    known = f"no column {column!r}; columns are {', '.join(sorted(columns)) or 'none'}"
-    meant = closest(column, columns)
+def no_column(column: str, columns: Sequence[str], others: Sequence[str] = ()) -> str:
+    """Returns the sentence for a column that is not there. `others` are names that may be meant,
+    and are no columns."""
+    there = f"columns are {', '.join(sorted(columns))}" if columns else "there are no columns"
+    known = f"no column {column!r}; {there}"
+    meant = closest(column, (*columns, *others))
     return f"{known}; did you mean {meant!r}?" if meant else known
 
 

@@ -291,7 +291,9 @@ class Slot(Worker):
         assert self._process is not None
         self._disconnect()
         code = await asyncio.to_thread(self._process.wait)
-        return SlotDied(f"its process ended with code {code}", killed=code in _KILLED)
+        if code in _KILLED:
+            return SlotDied("its process was ended by SIGKILL", killed=True)
+        return SlotDied(f"its process ended with code {code}")
 
 
 def _plain(message: bytes) -> Any:

@@ -109,4 +109,6 @@ async def test_an_unmarked_answer_is_found_by_math_verify(math: Grader[Any]) -> 
             ScoreItem(prompt="", completion=text, row=row)
             for text, row in zip(texts, ROWS, strict=False)
         ]
-        assert [part.value for part in await math.grade(items)] == [wanted] * 150
+        parts = await math.grade(items)
+        assert [part.value for part in parts] == [wanted] * 150
+        assert parts[0].detail.startswith("no \\boxed{} or ####, read from 'She has 3 left.")

@@ -145,7 +145,7 @@ async def test_a_mistake_in_a_reward_is_named_with_the_nearest_right_thing(
 
 
 async def test_a_column_that_only_some_rows_have_is_not_there(scripted_tools: GraderTools) -> None:
-    with pytest.raises(BadRequest, match="no column 'reward'; columns are none"):
+    with pytest.raises(BadRequest, match="no column 'reward'; there are no columns"):
         await score(request([item(reward=1.0), item()], BY_ROW), scripted_tools)
 
 

@@ -110,7 +110,10 @@ def test_of_many_faults_the_first_are_told_in_little_time() -> None:
             "unknown key 'k19'.*; and 30 more faults",
         ),
         ({"items": [{}] * 100_000}, "^'items.0.prompt' is missing.*'items.0.completion' [^;]*$"),
-        ({"items": [{"prompt": "", "completion": ""}] * 4097}, "at most 4096 items"),
+        (
+            {"items": [{"prompt": "", "completion": ""}] * 4097},
+            "expected at most 4096 in the list, not 4097",
+        ),
         ({"items": "x" * 10_000_000}, r"'items': got 'x+\.\.\.x*; expected a list|\.\.\."),
         ({"items": [], "k" * 1_000_000: 1}, "unknown key 'k{80}'"),
     ]

@@ -72,7 +72,7 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
         ("training.lr=1", "unknown key 'training.lr'; did you mean 'learning_rate'?"),
         ("sampling.stop=x", "'sampling.stop': got 'x'; expected a list"),
         ("sampling.stop=['']", "'sampling.stop.0': got ''; string should have at least 1"),
-        ("data=3", "'data': got 3; expected a table"),
+        ("data=3", "'data': got 3; expected a table (in JSON, an object)"),
         ("rewards=[]", "'rewards': got []; expected at least 1 in the list"),
         ("model=''", "'model': got ''; string should have at least 1"),
         ("rewards.0.source=x", "grader is 'exact_match', and there is code of your own"),

@@ -21,6 +21,7 @@ TAIL_CHARS = 4000
 """Of a completion without a marked answer: its end, which math-verify searches."""
 
 MAX_ANSWER_CHARS = 2000
+SHOWN_CHARS = 40
 
 MEMORY_MIB = 3072
 """What one comparison may take, the process and its libraries included."""
@@ -70,24 +71,25 @@ class Math(Grader[MathParams]):
             return Part(value=0.0, verdict="wrong", detail=f"an answer of {len(given)} characters")
         ours, theirs = number(completion.strip() if given is None else given), number(wanted)
         if ours and theirs:
-            return _part(equal(ours, theirs), given, wanted)
+            return _part(equal(ours, theirs), given, wanted, completion)
         if theirs and self.params.evaluated:
             shown = "the answer" if given is None else f"{given!r:.80}"
             return Part(value=0.0, verdict="wrong", detail=f"{shown} is no plain number")
         if given == wanted:
-            return _part(True, given, wanted)
+            return _part(True, given, wanted, completion)
         text = completion[-TAIL_CHARS:] if given is None else f"\\boxed{{{given}}}"
         call = Call(
             "math_answers", "same", (f"\\boxed{{{wanted}}}", text), self.params.cpu_s, MEMORY_MIB
         )
         try:
-            return _part(await self.tools.limited.run(call), given, wanted)
+            return _part(await self.tools.limited.run(call), given, wanted, completion)
         except NoValue as error:
             return error.part()
 
 
-def _part(right: bool, given: str | None, wanted: str) -> Part:
-    shown = "an unmarked answer" if given is None else f"{given!r:.80}"
+def _part(right: bool, given: str | None, wanted: str, completion: str) -> Part:
+    end = completion.rstrip()[-SHOWN_CHARS:]
+    shown = f"no \\boxed{{}} or ####, read from {end!r}" if given is None else f"{given!r:.80}"
     return Part(
         value=float(right),
         verdict="ok" if right else "wrong",
