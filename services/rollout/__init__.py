@@ -1,0 +1,24 @@
+"""The sampler: vLLM behind HTTP, with weights that are versioned.
+
+    app.py            routes
+    openai_routes.py  those of OpenAI's API
+    sampler.py        READ FIRST: which engine runs, and which weights serve
+    fencing.py        who may ask, and how what they have under way ends
+    prompts.py        a request -> the prompt's token ids
+    tokenizers.py     loads a model's tokenizer
+
+    weights.py        a published version -> proven and loaded, one entry per method
+    copies.py         the sampler's own copies of versions, kept for deltas
+    fetching.py       files of versions, fetched from the trainer
+    versions.py       the label beside every token: which weights sampled it
+
+    engine.py         what is needed of an engine
+    vllm_engine.py    the real one
+    starter.py        finds models, starts it
+    processes.py      what surrounds vLLM's processes: environment, logs, ends
+    executors.py      in vLLM's process: how it runs its model, and that it dies with the service
+    worker.py         in vLLM's process: what is called there by name
+    readback.py       in vLLM's process: the weights that it computes with
+
+Nothing is imported here: vLLM's processes import this package too.
+"""

@@ -32,24 +32,37 @@ MEMORY_MIB = 1024
 
 
 class RegexParams(Params):
-    """`mode`: the pattern is found somewhere ("search"), or is all of the completion without the
-    blanks around ("full").
-
-    With `column`, the text of `group` (a number or a name; 0 is the whole match) must be the row's
-    `column` as well, blanks around both aside. `which`: the first or the last match counts.
-    `timeout_s` bounds one search, in seconds of CPU time; a completion on which the pattern takes
-    longer earns 0.
-    """
+    """A pattern, and what of its match is compared with the row."""
 
     pattern: str = Field(min_length=1, max_length=2000)
+    """As the `regex` package has them."""
+
     mode: Literal["search", "full"] = "search"
+    """The pattern is found somewhere ("search"), or is all of the completion without the blanks
+    around ("full")."""
+
     which: Literal["first", "last"] = "last"
+    """Which match of "search" counts."""
+
     column: Column | None = None
+    """The column that the text of `group` must be equal to, blanks around both aside. None: that
+    the pattern is found is enough."""
+
     group: int | str = 0
+    """A number or a name; 0 is the whole match."""
+
     ignore_case: bool = False
+    """Takes capitals and small letters for the same."""
+
     multiline: bool = False
+    """`^` and `$` are also found at the beginning and end of each line."""
+
     dotall: bool = False
+    """`.` is also found for the end of a line."""
+
     timeout_s: float = Field(default=1.0, gt=0, le=10)
+    """Seconds of CPU time for one search. A completion on which the pattern takes longer earns
+    0."""
 
     def flags(self) -> list[str]:
         """Returns the names that the `regex` package has for them."""

@@ -46,7 +46,7 @@ class TextSimilarityParams(Params):
 
 @grader("text_similarity")
 class TextSimilarity(Grader[TextSimilarityParams]):
-    """How alike `input` and `reference`, two templates, are by `evaluation_metric`, 0 to 1. As
+    """How similar `input` and `reference`, two templates, are by `evaluation_metric`, 0 to 1. As
     OpenAI's grader of that name."""
 
     pure = True

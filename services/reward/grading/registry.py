@@ -55,9 +55,12 @@ __all__ = [
 
 
 class Params(BaseModel):
-    """Base of a grader's params. Without fields of its own: the grader takes none."""
+    """Base of a grader's params. Without fields of its own: the grader takes none. `GET /graders`
+    shows the docstrings of class and fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class _ColumnMark:

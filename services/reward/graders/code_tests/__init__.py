@@ -45,35 +45,44 @@ _SPOKEN = {
 
 
 class CodeTestsParams(Params):
-    """`tests` is the column of the tests. Their `style` is recognized from each row, unless given:
-
-    "asserts": Python source of assert statements, or a list of it (MBPP's `test_list`), also as
-    JSON text. "check":
-    Python source that defines `check(candidate)` (HumanEval's `test`), called with the function
-    `entry_point`. "stdio": a list of `{"input", "output"}`, or `{"inputs": [...], "outputs":
-    [...]}`, as data or as JSON text.
-
-    The other columns are optional. `entry_point`: the name of the function that is tested. `setup`:
-    Python source that is run before the program, such as imports, or a list of it (MBPP's
-    `test_imports`). `prefix`: what the program begins with where the completion does not define the
-    function itself (HumanEval's `prompt`).
-
-    `credit` "binary": 1 if all tests pass, else 0, and the first failing test is the last;
-    "partial": the share that passes. `cpu_s` bounds one test, in seconds of CPU; `timeout_s` all
-    tests of a program, in seconds of wall clock. `tolerance`: how far numbers in the output of
-    "stdio" may be off, absolutely or relatively.
-    """
+    """How a program is tested, and by which columns of its row."""
 
     tests: Column = "tests"
+    """The column of the tests."""
+
     style: Style | None = None
+    """How they are written. "asserts": Python source of assert statements, or a list of it (MBPP's
+    `test_list`), also as JSON text. "check": Python source that defines `check(candidate)`
+    (HumanEval's `test`), called with the function `entry_point`. "stdio": a list of `{"input",
+    "output"}`, or `{"inputs": [...], "outputs": [...]}`, as data or as JSON text. None: it is
+    recognized from each row."""
+
     entry_point: Column | None = None
+    """The column with the name of the function that is tested."""
+
     setup: Column | None = None
+    """The column with Python source that is run before the program, such as imports, or a list of
+    it (MBPP's `test_imports`)."""
+
     prefix: Column | None = None
+    """The column with what the program begins with where the completion does not define the
+    function itself (HumanEval's `prompt`)."""
+
     credit: Literal["binary", "partial"] = "binary"
+    """"binary": 1 if all tests pass, else 0, and the first failing test is the last; "partial": the
+    share that passes."""
+
     cpu_s: float = Field(default=4.0, gt=0, le=120)
+    """Seconds of CPU time for one test."""
+
     timeout_s: float = Field(default=30.0, gt=0, le=300)
+    """Seconds of wall clock for all tests of a program."""
+
     memory_mib: int = Field(default=512, ge=16, le=8192)
+    """MiB of memory for a program."""
+
     tolerance: float = Field(default=0.0, ge=0)
+    """How far numbers in the output of "stdio" may be off, absolutely or relatively."""
 
 
 @grader("code_tests")
