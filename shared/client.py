@@ -27,7 +27,7 @@ from shared import codec
 from shared.config import is_loopback
 from shared.errors import Busy, HoneError, Unavailable, from_problem
 from shared.logs import get_logger
-from shared.polling import Poller
+from shared.polling import FIRST_PAUSE_S, MAX_PAUSE_S, Poller
 from shared.presence import Presence, Tell, tell_nobody
 
 WAIT_S = 20
@@ -37,8 +37,6 @@ MAX_FETCHES = 4
 CHUNK_BYTES = 1 << 20
 """Larger bodies are sent in pieces of this size."""
 
-FIRST_PAUSE_S = 0.1
-MAX_PAUSE_S = 2.0
 FIRST_REPORT_S, REPORT_S = 3.0, 10.0
 
 M = TypeVar("M", bound=BaseModel)

@@ -17,6 +17,7 @@ from shared.errors import HoneError
 from shared.operations import WAIT_PATH, Done, Wanted
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
+"""Between two attempts to reach a service: twice as long each time, up to the most."""
 
 GATHER_S = 0.02
 """How long operations are gathered before they are asked for together."""

@@ -10,6 +10,7 @@
     weights.py        a published version -> proven and loaded, one entry per method
     copies.py         the sampler's own copies of versions, kept for deltas
     fetching.py       files of versions, fetched from the trainer
+    canary.py         whether a load changed what the engine computes
     versions.py       the label beside every token: which weights sampled it
 
     engine.py         what is needed of an engine

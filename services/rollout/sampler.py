@@ -21,9 +21,9 @@ import contextlib
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from services.rollout.canary import Seen
 from services.rollout.copies import Copies
 from services.rollout.engine import BadPrompt, Engine, Starter
 from services.rollout.fencing import Fences, Requests, life_of, not_serving, stale
@@ -36,7 +36,6 @@ from shared.packed import Logprobs, TokenIds
 from shared.wire import (
     Aborted,
     AbortRequest,
-    Canary,
     CheckedWeights,
     EngineSpec,
     GenerateRequest,
@@ -48,29 +47,7 @@ from shared.wire import (
     WeightsRef,
 )
 
-MOVED, MOVED_ELSEWHERE = {"float32": 1e-5}, 5e-3
-"""Nats by which the trainer's log-probs of a canary must differ, by its dtype, for the engine's not
-to stay the same to the bit."""
-
 NO_MODEL = "no model is loaded; PUT /model loads one"
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A canary, and what this engine gave it."""
-
-    canary: Canary
-    logprobs: Logprobs
-
-    def stands_still(self, before: Seen) -> bool:
-        """Returns whether the engine gives what it gave before, to the bit, though the trainer does
-        not: the load did nothing, however small the difference would have been."""
-        ours, theirs = self.canary, before.canary
-        if (ours.token_ids, ours.dtype) != (theirs.token_ids, theirs.dtype):
-            return False
-        gaps = (abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True))
-        floor_nats = MOVED.get(ours.dtype, MOVED_ELSEWHERE)
-        return self.logprobs == before.logprobs and max(gaps, default=0.0) > floor_nats
 
 
 class Sampler:
