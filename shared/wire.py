@@ -233,6 +233,14 @@ MAX_SCORED_ITEMS = 4096
 reads and writes a body."""
 
 MAX_REWARDS = 64
+MAX_COLUMNS = 4096
+
+MAX_CHECKED_PROMPTS = 64
+"""Of one request to validate; a job's first rows are a handful."""
+
+MAX_PARTS = 65_536
+"""Verdicts of one request, its items times its rewards: a group of the largest size by as many
+rewards as may be."""
 
 
 class ScoreRequest(Wire):
@@ -363,9 +371,9 @@ class ValidateRequest(Wire):
     too.
     """
 
-    rewards: tuple[RewardSpec, ...]
-    columns: tuple[str, ...]
-    prompts: tuple[Prompt, ...] = ()
+    rewards: tuple[RewardSpec, ...] = Field(max_length=MAX_REWARDS)
+    columns: tuple[str, ...] = Field(max_length=MAX_COLUMNS)
+    prompts: tuple[Prompt, ...] = Field(default=(), max_length=MAX_CHECKED_PROMPTS)
 
 
 class Validated(Wire):

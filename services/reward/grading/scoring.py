@@ -16,7 +16,16 @@ from services.reward.grading.calling import Caller, Callers
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
 from shared.errors import BadRequest, Failed
 from shared.job import RewardSpec
-from shared.wire import Part, Prompt, Score, ScoredItem, ScoreItem, ScoreRequest, ScoreResult
+from shared.wire import (
+    MAX_PARTS,
+    Part,
+    Prompt,
+    Score,
+    ScoredItem,
+    ScoreItem,
+    ScoreRequest,
+    ScoreResult,
+)
 
 SAMPLER_FAILED = Part(
     value=None,
@@ -61,6 +70,11 @@ class Scorer:
         failed has no reward, whatever its text. Raises BadRequest, Busy, or Failed where nothing
         can be graded, before the first item."""
         specs = {spec.label: spec for spec in request.rewards}
+        if len(request.items) * len(request.rewards) > MAX_PARTS:
+            raise BadRequest(
+                f"{len(request.items)} completions by {len(request.rewards)} rewards; at most "
+                f"{MAX_PARTS} verdicts are given in one request"
+            )
         gradable: list[int] = []
         with self._admission.of(len(request.items)):
             async with self._checked(

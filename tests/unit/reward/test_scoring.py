@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from pydantic import ValidationError
 
 from services.reward.grading import registry
 from services.reward.grading.registry import Column, Grader, GraderTools, Params, grader
 from services.reward.grading.scoring import SAMPLER_FAILED, Scorer
 from shared.errors import BadRequest
 from shared.job import RewardSpec
-from shared.wire import Execution, Part, Score, ScoreItem, ScoreRequest, ScoreResult
+from shared.wire import (
+    Execution,
+    Part,
+    Prompt,
+    Score,
+    ScoreItem,
+    ScoreRequest,
+    ScoreResult,
+    ValidateRequest,
+)
 from tests.support.reward_helpers import ScriptedSandbox, tools_of
 
 
@@ -178,3 +188,26 @@ def test_listings_show_the_params_of_class_and_function_graders() -> None:
 def test_a_name_can_be_taken_once() -> None:
     with pytest.raises(ValueError, match="two graders are called 'length'"):
         grader("length")(shouts)
+
+
+async def test_a_request_of_too_many_verdicts_is_refused(scripted_tools: GraderTools) -> None:
+    rewards = [RewardSpec(grader="test_shouts", name=str(number)) for number in range(17)]
+    with pytest.raises(BadRequest) as refused:
+        await score(request([item("A")] * 4096, *rewards), scripted_tools)
+    assert "4096 completions by 17 rewards; at most 65536 verdicts" in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rewards", [SHOUTS] * 65),
+        ("columns", ["a"] * 4097),
+        ("prompts", [Prompt(index=0, content="", row={})] * 65),
+    ],
+)
+def test_a_request_to_validate_is_bounded(field: str, value: list[object]) -> None:
+    body: dict[str, object] = {"rewards": [SHOUTS], "columns": []}
+    assert ValidateRequest.model_validate(body).rewards == (SHOUTS,)
+    with pytest.raises(ValidationError) as refused:
+        ValidateRequest.model_validate(body | {field: value})
+    assert [error["type"] for error in refused.value.errors()] == ["too_long"]
