@@ -206,6 +206,24 @@ LOOPED: list[tuple[str, str, str, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("program", "detail"),
+    [
+        ("I do not know", "SyntaxError: invalid syntax (program.py, line 1)"),
+        ("raise ValueError('no')", "ValueError: no"),
+        ("x = 1", "NameError: name 'f' is not defined"),
+    ],
+)
+async def test_tests_that_expect_errors_are_not_met_by_a_program_without_the_function(
+    sandbox: LocalSandbox, program: str, detail: str
+) -> None:
+    for error in ("ValueError", "KeyError", "Exception"):
+        row = {"tests": f"try:\n    f(-1)\n    assert False\nexcept {error}:\n    pass"}
+        part = await grade(sandbox, program, row)
+        assert (part.value, part.detail) == (0.0, f"test 1 of 1: {detail}")
+        assert (await grade(sandbox, f"def f(x): raise {error}", row)).value == 1
+
+
 @pytest.mark.parametrize(("name", "tests", "prompt", "right"), LOOPED)
 async def test_looped_checks_as_humaneval_has_them_tell_right_from_wrong(
     sandbox: LocalSandbox, name: str, tests: str, prompt: str, right: str

@@ -13,10 +13,11 @@ from services.reward.grading.programs import KEEP_CHARS, fault
 from services.reward.sandbox.base import Sandbox
 from shared.wire import ExecuteRequest, Execution, Verdict
 
-NO_VALUE = ("raised", "opaque", "large", "late", "memory")
+NO_VALUE = ("raised", "absent", "opaque", "large", "late", "memory")
 MAX_MESSAGE_CHARS = 200
 _VERDICTS: dict[str, Verdict] = {
     "raised": "runtime_error",
+    "absent": "runtime_error",
     "opaque": "wrong",
     "large": "output_limit",
     "late": "time_limit",

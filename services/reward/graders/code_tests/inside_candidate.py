@@ -22,21 +22,30 @@ class TimeLimit(BaseException):
     """One call used up its CPU time."""
 
 
+class Absent(BaseException):
+    """The program does not define the function `name`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 def run(
     setup: str, program: str, calls: list[list[str]], cpu_s: float, last: list[str]
 ) -> list[list[str]]:
-    """Returns one `[how, text]` per call: "value" with the encoded value; else "raised", "opaque",
-    "large", "late" or "memory" with why.
+    """Returns one `[how, text]` per call: "value" with the encoded value; else "raised", "absent",
+    "opaque", "large", "late" or "memory" with why.
 
     A call is `["expression", source]`, or `["call", name, encoded (arguments, keywords)]`. The
     first call that ends as one of `last` is the last one made. A program that fails before any call
-    fails them all.
+    fails them all: its functions are then "absent", as is one that it does not define.
     """
     module = types.ModuleType("program")
     sys.modules[module.__name__] = module
     _ = signal.signal(signal.SIGPROF, _late)
     outcomes: list[list[str]] = []
     beginning = _outcome(lambda: _execute(setup, program, module.__dict__), cpu_s)
+    if beginning[0] == "raised":
+        beginning[0] = "absent"
     for call in calls:
         how = (
             beginning
@@ -59,6 +68,8 @@ def _outcome(step: Callable[[], Any], cpu_s: float) -> list[str]:
         return ["opaque", str(error)[:MAX_MESSAGE_CHARS]]
     except TooLarge as error:
         return ["large", str(error)[:MAX_MESSAGE_CHARS]]
+    except Absent as error:
+        return ["absent", f"NameError: name {error.name!r} is not defined"]
     except MemoryError:
         return ["memory", "MemoryError"]
     except BaseException as error:  # whatever the program raises is data about it
@@ -76,6 +87,8 @@ def _made(call: list[str], names: dict[str, Any]) -> Any:
     if call[0] == "expression":
         return eval(compile(call[1], "call", "eval", dont_inherit=True), names)
     arguments, keywords = decode(call[2])
+    if call[1] not in names:
+        raise Absent(call[1])
     return names[call[1]](*arguments, **keywords)
 
 
