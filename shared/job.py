@@ -135,8 +135,7 @@ class SamplingSpec(Section):
     repeatable: bool = False
     """Seeds every completion by the job's seed, the step, the prompt's place in it and the
     completion's in its group: the same job gives the same samples on one engine, weights and
-    arithmetic being the same. Off: vLLM draws each seeded sequence by itself, which takes time on
-    a GPU, and vLLM 0.32 on a CPU dies of a seeded prompt that it takes in several pieces."""
+    arithmetic being the same. Off: vLLM draws each seeded sequence by itself, which takes time."""
 
     refills: int = Field(default=0, ge=0, le=10)
     """Rounds per step in which groups without signal (all rewards equal) are replaced by groups of
