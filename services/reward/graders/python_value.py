@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -65,6 +65,9 @@ class PythonValue(Grader[PythonValueParams]):
     items_per_call = 1
     max_concurrency = 64
 
+    async def check_row(self, row: Mapping[str, Any]) -> None:
+        self._target(row)
+
     def content(self, item: ScoreItem) -> Any:
         numbers = item.row[self.params.numbers] if self.params.numbers else None
         return [program_of(item.completion), item.row[self.params.target], numbers]
@@ -73,7 +76,7 @@ class PythonValue(Grader[PythonValueParams]):
         return [await self._grade(item) for item in items]
 
     async def _grade(self, item: ScoreItem) -> Part:
-        program, target = program_of(item.completion).strip(), item.row[self.params.target]
+        program, target = program_of(item.completion).strip(), self._target(item.row)
         if self.params.numbers is not None:
             return self._arithmetic(program, target, self._numbers(item))
         execution = await self.tools.sandbox.execute(self._request(program))
@@ -101,6 +104,15 @@ class PythonValue(Grader[PythonValueParams]):
         right = _is_near(value, target, self.params.tolerance)
         detail = f"evaluated to {value!s:.80}" + ("" if right else f", wanted {target!r:.80}")
         return Part(value=float(right), verdict="ok" if right else "wrong", detail=detail)
+
+    def _target(self, row: Mapping[str, Any]) -> Any:
+        """Raises GradingFailed for a row without a target: any program that ends in `print()` has
+        the value None."""
+        if (target := row.get(self.params.target)) is None:
+            raise GradingFailed(
+                f"column {self.params.target!r} is None; expected a value", "invalid_variable_error"
+            )
+        return target
 
     def _numbers(self, item: ScoreItem) -> list[int]:
         """Returns the row's numbers. Raises GradingFailed for a row whose columns hold anything

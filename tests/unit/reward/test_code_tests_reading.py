@@ -235,3 +235,32 @@ def test_outputs_agree_line_by_line_and_numbers_within_a_tolerance() -> None:
     assert not agree("1.1", "1", 1e-6)
     assert not agree("nan", "1", 1e-6)
     assert not agree("inf", "1", 1e300)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "round(5, -(10 ** 9)) == _0",
+        "round(5, _0) == 5",
+        "*".join(["9 ** 30000"] * 20) + " == _0",
+        "'x'.join(['a' * 1000000] * 1000) == _0",
+        "sum([[1] * 20000], []) == _0",
+    ],
+)
+def test_what_would_take_long_to_evaluate_cannot_hold(test: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(CannotHold):
+        evaluate(ast.parse(test, mode="eval").body, {"_0": 10**9})
+    assert time.perf_counter() - start < 1
+
+
+def test_rounding_adding_up_and_joining_are_pythons() -> None:
+    for test in (
+        "round(2.567, 1) == 2.6",
+        "round(2.5) == 2",
+        "round(1234, -2) == 1200",
+        "sum([1, 2], 3) == 6",
+        "sum([[1], [2]], []) == [1, 2]",
+        "'-'.join(['a', 'b']) == 'a-b'",
+    ):
+        assert evaluate(ast.parse(test, mode="eval").body, {}) is True, test

@@ -108,6 +108,7 @@ USELESS: list[tuple[Any, dict[str, Any], str]] = [
         {},
         "the tests read what a program prints",
     ),
+    ("assert f(1) == " + "1 + " * 80_000 + "1", {}, "nest too deeply, or are too long an exp"),
     ([{"input": "1", "output": "\n"}], {}, "no test expects any output"),
     ([], {}, "the row has no tests: []; expected assert statements"),
     ({"inputs": None, "outputs": None}, {}, "the tests are {'inputs': None, 'outputs': None}; exp"),
@@ -196,3 +197,14 @@ async def test_what_failed_is_told_where_asserts_have_no_message(sandbox: LocalS
 def test_a_text_that_asserts_nothing_is_for_those_after_it() -> None:
     tests = read(["import math", "assert math.isclose(f(1), 1)"], None, None, "", "")
     assert (tests.count, tests.imports) == (1, "import math")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_first_row_without_the_tests_is_told_as_a_sentence(sandbox: LocalSandbox) -> None:
+    scorer = Scorer(tools_of(sandbox))
+    with pytest.raises(BadRequest) as refused:
+        await scorer.check(
+            [RewardSpec(grader="code_tests")], ["tests"], [Prompt(index=3, content="", row={})]
+        )
+    assert "row 3 of the data: the tests are None; expected Python source" in refused.value.detail
+    await scorer.close()

@@ -15,7 +15,7 @@ from services.reward.grading.cache import VerdictCache
 from services.reward.grading.calling import Caller
 from services.reward.grading.compare import same
 from services.reward.grading.programs import program_of
-from services.reward.grading.registry import GradingFailed
+from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox, running_sandbox, tools_of
@@ -271,3 +271,11 @@ async def test_waiting_behind_programs_that_sleep_makes_no_reward_missing() -> N
         told: dict[int, Part] = {}
         await Caller(grader, VerdictCache(0)).grade(items, told.__setitem__)
         assert [told[n].verdict for n in range(6)] == ["time_limit"] * 6
+
+
+async def test_a_row_without_a_target_grades_nothing(scripted_tools: GraderTools) -> None:
+    grader = registry.bind(RewardSpec(grader="python_value"), scripted_tools)
+    with pytest.raises(GradingFailed, match="column 'target' is None; expected a value"):
+        await grader.grade([ScoreItem(prompt="", completion="print()", row={"target": None})])
+    with pytest.raises(GradingFailed, match="column 'target' is None"):
+        await grader.check_row({})

@@ -132,7 +132,7 @@ class CodeTests(Grader[CodeTestsParams]):
     def _given(self, row: Mapping[str, Any], program: str) -> tuple[Tests, Candidate]:
         """Returns the row's tests, and the program to try by them. Raises GradingFailed."""
         params = self.params
-        value = row[params.tests]
+        value = row.get(params.tests)
         entry, setup, prefix = (self._text(row, column) for column in self._columns[1:])
         tests = read(value, params.style, entry or None, setup, prefix)
         limits = TestLimits(params.cpu_s, params.timeout_s, params.memory_mib)
@@ -144,7 +144,7 @@ class CodeTests(Grader[CodeTestsParams]):
         return tests, Candidate(self.tools.sandbox, before, program, limits, special=spoken)
 
     def _text(self, row: Mapping[str, Any], column: str | None) -> str:
-        text = row[column] if column else ""
+        text = row.get(column) if column else ""
         if column == self.params.setup and isinstance(text, list | tuple):
             text = "\n".join(text) if all(isinstance(part, str) for part in text) else text
         if not isinstance(text, str | None):

@@ -20,6 +20,8 @@ from services.reward.grading.compare import same
 
 MAX_SIZE = 1_000_000
 MAX_BITS = 100_000
+MAX_DIGITS = 1000
+MAX_JOINED = 10_000
 
 
 class CannotHold(Exception):
@@ -44,7 +46,33 @@ def _times(left: Any, right: Any) -> Any:
             and len(many) * count > MAX_SIZE
         ):
             raise CannotHold(f"more than {MAX_SIZE} items")
+    if (
+        isinstance(left, int)
+        and isinstance(right, int)
+        and left.bit_length() + right.bit_length() > MAX_BITS
+    ):
+        raise CannotHold(f"a number of more than {MAX_BITS} bits")
     return left * right
+
+
+def _round(number: Any, digits: Any = None) -> Any:
+    if isinstance(digits, int) and abs(digits) > MAX_DIGITS:
+        raise CannotHold(f"rounding to {digits} digits")
+    return round(number) if digits is None else round(number, digits)
+
+
+def _sum(items: Any, start: Any = 0) -> Any:
+    parts = list(items)
+    if isinstance(start, list | tuple) and sum(len(part) for part in parts) > MAX_JOINED:
+        raise CannotHold(f"more than {MAX_JOINED} items added up one by one")
+    return sum(parts, start)
+
+
+def _join(between: Any, items: Any) -> Any:
+    parts = list(items)
+    if len(between) * len(parts) + sum(len(part) for part in parts) > MAX_SIZE:
+        raise CannotHold(f"more than {MAX_SIZE} items")
+    return between.join(parts)
 
 
 def _power(base: Any, exponent: Any) -> Any:
@@ -73,9 +101,11 @@ _KINDS: list[Any] = [
     type,
     zip,
 ]
-_KINDS += [abs, all, any, divmod, isinstance, len, max, min, round, sorted, sum]
+_KINDS += [abs, all, any, divmod, isinstance, len, max, min, sorted]
 FUNCTIONS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in _KINDS} | {
-    "range": _range
+    "range": _range,
+    "round": _round,
+    "sum": _sum,
 }
 _MATH = (
     "ceil",
@@ -256,7 +286,10 @@ class _Evaluation:
         arguments = [_bounded(self.of(part)) for part in node.args]
         keywords = {str(keyword.arg): self.of(keyword.value) for keyword in node.keywords}
         if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
-            return getattr(self.of(node.func.value), node.func.attr)(*arguments, **keywords)
+            value = self.of(node.func.value)
+            if node.func.attr == "join":
+                return _join(value, *arguments, **keywords)
+            return getattr(value, node.func.attr)(*arguments, **keywords)
         function = self.of(node.func)
         if function in (set, frozenset, dict):
             arguments = [_to_hash(function, argument) for argument in arguments]

@@ -44,8 +44,8 @@ def read(
 ) -> Tests:
     """Returns the tests in a column's `value`, whose style is recognized unless given. `setup` and
     `prefix` are source that test code may use."""
-    style = style or recognized(value)
     try:
+        style = style or recognized(value)
         if style == "stdio":
             tests = Tests(pairs=_pairs(value))
         elif style == "check":
@@ -54,6 +54,10 @@ def read(
             tests = _asserts(_texts(value), entry_point, setup)
     except SyntaxError as error:
         raise GradingFailed(_not_python(error, _texts(value)), "invalid_variable_error") from error
+    except (RecursionError, MemoryError) as error:
+        raise GradingFailed(
+            "the tests nest too deeply, or are too long an expression", "invalid_variable_error"
+        ) from error
     if not tests.count:
         raise GradingFailed(
             f"the row has no tests: {value!r:.80}; expected {EXPECTED[style]}",
