@@ -53,12 +53,12 @@ class Engine(Protocol):
         prompt_token_ids: list[int],
         sampling: Sampling,
         *,
-        life: str,
+        owner: str,
         salt: str,
         deadline_s: float | None = None,
     ) -> tuple[Rollout, ...]:
         """Returns `sampling.n` completions `[G]`. Prompts share cached prefixes only under the same
-        `salt`. Raises Conflict, code "stale", if weights of another `life` sampled any token; ""
+        `salt`. Raises Conflict, code "stale", if weights of another `owner` sampled any token; ""
         takes all. Completions that are not done after `deadline_s` seconds end there, as "timeout".
         Cancelling it ends the sampling."""
         ...
@@ -93,8 +93,8 @@ class Engine(Protocol):
         take seconds. Raises BadRequest where they cannot be read back."""
         ...
 
-    async def set_version(self, life: str, version: int) -> None:
-        """Labels every token sampled from now on with `version` of `life`."""
+    async def set_version(self, owner: str, version: int) -> None:
+        """Labels every token sampled from now on with `version` of `owner`."""
         ...
 
     async def failure(self) -> str | None:

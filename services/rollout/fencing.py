@@ -1,8 +1,8 @@
 """Who may ask of the sampler, and what they have under way.
 
-A job's worker is superseded by a newer attempt, and a life of its weights by a newer epoch.
+A job's worker is superseded by a newer attempt, and the weights it loaded by a newer epoch.
 Whoever is superseded is refused (Conflict, code "stale"), and what it has under way ends with the
-same error: so no group mixes weights of two lives. Requests by hand belong to no job and are never
+same error: so no group mixes weights of two epochs. Requests by hand belong to no job and are never
 stale.
 """
 
@@ -30,8 +30,8 @@ R = TypeVar("R")
 Asker = Fenced | GenerateRequest | ModelRequest | ServingWeights
 
 
-def life_of(asker: Asker) -> str:
-    """Names the job, the attempt and the epoch; "" without a job."""
+def owner_of(asker: Asker) -> str:
+    """Names whose weights are asked for or serve: job, attempt and epoch; "" without a job."""
     return f"{asker.job_id}:{asker.attempt}:{asker.epoch}" if asker.job_id else ""
 
 
@@ -63,7 +63,7 @@ class Fences:
         if request.job_id is None:
             return
         self.refuse_stale(request, request.job_id)
-        if life_of(request) != life_of(serving):
+        if owner_of(request) != owner_of(serving):
             raise not_serving(request, serving)
 
     def refuse_stale(self, asker: Fencing, job_id: str) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from services.rollout.canary import Seen
 from services.rollout.copies import Copies
 from services.rollout.engine import BadPrompt, Engine, Starter
-from services.rollout.fencing import Fences, Requests, life_of, not_serving, stale
+from services.rollout.fencing import Fences, Requests, not_serving, owner_of, stale
 from services.rollout.prompts import group_without_prompt, prompt_ids
 from services.rollout.weights import Expected, Proven, differing, expected_of, prove
 from shared.digest import stored_tensors, tensor_digests
@@ -204,11 +204,11 @@ class Sampler:
             return group_without_prompt(request, error).model_copy(
                 update={"replica": self.serving.replica}
             )
-        salt = f"{life_of(self.serving)}:{self.serving.version}"
+        salt = f"{owner_of(self.serving)}:{self.serving.version}"
         work = engine.sample(
             ids,
             request.sampling,
-            life=life_of(request),
+            owner=owner_of(request),
             salt=salt,
             deadline_s=request.deadline_s,
         )
@@ -339,7 +339,7 @@ class Sampler:
         """Returns whether `ref` serves now. Raises Conflict if a newer version of its job and epoch
         does, or other bytes of this one."""
         serving = self.serving
-        if life_of(serving) != life_of(ref) or serving.version is None:
+        if owner_of(serving) != owner_of(ref) or serving.version is None:
             return False
         if ref.version < serving.version:
             raise Conflict(
@@ -359,16 +359,16 @@ class Sampler:
         """Loads between two tokens, and returns for how many seconds nothing was sampled. If that
         fails, what the engine holds is unknown: it stays paused, and nothing is sampled. Jobs other
         than the version's are ended."""
-        life = life_of(ref)
+        owner = owner_of(ref)
         self._requests.end(
-            lambda asker: asker.job_id is not None and life_of(asker) != life,
+            lambda asker: asker.job_id is not None and owner_of(asker) != owner,
             lambda asker: not_serving(asker, ref),
         )
         start = time.monotonic()
         try:
             await engine.pause()
             await proven.load(engine)
-            await engine.set_version(life, ref.version)
+            await engine.set_version(owner, ref.version)
         except Exception as error:  # whatever it was, the weights are unknown
             raise StateLost(await self._distrust(engine, ref, error)) from error
         except asyncio.CancelledError as error:

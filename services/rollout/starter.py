@@ -54,7 +54,7 @@ class VllmStarter:
         try:
             engine = await in_daemon_thread(lambda: self._start(spec, folder))
             # A model it cannot run fails here, not in a job's step.
-            await engine.sample([0], Sampling(max_tokens=1), life="", salt="")
+            await engine.sample([0], Sampling(max_tokens=1), owner="", salt="")
             return engine
         except (BadRequest, asyncio.CancelledError):
             stop_children()

@@ -1,4 +1,5 @@
-"""The label that vLLM writes beside every token: which life of a job's weights, and which version.
+"""The label that vLLM writes beside every token: whose weights sampled it (`fencing.owner_of`), and
+which version of them.
 
 Versions alone would not do: after a rewind the same number names other weights.
 """
@@ -19,21 +20,21 @@ class Labelled(Protocol):
     start: int
 
 
-def label(life: str, version: int) -> str:
-    return f"{life}/{version}"
+def label(owner: str, version: int) -> str:
+    return f"{owner}/{version}"
 
 
-def spans(labelled: Iterable[Labelled], life: str) -> tuple[Span, ...]:
+def spans(labelled: Iterable[Labelled], owner: str) -> tuple[Span, ...]:
     """Returns which weight versions sampled a completion, oldest first; none for weights that no
-    job has published. Raises Conflict, code "stale", if `life` is a job's and some were another's.
+    job has published. Raises Conflict, code "stale", if `owner` is a job's and some were another's.
     """
     found: list[Span] = []
     for span in labelled:
         of, separator, version = span.version.rpartition("/")
-        if life and of != life:
+        if owner and of != owner:
             raise Conflict(
                 f"tokens from {span.start} on were sampled by weights of {span.version!r}, "
-                f"expected {life!r}",
+                f"expected {owner!r}",
                 code="stale",
             )
         if separator:

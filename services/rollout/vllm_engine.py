@@ -140,7 +140,7 @@ class VllmEngine:
         prompt_token_ids: list[int],
         sampling: Sampling,
         *,
-        life: str,
+        owner: str,
         salt: str,
         deadline_s: float | None = None,
     ) -> tuple[Rollout, ...]:
@@ -154,7 +154,7 @@ class VllmEngine:
             if ending:
                 ending.cancel()
         ended_s = deadline_s if ending and ending.done() else None
-        return tuple(rollout(completion, life, ended_s) for completion in output.outputs)
+        return tuple(rollout(completion, owner, ended_s) for completion in output.outputs)
 
     async def _end_after(self, name: int, deadline_s: float) -> None:
         """Ends a request, which then gives what it has."""
@@ -221,8 +221,8 @@ class VllmEngine:
             )
         return (await self._answer(self._llm.collective_rpc("loaded_digests")))[0]
 
-    async def set_version(self, life: str, version: int) -> None:
-        await self._answer(self._llm.update_weight_version(label(life, version)))
+    async def set_version(self, owner: str, version: int) -> None:
+        await self._answer(self._llm.update_weight_version(label(owner, version)))
 
     async def failure(self) -> str | None:
         return self._why_it_died() if self._llm.errored else None
@@ -299,7 +299,7 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
     )
 
 
-def rollout(completion: CompletionOutput, life: str, ended_s: float | None = None) -> Rollout:
+def rollout(completion: CompletionOutput, owner: str, ended_s: float | None = None) -> Rollout:
     """Returns the completion as it was sampled, or one that says what went wrong with it: that it
     was ended after `ended_s` seconds, for one. Raises Failed unless there is one log-prob per
     token."""
@@ -309,7 +309,7 @@ def rollout(completion: CompletionOutput, life: str, ended_s: float | None = Non
         raise Failed(
             f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, expected one each"
         )
-    sampled_by = spans(completion.weight_versions or (), life)
+    sampled_by = spans(completion.weight_versions or (), owner)
     reason = completion.finish_reason
     if reason == "abort" and ended_s is not None:
         reason = "timeout"

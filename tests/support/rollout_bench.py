@@ -88,7 +88,7 @@ class FakeEngine:
         prompt_token_ids: list[int],
         sampling: Sampling,
         *,
-        life: str,
+        owner: str,
         salt: str,
         deadline_s: float | None = None,
     ) -> tuple[Rollout, ...]:
@@ -107,7 +107,7 @@ class FakeEngine:
             token_ids=(prompt_token_ids[-1],),
             logprobs=(-0.5,),
             finish_reason="stop",
-            spans=spans(labels, life),
+            spans=spans(labels, owner),
         )
         return self.outcome or (one,) * sampling.n
 
@@ -144,9 +144,9 @@ class FakeEngine:
     async def digests(self) -> dict[str, str]:
         return self.loaded
 
-    async def set_version(self, life: str, version: int) -> None:
+    async def set_version(self, owner: str, version: int) -> None:
         self.calls.append(version)
-        self.label = label(life, version)
+        self.label = label(owner, version)
 
     async def failure(self) -> str | None:
         return "the engine process died" if self.dead else None

@@ -249,7 +249,7 @@ async def test_seeded_samples_of_more_prompts_than_one_pass_holds_end_no_engine(
     sampling = [Sampling(n=4, max_tokens=8, seed=10 * index) for index in range(len(prompts))]
     await asyncio.gather(
         *(
-            engine.sample(prompt, how, life="", salt="")
+            engine.sample(prompt, how, owner="", salt="")
             for prompt, how in zip(prompts, sampling, strict=True)
         )
     )

@@ -107,7 +107,7 @@ class Batches:
         oldest, newest = max(step - 1 - self.job.max_staleness, 0), step - 1
         versions: set[int] = set()
         for again in range(MAX_RESAMPLED + 1):
-            key = f"{self.peers.life}:{step}:{position}:{again}"
+            key = f"{self.peers.owner}:{step}:{position}:{again}"
             seed = self._seed(step, position, prompt) if self.job.sampling.repeatable else None
             group = await self.peers.generate(prompt, oldest, key=key, seed=seed)
             versions = {version for rollout in group.rollouts for version in rollout.versions}

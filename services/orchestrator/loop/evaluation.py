@@ -35,7 +35,7 @@ async def evaluate(
     room = asyncio.Semaphore(MAX_PROMPTS)
 
     async def grade(prompt: Prompt, position: int) -> tuple[Score, ...]:
-        key = f"{peers.life}:eval:{version}:{position}"
+        key = f"{peers.owner}:eval:{version}:{position}"
         async with room:
             group = await peers.generate(prompt, version, key=key, sampling=sampling)
             return await peers.score(prompt, group, job_id=peers.job_id)

@@ -104,8 +104,8 @@ class Peers:
         return self._who.attempt
 
     @property
-    def life(self) -> str:
-        """Names the job and the epoch of its weights."""
+    def owner(self) -> str:
+        """Names whose weights are asked for: job, attempt and epoch."""
         return f"{self._who.job_id}:{self._who.attempt}:{self._who.epoch}"
 
     async def close(self) -> None:

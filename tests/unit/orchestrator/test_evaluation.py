@@ -21,7 +21,7 @@ PROMPTS = tuple(Prompt(index=index, content=f"{index}?", row={}) for index in ra
 class FakePeers:
     """Samples nothing; `generate` is what sampling does."""
 
-    life = "job:1:1"
+    owner = "job:1:1"
     job_id = "job"
 
     def __init__(self, generate: Callable[[int], Awaitable[None]], score: Score) -> None:

@@ -1,4 +1,4 @@
-"""The labels beside tokens: which life of a job's weights sampled them, and which version."""
+"""The labels beside tokens: whose weights sampled them, and which version."""
 
 from __future__ import annotations
 
