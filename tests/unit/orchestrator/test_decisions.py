@@ -22,6 +22,7 @@ from shared.errors import (
     Busy,
     Conflict,
     Failed,
+    Malformed,
     NotFound,
     StateLost,
     Unauthorized,
@@ -32,6 +33,7 @@ STOP, RECOVER, PAUSE, FAIL = Action.STOP, Action.RECOVER, Action.PAUSE, Action.F
 
 EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (BadRequest, "bad_request"): FAIL,
+    (Malformed, "malformed"): FAIL,
     (Unauthorized, "unauthorized"): PAUSE,
     (NotFound, "not_found"): PAUSE,
     (NotFound, "no_operation"): PAUSE,
@@ -49,6 +51,8 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (Failed, "failed"): RECOVER,
     (Failed, "bug"): RECOVER,
     (Failed, "digest_differs"): RECOVER,
+    (Failed, "not_seen"): RECOVER,
+    (Failed, "not_loaded"): RECOVER,
     (Failed, "tensors_differ"): RECOVER,
     (Failed, "out_of_memory"): PAUSE,
     (Failed, "not_finite"): PAUSE,
