@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
 from shared.wire import Part, ScoreItem
@@ -26,13 +27,20 @@ class ExactMatch(Grader[ExactMatchParams]):
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         return [self._part(item) for item in items]
 
-    def _part(self, item: ScoreItem) -> Part:
-        value = item.row[self.params.column]
+    async def check_row(self, row: Mapping[str, Any]) -> None:
+        self._wanted(row)
+
+    def _wanted(self, row: Mapping[str, Any]) -> str | int:
+        value = row[self.params.column]
         if type(value) not in (str, int):
             fault = (
                 f"column {self.params.column!r} is {value!r:.80}; expected text or a whole number"
             )
             raise GradingFailed(fault, "invalid_variable_error")
+        return value
+
+    def _part(self, item: ScoreItem) -> Part:
+        value = self._wanted(item.row)
         if self._normal(item.completion) == self._normal(str(value)):
             return Part(value=1.0)
         return Part(value=0.0, verdict="wrong", detail=f"wanted {value!r:.80}")

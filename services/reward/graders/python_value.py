@@ -67,6 +67,8 @@ class PythonValue(Grader[PythonValueParams]):
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
         self._target(row)
+        if self.params.numbers is not None:
+            self._numbers(row)
 
     def content(self, item: ScoreItem) -> Any:
         numbers = item.row[self.params.numbers] if self.params.numbers else None
@@ -78,7 +80,7 @@ class PythonValue(Grader[PythonValueParams]):
     async def _grade(self, item: ScoreItem) -> Part:
         program, target = program_of(item.completion).strip(), self._target(item.row)
         if self.params.numbers is not None:
-            return self._arithmetic(program, target, self._numbers(item))
+            return self._arithmetic(program, target, self._numbers(item.row))
         execution = await self.tools.sandbox.execute(self._request(program))
         verdict, detail = fault(execution)
         if verdict != "ok":
@@ -114,11 +116,11 @@ class PythonValue(Grader[PythonValueParams]):
             )
         return target
 
-    def _numbers(self, item: ScoreItem) -> list[int]:
+    def _numbers(self, row: Mapping[str, Any]) -> list[int]:
         """Returns the row's numbers. Raises GradingFailed for a row whose columns hold anything
         else."""
         assert self.params.numbers is not None
-        target, numbers = item.row[self.params.target], item.row[self.params.numbers]
+        target, numbers = row[self.params.target], row[self.params.numbers]
         if not isinstance(numbers, list | tuple) or any(
             type(number) is not int for number in numbers
         ):

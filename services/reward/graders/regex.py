@@ -6,8 +6,8 @@ done by a limited process. An unsuitable pattern is a mistake that `/graders/val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -118,7 +118,20 @@ class Regex(Grader[RegexParams]):
                 f"which has {known['count']} groups"
             )
 
+    async def check_row(self, row: Mapping[str, Any]) -> None:
+        self._wanted(row)
+
+    def _wanted(self, row: Mapping[str, Any]) -> str:
+        wanted = row[self.params.column] if self.params.column is not None else ""
+        if type(wanted) not in (str, int):
+            raise GradingFailed(
+                f"column {self.params.column!r} is {wanted!r:.80}; expected text",
+                "invalid_variable_error",
+            )
+        return str(wanted)
+
     async def _grade(self, item: ScoreItem) -> Part:
+        wanted = self._wanted(item.row)
         try:
             found = await self._found(item.completion)
         except NoValue as error:
@@ -127,13 +140,7 @@ class Regex(Grader[RegexParams]):
             return Part(value=0.0, verdict="wrong", detail="the pattern was not found")
         if self.params.column is None:
             return Part(value=1.0, detail=f"found {found!r:.80}")
-        wanted = item.row[self.params.column]
-        if type(wanted) not in (str, int):
-            raise GradingFailed(
-                f"column {self.params.column!r} is {wanted!r:.80}; expected text",
-                "invalid_variable_error",
-            )
-        right = found.strip() == str(wanted).strip()
+        right = found.strip() == wanted.strip()
         return Part(
             value=float(right),
             verdict="ok" if right else "wrong",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -151,6 +152,33 @@ async def test_a_mistake_in_a_reward_is_named_with_the_nearest_right_thing(
 ) -> None:
     with pytest.raises(BadRequest) as caught:
         await Scorer(scripted_tools).check([spec], ["prompt", "answer"])
+    assert message in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    ("grader", "params", "row", "message"),
+    [
+        ("math", {}, {"answer": None}, "column 'answer' is None; expected a number or text"),
+        ("exact_match", {}, {"answer": [1]}, "column 'answer' is [1]; expected text or a whole"),
+        ("regex", {"pattern": "x", "column": "answer"}, {"answer": None}, "is None; expected text"),
+        ("python_value", {"numbers": "n"}, {"target": 3, "n": "1 2"}, "column 'n' is '1 2'; exp"),
+        ("python_value", {"numbers": "n"}, {"target": "3", "n": [3]}, "column 'target' is '3'; e"),
+    ],
+)
+async def test_a_row_that_no_completion_could_be_graded_by_is_refused_before_training(
+    scripted_tools: GraderTools,
+    grader: str,
+    params: dict[str, Any],
+    row: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        await Scorer(scripted_tools).check(
+            [RewardSpec(grader=grader, params=params)],
+            [*row],
+            [Prompt(index=3, content="", row=row)],
+        )
+    assert caught.value.detail.startswith(f"reward {grader!r}, row 3 of the data: ")
     assert message in caught.value.detail
 
 

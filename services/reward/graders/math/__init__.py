@@ -7,7 +7,7 @@ Plain numbers ("1,200", "$18", "3/4", "75%", "18.0 dollars") are compared here, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -54,10 +54,13 @@ class Math(Grader[MathParams]):
         return [item.completion, item.row[self.params.answer]]
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [await self._grade(item.completion, self._wanted(item)) for item in items]
+        return [await self._grade(item.completion, self._wanted(item.row)) for item in items]
 
-    def _wanted(self, item: ScoreItem) -> str:
-        value = item.row[self.params.answer]
+    async def check_row(self, row: Mapping[str, Any]) -> None:
+        self._wanted(row)
+
+    def _wanted(self, row: Mapping[str, Any]) -> str:
+        value = row[self.params.answer]
         if type(value) not in (str, int, float) or not str(value).strip():
             fault = f"column {self.params.answer!r} is {value!r:.80}; expected a number or text"
             raise GradingFailed(fault, "invalid_variable_error")
