@@ -24,8 +24,11 @@ up: $(VENV)/.ready ## start Redis and the four services here
 down: $(VENV)/.ready ## stop what `make up` started
 	$(BIN)/hone down
 
+FAST := not system and not engine and not gpu and not soak
+
 test: $(VENV)/.ready ## every test but the soak tests: unit, contract, and the real stack
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(FAST)"
+	$(BIN)/python -m pytest -m "(system or engine or gpu) and not soak"
 
 soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 	$(BIN)/python -m pytest -m soak
@@ -34,7 +37,7 @@ check: $(VENV)/.ready ## lint, types and the fast tests, two at a time (about th
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not system and not engine and not soak"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(FAST)"
 
 format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .
