@@ -48,7 +48,7 @@ class PythonValueParams(Params):
     target: Column = "target"
     numbers: Column | None = None
     cpu_s: float = Field(default=2.0, gt=0, le=30)
-    timeout_s: float = Field(default=30.0, gt=0, le=300)
+    timeout_s: float = Field(default=10.0, gt=0, le=300)
     memory_mib: int = Field(default=256, ge=16, le=8192)
     tolerance: float = Field(default=0.0, ge=0)
 

@@ -12,6 +12,9 @@ from shared.wire import Execution, Verdict
 KEEP_CHARS = 1000
 """Kept of what a program printed."""
 
+MAX_SEARCHED_CHARS = 1 << 18
+"""Of a completion's end are searched for fences, which takes about a microsecond per character."""
+
 _FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*(.*)")
 _PYTHON = re.compile(r"\{?[ \t]*\.?(?:i?python|py)[\d.]*(?![\w+#])", re.IGNORECASE)
 
@@ -37,8 +40,9 @@ def program_of(completion: str) -> str:
     one with no mark, else all of it; without empty lines around.
 
     A block without a closing fence goes on to the end. The first line keeps its indentation: it may
-    be the rest of a function whose beginning was in the prompt."""
-    blocks = [block for block in _blocks(completion) if block.text.strip()]
+    be the rest of a function whose beginning was in the prompt. Only the completion's last
+    `MAX_SEARCHED_CHARS` are searched."""
+    blocks = [block for block in _blocks(completion[-MAX_SEARCHED_CHARS:]) if block.text.strip()]
     marked = [block.text for block in blocks if block.is_python]
     unmarked = [block.text for block in blocks if not block.info]
     (program,) = (marked or unmarked or [completion])[-1:]

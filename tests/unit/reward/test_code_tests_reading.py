@@ -20,6 +20,7 @@ from services.reward.graders.code_tests.codec import (
 )
 from services.reward.graders.code_tests.evaluate import CannotHold, evaluate
 from services.reward.graders.code_tests.stdio import agree
+from services.reward.grading.programs import MAX_SEARCHED_CHARS, program_of
 
 
 @pytest.mark.parametrize(
@@ -264,3 +265,11 @@ def test_rounding_adding_up_and_joining_are_pythons() -> None:
         "'-'.join(['a', 'b']) == 'a-b'",
     ):
         assert evaluate(ast.parse(test, mode="eval").body, {}) is True, test
+
+
+def test_a_program_is_looked_for_in_the_end_of_a_completion() -> None:
+    begin, end = "```python\nx = 1\n```\n", "```python\nx = 2\n```\n```text\nbye\n```"
+    thoughts = "a thought\n" * (MAX_SEARCHED_CHARS // 10 + 10)
+    assert program_of(begin + thoughts + end) == "x = 2"
+    assert program_of(begin + thoughts) == (begin + thoughts).rstrip()
+    assert program_of(begin + thoughts[200:]) == "x = 1"

@@ -229,6 +229,19 @@ async def test_other_requests_are_answered_while_a_pattern_is_compiled_and_texts
     assert longest_s < 0.2
 
 
+async def test_other_requests_are_answered_while_long_tests_are_read(
+    scripted_tools: GraderTools,
+) -> None:
+    row = {"tests": "assert f(1) == 1\n" * 5000}
+    work = asyncio.create_task(grade(scripted_tools, "code_tests", "def f(x): return 2", row))
+    longest_s, start = 0.0, time.thread_time()
+    while not work.done():
+        await asyncio.sleep(0.01)
+        longest_s, start = max(longest_s, time.thread_time() - start), time.thread_time()
+    assert (await work).value == 0.0
+    assert longest_s < 0.2
+
+
 GIVEN, WANTED = "the cat sat on the mat", "The cat is on the mat."
 
 

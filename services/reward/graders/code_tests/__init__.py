@@ -18,6 +18,7 @@ arguments (calls get copies).
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 import textwrap
@@ -107,7 +108,7 @@ class CodeTests(Grader[CodeTestsParams]):
             )
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
-        tests, nothing = self._given(row, "")
+        tests, nothing = await asyncio.to_thread(self._given, row, "")
         for code in tests.codes:
             await proxy.first_calls(nothing, code)
 
@@ -125,7 +126,9 @@ class CodeTests(Grader[CodeTestsParams]):
         return self.params.tests, self.params.entry_point, self.params.setup, self.params.prefix
 
     async def _grade(self, item: ScoreItem) -> Part:
-        tests, candidate = self._given(item.row, program_of(item.completion))
+        program = program_of(item.completion)
+        # Long tests take seconds to read.
+        tests, candidate = await asyncio.to_thread(self._given, item.row, program)
         verdicts = await self._verdicts(candidate, tests)
         return self._part(verdicts, tests.count, candidate)
 
