@@ -44,11 +44,9 @@ FORMS: dict[str, Callable[[Fraction], str]] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def math() -> AsyncGenerator[Grader[Any]]:
-    bound = registry.bind(
-        RewardSpec(grader="math"), tools_of(ScriptedSandbox(Execution(verdict="ok")))
-    )
-    yield bound
-    await bound.close()
+    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    yield registry.bind(RewardSpec(grader="math"), tools)
+    await tools.limited.close()
 
 
 def answer_of(row: dict[str, str]) -> Fraction:

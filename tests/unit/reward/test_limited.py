@@ -23,6 +23,12 @@ from shared.wire import Execution, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox, is_alive, tools_of
 
 
+@pytest.fixture(autouse=True)
+def none_of_another_test() -> None:
+    for pid in children():
+        os.kill(pid, signal.SIGKILL)
+
+
 @pytest_asyncio.fixture
 async def pool() -> AsyncGenerator[LimitedPool]:
     pool = LimitedPool(2)

@@ -225,12 +225,11 @@ async def test_an_answer_may_be_asked_to_be_evaluated() -> None:
 
 
 async def test_strict_takes_marked_answers_only() -> None:
-    bound = registry.bind(
-        RewardSpec(grader="math", params={"strict": True}),
-        tools_of(ScriptedSandbox(Execution(verdict="ok"))),
-    )
+    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    bound = registry.bind(RewardSpec(grader="math", params={"strict": True}), tools)
     for completion, value in (("18", 0.0), ("#### 18", 1.0)):
         (part,) = await bound.grade(
             [ScoreItem(prompt="", completion=completion, row={"answer": 18})]
         )
         assert part.value == value
+    await tools.limited.close()
