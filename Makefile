@@ -33,7 +33,7 @@ test: $(VENV)/.ready ## every test but the soak tests: unit, contract, and the r
 soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 	$(BIN)/python -m pytest -m soak
 
-check: $(VENV)/.ready ## lint, types and the fast tests, two at a time (about three minutes)
+check: $(VENV)/.ready ## lint, types and the fast tests, two at a time (about five minutes)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
