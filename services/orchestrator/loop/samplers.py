@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from services.orchestrator.loop.admission import Admission
 from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.discovery import sampler_urls
 from services.orchestrator.loop.replica import Replica
@@ -68,14 +68,6 @@ class Push:
     drain: bool = False
 
 
-@dataclass(eq=False)
-class _Waiting:
-    """A group that waits for room."""
-
-    num_completions: int
-    given: asyncio.Future[Replica]
-
-
 class Samplers:
     """All samplers of one job. `open` begins an epoch, `push` makes all serve a version."""
 
@@ -85,7 +77,7 @@ class Samplers:
         self._replicas: dict[str, Replica] = {}
         self._spec: ModelRequest | None = None
         self._pushed: Push | None = None
-        self._waiting: deque[_Waiting] = deque()
+        self._admission = Admission(self._up, self._nobody)
         self._keeper: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._discover_at = 0.0
@@ -166,7 +158,7 @@ class Samplers:
             if pushed is self._pushed:  # else a newer one was pushed meanwhile
                 break
         replica.begin(pushed.ref if pushed else None)
-        self._admit()
+        self._admission.admit()
 
     async def _keep(self) -> None:
         """Asks samplers that are away again, and finds those that came or left."""
@@ -225,7 +217,7 @@ class Samplers:
 
         def hear(busy: int) -> None:
             replica.hear(busy)
-            self._admit()
+            self._admission.admit()
 
         client.poller.heard, client.poller.busy_below = hear, replica.wants_to_hear_below
         return replica
@@ -268,7 +260,7 @@ class Samplers:
             else:
                 replica.failed_sync = True
                 await self._take_out(replica, str(answer))
-        self._admit()
+        self._admission.admit()
         return served
 
     async def _load(
@@ -295,7 +287,7 @@ class Samplers:
         left, and what another sampler would answer alike."""
         faults = 0
         while True:
-            replica = await self._room_for(body.sampling.n)
+            replica = await self._admission.room_for(body.sampling.n)
             num_joins = replica.num_joins
             try:
                 return await self._sample(replica, body, key)
@@ -307,7 +299,7 @@ class Samplers:
                     await self._take_out(replica, error.detail)
             finally:
                 replica.give_back(body.sampling.n)
-                self._admit()
+                self._admission.admit()
 
     async def _sample(self, replica: Replica, body: GenerateRequest, key: str) -> RolloutGroup:
         """Asks the sampler, and after a while another one too, if one has room."""
@@ -315,7 +307,7 @@ class Samplers:
         asked = {first: replica}
         try:
             await asyncio.wait(asked, timeout=self._settings.hedge_s)
-            if not first.done() and (other := self._spare(replica)):
+            if not first.done() and (other := self._admission.spare(replica)):
                 asked[asyncio.create_task(self._hedge(other, body, key))] = other
             waiting = set(asked)
             while waiting:
@@ -351,15 +343,6 @@ class Samplers:
             patience_s=self._patience_s(replica),
         )
 
-    def _spare(self, replica: Replica) -> Replica | None:
-        """Returns another sampler with room that no group waits for."""
-        spare = [
-            other
-            for other in self._up()
-            if other is not replica and other.room > 0 and not other.held
-        ]
-        return min(spare, key=lambda other: other.load) if spare and not self._waiting else None
-
     def _end_there(self, replica: Replica, body: GenerateRequest, key: str) -> None:
         """Ends what the sampler still does for a group that another one has sampled."""
         assert body.job_id is not None
@@ -380,45 +363,6 @@ class Samplers:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    # --- admission -------------------------------------------------------------------------------
-
-    async def _room_for(self, num_completions: int) -> Replica:
-        """Returns the sampler that the group goes to, once there is room. It is taken then."""
-        given = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(num_completions, given)
-        self._waiting.append(waiting)
-        self._admit()
-        try:
-            return await given
-        except asyncio.CancelledError:
-            if given.done() and not given.cancelled() and not given.exception():
-                given.result().give_back(num_completions)
-            raise
-        finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-
-    def _admit(self) -> None:
-        """Gives groups to samplers, in the order of asking, as long as one has room."""
-        while self._waiting:
-            up = [replica for replica in self._up() if replica.listed]
-            free = [replica for replica in up if not replica.held]
-            waiting = self._waiting[0]
-            if up and not free:
-                return
-            if not up:
-                self._waiting.popleft()
-                if not waiting.given.done():
-                    waiting.given.set_exception(self._nobody())
-                continue
-            replica = min(free, key=lambda replica: replica.load)
-            if replica.room <= 0:
-                return
-            self._waiting.popleft()
-            if not waiting.given.done():
-                replica.take(waiting.num_completions)
-                waiting.given.set_result(replica)
 
     def _can_do_without(self, replica: Replica, error: BaseException) -> bool:
         """Returns whether the error is this sampler's alone, and another one is there."""
