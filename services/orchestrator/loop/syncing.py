@@ -15,7 +15,7 @@ from services.orchestrator.record.journal import Journal
 from shared.client import Client
 from shared.errors import Conflict, Failed, HoneError
 from shared.job import Job, SyncMethod
-from shared.wire import CheckedWeights, NoBody, Published, ServingWeights, WeightsRef
+from shared.wire import AnyWeights, CheckedWeights, NoBody, Published, ServingWeights, WeightsRef
 
 NOT_OF_THE_SYNC = frozenset({"stale", "tensors_differ", "disk_full", "out_of_memory"})
 """Codes of errors that another push does not mend."""
@@ -39,7 +39,7 @@ class Synced:
     """A version that serves: what was published, and what each sampler answered, after `seconds`
     in all."""
 
-    published: Published
+    published: AnyWeights
     answers: list[ServingWeights]
     seconds: float
 
@@ -48,7 +48,7 @@ class Synced:
         ref = self.published
         return {
             "version": ref.version,
-            "method": getattr(ref, "method", None),
+            "method": ref.method,
             "digest": ref.digest,
             "size_bytes": ref.size_bytes,
             "seconds": round(self.seconds, 4),
@@ -77,7 +77,7 @@ async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -
         return await _sync(peers, job, version, method, journal)
     for method, why in candidates(job, one_sampler=peers.one_sampler):
         try:
-            synced = await _sync(peers, job, version, method, journal, looking=True)
+            synced = await _sync(peers, job, version, method, journal)
         except SyncFailed as error:
             if error.code != NOT_SEEN:
                 raise
@@ -108,20 +108,12 @@ def candidates(job: Job, *, one_sampler: bool) -> list[tuple[SyncMethod, str]]:
 
 
 async def _sync(
-    peers: Peers,
-    job: Job,
-    version: int,
-    method: SyncMethod,
-    journal: Journal,
-    *,
-    looking: bool = False,
+    peers: Peers, job: Job, version: int, method: SyncMethod, journal: Journal
 ) -> Synced:
-    """`looking`: for a method that works; that the sampler does not see a folder says that this one
-    does not."""
     try:
         return await _push(peers, job, version, method, journal)
     except SyncFailed as error:
-        if looking and error.code == NOT_SEEN:
+        if error.code == NOT_SEEN:  # nor would it be the second time
             raise
         fuller = FULLER.get(method, method)
         how = "" if fuller == method else f' by "{fuller}"'
