@@ -16,11 +16,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from shared.draining import Draining
 from shared.errors import Conflict, Failed, HoneError, NotFound
 from shared.logs import get_logger
+from shared.wire import WaitRequest, WaitResult
 
 WAIT_PATH = "/operations/wait"
 KEEP_S = 600.0
@@ -32,28 +33,6 @@ that nobody has fetched yet are not counted: a step may have any number of group
 
 BUSY_CHECK_S = 0.05
 """How often is looked at how busy the service is, for those who wait until it is less so."""
-
-
-class Wanted(BaseModel):
-    """`POST /operations/wait`: wait until one of the operations `ids` has ended, or fewer than
-    `busy_below` pieces of work are under way, at most `wait_s` seconds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    ids: tuple[str, ...] = Field(max_length=65_536)
-    wait_s: float = Field(default=0.0, ge=0, le=60)
-    busy_below: int | None = Field(default=None, ge=1)
-
-
-class Done(BaseModel):
-    """Which operations have ended: their results, or that they are unknown, is at each one's own
-    Location. `busy` is how much the service has under way, in its own unit (completions, in the
-    sampler)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    ids: tuple[str, ...]
-    busy: int = 0
 
 
 @dataclass
@@ -134,7 +113,7 @@ class Operations:
         operation.fetched = operation.task.done()
         return operation.task.result() if operation.task.done() else None
 
-    async def wait_any(self, wanted: Wanted, busy: Callable[[], int]) -> Done:
+    async def wait_any(self, wanted: WaitRequest, busy: Callable[[], int]) -> WaitResult:
         """Returns which of the operations have ended, unknown ones included, as soon as one has,
         or `busy()` is below `busy_below`, or the time is over, or the service drains."""
         tasks = [self._by_id[id].task for id in wanted.ids if id in self._by_id]
@@ -144,7 +123,7 @@ class Operations:
         ended = tuple(
             id for id in wanted.ids if id not in self._by_id or self._by_id[id].task.done()
         )
-        return Done(ids=wanted.ids if self._draining.has_begun() else ended, busy=busy())
+        return WaitResult(ids=wanted.ids if self._draining.has_begun() else ended, busy=busy())
 
     def num_running(self) -> int:
         return sum(not operation.task.done() for operation in self._by_id.values())

@@ -14,7 +14,8 @@ import httpx2 as httpx
 
 from shared import codec
 from shared.errors import HoneError
-from shared.operations import WAIT_PATH, Done, Wanted
+from shared.operations import WAIT_PATH
+from shared.wire import WaitRequest, WaitResult
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 """Between two attempts to reach a service: twice as long each time, up to the most."""
@@ -109,10 +110,10 @@ class Poller:
         self.heard(done.busy)
         return done.ids
 
-    async def _ask(self, ids: tuple[str, ...]) -> Done:
-        wanted = Wanted(ids=ids, wait_s=self._wait_s, busy_below=self.busy_below())
+    async def _ask(self, ids: tuple[str, ...]) -> WaitResult:
+        wanted = WaitRequest(ids=ids, wait_s=self._wait_s, busy_below=self.busy_below())
         headers = {"content-type": codec.JSON, "accept": codec.JSON}
         response = await self._http.post(WAIT_PATH, content=codec.encode(wanted), headers=headers)
         if response.status_code != 200:
             raise HoneError(f"{WAIT_PATH} answered {response.status_code}")
-        return codec.decode(Done, response.content)
+        return codec.decode(WaitResult, response.content)

@@ -39,8 +39,9 @@ from shared.errors import HoneError
 from shared.gate import Gate, RequestMetrics
 from shared.health import Check, add_health_routes, hone_version
 from shared.logs import get_logger
-from shared.operations import WAIT_PATH, Done, Operation, Operations, Wanted
+from shared.operations import WAIT_PATH, Operation, Operations
 from shared.ports import check_port
+from shared.wire import WaitRequest, WaitResult
 
 GRACE_S = 5
 """How long requests that wait for no operation may take after SIGTERM."""
@@ -210,9 +211,9 @@ class Service:
         app.add_exception_handler(HTTPException, rendering.answer_http)
         app.add_api_route("/operations/{id}", self._poll, methods=["GET"])
         app.add_api_route(
-            WAIT_PATH, self._wait_any, methods=["POST"], responses={200: {"model": Done}}
+            WAIT_PATH, self._wait_any, methods=["POST"], responses={200: {"model": WaitResult}}
         )
-        self._bodies[WAIT_PATH, "POST"] = Wanted
+        self._bodies[WAIT_PATH, "POST"] = WaitRequest
         app.openapi = lambda: openapi.document(app, self._bodies)
         return app
 
@@ -227,7 +228,7 @@ class Service:
     async def _wait_any(self, request: Request) -> Response:
         """Waits for the first of many operations, in one request."""
         data = await request.body()
-        wanted = codec.decode(Wanted, data, rendering.media_type(request, data))
+        wanted = codec.decode(WaitRequest, data, rendering.media_type(request, data))
         return rendering.render(await self.operations.wait_any(wanted, self._busy), request)
 
     async def _poll(self, id: str, request: Request, wait: float = 0.0) -> Response:

@@ -877,6 +877,24 @@ class RegradeReport(Wire):
     examples: tuple[RegradedRollout, ...]
 
 
+class WaitRequest(Wire):
+    """`POST /operations/wait`: wait until one of the operations `ids` has ended, or fewer than
+    `busy_below` pieces of work are under way, at most `wait_s` seconds."""
+
+    ids: tuple[str, ...] = Field(max_length=65_536)
+    wait_s: float = Field(default=0.0, ge=0, le=60)
+    busy_below: int | None = Field(default=None, ge=1)
+
+
+class WaitResult(Wire):
+    """Which operations have ended: their results, or that they are unknown, is at each one's own
+    Location. `busy` is how much the service has under way, in its own unit (completions, in the
+    sampler)."""
+
+    ids: tuple[str, ...]
+    busy: int = 0
+
+
 class Batch(Wire):
     """A sampled and scored step, as stored in the run folder: axes `[P]` prompts, `[P][G]` rollouts
     and scores.
