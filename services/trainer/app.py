@@ -119,16 +119,21 @@ def create_service(
         """The loaded job's complete checkpoints."""
         return trainer.list_checkpoints()
 
-    async def published(job_id: str, version: str, name: str) -> PublishedFile:
-        """A file of a published version, for `weight_sync = "http"`. Takes `Range`."""
-        return PublishedFile(published_file(settings, job_id, version, name))
-
     service.operation("PUT", "/job", load_job)
     service.operation("POST", "/train_step", train_step)
     service.operation("POST", "/publish_weights", publish_weights)
     service.operation("POST", "/checkpoints", write_checkpoint)
     service.query("/state", state)
     service.query("/checkpoints", list_checkpoints)
+    _serve_published_files(service, settings)
+    return service
+
+
+def _serve_published_files(service: Service, settings: Settings) -> None:
+    async def published(job_id: str, version: str, name: str) -> PublishedFile:
+        """A file of a published version, for `weight_sync = "http"`. Takes `Range`."""
+        return PublishedFile(published_file(settings, job_id, version, name))
+
     service.app.add_api_route(
         "/weights/{job_id}/{version}/{name}",
         published,
@@ -136,4 +141,3 @@ def create_service(
         response_class=PublishedFile,
         description=published.__doc__ or "",
     )
-    return service
