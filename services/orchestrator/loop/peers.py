@@ -21,6 +21,7 @@ from shared.wire import (
     ModelRequest,
     Prompt,
     PublishRequest,
+    Rollout,
     RolloutGroup,
     Sampling,
     Score,
@@ -163,15 +164,7 @@ class Peers:
         """Returns the group's scores `[G]`: NOT_GRADED for rollouts that went wrong. What
         graders cache goes into the run folder of `job_id`, if given."""
         items = tuple(
-            ScoreItem(
-                prompt=prompt.content,
-                completion=rollout.text,
-                finish_reason=rollout.finish_reason,
-                num_tokens=len(rollout.token_ids),
-                row=prompt.row,
-            )
-            for rollout in group.rollouts
-            if not rollout.went_wrong
+            score_item(prompt, rollout) for rollout in group.rollouts if not rollout.went_wrong
         )
         if not items:
             return (NOT_GRADED,) * len(group.rollouts)
@@ -246,3 +239,15 @@ class Peers:
             stop_token_ids=spec.stop_token_ids,
             seed=seed,
         )
+
+
+def score_item(prompt: Prompt, rollout: Rollout) -> ScoreItem:
+    """Returns what a rollout is graded by. Its length is what the policy sampled: in a
+    conversation, without what tools said."""
+    return ScoreItem(
+        prompt=prompt.content,
+        completion=rollout.text,
+        finish_reason=rollout.finish_reason,
+        num_tokens=rollout.num_sampled,
+        row=prompt.row,
+    )

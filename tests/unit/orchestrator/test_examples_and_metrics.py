@@ -9,7 +9,7 @@ import pytest
 
 from services.orchestrator.loop.advantages import batch_advantages
 from services.orchestrator.loop.examples import step_totals, to_examples
-from services.orchestrator.loop.peers import NOT_GRADED
+from services.orchestrator.loop.peers import NOT_GRADED, score_item
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.record.telemetry import reward_metrics, step_metrics
 from shared.job import Job
@@ -156,6 +156,13 @@ def test_lengths_are_of_what_the_policy_sampled_as_in_trl() -> None:
     metrics = step_metrics(dataclasses.replace(step, batch=batch), JOB, 1.5)
     assert metrics["completions/mean_length"] == pytest.approx(5 / 2)
     assert metrics["completions/max_length"] == 4
+
+
+def test_a_conversation_is_graded_by_the_length_that_the_policy_sampled() -> None:
+    with_tool = rollout(4).model_copy(update={"sampled": Mask([1, 0, 0, 1])})
+    prompt = Prompt(index=0, content="p", row={"a": 1})
+    assert score_item(prompt, with_tool).num_tokens == 2
+    assert score_item(prompt, rollout(4)).num_tokens == 4
 
 
 def test_a_step_whose_update_was_refused_is_counted() -> None:
