@@ -439,9 +439,10 @@ class GraderRun(Wire):
 class Example(Wire):
     """One completion with its advantage, as the trainer takes it.
 
-    `token_ids`, `sampled`, `kept_ids` and `kept_counts` are those of `Rollout`; `old_logprobs`
-    `[T]` are the sampler's `logprobs`, in nats; empty: unknown, taken to be the trainer's own.
-    `advantages` `[T]` are per token, in place of the one `advantage`; empty: that one.
+    `token_ids`, `sampled`, `spans`, `kept_ids` and `kept_counts` are those of `Rollout`;
+    `old_logprobs` `[T]` are the sampler's `logprobs`, in nats, each of the weights that sampled the
+    token; empty: unknown, taken to be the trainer's own. `advantages` `[T]` are per token, in place
+    of the one `advantage`; empty: that one. `spans` empty: no job's weights, as far as is known.
     """
 
     prompt_token_ids: TokenIds
@@ -449,6 +450,7 @@ class Example(Wire):
     old_logprobs: Logprobs = Logprobs()
     advantage: float
     advantages: Logprobs = Logprobs()
+    spans: tuple[Span, ...] = ()
     sampled: Mask = Mask()
     kept_ids: TokenIds = TokenIds()
     kept_counts: TokenIds = TokenIds()

@@ -60,7 +60,10 @@ class Engine(Protocol):
         examples: tuple[Example, ...],
         learning_rate: float,
         totals: StepTotals | None = None,
-    ) -> Update: ...
+        version: int | None = None,
+    ) -> Update:
+        """Trains the weights of `version` on `examples` of a batch of `totals`."""
+        ...
 
     def canary(self) -> Canary:
         """Returns what the weights give a fixed sequence, for samplers to compare with."""

@@ -367,7 +367,9 @@ class Trainer:
         update = Update(0.0, 0.0, {}, num_updates=0)
         if request.examples:
             try:
-                update = loaded.engine.update(request.examples, rate, request.totals)
+                update = loaded.engine.update(
+                    request.examples, rate, request.totals, version=loaded.step
+                )
             except HoneError:
                 raise
             except BaseException as error:

@@ -37,6 +37,7 @@ class FakeEngine:
         self.num_canaries = 0
         self.learning_rates: list[float] = []
         self.totals: list[StepTotals | None] = []
+        self.versions: list[int | None] = []
         self.closed = False
         self.fault: BaseException | None = None
         self.save_fault: BaseException | None = None
@@ -47,6 +48,7 @@ class FakeEngine:
         examples: tuple[Example, ...],
         learning_rate: float,
         totals: StepTotals | None = None,
+        version: int | None = None,
     ) -> Update:
         if self.fault is not None:
             fault, self.fault = self.fault, None
@@ -55,6 +57,7 @@ class FakeEngine:
             self.skip = False
             return Update(loss=0.5, grad_norm=0.0, metrics={}, skipped=True)
         self.num_updates += 1
+        self.versions.append(version)
         self.learning_rates.append(learning_rate)
         self.totals.append(totals)
         return Update(loss=0.5, grad_norm=2.0, metrics={"entropy": 1.0})

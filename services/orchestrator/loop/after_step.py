@@ -19,8 +19,8 @@ from shared.job import Job
 from shared.wire import Checkpoint, MetricsRow
 
 LOGPROB_WARNING = 0.05
-"""Nats. Sampler and trainer that differ by more, on average and at staleness 0, are not the same
-policy."""
+"""Nats. Sampler and trainer that differ by more, on average over the tokens that the very weights
+sampled that are trained, are not the same policy."""
 
 
 @dataclass
@@ -84,8 +84,8 @@ class AfterStep:
                 "version than asked for, and sampled again",
                 step=number,
             )
-        difference = metrics.get("mismatch/logprob_diff_mean", 0.0)
-        if step.staleness == 0 and difference > LOGPROB_WARNING:
+        difference = metrics.get("mismatch/current/logprob_diff_mean", 0.0)
+        if difference > LOGPROB_WARNING:
             await self._warn_once(
                 "mismatch",
                 f"step {number}: the sampler's and the trainer's log-probs differ by "

@@ -12,13 +12,14 @@ from shared.wire import Batch, Example, RolloutGroup, StepTotals
 
 def to_examples(groups_P: Sequence[RolloutGroup], advantages_PG: Advantages) -> tuple[Example, ...]:
     """Returns an example for each rollout that has an advantage and sampled tokens, with the
-    sampler's token ids and log-probs as they came."""
+    sampler's token ids, log-probs and versions as they came."""
     return tuple(
         Example(
             prompt_token_ids=group.prompt_token_ids,
             token_ids=rollout.token_ids,
             old_logprobs=rollout.logprobs,
             advantage=advantage,
+            spans=rollout.spans,
             sampled=rollout.sampled,
             kept_ids=rollout.kept_ids,
             kept_counts=rollout.kept_counts,

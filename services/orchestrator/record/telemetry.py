@@ -16,7 +16,8 @@ thing.
 | mixed_rollouts                 | share sampled by weights of more than one version           |
 | completions/mean_length        | tokens that were sampled; also max_length                   |
 | completions/clipped_ratio      | share cut off by max_tokens                                 |
-| staleness                      | steps between the weights that sampled and those trained    |
+| staleness                      | steps between the oldest weights that sampled and those     |
+|                                | trained; of each token: the trainer's staleness/mean, ...   |
 | num_examples, num_tokens       | what was trained on                                         |
 | skipped_steps                  | 1 if the update was refused: loss or gradient not finite    |
 | loss, grad_norm, learning_rate | of the update; the trainer's own metrics stand beside them  |

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from services.trainer.learning.examples import floats, integers, sampled_positions
+from services.trainer.learning.examples import floats, integers, sampled_positions, versions
 from services.trainer.learning.head import Kept
 from shared.packed import TokenIds
 from shared.wire import Example
@@ -43,9 +43,10 @@ class MicroBatch:
     Token n is `targets_N[n]`; the hidden state that predicts it is at `[rows_N[n], columns_N[n]]`.
     It is in sequence `sequences_N[n]` of the micro-batch's `num_sequences` (never decreasing along
     n), which has `lengths_N[n]` sampled tokens. `sampler_logprobs_N` means something only where
-    `measured_N`. `weight` is 1, or 0 for the dummy that keeps ranks in step. `attention_mask_BT` is
-    1 at tokens and 0 at padding; `position_ids_BT` is there if the micro-batch is packed, and
-    `kept` if not every token of the vocabulary could be sampled.
+    `measured_N`; weights of version `versions_N[n]` sampled the token, or `UNKNOWN` ones. `weight`
+    is 1, or 0 for the dummy that keeps ranks in step. `attention_mask_BT` is 1 at tokens and 0 at
+    padding; `position_ids_BT` is there if the micro-batch is packed, and `kept` if not every token
+    of the vocabulary could be sampled.
     """
 
     input_ids_BT: Tensor
@@ -57,6 +58,7 @@ class MicroBatch:
     num_sequences: int
     sampler_logprobs_N: Tensor
     measured_N: Tensor
+    versions_N: Tensor
     advantages_N: Tensor
     lengths_N: Tensor
     weight: float = 1.0
@@ -197,6 +199,7 @@ def collate(
         num_sequences=len(examples),
         sampler_logprobs_N=_joined([_sampler_logprobs(*one) for one in each], np.float32),
         measured_N=torch.tensor([bool(example.old_logprobs) for example in examples])[sequences_N],
+        versions_N=_joined([versions(example)[at] for example, at in each], np.int64),
         advantages_N=_joined([_advantages(*one) for one in each], np.float32),
         lengths_N=lengths_S[sequences_N],
         weight=weight,

@@ -6,6 +6,7 @@ Token ids and log-probs stay the bytes they came as; nothing here makes a Python
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from shared.errors import BadRequest
 from shared.packed import Logprobs, TokenIds
 from shared.wire import Example
+
+UNKNOWN = -1
+"""The version of weights of which nothing is known."""
 
 
 def integers(packed: TokenIds) -> NDArray[np.int32]:
@@ -36,11 +40,29 @@ def num_sampled(example: Example) -> int:
     return len(sampled_positions(example)) if example.sampled else len(example.token_ids)
 
 
-def check(examples: Sequence[Example], vocab_size: int) -> None:
-    """Raises BadRequest, naming the example, if the trainer could not compute its log-probs or its
-    loss would not be finite."""
+def versions(example: Example) -> NDArray[np.int64]:
+    """Returns which version of the weights sampled each of the completion's tokens `[T]`, or
+    `UNKNOWN`."""
+    if not example.spans:
+        return np.full(len(example.token_ids), UNKNOWN)
+    lengths = np.diff([*(span.start for span in example.spans), len(example.token_ids)])
+    return np.repeat([span.version for span in example.spans], lengths)
+
+
+def allowed_versions(version: int | None, max_staleness: int) -> range | None:
+    """Returns which versions may have sampled what the weights of `version` train on; None: any,
+    for it is not known."""
+    if version is None:
+        return None
+    return range(max(version - max_staleness, 0), version + 1)
+
+
+def check(examples: Sequence[Example], vocab_size: int, sampled_by: range | None = None) -> None:
+    """Raises BadRequest, naming the example, if the trainer could not compute its log-probs, its
+    loss would not be finite, or other versions than those of `sampled_by` sampled it (None: any
+    may have)."""
     for index, example in enumerate(examples):
-        problem = _problem(example, vocab_size)
+        problem = _problem(example, vocab_size) or _wrong_versions(example, sampled_by)
         if problem:
             raise BadRequest(f"example {index} of {len(examples)} {problem}")
 
@@ -67,6 +89,24 @@ def _wrong_length(example: Example) -> str | None:
             return f"has {length} {name}, expected {num_tokens}, one per completion token, or none"
     if not num_sampled(example):
         return f"has no sampled token among {num_tokens}, expected at least 1"
+    return None
+
+
+def _wrong_versions(example: Example, sampled_by: range | None) -> str | None:
+    if not example.spans:
+        return None
+    bounds = [*(span.start for span in example.spans), len(example.token_ids)]
+    if bounds[0] != 0 or any(start >= end for start, end in pairwise(bounds)):
+        return (
+            f"has spans from tokens {bounds[:-1]} on, expected the first from 0 on, each from a "
+            f"later one than the span before, and all below {bounds[-1]}"
+        )
+    for span in example.spans:
+        if sampled_by is not None and span.version not in sampled_by:
+            return (
+                f"has tokens that version {span.version} sampled, from {span.start} on; expected "
+                f"versions {sampled_by[0]} to {sampled_by[-1]}"
+            )
     return None
 
 

@@ -37,13 +37,24 @@ whatever the correction, over the tokens whose sampler's log-prob is known:
                                     sequence's) is outside the correction's bounds; without a
                                     correction, w outside [0.5, 2]
 
-At staleness 0 this is the numerical difference of the two engines, and nothing else. All are sums
-(and maxima) over tokens until the end, so they are exact however a step is split. A metric that is
-not finite is left out: JSON has no number for it.
+By which weights sampled each token, as far as that is known: of version v where those of version u
+are trained, its staleness is u - v. A completion may have tokens of several versions, each with the
+log-prob that its own version gave it, so w is of the token's own sampler throughout.
+
+    staleness/mean                  mean staleness
+    staleness/max                   its maximum, at most the job's max_staleness
+    staleness/older_fraction        share of tokens with a staleness above 0
+    mismatch/current/<name>         logprob_diff_mean and k3_kl over the tokens of staleness 0
+    mismatch/older/<name>           the same over the others
+
+At staleness 0 the mismatch is the numerical difference of the two engines, and nothing else. All
+are sums (and maxima) over tokens until the end, so they are exact however a step is split. A metric
+that is not finite is left out: JSON has no number for it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -52,6 +63,7 @@ from torch import Tensor
 
 from services.trainer.learning.batch import MicroBatch
 from services.trainer.learning.correction import Resolved, log_ratios
+from services.trainer.learning.examples import UNKNOWN
 from services.trainer.learning.kl import KL
 from services.trainer.learning.loss import LOSSES, LossInputs, importance_ratios
 from services.trainer.learning.objective import known_sampler_logprobs
@@ -62,39 +74,60 @@ MAX_RAW_LOG_RATIO = 300.0
 float64."""
 
 UPDATE = ("ratio/mean", "kl/old_k3", "entropy")
-MISMATCH = (
-    "mismatch/logprob_diff_mean",
-    "mismatch/ratio_mean",
-    "mismatch/k3_kl",
-    "mismatch/token_mult_prob_error",
-    "mismatch/out_of_range_fraction",
-)
+MEANS = {
+    "num_mismatch_tokens": (
+        "mismatch/logprob_diff_mean",
+        "mismatch/ratio_mean",
+        "mismatch/k3_kl",
+        "mismatch/token_mult_prob_error",
+        "mismatch/out_of_range_fraction",
+    ),
+    "num_current_tokens": ("mismatch/current/logprob_diff_mean", "mismatch/current/k3_kl"),
+    "num_older_tokens": ("mismatch/older/logprob_diff_mean", "mismatch/older/k3_kl"),
+    "num_dated_tokens": ("staleness/mean", "staleness/older_fraction"),
+}
+"""Metrics that are means over some of the tokens, by the count of these."""
+
+MAXIMA = {
+    "mismatch/logprob_diff_max": "num_mismatch_tokens",
+    "mismatch/ratio_max": "num_mismatch_tokens",
+    "staleness/max": "num_dated_tokens",
+}
+"""Metrics that are maxima, with the count of the tokens that they are over."""
+
 COUNTS = (
     "loss",
     "num_tokens",
     "num_padded_tokens",
     "num_real_tokens",
-    "num_mismatch_tokens",
     "squared_ratios",
+    *MEANS,
 )
-MAXIMA = ("mismatch/logprob_diff_max", "mismatch/ratio_max")
 
 
 class StepMetrics:
     """Running sums and maxima of one step on one rank, in float64 on the device; nothing waits for
     the device until `reduce`.
 
-    A dummy micro-batch counts as a micro-batch and as nothing else.
+    A dummy micro-batch counts as a micro-batch and as nothing else. `version` is that of the
+    weights before the step; None: it is not known, nor is any token's staleness.
     """
 
-    def __init__(self, device: torch.device, training: TrainingSpec, correction: Resolved) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        training: TrainingSpec,
+        correction: Resolved,
+        version: int | None = None,
+    ) -> None:
         self._fractions = LOSSES[training.loss].fractions(training)
         with_reference = ("kl",) if training.beta else ()
         self._update = (*self._fractions, *UPDATE, *with_reference)
         self._correction = correction
+        self._version = version
         self._sums = {
             name: torch.zeros((), dtype=torch.float64, device=device)
-            for name in (*self._update, *MISMATCH, *COUNTS)
+            for name in (*self._update, *COUNTS, *itertools.chain(*MEANS.values()))
         }
         self._maxima = {
             name: torch.zeros((), dtype=torch.float64, device=device) for name in MAXIMA
@@ -142,22 +175,50 @@ class StepMetrics:
             -MAX_RAW_LOG_RATIO, MAX_RAW_LOG_RATIO
         )
         ratio_N, diff_N = log_ratio_N.exp(), log_ratio_N.abs()
+        k3_N = ratio_N - 1 - log_ratio_N
         values = {
             "mismatch/logprob_diff_mean": diff_N,
+            "mismatch/logprob_diff_max": diff_N,
             "mismatch/ratio_mean": ratio_N,
-            "mismatch/k3_kl": ratio_N - 1 - log_ratio_N,
+            "mismatch/ratio_max": ratio_N,
+            "mismatch/k3_kl": k3_N,
             "mismatch/token_mult_prob_error": diff_N.exp(),
             "mismatch/out_of_range_fraction": (weighed_N < self._correction.low)
             | (weighed_N > self._correction.high),
             "squared_ratios": ratio_N.square(),
         }
+        self._add_over(batch.measured_N, "num_mismatch_tokens", values)
+        if self._version is not None:
+            self._add_by_staleness(batch, self._version, diff_N, k3_N)
+
+    def _add_by_staleness(
+        self, batch: MicroBatch, version: int, diff_N: Tensor, k3_N: Tensor
+    ) -> None:
+        dated_N = batch.versions_N != UNKNOWN
+        staleness_N = version - batch.versions_N
+        values = {
+            "staleness/mean": staleness_N,
+            "staleness/max": staleness_N,
+            "staleness/older_fraction": staleness_N > 0,
+        }
+        self._add_over(dated_N, "num_dated_tokens", values)
+        for age, of_age_N in (("current", staleness_N == 0), ("older", staleness_N > 0)):
+            values = {
+                f"mismatch/{age}/logprob_diff_mean": diff_N,
+                f"mismatch/{age}/k3_kl": k3_N,
+            }
+            self._add_over(dated_N & of_age_N & batch.measured_N, f"num_{age}_tokens", values)
+
+    def _add_over(self, chosen_N: Tensor, count: str, values: dict[str, Tensor]) -> None:
+        """Adds values `[N]` of the chosen tokens to sums and maxima, and to `count` how many these
+        are."""
+        self._sums[count] += chosen_N.sum()
         for name, value_N in values.items():
-            self._sums[name] += torch.where(batch.measured_N, value_N.double(), 0.0).sum()
-        self._sums["num_mismatch_tokens"] += batch.measured_N.sum()
-        maxima = {"mismatch/logprob_diff_max": diff_N, "mismatch/ratio_max": ratio_N}
-        for name, value_N in maxima.items():
-            highest = torch.where(batch.measured_N, value_N, 0.0).max()
-            self._maxima[name] = torch.maximum(self._maxima[name], highest)
+            chosen_value_N = torch.where(chosen_N, value_N.double(), 0.0)
+            if name in self._maxima:
+                self._maxima[name] = torch.maximum(self._maxima[name], chosen_value_N.max())
+            else:
+                self._sums[name] += chosen_value_N.sum()
 
     def reduce(self, num_minibatches: int = 1) -> tuple[float, dict[str, float]]:
         """Returns the mean loss of the step's minibatches, of all its epochs, and its metrics by
@@ -169,9 +230,11 @@ class StepMetrics:
         metrics = {name: sums[name] / sums["num_tokens"] for name in self._update}
         metrics["padding_fraction"] = 1 - sums["num_real_tokens"] / sums["num_padded_tokens"]
         metrics["num_micro_batches"] = float(self._num_micro_batches)
-        num_tokens = sums["num_mismatch_tokens"]
-        if num_tokens:
-            metrics |= {name: sums[name] / num_tokens for name in MISMATCH} | maxima
+        for count, names in MEANS.items():
+            if sums[count]:
+                metrics |= {name: sums[name] / sums[count] for name in names}
+        metrics |= {name: maxima[name] for name, count in MAXIMA.items() if sums[count]}
+        if num_tokens := sums["num_mismatch_tokens"]:
             squared_sum = sums["mismatch/ratio_mean"] ** 2
             metrics["mismatch/effective_sample_size"] = squared_sum / (
                 num_tokens * sums["squared_ratios"]

@@ -25,7 +25,7 @@ from torch import Tensor
 from services.trainer.engine import Update
 from services.trainer.learning import reference
 from services.trainer.learning.batch import collate
-from services.trainer.learning.examples import check
+from services.trainer.learning.examples import allowed_versions, check
 from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_packing
 from services.trainer.zero import lora, state
 from services.trainer.zero import stages as zero
@@ -134,12 +134,15 @@ class DeepSpeedEngine:
         examples: tuple[Example, ...],
         learning_rate: float,
         totals: StepTotals | None = None,
+        version: int | None = None,
     ) -> Update:
-        """Returns what training on `examples` of a batch of `totals` did. Raises BadRequest for
-        examples that the model cannot take, and what `Updater.update` raises, with weights and
-        optimizer as they were."""
-        check(examples, self._parts.model.config.get_text_config().vocab_size)
-        return self._parts.updater.update(examples, learning_rate, totals)
+        """Returns what training the weights of `version` on `examples` of a batch of `totals` did.
+        Raises BadRequest for examples that the model cannot take or that staler weights sampled
+        than the job allows, and what `Updater.update` raises, with weights and optimizer as they
+        were."""
+        vocab_size = self._parts.model.config.get_text_config().vocab_size
+        check(examples, vocab_size, allowed_versions(version, self._job.max_staleness))
+        return self._parts.updater.update(examples, learning_rate, totals, version)
 
     @torch.no_grad()
     def canary(self) -> Canary:

@@ -143,14 +143,15 @@ class Updater:
         examples: tuple[Example, ...],
         learning_rate: float,
         totals: StepTotals | None = None,
+        version: int | None = None,
     ) -> Update:
-        """Returns what training on `examples` did, of a batch that was sampled with `totals` (None:
-        these examples are all of it). Raises Failed if a loss or gradient is not
-        finite or memory ran out, with all as it was; OutOfMemory if memory ran out and this rank
-        cannot go on."""
+        """Returns what training the weights of `version` on `examples` did, of a batch that was
+        sampled with `totals` (None: these examples are all of it). Raises Failed if a loss or
+        gradient is not finite or memory ran out, with all as it was; OutOfMemory if memory ran out
+        and this rank cannot go on."""
         while True:
             try:
-                return self._update(examples, learning_rate, totals)
+                return self._update(examples, learning_rate, totals, version)
             except TooLarge as too_large:
                 get_logger().warning(
                     "out of memory: the step is made again in smaller micro-batches",
@@ -164,7 +165,11 @@ class Updater:
                 )
 
     def _update(
-        self, examples: tuple[Example, ...], learning_rate: float, totals: StepTotals | None
+        self,
+        examples: tuple[Example, ...],
+        learning_rate: float,
+        totals: StepTotals | None,
+        version: int | None,
     ) -> Update:
         training = self._job.training
         minibatches = plan(
@@ -176,7 +181,7 @@ class Updater:
             packed=self._packed,
         )
         progress = Progress(training.epochs * len(minibatches))
-        metrics = StepMetrics(self._device, training, self._correction)
+        metrics = StepMetrics(self._device, training, self._correction, version)
         for group in self._zero.optimizer.param_groups:
             group["lr"] = learning_rate
         undo = Undo(random_state())

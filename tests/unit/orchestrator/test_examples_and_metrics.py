@@ -14,7 +14,17 @@ from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.record.telemetry import reward_metrics, step_metrics
 from shared.job import Job
 from shared.packed import Mask
-from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score, StepResult, StepTotals
+from shared.wire import (
+    Batch,
+    Part,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Score,
+    Span,
+    StepResult,
+    StepTotals,
+)
 
 
 def rollout(length: int, reason: str = "stop") -> Rollout:
@@ -192,6 +202,7 @@ def test_totals_and_examples_count_and_carry_what_the_policy_sampled() -> None:
     batch = scored_batch().model_copy(update={"groups": (group, GROUPS[1])})
     assert step_totals(batch, JOB).num_tokens == 1 + 4 + 3
     (example, _) = to_examples(batch.groups, [[0.5, -0.5], [None, None]])
+    assert example.spans == (Span(version=3, start=0),)
     assert (example.sampled, example.kept_ids, example.kept_counts) == ([1, 0], [0, 7, 1], [2, 1])
 
 

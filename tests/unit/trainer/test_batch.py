@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.learning.batch import collate, cost, micro_batches_of_rank, pack
-from services.trainer.learning.examples import check
+from services.trainer.learning.examples import UNKNOWN, allowed_versions, check
 from shared.errors import BadRequest
 from shared.packed import Logprobs
-from shared.wire import Example
+from shared.wire import Example, Span
 
 
 def example(prompt, completion, advantage=1.0) -> Example:
@@ -188,6 +188,37 @@ def test_the_tokens_that_could_be_sampled_go_with_each_sampled_token():
     assert collate([example((1,), (2, 3))]).kept is None
 
 
+def test_each_sampled_token_knows_the_version_that_sampled_it():
+    # A tool said token 2; the weights changed from 3 to 4 before token 3.
+    mixed = Example(
+        prompt_token_ids=(5,),
+        token_ids=(7, 8, 9, 10, 11),
+        sampled=(1, 1, 0, 1, 1),
+        spans=(Span(version=3, start=0), Span(version=4, start=3)),
+        advantage=1.0,
+    )
+    batch = collate([mixed, example((1,), (2, 3))])
+    assert batch.versions_N.tolist() == [3, 3, 4, 4, UNKNOWN, UNKNOWN]
+
+
+def test_no_token_trains_that_is_staler_than_the_job_allows():
+    # Step 7 trains version 6; with max_staleness 2 versions 4 to 6 may have sampled.
+    allowed = allowed_versions(6, max_staleness=2)
+    spans = (Span(version=3, start=0), Span(version=4, start=1))
+    check([bad_example(spans=(Span(version=4, start=0), Span(version=6, start=1)))], 64, allowed)
+    check([bad_example(spans=spans)], 64, allowed_versions(6, max_staleness=3))
+    check([bad_example(spans=spans)], 64, allowed_versions(None, max_staleness=0))
+    with pytest.raises(
+        BadRequest,
+        match="example 0 of 1 has tokens that version 3 sampled, from 0 on; expected versions 4 "
+        "to 6",
+    ):
+        check([bad_example(spans=spans)], 64, allowed)
+    with pytest.raises(BadRequest, match="version 7 sampled, from 0 on; expected versions 4 to 6"):
+        check([bad_example(spans=(Span(version=7, start=0),))], 64, allowed)
+    assert allowed_versions(1, max_staleness=2) == range(2)
+
+
 def bad_example(**fields) -> Example:
     return Example(**({"prompt_token_ids": (1,), "token_ids": (1, 2), "advantage": 1.0} | fields))
 
@@ -227,6 +258,14 @@ def bad_example(**fields) -> Example:
             "has completion token 1 outside its own kept_ids",
         ),
         (bad_example(kept_counts=(0, 1), kept_ids=(64,)), "token id 64, expected 0 to 63"),
+        *(
+            (
+                bad_example(spans=tuple(Span(version=1, start=start) for start in starts)),
+                rf"has spans from tokens \[{', '.join(map(str, starts))}\] on, expected the first "
+                "from 0 on",
+            )
+            for starts in ((1,), (0, 2), (0, 1, 1))
+        ),
     ],
 )
 def test_an_example_the_model_cannot_take_is_named(bad, sentence):

@@ -34,6 +34,16 @@ def test_token_tis_truncates_each_tokens_weight_by_hand():
     )
 
 
+def test_a_token_is_weighed_by_the_version_that_sampled_it_by_hand():
+    # Four tokens of one completion that now have probability 0.5. The first two were sampled by
+    # weights that gave them 0.4 and 0.8, the others by weights that gave them 0.5 and 0.25. Taken
+    # to either weights alone, some w would be another. Product 1.25 * 0.625 * 1 * 2.
+    sampled_with = [0.4, 0.8, 0.5, 0.25]
+    ratios = [0.5 / probability for probability in sampled_with]
+    assert weights("token_tis", ratios, (4,)) == pytest.approx([1.25, 0.625, 1.0, 2.0], rel=1e-5)
+    assert weights("sequence_tis", ratios, (4,)) == pytest.approx([1.5625] * 4, rel=1e-5)
+
+
 def test_sequence_tis_truncates_the_product_by_hand():
     assert weights("sequence_tis") == pytest.approx([1.5] * 3 + [1.2] * 3, rel=1e-5)
     assert weights("sequence_tis", high=1.3) == pytest.approx([1.3] * 3 + [1.2] * 3, rel=1e-5)

@@ -13,7 +13,7 @@ from services.trainer.learning.correction import Resolved
 from services.trainer.learning.loss import LossInputs
 from services.trainer.learning.metrics import StepMetrics
 from shared.job import TrainingSpec
-from shared.wire import Example
+from shared.wire import Example, Span
 from tests.support.loss_batches import loss_inputs
 
 CPU = torch.device("cpu")
@@ -200,6 +200,51 @@ def test_tokens_whose_sampler_nobody_measured_are_left_out_of_the_mismatch(one_r
     assert values["mismatch/effective_sample_size"] == pytest.approx(
         (math.exp(0.1) + math.exp(-0.2)) ** 2 / (2 * (math.exp(0.2) + math.exp(-0.4)))
     )
+
+
+def test_each_tokens_staleness_is_by_its_own_version_by_hand(one_rank):
+    # Version 7 is trained. Of staleness 0: tokens 2, 3 and 5; of staleness 2: 0 and 1. Token 4
+    # is of unknown weights, and what version 7 said of token 5 was not measured.
+    mixed = Example(
+        prompt_token_ids=(1,),
+        token_ids=(2,) * 4,
+        old_logprobs=(-1,) * 4,
+        spans=(Span(version=5, start=0), Span(version=7, start=2)),
+        advantage=1,
+    )
+    undated = Example(prompt_token_ids=(1,), token_ids=(2,), old_logprobs=(-1,), advantage=1)
+    unmeasured = Example(
+        prompt_token_ids=(1,), token_ids=(2,), spans=(Span(version=7, start=0),), advantage=1
+    )
+    metrics = StepMetrics(CPU, TrainingSpec(), NO_CORRECTION, version=7)
+    metrics.add(micro_batch(0, 3), inputs(0, 3, TrainingSpec()), torch.ones(5), torch.tensor(0.0))
+    log_w = torch.tensor([0.1, -0.3, 0.02, 0.0, 0.5, 0.9], dtype=torch.float64)
+    metrics.add_mismatch(collate([mixed, undated, unmeasured]), log_w - 1)
+    values = metrics.reduce()[1]
+    assert values["staleness/mean"] == pytest.approx((2 + 2 + 0 + 0 + 0) / 5)
+    assert (values["staleness/max"], values["staleness/older_fraction"]) == (2.0, 2 / 5)
+    assert values["mismatch/older/logprob_diff_mean"] == pytest.approx((0.1 + 0.3) / 2)
+    assert values["mismatch/older/k3_kl"] == pytest.approx(
+        (math.exp(0.1) - 1.1 + math.exp(-0.3) - 0.7) / 2
+    )
+    assert values["mismatch/current/logprob_diff_mean"] == pytest.approx(0.02 / 2)
+    assert values["mismatch/current/k3_kl"] == pytest.approx((math.exp(0.02) - 1.02) / 2)
+    assert values["mismatch/logprob_diff_mean"] == pytest.approx((0.1 + 0.3 + 0.02 + 0.5) / 5)
+
+
+def test_a_tools_tokens_have_no_staleness(one_rank):
+    turns = Example(
+        prompt_token_ids=(1,),
+        token_ids=(2,) * 3,
+        sampled=(1, 0, 1),
+        spans=(Span(version=1, start=0), Span(version=2, start=2)),
+        advantage=1,
+    )
+    metrics = StepMetrics(CPU, TrainingSpec(), NO_CORRECTION, version=2)
+    metrics.add(micro_batch(0, 3), inputs(0, 3, TrainingSpec()), torch.ones(5), torch.tensor(0.0))
+    metrics.add_mismatch(collate([turns]), torch.tensor([-1.0, -1.0]))
+    values = metrics.reduce()[1]
+    assert (values["staleness/mean"], values["staleness/older_fraction"]) == (0.5, 0.5)
 
 
 def test_equal_policies_show_no_mismatch(one_rank):

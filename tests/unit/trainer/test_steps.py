@@ -33,6 +33,7 @@ def test_the_totals_of_the_batch_as_sampled_reach_the_engine(tmp_path):
     trainer.train_step(step_request(1).model_copy(update={"totals": totals}))
     trainer.train_step(step_request(2))
     assert engines[0].totals == [totals, None]
+    assert engines[0].versions == [0, 1]
 
 
 @pytest.mark.parametrize(
