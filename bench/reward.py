@@ -15,6 +15,8 @@
 Each way runs the same program with the same tests and gives the same values back. A round has each
 way in turn, at 1, 2 and 8 programs at once; rates are medians over the rounds, and a ratio is the
 median of the rounds' own ratios, so that whatever else the machine does bears on both sides.
+The CPU time of a program is that of all processes together, this one included: it is what a busy
+host has to share, and depends less than a rate on what else runs.
 `imports` is a program with the twenty imports that solutions of programming problems begin with,
 which the sandbox has made already. `/score` is 512 completions over HTTP to a service of its own,
 against the same programs given to a sandbox here.
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -34,6 +37,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import structlog
@@ -76,6 +80,8 @@ Run = Callable[[], Awaitable[None]]
 class Measured:
     per_s: float
     latencies_s: list[float]
+    cpu_s: float
+    """Of one program, in all processes."""
 
 
 class ForkAlone(Slot):
@@ -135,11 +141,15 @@ async def short_program(
             rate = median(run.per_s for run in runs)
             latencies = [latency for run in runs for latency in run.latencies_s]
             p50, p99 = (1000 * quantile(latencies, share) for share in (0.5, 0.99))
-            rows.append([way, str(at_once), f"{rate:.0f}", f"{p50:.1f}", f"{p99:.1f}"])
+            cpu = 1000 * median(run.cpu_s for run in runs)
+            rows.append(
+                [way, str(at_once), f"{rate:.0f}", f"{p50:.1f}", f"{p99:.1f}", f"{cpu:.2f}"]
+            )
             figures += [
                 Figure(f"{way}, {at_once} at once", rate, "1/s"),
                 Figure(f"{way}, {at_once} at once, p50", p50, "ms"),
                 Figure(f"{way}, {at_once} at once, p99", p99, "ms"),
+                Figure(f"{way}, {at_once} at once, CPU", cpu, "ms"),
             ]
         for way in set(measured) - {"sandbox"}:
             figures.append(
@@ -147,7 +157,15 @@ async def short_program(
                     f"sandbox / {way}, {at_once} at once", ratio(measured, way), "x", GOALS.get(way)
                 )
             )
-    print(table(rows, ("way", "at once", "runs/s", "p50 ms", "p99 ms")), "\n")
+        fork, own = measured["fork alone"], measured["sandbox"]
+        figures.append(
+            Figure(
+                f"sandbox / fork alone, {at_once} at once, by CPU",
+                median(a.cpu_s / b.cpu_s for a, b in zip(fork, own, strict=True)),
+                "x",
+            )
+        )
+    print(table(rows, ("way", "at once", "runs/s", "p50 ms", "p99 ms", "CPU ms")), "\n")
     return figures
 
 
@@ -252,7 +270,7 @@ async def in_turn(
 
 async def measure(run: Run, at_once: int, seconds: float) -> Measured:
     latencies: list[float] = []
-    start = time.perf_counter()
+    start, cpu_before_s = time.perf_counter(), cpu_s()
 
     async def client() -> None:
         while (before := time.perf_counter()) < start + seconds:
@@ -260,7 +278,23 @@ async def measure(run: Run, at_once: int, seconds: float) -> Measured:
             latencies.append(time.perf_counter() - before)
 
     await asyncio.gather(*(client() for _ in range(at_once)))
-    return Measured(len(latencies) / (time.perf_counter() - start), latencies)
+    seconds = time.perf_counter() - start
+    return Measured(len(latencies) / seconds, latencies, (cpu_s() - cpu_before_s) / len(latencies))
+
+
+def cpu_s() -> float:
+    """Returns the CPU time of this process and of all that it started, ended ones included."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            fields = stat.read_text().rpartition(")")[2].split()
+            parents[int(stat.parent.name)] = int(fields[1])
+            ticks[int(stat.parent.name)] = sum(map(int, fields[11:15]))
+    own = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own |= more
+    return sum(ticks.get(pid, 0) for pid in own) / os.sysconf("SC_CLK_TCK")
 
 
 def ratio(measured: dict[str, list[Measured]], other: str) -> float:

@@ -7,7 +7,6 @@ same code.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -20,9 +19,7 @@ def main() -> None:
     control: int = json.loads(sys.argv[1])["control_fd"]
     for name in zygote.WARM.split():
         importlib.import_module(name)
-    program.rehearse()
-    gc.collect()
-    gc.freeze()
+    program.make_ready_to_fork()
     frames.send(control, {"ready": True})
     while (request := frames.exactly(control, child.REQUEST.size)) is not None:
         _, _, stdin_size, program_size = child.REQUEST.unpack(request)

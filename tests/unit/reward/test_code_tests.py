@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.graders.code_tests import completed
+from services.reward.graders.code_tests import completed, inside
 from services.reward.grading import registry
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
@@ -356,3 +356,21 @@ async def test_other_ways_of_testing_tell_right_from_wrong(
     for program, value in ((right, 1.0), (wrong, 0.0)):
         part = await grade(sandbox, program, {"tests": tests}, cpu_s=0.3)
         assert (part.value, part.verdict == "ok") == (value, value == 1.0), part.detail
+
+
+async def test_a_sandbox_compiles_none_of_our_own_code(sandbox: LocalSandbox) -> None:
+    arguments = {
+        "setup": "",
+        "program": SUM,
+        "calls": [["expression", "f(2, 3)"]],
+        "cpu_s": 1.0,
+        "last": [],
+    }
+    request = inside.candidate_job(arguments)
+    files = request.inputs["_files"]
+    compiled = {"_files": [[name, code, "not Python"] for name, code, _ in files]}
+    of_another = {"_files": [[name, "00", text] for name, _, text in files], "_hexversion": 0}
+    for other in (compiled, of_another):
+        inputs = {**request.inputs, **other}
+        ended = await sandbox.execute(request.model_copy(update={"inputs": inputs}))
+        assert ended.value == [["value", "5"]], ended

@@ -1,8 +1,13 @@
-"""The code that goes into sandboxes: the sources of the `inside_*` files, and one expression that
-calls them."""
+"""The code that goes into sandboxes: the `inside_*` files, and one expression that calls them.
+
+It goes as Python compiled it here: compiling it in each sandbox would take longer than most
+programs. A sandbox with another Python gets to compile the source.
+"""
 
 from __future__ import annotations
 
+import marshal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +16,45 @@ from shared.wire import ExecuteRequest
 _FOLDER = Path(__file__).parent
 _PACKAGE = __name__.rpartition(".")[0]
 _LOADER = """
-import sys, types
-def _load(name, source):
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
-    return module.__dict__.get("run")
+import marshal, sys, types
+for _name, _compiled, _source in _files:
+    _module = sys.modules[_name] = types.ModuleType(_name)
+    exec(marshal.loads(bytes.fromhex(_compiled)) if sys.hexversion == _hexversion
+         else compile(_source, _name, "exec", dont_inherit=True), _module.__dict__)
 """
+_CALL = "_module.run(**_arguments)"
 
 
-def _code(*files: str) -> str:
-    sources = [(f"{_PACKAGE}.{file}", (_FOLDER / f"{file}.py").read_text()) for file in files]
-    return _LOADER + "\n".join(f"_run = _load({name!r}, {source!r})" for name, source in sources)
+def _inputs(*files: str) -> dict[str, Any]:
+    sources = {f"{_PACKAGE}.{file}": (_FOLDER / f"{file}.py").read_text() for file in files}
+    return {
+        "_hexversion": sys.hexversion,
+        "_files": [[name, _compiled(source, name), source] for name, source in sources.items()],
+    }
 
 
-_CANDIDATE = _code("codec", "inside_candidate")
-_TESTS = _code("codec", "inside_tests")
+def _compiled(source: str, name: str) -> str:
+    code = compile(source, name, "exec", dont_inherit=True)
+    return marshal.dumps(code).hex()
+
+
+_CANDIDATE = _inputs("codec", "inside_candidate")
+_TESTS = _inputs("codec", "inside_tests")
 
 
 def candidate_job(arguments: dict[str, Any], **limits: Any) -> ExecuteRequest:
     """Returns the job that runs a program and makes calls; `arguments` are those of
     `inside_candidate.run`."""
-    return ExecuteRequest(
-        code=_CANDIDATE, expression="_run(**_arguments)", inputs={"_arguments": arguments}, **limits
-    )
+    return _job(_CANDIDATE, arguments, limits)
 
 
 def tests_job(arguments: dict[str, Any], **limits: Any) -> ExecuteRequest:
     """Returns the job that runs test code; `arguments` are those of `inside_tests.run`."""
-    return ExecuteRequest(
-        code=_TESTS, expression="_run(**_arguments)", inputs={"_arguments": arguments}, **limits
-    )
+    return _job(_TESTS, arguments, limits)
+
+
+def _job(
+    files: dict[str, Any], arguments: dict[str, Any], limits: dict[str, Any]
+) -> ExecuteRequest:
+    inputs = {**files, "_arguments": arguments}
+    return ExecuteRequest(code=_LOADER, expression=_CALL, inputs=inputs, **limits)

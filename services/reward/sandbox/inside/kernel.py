@@ -68,6 +68,12 @@ def fork_into_pid_namespace() -> int:
     return _check(_with_lock.syscall(*_INTO_PID_NAMESPACE), "clone(pid namespace of a child)")
 
 
+def give_back_free_memory() -> None:
+    """Returns the C library's unused memory to the kernel, where that library can do so."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
+
+
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     result = _libc.mount(
         source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()

@@ -11,7 +11,6 @@ forge for another program. Trusted code; standard library only.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import mmap
@@ -116,9 +115,7 @@ class Zygote:
             cores=len(os.sched_getaffinity(0)),
         )
         unsafe_folder = f"{UNSAFE_FOLDER}{config['service_pid']}-"
-        program.rehearse()
-        gc.collect()
-        gc.freeze()  # so that a collection in a child copies no page of ours
+        program.make_ready_to_fork()
         return cls(surroundings, isolation.Tmp() if isolated else FolderOfItsOwn(unsafe_folder))
 
     def serve(self) -> None:
