@@ -20,11 +20,15 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.errors import BadRequest
 from shared.explain import nearest, sentences
+from shared.urls import check_service_url
 
 PREFIX = "HONE_"
 _TOKEN = re.compile(r"[!-~]{8,}")
 DNS_PREFIX = "dns+"
 """Before the URL of a name that stands for a sampler at each of its addresses."""
+
+REGISTERED = "registered"
+"""In the place of a URL: every sampler that registered itself."""
 
 PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003, "redis": 6379}
 
@@ -75,8 +79,9 @@ class Settings(BaseSettings):
     """Where `hone` finds the orchestrator. If it is not set, a stack of `hone up` comes first."""
 
     rollout_url: str = f"http://127.0.0.1:{PORTS['rollout']}"
-    """Where the orchestrator finds the samplers: a URL, several with commas between them, or
-    dns+http://<name>:<port>, which is one at each address of the name, looked up every 5 s."""
+    """Where the orchestrator finds the samplers, with commas between several places: a URL;
+    dns+http://<name>:<port>, which is one at each address of the name, looked up every 5 s; or
+    "registered", which is every sampler that has `rollout_advertise_url`."""
 
     trainer_url: str = f"http://127.0.0.1:{PORTS['trainer']}"
     """Where the orchestrator finds the trainer, and the sampler for `weight_sync = "http"` and
@@ -158,6 +163,11 @@ class Settings(BaseSettings):
 
     rollout_replica: str | None = None
     """Name of this sampler among several, in rollouts and logs. None: its host's name and port."""
+
+    rollout_advertise_url: str | None = None
+    """URL by which the orchestrator reaches this sampler, such as http://10.0.0.7:8001. With it the
+    sampler registers itself at `orchestrator_url`, until it ends. None: it is named in
+    `rollout_url` there."""
 
     rollout_replicas: int = Field(default=1, ge=1, le=64)
     """Samplers that `hone up` starts, on the ports from `rollout_port` on. More than 1 only where
@@ -263,12 +273,19 @@ class Settings(BaseSettings):
     @classmethod
     def _places(cls, value: str) -> str:
         for place in _split(value) or [value]:
+            if place == REGISTERED:
+                continue
             url = urlsplit(place.removeprefix(DNS_PREFIX))
             if url.scheme not in ("http", "https") or not url.hostname:
                 raise ValueError(f"{place!r} is no URL; expected for example http://host:8001")
             if place.startswith(DNS_PREFIX) and not url.port:
                 raise ValueError(f"{place!r} has no port; expected for example {place}:8001")
         return value
+
+    @field_validator("rollout_advertise_url")
+    @classmethod
+    def _advertised(cls, value: str | None) -> str | None:
+        return value and check_service_url(value)
 
     @property
     def rollout_urls(self) -> tuple[str, ...]:

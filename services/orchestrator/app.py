@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
-from services.orchestrator.api import history, jobs, regrade
+from services.orchestrator.api import history, jobs, regrade, samplers
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue.store import Store
 from services.orchestrator.queue.worker import Worker
@@ -40,6 +40,7 @@ def create_service(settings: Settings, store: Store) -> Service:
     jobs.add_routes(service, settings, store)
     history.add_routes(service, store)
     regrade.add_route(service, settings, store)
+    samplers.add_routes(service, settings, store)
     return service
 
 

@@ -13,6 +13,7 @@ from prometheus_client import Counter
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
+from services.rollout.registration import registered
 from services.rollout.sampler import Sampler
 from shared.config import Settings
 from shared.service import Service
@@ -39,7 +40,8 @@ def create_service(settings: Settings, sampler: Sampler) -> Service:
     async def lifespan() -> AsyncGenerator[None]:
         sampler.open(settings.rollout_model)
         try:
-            yield
+            async with registered(settings, lambda: sampler.serving, service.draining):
+                yield
         finally:
             await sampler.close()
 

@@ -11,51 +11,15 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import run, samplers
-from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, StateLost
 from shared.job import Job
 from shared.service import request_key
-from shared.wire import Batch, JobRecord
 from tests.support import orchestrator_stack
-from tests.support.fake_samplers import FakeSampler, pool_of
-from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import Stack, orchestrator
+from tests.support.fake_samplers import pool_of
+from tests.support.pool_stack import Pool, finished, pool_stack
 
 job = orchestrator_stack.job  # a fixture
-
-
-class Pool:
-    """A stack with several samplers, which `settings` name."""
-
-    def __init__(self, stack: Stack, samplers: tuple[FakeSampler, ...]) -> None:
-        self.stack, self.samplers = stack, samplers
-
-    def batches(self, record: JobRecord) -> list[Batch]:
-        folder = self.stack.folder(record.id)
-        return [batch for step in folder.batch_steps() if (batch := folder.batch(step))]
-
-    def check_groups(self, record: JobRecord) -> None:
-        """Every step has each of its groups once, each by the answer to its own key."""
-        job = record.job
-        batches = self.batches(record)
-        assert [batch.step for batch in batches] == list(range(1, job.steps + 1))
-        keys = [group.replica.split(" ")[1] for batch in batches for group in batch.groups]
-        places = [key.split(":", 3)[3].rsplit(":", 1)[0] for key in keys]
-        assert places == [
-            f"{step}:0:{position}"
-            for step in range(1, job.steps + 1)
-            for position in range(job.sampling.prompts_per_step)
-        ]
-        assert [request.step for request in self.stack.fakes.trained] == [
-            batch.step for batch in batches
-        ]
-
-    async def said(self, record: JobRecord, *parts: str) -> list[str]:
-        """Returns the job's sentences that have any of the parts."""
-        events = await self.stack.events(record.id)
-        return [e.message for e in events if any(part in e.message for part in parts)]
 
 
 @pytest.fixture
@@ -77,26 +41,11 @@ async def pool(
     max_num_seqs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncGenerator[Pool]:
-    monkeypatch.setattr(run, "PAUSES_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(samplers, "LOOK_S", 0.02)
-    monkeypatch.setattr(samplers, "DISCOVER_S", 0.05)
-    quiet = job.model_copy(update={"data": job.data.model_copy(update={"eval": None}), "steps": 4})
-    fakes = FakeServices(settings)
-    async with fakes.running(settings) as running, pool_of(count, settings, max_num_seqs) as all_:
-        urls = ",".join(sampler.url for sampler in all_)
-        settings = running.model_copy(
-            update={"rollout_url": urls, "replica_patience_s": 0.2, "patience_s": 10.0}
-        )
-        async with orchestrator(settings, redis_url) as (store, transport):
-            client = Client("orchestrator", "http://localhost", transport=transport)
-            unused: Any = None
-            yield Pool(Stack(fakes, settings, store, client, unused, quiet), all_)
-
-
-async def finished(pool: Pool, job: Job | None = None) -> JobRecord:
-    record = await pool.stack.until((await pool.stack.submit(job)).id)
-    assert (record.status, record.error) == ("succeeded", None)
-    return record
+    async with (
+        pool_of(count, settings, max_num_seqs) as all_,
+        pool_stack(settings, redis_url, job, all_, monkeypatch) as pool,
+    ):
+        yield pool
 
 
 async def test_groups_are_shared_out_and_every_sampler_has_each_version(pool: Pool) -> None:

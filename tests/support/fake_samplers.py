@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -41,12 +42,12 @@ class FakeSampler:
         self.groups: list[str | None] = []
         self.aborted: list[AbortRequest] = []
         self.seeds: dict[str | None, int | None] = {}
-        self.serving = ServingWeights()
         self.fence: Fence = (0, 0)
         self.port = 0
         self.busy = 0
         self.most_busy = 0
-        self._max_num_seqs = max_num_seqs
+        self._nothing = ServingWeights(replica=name, max_num_seqs=max_num_seqs)
+        self.serving = self._nothing
         self._settings = settings
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -58,12 +59,13 @@ class FakeSampler:
 
     async def start(self) -> None:
         """Serves, without a model, on the port it had before."""
-        self.serving, self.fence, self.busy = ServingWeights(), (0, 0), 0
+        self.serving, self.fence, self.busy = self._nothing, (0, 0), 0
         service = self._service = Service("rollout", self._settings, busy=lambda: self.busy)
         service.operation("PUT", "/model", self._put_model, key=lambda _: "")
         service.operation("POST", "/generate", self._generate)
         service.operation("POST", "/reload_weights", self._reload, key=lambda _: "")
         service.operation("POST", "/abort", self._abort, key=lambda _: "")
+        service.query("/weights", self._weights)
         self._server = service.server(self.port)
         self._task = asyncio.create_task(_serve(self._server))
         while not self._server.started:
@@ -93,7 +95,11 @@ class FakeSampler:
     async def _put_model(self, spec: ModelRequest) -> ServingWeights:
         await self._note("model", spec)
         if self.serving.model != spec.model:
-            self.serving = ServingWeights(model=spec.model, max_num_seqs=self._max_num_seqs)
+            life = {"model": spec.model, "boot_id": secrets.token_hex(8)}
+            self.serving = self._nothing.model_copy(update=life)
+        return self.serving
+
+    async def _weights(self) -> ServingWeights:
         return self.serving
 
     async def _reload(self, request: WeightsRef) -> ServingWeights:
@@ -101,15 +107,8 @@ class FakeSampler:
         if self.serving.model is None:
             raise StateLost("no model is loaded; PUT /model loads one")
         await self._note("reload", ref)
-        self.serving = ServingWeights(
-            job_id=ref.job_id,
-            attempt=ref.attempt,
-            epoch=ref.epoch,
-            version=ref.version,
-            digest=ref.digest,
-            model=self.serving.model,
-            max_num_seqs=self._max_num_seqs,
-        )
+        what = ref.model_dump(include={"job_id", "attempt", "epoch", "version", "digest"})
+        self.serving = self.serving.model_copy(update=what)
         return self.serving
 
     async def _generate(self, body: GenerateRequest) -> RolloutGroup:

@@ -1,22 +1,41 @@
-"""Where the samplers are: addresses as they are written, and names that stand for several."""
+"""Where the samplers are: addresses as they are written, names that stand for several, and samplers
+that registered themselves."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
-from shared.config import DNS_PREFIX
+from shared.config import DNS_PREFIX, REGISTERED
 from shared.logs import get_logger
 
+Registered = Callable[[], Awaitable[Sequence[str]]]
+"""Returns the URLs of the samplers that are registered now."""
 
-async def sampler_urls(places: Sequence[str]) -> tuple[str, ...]:
+
+async def nobody() -> Sequence[str]:
+    return ()
+
+
+def is_one(places: Sequence[str]) -> bool:
+    """Returns whether there can be no more than one sampler."""
+    return len(places) == 1 and places[0] != REGISTERED and not places[0].startswith(DNS_PREFIX)
+
+
+async def sampler_urls(places: Sequence[str], registered: Registered = nobody) -> tuple[str, ...]:
     """Returns the URL of each sampler, in a fixed order. `dns+http://name:8001` stands for one at
-    each address of the name now; a name without any stands for none."""
-    found = [
-        await _addresses(place) if place.startswith(DNS_PREFIX) else (place,) for place in places
-    ]
+    each address of the name now, "registered" for each that registered itself; either may be
+    none."""
+    found: list[Sequence[str]] = []
+    for place in places:
+        if place == REGISTERED:
+            found.append(await registered())
+        elif place.startswith(DNS_PREFIX):
+            found.append(await _addresses(place))
+        else:
+            found.append((place,))
     return tuple(dict.fromkeys(url.rstrip("/") for urls in found for url in urls))
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from services.orchestrator.loop.discovery import Registered, is_one, nobody
 from services.orchestrator.loop.samplers import Push, Samplers
 from shared.client import Client
-from shared.config import DNS_PREFIX, Settings
+from shared.config import Settings
 from shared.job import Job, SyncMethod
 from shared.presence import Tell, tell_nobody
 from shared.wire import (
@@ -59,13 +60,14 @@ class Peers:
         job_id: str = "unnamed",
         attempt: int = 0,
         tell: Tell = tell_nobody,
+        registered: Registered = nobody,
     ) -> None:
         self._job = job
         self._who = Fenced(job_id=job_id, attempt=attempt)
         self._settings = settings
         token = settings.bearer()
         patience_s = settings.patience_s
-        self._samplers = Samplers(settings, tell)
+        self._samplers = Samplers(settings, tell, registered)
         self.sync_method: SyncMethod | None = None
         self._trainer = Client(
             "trainer",
@@ -93,8 +95,7 @@ class Peers:
     @property
     def one_sampler(self) -> bool:
         """Whether there can be no more than one."""
-        urls = self._settings.rollout_urls
-        return len(urls) == 1 and not urls[0].startswith(DNS_PREFIX)
+        return is_one(self._settings.rollout_urls)
 
     @property
     def job_id(self) -> str:

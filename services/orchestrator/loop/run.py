@@ -56,7 +56,14 @@ class Run:
         self._settings = settings
         self._folder = RunFolder(Path(record.run_dir))
         self._journal = Journal(store, lease)
-        self._peers = Peers(record.job, settings, record.id, lease.attempt, self._journal.presence)
+        self._peers = Peers(
+            record.job,
+            settings,
+            record.id,
+            lease.attempt,
+            self._journal.presence,
+            store.sampler_urls,
+        )
         self._tracker = Tracker(record.job, record.id, self._folder.path)
         self._after: AfterStep | None = None
         self._began = 0.0

@@ -18,7 +18,7 @@ from typing import Any
 
 from services.orchestrator.loop.admission import Admission
 from services.orchestrator.loop.decisions import SyncFailed
-from services.orchestrator.loop.discovery import sampler_urls
+from services.orchestrator.loop.discovery import Registered, nobody, sampler_urls
 from services.orchestrator.loop.replica import Replica
 from services.orchestrator.loop.tasks import stop
 from shared.client import Client
@@ -71,8 +71,9 @@ class Push:
 class Samplers:
     """All samplers of one job. `open` begins an epoch, `push` makes all serve a version."""
 
-    def __init__(self, settings: Settings, tell: Tell) -> None:
+    def __init__(self, settings: Settings, tell: Tell, registered: Registered = nobody) -> None:
         self._settings = settings
+        self._registered = registered
         self._tell = tell
         self._replicas: dict[str, Replica] = {}
         self._spec: ModelRequest | None = None
@@ -92,7 +93,7 @@ class Samplers:
         self._spec, self._pushed = spec, None
         for replica in self._replicas.values():
             replica.end("the job is loaded again")
-        await self._discover()
+        await self._find_some()
         await self._first_up()
         self._keeper = asyncio.create_task(self._keep())
 
@@ -105,13 +106,15 @@ class Samplers:
         """Ends what the samplers have under way of the job. Nothing depends on it: one that does
         not answer soon is logged, and its fence keeps the rest from other weights."""
         if not self._replicas:
-            await self._discover()
+            await self._discover_again()
         every = self._replicas.values()
         await asyncio.gather(*(self._abort(replica, body) for replica in every))
 
     def one(self) -> Client:
-        """Returns the client of a sampler that is up, if there is one."""
-        assert self._replicas, "a job opens the pool first"
+        """Returns the client of a sampler, of one that is up if there is one. Raises Unavailable if
+        there is none at all."""
+        if not self._replicas:
+            raise self._nobody()
         return max(self._replicas.values(), key=lambda replica: replica.up).client
 
     async def _first_up(self) -> None:
@@ -119,6 +122,7 @@ class Samplers:
         joins = {
             asyncio.create_task(self._join(replica, patience_s)): replica
             for replica in self._replicas.values()
+            if replica.listed
         }
         try:
             waiting = set(joins)
@@ -167,7 +171,7 @@ class Samplers:
             while True:
                 await asyncio.sleep(LOOK_S)
                 if time.monotonic() >= self._discover_at:
-                    await self._discover()
+                    await self._discover_again()
                 for replica in [*self._replicas.values()]:
                     join = joins.get(replica)
                     is_due = not replica.up and time.monotonic() >= replica.retry_at
@@ -193,15 +197,39 @@ class Samplers:
             serves = "the model" if version is None else f"version {version}"
             await self._tell(f"sampler {replica.url} serves {serves}", False)
 
-    async def _discover(self) -> None:
-        """Raises BadRequest if no sampler is named at all."""
+    async def _find_some(self) -> None:
+        """Waits until there is a sampler, as names and registrations may stand for none. Raises
+        Unavailable if none comes."""
+        end = time.monotonic() + self._settings.patience_s
+        is_said = False
+        while await self._discover() == 0:
+            if time.monotonic() > end:
+                raise Unavailable(f"there is no sampler at all: {self._places()}")
+            if not is_said:
+                await self._tell(f"waiting for a first sampler: {self._places()}", True)
+            is_said = True
+            await asyncio.sleep(LOOK_S)
+
+    def _places(self) -> str:
+        return f"HONE_ROLLOUT_URL is {self._settings.rollout_url!r}, which stands for none now"
+
+    async def _discover_again(self) -> None:
+        """While Redis is away, the samplers are those of before."""
+        try:
+            await self._discover()
+        except Unavailable as error:
+            get_logger().warning("samplers not found out", reason=error.detail)
+
+    async def _discover(self) -> int:
+        """Returns how many samplers there are. Raises StoreUnavailable while Redis is away."""
         self._discover_at = time.monotonic() + DISCOVER_S
-        urls = await sampler_urls(self._settings.rollout_urls)
+        urls = await sampler_urls(self._settings.rollout_urls, self._registered)
         for replica in self._replicas.values():
             replica.listed = replica.url in urls
         for url in urls:
             if url not in self._replicas:
                 self._replicas[url] = self._new(url, alone=len(urls) == 1)
+        return len(urls)
 
     def _new(self, url: str, *, alone: bool) -> Replica:
         """Returns one that was not asked yet. Of several, the pool says itself which is away."""

@@ -9,6 +9,8 @@
     hone:job:<id>:checkpoints    hash    step -> the checkpoint, as JSON
     hone:lease:<resource>        string  attempt of the worker that has that trainer or sampler;
                                          expires
+    hone:samplers                set     names of samplers that registered themselves
+    hone:sampler:<name>          string  the registration, as JSON; expires
     hone:key:<idempotency key>   string  job id and fingerprint of its submission, for a day
     hone:call:<call>             string  answer of a script's call, for a retry of the same call
     hone:deleted:<id>            string  the job was deleted; for a day
@@ -35,6 +37,8 @@ JOB = "hone:job:"
 EVENTS = ":events"
 CHECKPOINTS = ":checkpoints"
 LEASE = "hone:lease:"
+SAMPLERS = "hone:samplers"
+SAMPLER = "hone:sampler:"
 KEY = "hone:key:"
 CALL = "hone:call:"
 DELETED = "hone:deleted:"

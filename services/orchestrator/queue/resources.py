@@ -5,14 +5,16 @@ from __future__ import annotations
 import socket
 from urllib.parse import urlsplit
 
-from shared.config import is_loopback
+from shared.config import REGISTERED, is_loopback
 
 PORTS = {"http": 80, "https": 443}
 
 
 def resource(url: str) -> str:
     """Returns `host:port` of the service at `url`. This machine's loopback is its host name: of two
-    machines, each has its own."""
+    machines, each has its own. Samplers that registered themselves are one resource together."""
+    if url == REGISTERED:
+        return REGISTERED
     parts = urlsplit(url)
     host = parts.hostname or ""
     name = socket.gethostname().lower() if is_loopback(host) else host.rstrip(".")

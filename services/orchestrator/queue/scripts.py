@@ -25,6 +25,7 @@ _KEYS = f"""
 local JOBS, QUEUE, ENDED = '{keys.JOBS}', '{keys.QUEUE}', '{keys.ENDED}'
 local ATTEMPTS, LEASE = '{keys.ATTEMPTS}', '{keys.LEASE}'
 local KEY, DELETED = '{keys.KEY}', '{keys.DELETED}'
+local SAMPLERS, SAMPLER = '{keys.SAMPLERS}', '{keys.SAMPLER}'
 local function job(id) return '{keys.JOB}' .. id end
 local function events(id) return job(id) .. '{keys.EVENTS}' end
 local function checkpoints(id) return job(id) .. '{keys.CHECKPOINTS}' end
@@ -336,3 +337,47 @@ DELETE = once("""
 """)
 """call: id, deleted_ttl_s. Returns 'deleted', also if it was before; the status if the job has not
 ended; '' if there is no such job."""
+
+REGISTER = (
+    _SHARED
+    + """
+local key = SAMPLER .. call.replica
+local known = redis.call('GET', key)
+local url = known and cjson.decode(known).url
+if url and url ~= cjson.decode(call.registration).url then return url end
+redis.call('SADD', SAMPLERS, call.replica)
+redis.call('SET', key, call.registration, 'PX', call.lease_ms)
+return 'ok'
+"""
+)
+"""call: replica, registration (JSON), lease_ms. Registers the sampler, or renews its lease. Returns
+'ok', or the URL of another sampler that has the name."""
+
+UNREGISTER = (
+    _SHARED
+    + """
+redis.call('SREM', SAMPLERS, call.replica)
+redis.call('DEL', SAMPLER .. call.replica)
+return 'ok'
+"""
+)
+"""call: replica. Returns 'ok', also if it was not registered."""
+
+REGISTERED = (
+    _SHARED
+    + """
+local found = {}
+for _, replica in ipairs(redis.call('SMEMBERS', SAMPLERS)) do
+  local registration = redis.call('GET', SAMPLER .. replica)
+  if registration then
+    local left_ms = redis.call('PTTL', SAMPLER .. replica)
+    found[#found + 1] = {replica, registration, left_ms}
+  else
+    redis.call('SREM', SAMPLERS, replica)
+  end
+end
+return cjson.encode(found)
+"""
+)
+"""Returns a list of [replica, registration, milliseconds that are left], as JSON; {} for none.
+Forgets those whose lease has ended."""

@@ -28,7 +28,17 @@ from services.orchestrator.queue.ids import new_job_id
 from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
 from shared.job import JOB_ID, Job
 from shared.logs import get_logger
-from shared.wire import TERMINAL, Checkpoint, Event, JobDeleted, JobList, JobRecord, JobState
+from shared.wire import (
+    TERMINAL,
+    Checkpoint,
+    Event,
+    JobDeleted,
+    JobList,
+    JobRecord,
+    JobState,
+    RegisteredSampler,
+    Registration,
+)
 
 SCHEMA = 1
 """Version of what is written into a job's hash. Readers ignore fields that they do not know."""
@@ -55,6 +65,11 @@ MAX_FOLLOWERS = 512
 """Clients that follow jobs' events at a time. Each holds a connection while it waits."""
 
 KEY_TTL_S = 24 * 3600
+
+REGISTRATION_S = 15.0
+"""Seconds that a sampler stays registered without saying so again, which it does three times as
+often. Long enough for a pause of its process; what it does not answer meanwhile, others sample."""
+
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
 EVENT_ID = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?")
@@ -108,6 +123,9 @@ class Store:
         self._resume = self._redis.register_script(scripts.RESUME)
         self._cancel = self._redis.register_script(scripts.CANCEL)
         self._delete = self._redis.register_script(scripts.DELETE)
+        self._register = self._redis.register_script(scripts.REGISTER)
+        self._unregister = self._redis.register_script(scripts.UNREGISTER)
+        self._registered = self._redis.register_script(scripts.REGISTERED)
 
     async def open(self) -> None:
         """Checks that Redis keeps what it accepts, and that every job that waits is in the queue.
@@ -274,6 +292,35 @@ class Store:
         found = [json.loads(text) for text in (await self._hash(keys.checkpoints(job_id))).values()]
         checkpoints = [Checkpoint.model_validate(data, extra="ignore") for data in found]
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+
+    # --- by samplers
+
+    async def register(self, replica: str, registration: Registration) -> RegisteredSampler:
+        """Registers a sampler for REGISTRATION_S seconds. Raises Conflict while another one, at
+        another URL, has the name."""
+        text = registration.model_dump_json()
+        lease_ms = int(REGISTRATION_S * 1000)
+        answer = await self._call(
+            self._register, replica=replica, registration=text, lease_ms=lease_ms
+        )
+        if answer != "ok":
+            raise Conflict(
+                f"sampler {replica!r} is registered at {answer}, got {registration.url}; give each "
+                "sampler a name of its own (HONE_ROLLOUT_REPLICA), or wait until the lease of the "
+                f"other one ends ({REGISTRATION_S:g} s)"
+            )
+        return _registered(replica, text, lease_ms)
+
+    async def unregister(self, replica: str) -> None:
+        await self._call(self._unregister, replica=replica)
+
+    async def samplers(self) -> list[RegisteredSampler]:
+        """Returns the samplers whose registration has not expired, by name."""
+        found = json.loads(await self._call(self._registered))
+        return [_registered(*each) for each in sorted(found)]
+
+    async def sampler_urls(self) -> list[str]:
+        return [sampler.url for sampler in await self.samplers()]
 
     # --- by a worker
 
@@ -475,6 +522,18 @@ def _event(job_id: str, id: str, fields: dict[str, str]) -> Event:
         return Event(
             id=id, job_id=job_id, time=time_s, type="log", level="warning", message=message
         )
+
+
+def _registered(replica: str, text: str, left_ms: int) -> RegisteredSampler:
+    return RegisteredSampler.model_validate(
+        {
+            **json.loads(text),
+            "replica": replica,
+            "lease_s": REGISTRATION_S,
+            "expires_at": time.time() + left_ms / 1000,
+        },
+        extra="ignore",
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,333 @@
+"""Samplers that register themselves: who may, for how long, and what a running job makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from hone.commands.doctor import examine_stack
+from services.orchestrator.app import create_service
+from services.orchestrator.loop.discovery import is_one, sampler_urls
+from services.orchestrator.queue import store as store_module
+from services.orchestrator.queue.resources import resource
+from services.orchestrator.queue.store import Store
+from services.rollout import registration
+from services.rollout.registration import registered
+from shared.client import Client
+from shared.config import Settings
+from shared.draining import Draining
+from shared.errors import BadRequest, Conflict, HoneError
+from shared.job import Job
+from shared.wire import (
+    RegisteredSampler,
+    Registration,
+    SamplerList,
+    ServingWeights,
+    Unregistered,
+)
+from tests.support import orchestrator_stack
+from tests.support.fake_samplers import FakeSampler, pool_of
+from tests.support.orchestrator_stack import orchestrator
+from tests.support.pool_stack import Pool, pool_stack
+from tests.support.running import free_port
+
+job = orchestrator_stack.job  # a fixture
+URL = "http://127.0.0.1:8001"
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncGenerator[Store]:
+    store = Store(redis_url)
+    await store.open()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def client(settings: Settings, redis_url: str) -> AsyncGenerator[Client]:
+    """Of an orchestrator that takes registrations."""
+    settings = settings.model_copy(update={"rollout_url": "registered"})
+    async with (
+        orchestrator(settings, redis_url) as (_, transport),
+        Client("orchestrator", "http://localhost", transport=transport) as client,
+    ):
+        yield client
+
+
+async def register(client: Client, replica: str, url: str = URL, **more: Any) -> RegisteredSampler:
+    body = Registration(url=url, **more)
+    path = f"/v1/samplers/{replica}"
+    return await client.call("PUT", path, body, RegisteredSampler, deadline_s=10)
+
+
+async def unregister(client: Client, replica: str) -> Unregistered:
+    return await client.call("DELETE", f"/v1/samplers/{replica}", None, Unregistered, deadline_s=10)
+
+
+async def listed(client: Client) -> list[str]:
+    return [each.replica for each in (await client.get("/v1/samplers", SamplerList)).samplers]
+
+
+# --- who may, and for how long --------------------------------------------------------------------
+
+
+async def test_a_lease_ends_unless_the_sampler_says_so_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "REGISTRATION_S", 0.5)
+    body = Registration(url=URL)
+    first = await store.register("stays", body)
+    await store.register("goes", Registration(url="http://127.0.0.1:8002"))
+    assert await store.sampler_urls() == ["http://127.0.0.1:8002", URL]
+    while len(found := await store.samplers()) > 1:
+        last = await store.register("stays", body)
+        await asyncio.sleep(0.01)
+    assert [each.replica for each in found] == ["stays"]
+    assert last.expires_at > first.expires_at
+    while await store.samplers():
+        await asyncio.sleep(0.01)
+
+
+async def test_two_samplers_of_one_name_are_told_apart_and_the_second_is_refused(
+    client: Client,
+) -> None:
+    await register(client, "r0")
+    with pytest.raises(Conflict, match=r"'r0' is registered at http://127.0.0.1:8001, got .*:8002"):
+        await register(client, "r0", "http://127.0.0.1:8002")
+    await unregister(client, "r0")
+    assert (await register(client, "r0", "http://127.0.0.1:8002")).replica == "r0"
+
+
+async def test_registering_and_leaving_twice_is_doing_so_once(client: Client) -> None:
+    await register(client, "host:8001")
+    shown = await register(client, "host:8001", job_id="demo-1", version=3)
+    assert (shown.url, shown.job_id, shown.version) == (URL, "demo-1", 3)
+    assert await listed(client) == ["host:8001"]
+    for _ in range(2):
+        assert (await unregister(client, "host:8001")).replica == "host:8001"
+    assert await listed(client) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("ftp://127.0.0.1:8001", "is no URL of a service"),
+        ("127.0.0.1:8001", "is no URL of a service"),
+        ("http://127.0.0.1:port", "is no URL of a service"),
+        ("http://127.0.0.1:8001\n", "is no URL of a service"),
+        ("http://user:secret@127.0.0.1:8001", "holds a user or a password"),
+        ("http://127.0.0.1:8001/elsewhere", "goes on after host and port"),
+        ("http://127.0.0.1:8001?a=b", "goes on after host and port"),
+    ],
+)
+async def test_a_url_that_is_none_of_a_service_is_refused(
+    client: Client, url: str, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        Registration(url=url)
+    with pytest.raises(ValueError, match=why) as caught:
+        Settings(rollout_advertise_url=url)
+    assert "HONE" in str(caught.value) or "rollout_advertise_url" in str(caught.value)
+    body = Registration.model_construct(url=url, job_id=None, version=None)
+    with pytest.raises(BadRequest, match=why):
+        await client.call("PUT", "/v1/samplers/r0", body, RegisteredSampler, deadline_s=10)
+
+
+@pytest.mark.parametrize("replica", ["-r0", "a%20b", "a" * 101])
+async def test_a_name_that_is_none_is_refused(client: Client, replica: str) -> None:
+    with pytest.raises(BadRequest, match="replica"):
+        await register(client, replica)
+
+
+async def test_without_a_token_only_samplers_of_this_machine_register(client: Client) -> None:
+    with pytest.raises(BadRequest, match="no HONE_TOKEN"):
+        await register(client, "r0", "http://10.0.0.7:8001")
+
+
+async def test_registering_needs_the_token(settings: Settings, redis_url: str) -> None:
+    token: Any = {"token": "a-long-secret", "rollout_url": "registered"}
+    settings = Settings(runs_dir=settings.runs_dir, **token)
+    store = Store(redis_url)
+    await store.open()
+    transport = httpx.ASGITransport(app=create_service(settings, store).app)
+    for given, status in ((None, 401), ("a-long-guess!", 401), ("a-long-secret", 200)):
+        client = Client("orchestrator", "http://h", token=given, transport=transport)
+        try:
+            await register(client, "r0", "http://10.0.0.7:8001")
+            found = 200
+        except HoneError as error:
+            found = error.status
+        assert found == status
+        await client.close()
+    await store.close()
+
+
+async def test_where_no_job_would_use_it_a_sampler_is_refused(
+    settings: Settings, redis_url: str
+) -> None:
+    async with (
+        orchestrator(settings, redis_url) as (_, transport),
+        Client("orchestrator", "http://localhost", transport=transport) as client,
+    ):
+        with pytest.raises(BadRequest, match='does not have "registered" among its places'):
+            await register(client, "r0")
+
+
+# --- the sampler's side --------------------------------------------------------------------------
+
+
+async def test_a_sampler_says_again_that_it_is_there_and_leaves_when_it_drains(
+    settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins before the orchestrator does, and is there once that is."""
+    monkeypatch.setattr(registration, "RETRY_S", 0.05)
+    monkeypatch.setattr(store_module, "REGISTRATION_S", 0.6)
+    port = free_port()
+    own = settings.model_copy(
+        update={
+            "rollout_advertise_url": URL,
+            "rollout_url": "registered",
+            "orchestrator_url": f"http://127.0.0.1:{port}",
+        }
+    )
+    serving = [ServingWeights(replica="r0")]
+    draining = Draining("rollout")
+    store = Store(redis_url)
+    await store.open()
+    server = create_service(own, store).server(port)
+    async with registered(own, lambda: serving[0], draining):
+        running = asyncio.create_task(server._serve())
+        async with asyncio.timeout(20):
+            while not (found := await store.samplers()):
+                await asyncio.sleep(0.01)
+            assert (found[0].replica, found[0].url, found[0].version) == ("r0", URL, None)
+            serving[0] = ServingWeights(replica="r0", job_id="demo-1", version=7)
+            while (await store.samplers())[0].version != 7:
+                await asyncio.sleep(0.01)
+            checks = {check.name: check for check in await examine_stack(own)}
+            assert checks["lease of r0"].detail.endswith("serves version 7 of demo-1")
+            assert checks["rollout r0"].detail.startswith(f"not running at {URL}")
+            draining.begin()
+            while await store.samplers():
+                await asyncio.sleep(0.01)
+    server.should_exit = True
+    await running
+
+
+async def test_a_sampler_that_does_not_say_where_it_is_registers_nowhere(
+    settings: Settings,
+) -> None:
+    draining = Draining("rollout")
+    async with registered(settings, ServingWeights, draining):
+        assert not draining.has_begun()
+
+
+# --- a running job -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def pool(
+    settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[Pool]:
+    monkeypatch.setattr(store_module, "REGISTRATION_S", 600.0)  # nobody says it again here
+    async with (
+        pool_of(2, settings) as all_,
+        pool_stack(settings, redis_url, job, all_, monkeypatch, "registered") as pool,
+    ):
+        yield pool
+
+
+async def take_part(pool: Pool, sampler: FakeSampler) -> None:
+    await register(pool.stack.client, sampler.name, sampler.url)
+
+
+async def test_a_job_waits_for_the_first_sampler_and_finds_others_on_its_way(pool: Pool) -> None:
+    first, second = pool.samplers
+
+    async def train(body: Any) -> None:
+        if body.step == 2:
+            await take_part(pool, second)
+        while body.step == 3 and second.serving.version is None:
+            await asyncio.sleep(0.01)
+
+    pool.stack.fakes.fault["train_step"] = train
+    job_id = (await pool.stack.submit()).id
+    async with asyncio.timeout(20):
+        while not pool.stack.fakes.calls["job"]:
+            await asyncio.sleep(0.01)
+    await take_part(pool, first)
+    record = await pool.stack.until(job_id)
+    assert (record.status, record.error, record.recoveries) == ("succeeded", None, 0)
+    pool.check_groups(record)
+    assert [sampler.serving.version for sampler in pool.samplers] == [4, 4]
+    assert min(len(sampler.groups) for sampler in pool.samplers) >= 3
+    (said,) = await pool.said(record, "waiting for a first sampler")
+    assert "HONE_ROLLOUT_URL is 'registered', which stands for none now" in said
+
+
+async def test_a_sampler_that_leaves_gets_no_further_groups(pool: Pool) -> None:
+    for sampler in pool.samplers:
+        await take_part(pool, sampler)
+    _, second = pool.samplers
+    asked: list[int] = []
+
+    async def train(body: Any) -> None:
+        asked.append(second.calls["generate"])
+        if body.step == 2:
+            await unregister(pool.stack.client, second.name)
+            await asyncio.sleep(0.2)  # the pool looks every 0.05 s
+
+    pool.stack.fakes.fault["train_step"] = train
+    record = await pool.stack.until((await pool.stack.submit()).id)
+    assert (record.status, record.recoveries) == ("succeeded", 0)
+    pool.check_groups(record)
+    assert 0 < asked[0] < asked[1] == asked[2] == asked[3]
+
+
+async def test_a_job_that_no_sampler_comes_for_pauses_with_a_sentence(pool: Pool) -> None:
+    pool.stack.settings.__dict__["patience_s"] = 0.1
+    record = await pool.stack.until((await pool.stack.submit()).id, "paused")
+    assert "there is no sampler at all: HONE_ROLLOUT_URL is 'registered'" in (record.error or "")
+
+
+async def test_a_sampler_that_redirects_is_not_followed(pool: Pool) -> None:
+    first, second = pool.samplers
+    seen: list[bytes] = []
+
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+        where = f"location: {second.url}/model".encode()
+        writer.write(b"HTTP/1.1 307 Go\r\ncontent-length: 0\r\n" + where + b"\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(redirect, "127.0.0.1", 0)
+    await take_part(pool, first)
+    port = server.sockets[0].getsockname()[1]
+    await register(pool.stack.client, "elsewhere", f"http://127.0.0.1:{port}")
+    record = await pool.stack.until((await pool.stack.submit()).id)
+    server.close()
+    assert record.status == "succeeded" and seen
+    pool.check_groups(record)
+    assert not second.calls and len(first.groups) == 24
+
+
+async def test_where_samplers_are_may_be_said_in_several_ways_at_once() -> None:
+    async def two() -> list[str]:
+        return ["http://b:1/", "http://a:1"]
+
+    assert await sampler_urls(("http://a:1", "registered"), two) == ("http://a:1", "http://b:1")
+    assert [is_one(("http://a:1",)), is_one(("registered",)), is_one(("dns+http://a:1",))] == [
+        True,
+        False,
+        False,
+    ]
+    assert resource("registered") == "registered"
+    assert Settings(rollout_url="registered,http://a:1").rollout_urls == (
+        "registered",
+        "http://a:1",
+    )
