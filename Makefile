@@ -24,20 +24,22 @@ up: $(VENV)/.ready ## start Redis and the four services here
 down: $(VENV)/.ready ## stop what `make up` started
 	$(BIN)/hone down
 
-FAST := not system and not engine and not gpu and not soak
+ENGINES := system or engine or gpu
+# More workers than cores: these tests wait for processes and deadlines half of their time.
+BESIDE := -n 4 --dist loadfile
 
 test: $(VENV)/.ready ## every test but the soak tests: unit, contract, and the real stack
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(FAST)"
-	$(BIN)/python -m pytest -m "(system or engine or gpu) and not soak"
+	$(BIN)/python -m pytest $(BESIDE) -m "not ($(ENGINES)) and not soak"
+	$(BIN)/python -m pytest -m "($(ENGINES)) and not soak"
 
 soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 	$(BIN)/python -m pytest -m soak
 
-check: $(VENV)/.ready ## lint, types and the fast tests, two at a time (about five minutes)
+check: $(VENV)/.ready ## lint, types and the fast tests (about three minutes)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(FAST)"
+	$(BIN)/python -m pytest -q $(BESIDE) -m "not ($(ENGINES)) and not slow and not soak"
 
 format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .

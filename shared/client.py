@@ -29,6 +29,7 @@ from shared.errors import Busy, HoneError, Unavailable, from_problem
 from shared.logs import get_logger
 from shared.polling import FIRST_PAUSE_S, MAX_PAUSE_S, Poller
 from shared.presence import Presence, Tell, tell_nobody
+from shared.tls import trusted
 
 WAIT_S = 20
 MAX_FETCHES = 4
@@ -78,6 +79,7 @@ class Client:
             limits=limits,
             transport=transport,
             trust_env=remote,
+            verify=trusted(),
         )
         self.poller = Poller(self._http, WAIT_S)
         self._fetching = asyncio.Semaphore(MAX_FETCHES)

@@ -46,9 +46,10 @@ class Section(BaseModel):
     @classmethod
     def _no_truth_value_is_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """pydantic would take true for 1."""
-        taken = _members(cls.model_fields[info.field_name or ""].annotation)
-        if isinstance(value, bool) and bool not in taken and taken & {int, float}:
-            raise ValueError("expected a number")
+        if isinstance(value, bool):
+            taken = _members(cls.model_fields[info.field_name or ""].annotation)
+            if bool not in taken and taken & {int, float}:
+                raise ValueError("expected a number")
         return value
 
 

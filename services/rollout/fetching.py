@@ -15,6 +15,7 @@ import httpx2 as httpx
 
 from shared.errors import Failed, HoneError, Unavailable, from_problem
 from shared.logs import get_logger
+from shared.tls import trusted
 from shared.wire import WeightFile
 
 TIMEOUT_S = 60.0
@@ -39,7 +40,9 @@ class Fetcher:
         folder.mkdir(parents=True, exist_ok=True)
         _check_space(files, folder)
         headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        with httpx.Client(base_url=self._url, headers=headers, timeout=TIMEOUT_S) as http:
+        with httpx.Client(
+            base_url=self._url, headers=headers, timeout=TIMEOUT_S, verify=trusted()
+        ) as http:
             return sum(self._fetch(http, file, folder / file.name) for file in files)
 
     def _fetch(self, http: httpx.Client, file: WeightFile, target: Path) -> int:

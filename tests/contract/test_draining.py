@@ -24,6 +24,8 @@ from shared.service import Service
 from shared.wire import Checkpoint, CheckpointRequest
 from tests.support.running import free_port
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BODY = {"job_id": "job", "step": 3}
 

@@ -205,7 +205,7 @@ async def test_a_paused_job_stays_paused_over_a_restart(
         async with orchestrator(settings, redis_url) as (store, transport):
             client = Client("orchestrator", "http://localhost", transport=transport)
             record = await client.call(
-                "POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10
+                "POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60
             )
             await gate.reached.wait()
             await store.pause(record.id)

@@ -21,6 +21,8 @@ from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.running import free_port
 
+pytestmark = pytest.mark.slow
+
 job = orchestrator_stack.job  # a fixture
 
 

@@ -33,7 +33,7 @@ async def regrade(
 ) -> RegradeReport:
     body = RegradeRequest(first_step=first, last_step=last, rewards=NEW, **changes)
     return await stack.client.call(
-        "POST", f"/v1/jobs/{job_id}/regrade", body, RegradeReport, deadline_s=20
+        "POST", f"/v1/jobs/{job_id}/regrade", body, RegradeReport, deadline_s=60
     )
 
 
@@ -127,7 +127,7 @@ async def test_the_new_rewards_are_checked_and_nothing_is_remembered_in_the_run(
     body = RegradeRequest(first_step=1, last_step=1, rewards=(RewardSpec(grader="lenght"),))
     with pytest.raises(BadRequest, match="did you mean 'length'"):
         await stack.client.call(
-            "POST", f"/v1/jobs/{done.id}/regrade", body, RegradeReport, deadline_s=20
+            "POST", f"/v1/jobs/{done.id}/regrade", body, RegradeReport, deadline_s=60
         )
 
 

@@ -126,7 +126,7 @@ async def test_a_large_body_goes_in_pieces_and_again_when_it_is_retried(
     transport = httpx.ASGITransport(app=service.app)
     client = Client("rollout", "http://localhost", transport=transport, binary=binary)
     body = GenerateRequest(prompt="x" * 3_000_000)
-    answer = await client.call("POST", "/generate", body, Checkpoint, deadline_s=20)
+    answer = await client.call("POST", "/generate", body, Checkpoint, deadline_s=60)
     assert answer.size_bytes == 3_000_000 and taken == [3_000_000] * 2
     await client.close()
 
@@ -163,7 +163,7 @@ async def test_many_operations_are_waited_for_on_few_connections(settings: Setti
 
     def ask(step: int) -> asyncio.Task[Checkpoint]:
         body = CheckpointRequest(job_id="j", step=step)
-        work = client.call("POST", "/checkpoints", body, Checkpoint, deadline_s=20, wait_s=0)
+        work = client.call("POST", "/checkpoints", body, Checkpoint, deadline_s=60, wait_s=0)
         return asyncio.create_task(work)
 
     tasks = [ask(step) for step in range(50)]
@@ -201,7 +201,7 @@ async def test_who_polls_for_a_result_is_told_when_there_is_room_for_more(
     client.poller.heard = heard.append
     body = CheckpointRequest(job_id="j", step=1)
     task = asyncio.create_task(
-        client.call("POST", "/checkpoints", body, Checkpoint, deadline_s=20, wait_s=0)
+        client.call("POST", "/checkpoints", body, Checkpoint, deadline_s=60, wait_s=0)
     )
     while not transport.polls:
         await asyncio.sleep(0.01)

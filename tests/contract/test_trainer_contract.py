@@ -64,7 +64,7 @@ async def client(rank, request):
 
 
 async def call(client, method, path, body, result):
-    return await client.call(method, path, body, result, deadline_s=10)
+    return await client.call(method, path, body, result, deadline_s=60)
 
 
 async def test_a_job_goes_from_loading_to_a_checkpoint(client):

@@ -39,7 +39,7 @@ class Stack:
 
     async def submit(self, job: Job | None = None, *, key: str | None = None) -> JobRecord:
         body = SubmitRequest(job=job or self.job)
-        return await self.client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=20, key=key)
+        return await self.client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60, key=key)
 
     async def get(self, job_id: str) -> JobRecord:
         return await self.client.get(f"/v1/jobs/{job_id}", JobRecord)

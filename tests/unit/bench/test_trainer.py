@@ -3,10 +3,13 @@
 import math
 import warnings
 
+import pytest
 import torch
 
 from bench import trainer_side
 from bench.trainer_side import Task, hone_step, make_examples, make_model
+
+pytestmark = pytest.mark.slow
 
 
 def test_both_sides_have_the_loss_and_the_gradient_of_the_same_step(monkeypatch):

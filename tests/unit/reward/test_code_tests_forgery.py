@@ -24,7 +24,7 @@ from tests.support.reward_helpers import running_sandbox, tools_of
 SIMILAR = ("a check", "proxied in a map", "proxied asserts", "proxied with errors")
 """Ways of testing that are as others are; mutants of all tricks are tried on them too."""
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -30,7 +30,7 @@ from tests.support.forgeries import (
 )
 from tests.support.reward_helpers import running_sandbox, tools_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 Forgery = tuple[str, dict[str, Any], dict[str, Any], str]
 """Its name, params, row and program."""

@@ -215,14 +215,14 @@ def test_special_floats_cross_only_where_the_tests_speak_of_them(text: str, name
 def test_a_set_of_equal_hashes_is_refused_before_it_is_made() -> None:
     numbers = [n * (2**61 - 1) for n in range(9000)]
     pairs = [[number, 0] for number in numbers]
-    start = time.perf_counter()
+    start = time.process_time()
     for kind, parts in (("set", numbers), ("frozenset", numbers), ("dict", pairs)):
         with pytest.raises(NotPlain):
             decode(json.dumps({kind: parts}))
     for source in ("set(_0) == 1", "len(frozenset(_0)) == 1", "dict(zip(_0, _0)) == 1"):
         with pytest.raises(CannotHold, match="one hash"):
             evaluate(ast.parse(source, mode="eval").body, {"_0": numbers})
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert decode(json.dumps({"set": numbers[:60]})) == set(numbers[:60])
     assert evaluate(ast.parse("set(_0) == {7}", mode="eval").body, {"_0": [7] * 9000}) is True
 
@@ -249,10 +249,10 @@ def test_outputs_agree_line_by_line_and_numbers_within_a_tolerance() -> None:
     ],
 )
 def test_what_would_take_long_to_evaluate_cannot_hold(test: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CannotHold):
         evaluate(ast.parse(test, mode="eval").body, {"_0": 10**9})
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_rounding_adding_up_and_joining_are_pythons() -> None:

@@ -24,6 +24,8 @@ import pytest
 from tests.support.reward_helpers import is_alive, processes_in, processes_of, user_namespaces_of
 from tests.support.running import free_port
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 SYSTEM_PYTHON = Path("/usr/bin/python3.11")
 

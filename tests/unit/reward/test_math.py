@@ -127,11 +127,11 @@ def test_numbers_are_equal_exactly_or_to_six_decimals(given: str, wanted: str, s
     "part", ["\\boxed{", "#", "####\n", "\\text{", "1,111", "9", "1 ", " ", "$", "{", "\\frac{1}{"]
 )
 def test_a_completion_made_to_be_slow_to_read_is_not(part: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     number(part * 20_000)
     number(final_answer(part * 20_000) or "")
     number(part * 60)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 of_the_module = pytest.mark.asyncio(loop_scope="module")

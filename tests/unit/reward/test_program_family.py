@@ -19,7 +19,7 @@ from shared.wire import ExecuteRequest, Part, ScoreItem
 from tests.support.program_family import program
 from tests.support.reward_helpers import running_sandbox, tools_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 LIMITS = {"cpu_s": 0.1, "timeout_s": 0.5, "memory_mib": 64}
 LOOP = "def check(candidate):\n    for x in range(3):\n        assert candidate(x) == x + 2\n"

@@ -163,9 +163,9 @@ def test_fences_are_read_as_models_write_them(completion: str, program: str) -> 
     "text", ["```" + " " * 200_000, "```\n" * 50_000, "```python\n" * 20_000, "\n" * 200_000]
 )
 def test_a_completion_made_to_be_slow_to_read_is_not(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     program_of(text)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 async def grade(

@@ -8,11 +8,15 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from shared.client import Client
 from shared.job import RewardSpec
 from shared.wire import ScoreItem, ScoreRequest, ScoreResult
 from tests.support.reward_helpers import processes_in, processes_of, user_namespaces_of
 from tests.support.reward_service import free_port, running_service
+
+pytestmark = pytest.mark.slow
 
 NUM_ITEMS = 24
 

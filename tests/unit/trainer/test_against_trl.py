@@ -36,6 +36,8 @@ from tests.support.engine_ranks import a_job
 from tests.support.loss_batches import loss_and_gradient, loss_inputs, part, random_batch
 from tests.support.scored_batches import make_batch, make_job, score
 
+pytestmark = pytest.mark.slow
+
 CLOSE = 1e-5
 EOS = 2
 BATCHES = {
