@@ -227,6 +227,11 @@ class Settings(BaseSettings):
     """Network interface that the nodes reach each other by, for example eth0. It must be of a
     private network: nothing on it is encrypted or authenticated. Needed from two nodes on."""
 
+    transfer_deadline_s: float = Field(default=60.0, gt=0)
+    """Seconds that trainer and sampler wait for each other while weights go from GPU to GPU
+    (`weight_sync` "nccl" and "ipc"). Then the version goes by "http". Longer than the largest
+    model takes, for sampling waits meanwhile."""
+
     # reward
 
     sandbox: Literal["auto", "local", "modal", "unsafe"] = "auto"

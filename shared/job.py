@@ -30,7 +30,7 @@ MAY_CHANGE = frozenset(
 )
 """Keys of a job that do not say what is learned: a job may go on with others than it began with."""
 
-SyncMethod = Literal["shm", "disk", "http", "delta", "reload", "restart"]
+SyncMethod = Literal["shm", "disk", "http", "delta", "reload", "restart", "nccl", "ipc"]
 """How weights get from trainer to sampler. Each method is an entry of two tables: METHODS in
 services/trainer/disk/weights.py, LOADERS in services/rollout/weights.py."""
 
@@ -533,9 +533,13 @@ class Job(Section):
     shared. "delta": likewise, and after the first time only the elements that changed. "reload": as
     "disk", with the engine's memory freed while the weights are exchanged (vLLM's sleep mode, which
     a CPU does not have). "restart": as "disk", by a new engine, which takes as long as a start:
-    what the other methods are tested against.
+    what the other methods are tested against. "nccl": from the trainer's GPU to those of the
+    samplers (between CPUs by gloo). "ipc": read by the sampler in the trainer's memory, on the GPU
+    that both use. These two need `HONE_TRAINER_URL` at the sampler as "http" does, which a version
+    goes by that did not arrive, and neither LoRA nor ZeRO-3.
 
-    "auto" tries, each time the job is loaded, "shm" and then "disk" with a sampler that is alone.
+    "auto" tries, each time the job is loaded, "ipc" or "nccl" where both sides compute on GPUs that
+    allow it, and else "shm" and then "disk" with a sampler that is alone.
     If it sees neither folder, and with several samplers, it takes "delta" up to a learning rate of
     1e-5, beyond which most elements change at each step, and "http" there. The choice and its
     reason are an event of the job."""
@@ -599,6 +603,21 @@ class Job(Section):
                 f"max_staleness is {self.max_staleness}, expected 0"
             )
         return self
+
+    @model_validator(mode="after")
+    def _sends_what_is_whole(self) -> Job:
+        if self.weight_sync in ("nccl", "ipc") and not self.has_live_weights:
+            why = "lora is set" if self.lora else "memory.zero_stage is 3"
+            raise ValueError(
+                f'weight_sync is "{self.weight_sync}", which takes weights where they are trained, '
+                f'and {why}: they are not whole there; expected "shm", "disk", "http" or "delta"'
+            )
+        return self
+
+    @property
+    def has_live_weights(self) -> bool:
+        """Whether the weights that serve are those of the trainer's model as it is in memory."""
+        return self.lora is None and self.memory.zero_stage < 3
 
     @model_validator(mode="after")
     def _syncs_in_time(self) -> Job:

@@ -481,7 +481,7 @@ class TrainerState(Fencing):
     checkpoint that the job went on from, and `damaged` says which newer ones could not be used.
     `restarts` counts how often the ranks came back after a failure, the last of which is
     `last_failure`. `boot_id` names this life of the ranks. `doing` says what takes long just now,
-    where that is not what it was asked for.
+    where that is not what it was asked for. `gpu` is the UUID of the one that rank 0 computes on.
     """
 
     job_id: JobId | None
@@ -498,6 +498,7 @@ class TrainerState(Fencing):
     last_failure: str | None = None
     boot_id: str = ""
     doing: str | None = None
+    gpu: str | None = None
 
 
 class TrainStepRequest(Fenced):
@@ -646,15 +647,63 @@ class AdapterWeights(Published):
     adapter: str
 
 
-class GpuWeights(Published):
-    """Through vLLM's weight-transfer engine; `transfer` is what that needs: addresses, handles,
-    names, dtypes and shapes."""
+class SentTensor(Wire):
+    """A tensor that the trainer sends from its device; `dtype` is torch's name, "bfloat16"."""
 
-    method: Literal["ipc", "nccl"]
-    transfer: dict[str, Any]
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
-AnyWeights = FolderWeights | HttpWeights | DeltaWeights | AdapterWeights | GpuWeights
+class SharedTensor(SentTensor):
+    """Where one lies in its GPU's memory: what `torch.multiprocessing.reductions` says of it, bytes
+    in hex."""
+
+    stride: tuple[int, ...]
+    offset: int
+    handle: str
+    storage_size_bytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: str
+    ref_counter_offset: int
+    event_handle: str
+    event_sync_required: bool
+
+
+class SentWeights(Published):
+    """What goes from device to device. Each side waits `deadline_s` seconds for the other. `files`
+    are the same version, for a sampler that did not get it so, or joins later."""
+
+    deadline_s: float = Field(gt=0)
+    files: tuple[WeightFile, ...]
+
+    def as_files(self) -> HttpWeights:
+        """Returns the version as files to fetch."""
+        common = {name: getattr(self, name) for name in Published.model_fields}
+        return HttpWeights(**common, method="http", files=self.files)
+
+
+class BroadcastWeights(SentWeights):
+    """Sent to every sampler that comes to `port` of the trainer's host and knows `key`: each of
+    `chunks` is one packed tensor of bytes."""
+
+    method: Literal["nccl"]
+    port: int
+    key: str
+    chunks: tuple[tuple[SentTensor, ...], ...]
+
+
+class SharedWeights(SentWeights):
+    """Read by the sampler in the trainer's memory, on the GPU with this UUID."""
+
+    method: Literal["ipc"]
+    gpu: str
+    shared: tuple[SharedTensor, ...]
+
+
+AnyWeights = (
+    FolderWeights | HttpWeights | DeltaWeights | AdapterWeights | BroadcastWeights | SharedWeights
+)
 
 
 class WeightsRef(RootModel[Annotated[AnyWeights, Field(discriminator="method")]]):
@@ -672,7 +721,7 @@ class ServingWeights(Fencing):
     own of the canary, in its `dtype`. `received_bytes` came over the network for it. `load_s` is
     all that the load took, and `paused_s` the part of it in which no token was sampled. `replica`
     names the sampler, `boot_id` this life of its engine, and `max_num_seqs` how many completions it
-    samples at once; 0: it does not say.
+    samples at once; 0: it does not say. `gpus` are the UUIDs of those that it computes on.
     """
 
     job_id: JobId | None = None
@@ -687,6 +736,7 @@ class ServingWeights(Fencing):
     replica: str = ""
     boot_id: str = ""
     max_num_seqs: int = 0
+    gpus: tuple[str, ...] = ()
 
 
 class NoBody(Wire):

@@ -13,9 +13,16 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Failed
 from shared.packed import TokenIds
-from shared.wire import EngineSpec, Message, Rollout, Sampling
+from shared.wire import (
+    BroadcastWeights,
+    EngineSpec,
+    Message,
+    Rollout,
+    Sampling,
+    SharedWeights,
+)
 
 
 class BadPrompt(BadRequest):
@@ -24,6 +31,10 @@ class BadPrompt(BadRequest):
 
 class Overlong(BadPrompt):
     """The prompt leaves no room for a completion."""
+
+
+class NothingReceived(Failed):
+    """The trainer sent nothing that was loaded: the engine holds what it held before."""
 
 
 def failed_rollout(error: str) -> Rollout:
@@ -38,6 +49,7 @@ class Engine(Protocol):
     max_model_len: int
     vocab_size: int
     dtype: str
+    gpus: tuple[str, ...]
     folder: Path
     openai: ASGIApp
 
@@ -81,6 +93,11 @@ class Engine(Protocol):
 
     async def load_emptied(self, folder: Path) -> None:
         """The same, in memory that was freed of the old weights first, where that can be done."""
+        ...
+
+    async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:
+        """Loads in place what the trainer sends. Raises NothingReceived if nothing changed, Failed,
+        code "not_loaded", if something did, and StateLost if the engine had to be ended."""
         ...
 
     async def restart(self, folder: Path) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from services.rollout.canary import Seen
 from services.rollout.copies import Copies
-from services.rollout.engine import BadPrompt, Engine, Starter
+from services.rollout.engine import BadPrompt, Engine, NothingReceived, Starter
 from services.rollout.fencing import Fences, Requests, not_serving, owner_of, stale
 from services.rollout.prompts import group_without_prompt, prompt_ids
 from services.rollout.weights import Expected, Proven, differing, expected_of, prove
@@ -167,6 +167,7 @@ class Sampler:
                 "load_s": time.monotonic() - start,
                 "dtype": self._engine.dtype,
                 "boot_id": secrets.token_hex(8),
+                "gpus": self._engine.gpus,
             }
         )
         self.serving = self._nothing
@@ -369,8 +370,15 @@ class Sampler:
             await engine.pause()
             await proven.load(engine)
             await engine.set_version(owner, ref.version)
+        except NothingReceived as error:  # what served goes on serving
+            if not self._paused and not self._fault:
+                await engine.resume()
+            raise Failed(error.detail, code="not_loaded") from error
         except Exception as error:  # whatever it was, the weights are unknown
-            raise StateLost(await self._distrust(engine, ref, error)) from error
+            reason = await self._distrust(engine, ref, error)
+            if isinstance(error, Failed) and error.code == "not_loaded":
+                raise Failed(reason, code=error.code) from error  # another way may do
+            raise StateLost(reason) from error
         except asyncio.CancelledError as error:
             await self._distrust(engine, ref, error)
             raise

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -22,6 +23,9 @@ from shared.digest import stored_tensors
 from shared.errors import BadRequest, Failed
 from shared.models import model_folder
 from shared.wire import EngineSpec, Sampling
+
+if TYPE_CHECKING:
+    from services.rollout.vllm_engine import VllmEngine
 
 
 class VllmStarter:
@@ -53,6 +57,7 @@ class VllmStarter:
         self._errors.unlink(missing_ok=True)
         try:
             engine = await in_daemon_thread(lambda: self._start(spec, folder))
+            await engine.find_gpus()
             # A model it cannot run fails here, not in a job's step.
             await engine.sample([0], Sampling(max_tokens=1), owner="", salt="")
             return engine
@@ -79,7 +84,7 @@ class VllmStarter:
         stop_children()
         self._folder.remove()
 
-    def _start(self, spec: EngineSpec, folder: Path) -> Engine:
+    def _start(self, spec: EngineSpec, folder: Path) -> VllmEngine:
         from services.rollout.vllm_engine import VllmEngine
 
         engine = VllmEngine(spec, folder, self._settings, self._errors)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import secrets
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
+from urllib.parse import urlsplit
 
 import torch
 from starlette.types import ASGIApp
@@ -26,7 +28,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.rollout.engine import BadPrompt, failed_rollout
+from services.rollout.engine import BadPrompt, NothingReceived, failed_rollout
 from services.rollout.executors import InProcessExecutor, ProcessPerDeviceExecutor
 from services.rollout.openai_routes import openai_app
 from services.rollout.processes import in_daemon_thread, root_cause, stop_children
@@ -36,7 +38,14 @@ from shared import dtype as dtypes
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, StateLost
 from shared.packed import Logprobs, TokenIds
-from shared.wire import EngineSpec, Message, Rollout, Sampling
+from shared.wire import (
+    BroadcastWeights,
+    EngineSpec,
+    Message,
+    Rollout,
+    Sampling,
+    SharedWeights,
+)
 
 R = TypeVar("R")
 
@@ -46,6 +55,9 @@ STOP_S = 3.0
 
 AHEAD = -1
 """vLLM's priority of a request that waits behind none of the samples."""
+
+RECEIVE_DEADLINES = 3
+"""So many of a transfer's deadlines may the whole of it take: to meet, to send, and to load."""
 
 LIFE_CHECK_S = 0.25
 """How often a call that vLLM's process has to answer checks that the process lives."""
@@ -118,6 +130,11 @@ class VllmEngine:
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
         self.openai: ASGIApp = openai_app(self._llm, spec.model)
+        self.gpus: tuple[str, ...] = ()
+
+    async def find_gpus(self) -> None:
+        found = await self._answer(self._llm.collective_rpc("gpu_uuid"))
+        self.gpus = tuple(gpu for gpu in found if gpu)
 
     def encode(
         self, prompt: str | tuple[Message, ...], template_args: Mapping[str, Any]
@@ -206,6 +223,31 @@ class VllmEngine:
         if not await self._answer(self._llm.reset_prefix_cache()):
             raise Failed("vLLM did not reset its prefix cache")
 
+    async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:
+        """Loads in place, in all of vLLM's processes. One that hangs is killed."""
+        if wrong := sorted({dtype for dtype in sent_dtypes(ref) if dtype != self.dtype}):
+            raise NothingReceived(f"the trainer sends {wrong[0]}, and the engine is {self.dtype}")
+        num_ranks = self._settings.tensor_parallel_size
+        host = urlsplit(self._settings.trainer_url).hostname or ""
+        call = self._llm.collective_rpc(
+            "receive_published", args=(ref.method, meeting(ref, host, num_ranks), updates(ref))
+        )
+        try:
+            bound_s = RECEIVE_DEADLINES * ref.deadline_s
+            outcomes = await asyncio.wait_for(self._answer(call), bound_s)
+        except TimeoutError as error:
+            await self.stop()
+            raise StateLost(
+                f"the engine was ended, for it hung for {bound_s:g} s while it received weights; "
+                "PUT /model starts a new one"
+            ) from error
+        if problem := next((problem for _, problem in outcomes if problem), None):
+            if not any(began for began, _ in outcomes):
+                raise NothingReceived(f"the trainer did not send version {ref.version}: {problem}")
+            raise Failed(problem, code="not_loaded")
+        if not await self._answer(self._llm.reset_prefix_cache()):
+            raise Failed("vLLM did not reset its prefix cache")
+
     async def restart(self, folder: Path) -> None:
         await self.stop()
         self._llm = await in_daemon_thread(
@@ -278,6 +320,43 @@ class VllmEngine:
     def _why_it_died(self) -> str:
         cause = root_cause(self._errors) or "it was killed"
         return f"the engine process died ({cause}); PUT /model starts a new one"
+
+
+def sent_dtypes(ref: BroadcastWeights | SharedWeights) -> set[str]:
+    """Returns the dtypes of what is sent, by torch's names."""
+    if isinstance(ref, SharedWeights):
+        return {tensor.dtype for tensor in ref.shared}
+    return {tensor.dtype for chunk in ref.chunks for tensor in chunk}
+
+
+def meeting(ref: BroadcastWeights | SharedWeights, host: str, num_ranks: int) -> dict[str, Any]:
+    """Returns what each of vLLM's processes begins with: `transfer.Meeting`, or the arguments of
+    vLLM's IPC engine."""
+    if isinstance(ref, SharedWeights):
+        return {"packed": False}
+    return {
+        "host": host,
+        "port": ref.port,
+        "key": ref.key,
+        "name": secrets.token_hex(8),
+        "num_ranks": num_ranks,
+        "deadline_s": ref.deadline_s,
+    }
+
+
+def updates(ref: BroadcastWeights | SharedWeights) -> list[dict[str, Any]]:
+    """Returns what it then loads, in order: `transfer.Chunk`s, or where all tensors lie."""
+    if isinstance(ref, SharedWeights):
+        tensors = [tensor.model_dump(mode="json") for tensor in ref.shared]
+        return [{"gpu": ref.gpu, "shared": tensors}]
+    return [
+        {
+            "names": [tensor.name for tensor in chunk],
+            "dtypes": [tensor.dtype for tensor in chunk],
+            "shapes": [list(tensor.shape) for tensor in chunk],
+        }
+        for chunk in ref.chunks
+    ]
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:

@@ -4,8 +4,10 @@ One entry per method in `LOADERS`; a new method is one more entry and its functi
 proves, while the engine still samples, that the digest of the bytes and the name and shape of every
 tensor are as expected: vLLM leaves a parameter that a file lacks at its old value and only logs it,
 which would be a sync that silently did half of its work. What it returns loads between two tokens.
+What comes from device to device ("nccl", "ipc") can only be proven after that: every tensor is read
+back from the engine before it samples.
 
-Left out: ipc, nccl and lora.
+Left out: lora.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from services.rollout.engine import Engine
 from shared.digest import StoredTensor, digest, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed
 from shared.logs import get_logger
-from shared.wire import AnyWeights, DeltaWeights, FolderWeights, HttpWeights, Published
+from shared.wire import (
+    AnyWeights,
+    BroadcastWeights,
+    DeltaWeights,
+    FolderWeights,
+    HttpWeights,
+    Published,
+    SharedWeights,
+)
 
 TIED = "lm_head.weight"
 
@@ -150,6 +160,57 @@ async def fetched(ref: HttpWeights, expected: Expected, copies: Copies) -> Prove
     return ProvenCopy(copy, copies, found)
 
 
+@dataclass(frozen=True)
+class ProvenLater:
+    """What the trainer sends once the engine is paused."""
+
+    ref: BroadcastWeights | SharedWeights
+    digest: str
+    received_bytes: int
+
+    async def load(self, engine: Engine) -> None:
+        """Raises Failed, code "not_loaded", unless each tensor of the engine is the one that was
+        published."""
+        await engine.receive(self.ref)
+        found = await engine.digests()
+        wrong = differing(found, self.ref.tensors)
+        unread = sorted(self.ref.tensors.keys() - found.keys())
+        if problem := wrong and f"{len(wrong)} tensors have other bytes, the first is {wrong[0]!r}":
+            raise Failed(f"of what the trainer sent {problem}", code="not_loaded")
+        if unread:
+            raise Failed(
+                f"{len(unread)} tensors could not be read back, the first is {unread[0]!r}",
+                code="not_loaded",
+            )
+
+
+async def sent(ref: BroadcastWeights, expected: Expected, _: Copies) -> ProvenLater:
+    tensors = {tensor.name: tensor.shape for chunk in ref.chunks for tensor in chunk}
+    return ProvenLater(ref, announced_digest(ref, tensors, expected), ref.size_bytes)
+
+
+async def shared(ref: SharedWeights, expected: Expected, _: Copies) -> ProvenLater:
+    tensors = {tensor.name: tensor.shape for tensor in ref.shared}
+    return ProvenLater(ref, announced_digest(ref, tensors, expected), 0)
+
+
+def announced_digest(ref: Published, tensors: Shapes, expected: Expected) -> str:
+    """Returns the digest of a version of which nothing came yet. Raises Failed if the tensors that
+    are to come are not the model's, or not those of the digest."""
+    if digest(ref.tensors) != ref.digest or ref.tensors.keys() != tensors.keys():
+        raise Failed(
+            f"version {ref.version} announces tensors that its digest {ref.digest} is not of; it "
+            "was not loaded",
+            code="digest_differs",
+        )
+    if difference := compare(tensors, expected.shapes, tied=expected.tied):
+        raise Failed(
+            f"version {ref.version} does not fit the model: {difference}; it was not loaded",
+            code="tensors_differ",
+        )
+    return ref.digest
+
+
 Loader = Callable[[Any, Expected, Copies], Awaitable[Proven]]
 """Proves a reference of its own kind."""
 
@@ -160,6 +221,8 @@ LOADERS: dict[str, Loader] = {
     "delta": patched,
     "reload": emptied,
     "restart": restarted,
+    "nccl": sent,
+    "ipc": shared,
 }
 
 

@@ -7,9 +7,10 @@ DeepSpeed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from shared.wire import Canary, Example, StepTotals
 
@@ -54,6 +55,7 @@ class Engine(Protocol):
     num_parameters: int
     num_trainable: int
     weights_bytes: int
+    gpu: str | None
 
     def update(
         self,
@@ -70,6 +72,11 @@ class Engine(Protocol):
         ...
 
     def save_weights(self, folder: Path) -> None: ...
+
+    def live_weights(self) -> Mapping[str, Any]:
+        """Returns the tensors that `save_weights` writes, whole, where they are trained: until the
+        next update. Raises BadRequest where there are no such."""
+        ...
 
     def save_checkpoint(self, folder: Path) -> None: ...
 

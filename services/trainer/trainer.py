@@ -262,6 +262,7 @@ class Trainer:
             skipped_steps=loaded.skipped_steps,
             resumed_step=loaded.resumed_step,
             damaged=loaded.damaged,
+            gpu=engine.gpu,
             **past,
         )
 
@@ -327,8 +328,9 @@ class Trainer:
 
     def _resumed(self, request: TrainerJob, model: str, engine: Engine, found: Found) -> Loaded:
         """Returns the job as its checkpoint has it; at its start if there is none."""
-        publisher = Publisher(self._settings, request.job_id) if self._ranks.rank == 0 else None
-        if publisher is not None:
+        publisher = None
+        if self._ranks.rank == 0:
+            publisher = Publisher(self._settings, request.job_id, engine.live_weights)
             publisher.close()
         loaded = Loaded(request, model, engine, publisher, found.damaged)
         if found.path is None or found.manifest is None:
@@ -365,6 +367,8 @@ class Trainer:
         started = time.monotonic()
         rate = learning_rate(loaded.request.job, request.step)
         update = Update(0.0, 0.0, {}, num_updates=0)
+        if loaded.publisher is not None:
+            loaded.publisher.stop_sending()  # what is sent must not change
         if request.examples:
             try:
                 update = loaded.engine.update(

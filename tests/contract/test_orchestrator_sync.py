@@ -9,6 +9,7 @@ import pydantic
 import pytest
 
 from services.orchestrator.loop import canary
+from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.syncing import candidates
 from shared.errors import Failed
 from shared.job import Job
@@ -21,6 +22,7 @@ from tests.support.orchestrator_stack import Stack
 
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
+NO_GPUS = Gpus(None, ())
 OURS = Canary(token_ids=TokenIds((1, 2, 3)), logprobs=Logprobs((-1.0, -2.0)))
 
 
@@ -115,10 +117,63 @@ async def test_auto_takes_what_the_sampler_sees_and_says_why(stack: Stack, job: 
 
 def test_auto_on_several_hosts_takes_what_needs_none_of_their_folders(job: Job) -> None:
     fast = job.training.model_copy(update={"learning_rate": 1e-4})
-    slow = candidates(job, one_sampler=False)
+    slow = candidates(job, NO_GPUS, one_sampler=False)
     assert [method for method, _ in slow] == ["delta"]
-    faster = candidates(job.model_copy(update={"training": fast}), one_sampler=True)
+    faster = candidates(job.model_copy(update={"training": fast}), NO_GPUS, one_sampler=True)
     assert [method for method, _ in faster] == ["shm", "disk", "http"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "samplers", "method", "why"),
+    [
+        ("A", (("A",),), "ipc", "trainer and sampler compute on the same GPU, A"),
+        ("A", (("B",), ("C", "D")), "nccl", "the trainer's GPU and the samplers' 3 are different"),
+        ("A", (("A", "B"),), None, ""),
+        ("A", (("B",), ("A",)), None, ""),
+        ("A", (("B",), ()), None, ""),
+        (None, (("B",),), None, ""),
+        ("A", (), None, ""),
+    ],
+)
+def test_auto_goes_from_gpu_to_gpu_only_where_both_sides_can(
+    job: Job, trainer: str | None, samplers: Any, method: str | None, why: str
+) -> None:
+    first, reason = candidates(job, Gpus(trainer, samplers), one_sampler=True)[0]
+    assert first == (method or "shm")
+    assert why in reason
+    spread = job.memory.model_copy(update={"zero_stage": 3})
+    spread_job = job.model_copy(update={"memory": spread})
+    assert candidates(spread_job, Gpus(trainer, samplers), one_sampler=True)[0][0] == "shm"
+
+
+async def test_what_the_gpus_did_not_bring_goes_by_http_from_then_on(
+    stack: Stack, job: Job
+) -> None:
+    async def fails(ref: Published) -> None:
+        if getattr(ref, "method", None) == "nccl" and ref.version == 3:
+            raise Failed("the trainer did not send version 3", code="not_loaded")
+
+    stack.fakes.fault["reload"] = fails
+    job_id = await finished(stack, job.model_copy(update={"weight_sync": "nccl"}))
+    assert [(ref.version, ref.method, ref.again) for ref in stack.fakes.reloads][2:6] == [
+        (2, "nccl", False),
+        (3, "http", True),
+        (4, "http", False),
+        (5, "http", False),
+    ]
+    assert await warnings(stack, job_id) == [
+        'weight sync: the trainer did not send version 3; the weights are pushed again by "http", '
+        "as are later ones"
+    ]
+
+
+async def test_a_job_goes_from_gpu_to_gpu_and_says_why(stack: Stack, job: Job) -> None:
+    stack.fakes.gpus = "GPU-1", ("GPU-2",)
+    job_id = await finished(stack, job)
+    assert {ref.method for ref in stack.fakes.reloads} == {"nccl"}
+    assert [event.message for event in await stack.events(job_id) if "go by" in event.message] == [
+        "weights go by \"nccl\": the trainer's GPU and the samplers' 1 are different ones"
+    ]
 
 
 async def test_every_sync_is_in_the_run_folder(stack: Stack, job: Job) -> None:

@@ -58,11 +58,18 @@ TAKES_OVER = frozenset({"job", "model", "reload"})
 
 PROMPT_IDS = TokenIds((9,))
 
+WHERE: dict[str, dict[str, Any]] = {
+    "http": {"files": ()},
+    "delta": {"files": ()},
+    "nccl": {"files": (), "deadline_s": 1.0, "port": 1, "key": "k", "chunks": ()},
+}
+"""What a reference says of where the weights are, where that is no folder."""
+
 
 class FakeServices:
     """All three in one. `calls` counts; setting `fault[route]` to a function runs it in that route
     first, and what it answers goes through `change[route]`. `errors` says why a prompt cannot be
-    sampled, if so; `fence` is the newest seen."""
+    sampled, if so; `fence` is the newest seen, and `gpus` are the trainer's and the sampler's."""
 
     def __init__(self, settings: Settings) -> None:
         self.calls: Counter[str] = Counter()
@@ -85,6 +92,7 @@ class FakeServices:
         self.aborted: list[AbortRequest] = []
         self.errors: Callable[[GenerateRequest], str | None] = lambda _: None
         self.fence: Fence = (0, 0)
+        self.gpus: tuple[str | None, tuple[str, ...]] = (None, ())
         self._services = {
             name: Service(name, settings) for name in ("rollout", "trainer", "reward")
         }
@@ -150,7 +158,7 @@ class FakeServices:
 
     async def _put_model(self, spec: ModelRequest) -> ServingWeights:
         await self._note("model", spec)
-        self.serving = ServingWeights(model=spec.model)
+        self.serving = ServingWeights(model=spec.model, gpus=self.gpus[1])
         return self.serving
 
     async def _put_job(self, body: TrainerJob) -> TrainerState:
@@ -170,6 +178,7 @@ class FakeServices:
             restarts=self.restarts,
             damaged=self.damaged,
             doing=self.doing,
+            gpu=self.gpus[0],
         )
 
     async def _generate(self, body: GenerateRequest) -> RolloutGroup:
@@ -262,7 +271,7 @@ class FakeServices:
                 f"got version {body.version}, expected {self.step}, the last applied step",
                 code="out_of_order",
             )
-        where = {"files": ()} if body.method in ("http", "delta") else {"path": "/w"}
+        where = WHERE.get(body.method, {"path": "/w"})
         return WeightsRef.model_validate(
             {
                 **body.model_dump(),

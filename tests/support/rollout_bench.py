@@ -29,15 +29,18 @@ from shared.errors import BadRequest, StateLost
 from shared.wire import (
     Aborted,
     AbortRequest,
+    BroadcastWeights,
     EngineSpec,
     FolderWeights,
     GenerateRequest,
     Message,
     ModelRequest,
+    Published,
     Rollout,
     RolloutGroup,
     Sampling,
     ServingWeights,
+    SharedWeights,
 )
 
 SPEC = ModelRequest(model="tiny")
@@ -58,6 +61,7 @@ class FakeEngine:
     folder: Path
     max_model_len: int = 16
     dtype: str = "float32"
+    gpus: tuple[str, ...] = ()
     vocab_size: int = 10
     openai: ASGIApp = field(default_factory=lambda: JSONResponse({"from": "the engine"}))
     calls: list[Any] = field(default_factory=list)
@@ -136,6 +140,11 @@ class FakeEngine:
     async def load_emptied(self, folder: Path) -> None:
         self.calls.append("sleep")
         await self.load_files(folder)
+
+    async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:
+        self.calls.append(ref.method)
+        if self.fail_load:
+            raise self.fail_load
 
     async def restart(self, folder: Path) -> None:
         self.calls.append("restart")
@@ -231,7 +240,7 @@ class RolloutBench:
     async def put(self, spec: ModelRequest = SPEC) -> ServingWeights:
         return await self.client.call("PUT", "/model", spec, ServingWeights, deadline_s=5)
 
-    async def reload(self, ref: FolderWeights) -> ServingWeights:
+    async def reload(self, ref: Published) -> ServingWeights:
         return await self.client.call("POST", "/reload_weights", ref, ServingWeights, deadline_s=2)
 
     async def generate(

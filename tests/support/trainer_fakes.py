@@ -29,6 +29,7 @@ class FakeEngine:
     makes it a skipped one."""
 
     dtype, device, num_parameters, num_trainable, weights_bytes = "float32", "cpu", 10, 4, 40
+    gpu = None
 
     def __init__(self, job: Job, rank: int = 0) -> None:
         self.job = job
@@ -70,6 +71,9 @@ class FakeEngine:
         if self.rank == 0:
             data = safetensors(w=b"weights %d" % self.num_updates)
             (folder / "model.safetensors").write_bytes(data)
+
+    def live_weights(self) -> dict[str, Any]:
+        return {}
 
     def save_checkpoint(self, folder: Path) -> None:
         self.save_weights(folder)

@@ -25,7 +25,7 @@ from services.rollout.sampler import Sampler
 from services.rollout.starter import VllmStarter
 from services.trainer.disk.weights import Publisher, published_file
 from shared.config import Settings
-from shared.errors import Failed
+from shared.errors import Failed, StateLost
 from shared.job import SyncMethod
 from shared.packed import Logprobs, TokenIds
 from shared.wire import (
@@ -34,7 +34,9 @@ from shared.wire import (
     ModelRequest,
     PublishRequest,
     Sampling,
+    SentWeights,
     ServingWeights,
+    SharedTensor,
     WeightsRef,
 )
 from tests.support.cut_server import CutServer
@@ -123,7 +125,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
 
     folder = tmp_path_factory.mktemp("sync")
     model = make_tiny_model(folder / "model", num_heads=2)  # vLLM on a CPU needs heads of 32
-    settings = Settings(shm_dir=folder / "shm", runs_dir=folder / "runs")
+    settings = Settings(shm_dir=folder / "shm", runs_dir=folder / "runs", transfer_deadline_s=5.0)
     environment = dict(os.environ)
     with CutServer().running() as server:
         copies = Copies(folder / "copies", Fetcher(server.url))
@@ -133,7 +135,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
             sampler.open(None)
             await sampler.put_model(ModelRequest(model=str(model), dtype="float32"))
             network = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
-            publisher = Publisher(settings, "job")
+            publisher = Publisher(settings, "job", network.state_dict)
             yield Pair(Trainer(network, settings, publisher, server), sampler)
         finally:
             await sampler.close()
@@ -141,7 +143,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
             os.environ.update(environment)
 
 
-IN_PLACE: tuple[SyncMethod, ...] = ("shm", "disk", "http", "delta", "reload")
+IN_PLACE: tuple[SyncMethod, ...] = ("shm", "disk", "http", "delta", "reload", "nccl")
 
 
 async def agree(pair: Pair, method: SyncMethod) -> ServingWeights:
@@ -157,7 +159,7 @@ async def test_after_each_step_the_engine_computes_as_the_trainer_does(
     pair: Pair, method: SyncMethod
 ) -> None:
     received = [(await agree(pair, method)).received_bytes for _ in range(2)]
-    assert bool(received[0]) == (method in ("http", "delta"))
+    assert bool(received[0]) == (method in ("http", "delta", "nccl"))
     if method == "delta":
         assert received[1] < 0.5 * received[0]
 
@@ -235,6 +237,99 @@ async def test_a_load_that_went_wrong_inside_the_engine_is_caught_by_name(
     healed = await pair.sampler.reload_weights(WeightsRef(again))
     assert canary.fault(ref.canary, healed) is None
     assert (await pair.sampler.check_weights()).differing == ()
+
+
+async def test_a_trainer_that_sends_to_nobody_leaves_the_old_weights_serving(pair: Pair) -> None:
+    await agree(pair, "shm")
+    before = pair.sampler.serving
+    old = pair.trainer.logprobs(SEQUENCES[0])
+    pair.trainer.step(0.1)
+    ref = pair.trainer.publish("nccl")
+    pair.trainer.publisher.stop_sending()
+    with pytest.raises(Failed, match=r"did not send version \d+: ConnectionRefused") as refused:
+        await pair.sampler.reload_weights(WeightsRef(ref))
+    assert refused.value.code == "not_loaded"
+    assert pair.sampler.serving == before
+    engine = await pair.sampler.ready_engine()
+    assert np.abs(np.subtract(await engine.logprobs(SEQUENCES[0]), old)).max() < 1e-3
+    await agree(pair, "nccl")
+
+
+async def test_a_trainer_that_dies_while_it_sends_is_healed_by_files(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers are new, some old and some half: nothing is sampled, until files replace all."""
+    from services.trainer.transfer import broadcast
+
+    def dying(tensor: Any) -> Any:
+        if tensor.shape == dying_at.shape and tensor.equal(dying_at):
+            raise RuntimeError("killed")
+        return as_bytes(tensor)
+
+    await agree(pair, "shm")
+    pair.trainer.step(0.1)
+    as_bytes = broadcast.as_bytes
+    monkeypatch.setattr(broadcast, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(broadcast, "as_bytes", dying)
+    monkeypatch.setattr(broadcast.chunks, "__defaults__", (1,))
+    dying_at = pair.trainer.network.state_dict()["model.layers.1.mlp.up_proj.weight"]
+    ref = pair.trainer.publish("nccl")
+    assert isinstance(ref, SentWeights)
+    with pytest.raises(Failed, match="failed halfway") as refused:
+        await pair.sampler.reload_weights(WeightsRef(ref))
+    assert refused.value.code == "not_loaded"
+    with pytest.raises(StateLost, match="are unknown"):
+        await pair.sampler.ready_engine()
+    healed = await pair.sampler.reload_weights(WeightsRef(ref.as_files()))
+    assert ref.canary and canary.fault(ref.canary, healed) is None
+    assert (await pair.sampler.check_weights()).differing == ()
+    assert await pair.largest_gap() < 1e-3
+
+
+async def test_where_a_tensor_lies_is_rebuilt_as_torch_takes_it() -> None:
+    """What vLLM's IPC engine hands to torch, by the names of torch's parameters."""
+    import inspect
+
+    import torch
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    from services.rollout.transfer import rebuilt
+
+    tensor = SharedTensor(
+        name="w",
+        dtype="bfloat16",
+        shape=(2, 3),
+        stride=(3, 1),
+        offset=7,
+        handle="01ff",
+        storage_size_bytes=64,
+        storage_offset_bytes=512,
+        ref_counter_handle="02",
+        ref_counter_offset=4,
+        event_handle="03",
+        event_sync_required=True,
+    )
+    update = rebuilt({"gpu": "GPU-1", "shared": [tensor.model_dump(mode="json")]})
+    ((gpu, arguments),) = update.pop("ipc_handles")[0].items()
+    assert update == {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+    assert gpu == "GPU-1"
+    assert inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments == {
+        "tensor_cls": torch.Tensor,
+        "tensor_size": torch.Size((2, 3)),
+        "tensor_stride": (3, 1),
+        "tensor_offset": 7,
+        "storage_cls": torch.storage.TypedStorage,
+        "dtype": torch.bfloat16,
+        "storage_device": 0,
+        "storage_handle": b"\x01\xff",
+        "storage_size_bytes": 64,
+        "storage_offset_bytes": 512,
+        "requires_grad": False,
+        "ref_counter_handle": b"\x02",
+        "ref_counter_offset": 4,
+        "event_handle": b"\x03",
+        "event_sync_required": True,
+    }
 
 
 async def test_a_load_that_did_nothing_is_refused_and_the_next_one_heals(pair: Pair) -> None:

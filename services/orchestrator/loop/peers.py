@@ -7,6 +7,7 @@ import asyncio
 from typing import Any
 
 from services.orchestrator.loop.discovery import Registered, is_one, nobody
+from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.samplers import Push, Samplers
 from shared.client import Client
 from shared.config import Settings
@@ -69,6 +70,7 @@ class Peers:
         patience_s = settings.patience_s
         self._samplers = Samplers(settings, tell, registered)
         self.sync_method: SyncMethod | None = None
+        self._trainer_gpu: str | None = None
         self._trainer = Client(
             "trainer",
             settings.trainer_url,
@@ -96,6 +98,11 @@ class Peers:
     def one_sampler(self) -> bool:
         """Whether there can be no more than one."""
         return is_one(self._settings.rollout_urls)
+
+    @property
+    def gpus(self) -> Gpus:
+        """Where weights come from, and where they go to."""
+        return Gpus(self._trainer_gpu, self._samplers.gpus())
 
     @property
     def job_id(self) -> str:
@@ -130,9 +137,11 @@ class Peers:
 
     async def put_job(self) -> TrainerState:
         body = TrainerJob(**self._fence(), job=self._job)
-        return await self._trainer.call(
+        state = await self._trainer.call(
             "PUT", "/job", body, TrainerState, deadline_s=self._settings.start_deadline_s
         )
+        self._trainer_gpu = state.gpu
+        return state
 
     async def trainer_state(self) -> TrainerState:
         return await self._trainer.get("/state", TrainerState, deadline_s=self._settings.patience_s)

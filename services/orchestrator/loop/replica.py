@@ -22,7 +22,8 @@ class Replica:
 
     Its load counts completions. `under_way` are those of all groups that it was given and has not
     returned; `busy` those that it said it works on, and `sent` those it was given since. It can
-    sample `capacity` of them at once; 0: unknown, taken to be without bound.
+    sample `capacity` of them at once; 0: unknown, taken to be without bound. `gpus` are the UUIDs
+    of those that it computes on.
     """
 
     client: Client
@@ -31,6 +32,7 @@ class Replica:
     why: str = "it was not asked yet"
     listed: bool = True
     capacity: int = 0
+    gpus: tuple[str, ...] = ()
     under_way: int = 0
     busy: int = 0
     sent: int = 0

@@ -32,6 +32,7 @@ from shared.wire import (
     GenerateRequest,
     ModelRequest,
     RolloutGroup,
+    SentWeights,
     ServingWeights,
     WeightsRef,
 )
@@ -110,6 +111,10 @@ class Samplers:
         every = self._replicas.values()
         await asyncio.gather(*(self._abort(replica, body) for replica in every))
 
+    def gpus(self) -> tuple[tuple[str, ...], ...]:
+        """Returns those of each sampler that is up, by UUID."""
+        return tuple(replica.gpus for replica in self._up())
+
     def one(self) -> Client:
         """Returns the client of a sampler, of one that is up if there is one. Raises Unavailable if
         there is none at all."""
@@ -155,9 +160,10 @@ class Samplers:
             deadline_s=self._settings.start_deadline_s,
             patience_s=patience_s,
         )
-        replica.capacity = serving.max_num_seqs
+        replica.capacity, replica.gpus = serving.max_num_seqs, serving.gpus
         while (pushed := self._pushed) is not None:
-            ref = pushed.again if replica.failed_sync else pushed.ref
+            is_late = isinstance(pushed.ref.root, SentWeights)  # it is sent to those that were up
+            ref = pushed.again if replica.failed_sync or is_late else pushed.ref
             await self._load(replica, pushed, ref, patience_s)
             if pushed is self._pushed:  # else a newer one was pushed meanwhile
                 break

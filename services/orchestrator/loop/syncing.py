@@ -9,13 +9,22 @@ from typing import Any
 
 from services.orchestrator.loop import canary
 from services.orchestrator.loop.decisions import SyncFailed
+from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.samplers import Push
 from services.orchestrator.record.journal import Journal
 from shared.client import Client
 from shared.errors import Conflict, Failed, HoneError
 from shared.job import Job, SyncMethod
-from shared.wire import AnyWeights, CheckedWeights, NoBody, Published, ServingWeights, WeightsRef
+from shared.wire import (
+    AnyWeights,
+    CheckedWeights,
+    NoBody,
+    Published,
+    SentWeights,
+    ServingWeights,
+    WeightsRef,
+)
 
 NOT_OF_THE_SYNC = frozenset({"stale", "tensors_differ", "disk_full", "out_of_memory"})
 """Codes of errors that another push does not mend."""
@@ -23,9 +32,16 @@ NOT_OF_THE_SYNC = frozenset({"stale", "tensors_differ", "disk_full", "out_of_mem
 CHECK_S = 120.0
 """Seconds for reading an engine's tensors back, which only names what is wrong."""
 
-FULLER: dict[str, SyncMethod] = {"disk": "restart", "reload": "restart"}
+FULLER: dict[str, SyncMethod] = {
+    "disk": "restart",
+    "reload": "restart",
+    "nccl": "http",
+    "ipc": "http",
+}
 """What a version is pushed by whose first push failed, where that is not the same again."""
 
+LIVE = frozenset({"nccl", "ipc"})
+"""Methods that are given up, until the job is loaded again, once they failed."""
 
 NOT_SEEN = "not_seen"
 """Code of a sampler that does not see the folder of the weights."""
@@ -72,25 +88,34 @@ async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -
     the log-probs of its canary. One sampler of several that does not is taken out of the pool. If
     none does, it is pushed once more, by a fuller method if there is one; then raises SyncFailed.
     """
-    method = job.weight_sync if job.weight_sync != "auto" else peers.sync_method
+    method = peers.sync_method
+    if method is None and job.weight_sync != "auto":
+        method = job.weight_sync
     if method is not None:
         return await _sync(peers, job, version, method, journal)
-    for method, why in candidates(job, one_sampler=peers.one_sampler):
+    for method, why in candidates(job, peers.gpus, one_sampler=peers.one_sampler):
         try:
             synced = await _sync(peers, job, version, method, journal)
         except SyncFailed as error:
             if error.code != NOT_SEEN:
                 raise
             continue
+        if peers.sync_method is not None:  # the method was given up
+            return synced
         peers.sync_method = method
         await journal.log(f'weights go by "{method}": {why}', weight_sync=method)
         return synced
     raise AssertionError("the last candidate needs no folder that a sampler may not see")
 
 
-def candidates(job: Job, *, one_sampler: bool) -> list[tuple[SyncMethod, str]]:
+def candidates(job: Job, gpus: Gpus, *, one_sampler: bool) -> list[tuple[SyncMethod, str]]:
     """Returns what "auto" tries, in order, and what is known once that works. The last one works
     wherever the sampler reaches the trainer."""
+    direct = gpus.method() if job.has_live_weights else None
+    return [*([direct] if direct else []), *_by_files(job, one_sampler=one_sampler)]
+
+
+def _by_files(job: Job, *, one_sampler: bool) -> list[tuple[SyncMethod, str]]:
     rate = job.training.learning_rate
     where = "it sees no folder of the trainer's" if one_sampler else "there may be several samplers"
     last: tuple[SyncMethod, str] = (
@@ -117,6 +142,8 @@ async def _sync(
             raise
         fuller = FULLER.get(method, method)
         how = "" if fuller == method else f' by "{fuller}"'
+        if method in LIVE:
+            peers.sync_method, how = fuller, f"{how}, as are later ones"
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
         return await _push(peers, job, version, fuller, journal, again=True)
 
@@ -154,9 +181,11 @@ async def _push(
 def _fuller(published: WeightsRef) -> WeightsRef:
     """Returns the same version for a sampler that failed to load it: loaded in any case, and by
     the fuller method, if it has one, which finds the same files."""
-    method = FULLER.get(published.root.method, published.root.method)
-    ref = published.root.model_copy(update={"again": True, "method": method})
-    return published.model_copy(update={"root": ref})
+    ref = published.root
+    if isinstance(ref, SentWeights):
+        ref = ref.as_files()
+    method = FULLER.get(ref.method, ref.method)
+    return WeightsRef(ref.model_copy(update={"again": True, "method": method}))
 
 
 async def prove(sampler: Client, published: WeightsRef, serving: ServingWeights) -> None:

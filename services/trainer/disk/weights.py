@@ -7,17 +7,18 @@
                                                     newest folder
     reload   as disk, loaded after the engine's memory was freed
     restart  as disk, loaded by a new engine
+    nccl     as http, and sent from device to device (services/trainer/transfer)
+    ipc      as http, and read by the sampler where they are on the GPU (likewise)
 
 One entry per method in `METHODS`; a new method is one more entry and its function. With LoRA the
-weights are the merged ones. Left out: the methods that move weights without files (ipc, nccl),
-and adapters apart.
+weights are the merged ones. Left out: adapters apart.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,17 @@ from services.trainer.disk.folders import written_aside
 from shared import digest
 from shared.config import Settings
 from shared.disk import write_file
-from shared.errors import Failed, NotFound
+from shared.errors import BadRequest, Failed, NotFound
 from shared.job import JOB_ID, SyncMethod
 from shared.wire import (
     AnyWeights,
+    BroadcastWeights,
     DeltaStep,
     DeltaWeights,
     FolderWeights,
     HttpWeights,
     PublishRequest,
+    SharedWeights,
     WeightFile,
 )
 
@@ -113,14 +116,51 @@ class Folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+class Device:
+    """The newest version where it is trained: `live` returns its tensors, which stay as they are
+    until the next update. `host` is the address to send from."""
+
+    def __init__(self, live: Callable[[], Mapping[str, Any]], host: str, deadline_s: float) -> None:
+        self._live = live
+        self._host = host
+        self._sending: Any = None
+        self.deadline_s = deadline_s
+
+    def tensors(self, written: Written) -> dict[str, Any]:
+        """Returns the tensors of a version. Raises BadRequest where it has others in memory."""
+        live = self._live()
+        if missing := sorted(written.tensors.keys() - live.keys()):
+            raise BadRequest(
+                f"{len(missing)} tensors of the version have another name while they are trained, "
+                f'the first is {missing[0]!r}: weight_sync "nccl" and "ipc" cannot send them; '
+                'expected "shm", "disk", "http" or "delta"'
+            )
+        return {name: live[name] for name in sorted(written.tensors)}
+
+    def send(self, written: Written) -> Any:
+        """Returns what sends the version to whoever asks, until it is to stop."""
+        from services.trainer.transfer.broadcast import Broadcast
+
+        self.stop()
+        self._sending = Broadcast(self.tensors(written), self._host, self.deadline_s)
+        self._sending.start()
+        return self._sending
+
+    def stop(self, *, wait: bool = True) -> None:
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.stop() if wait else sending.leave()
+
+
 @dataclass(frozen=True)
 class Places:
-    """Where one job's versions lie: in shared memory, as the changes between them, and on the
-    shared volume."""
+    """Where one job's versions lie: in shared memory, as the changes between them, on the shared
+    volume, and on the device."""
 
     memory: Folders
     deltas: Deltas
     volume: Folders
+    device: Device
 
 
 Method = Callable[[Places, PublishRequest, int, Save], AnyWeights]
@@ -167,6 +207,37 @@ def changes(places: Places, request: PublishRequest, size_bytes: int, save: Save
     return DeltaWeights(**request.model_dump(), **whole.proof(), files=files, steps=steps)
 
 
+def broadcast(
+    places: Places, request: PublishRequest, size_bytes: int, save: Save
+) -> BroadcastWeights:
+    written = places.memory.write(request.version, size_bytes, save)
+    sending = places.device.send(written)
+    return BroadcastWeights(
+        **request.model_dump(),
+        **written.proof(),
+        deadline_s=places.device.deadline_s,
+        files=files_to_fetch(request.job_id, written),
+        port=sending.port,
+        key=sending.key,
+        chunks=sending.layout,
+    )
+
+
+def shared(places: Places, request: PublishRequest, size_bytes: int, save: Save) -> SharedWeights:
+    from services.trainer.transfer import sharing
+
+    written = places.memory.write(request.version, size_bytes, save)
+    gpu, tensors = sharing.shared(places.device.tensors(written))
+    return SharedWeights(
+        **request.model_dump(),
+        **written.proof(),
+        deadline_s=places.device.deadline_s,
+        files=files_to_fetch(request.job_id, written),
+        gpu=gpu,
+        shared=tensors,
+    )
+
+
 METHODS: dict[SyncMethod, Method] = {
     "shm": shared_memory,
     "disk": shared_volume,
@@ -174,17 +245,23 @@ METHODS: dict[SyncMethod, Method] = {
     "delta": changes,
     "reload": shared_volume,
     "restart": shared_volume,
+    "nccl": broadcast,
+    "ipc": shared,
 }
 
 
 class Publisher:
-    """The published weights of one job. Only rank 0 has one: it writes what all ranks gather."""
+    """The published weights of one job. Only rank 0 has one: it writes what all ranks gather.
+    `live` returns the tensors where they are trained."""
 
-    def __init__(self, settings: Settings, job_id: str) -> None:
+    def __init__(
+        self, settings: Settings, job_id: str, live: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
         self._places = Places(
             memory=Folders(settings.shm_dir / job_id, durable=False),
             deltas=Deltas(settings.shm_dir / job_id),
             volume=Folders(settings.runs_dir.resolve() / job_id / "weights", durable=True),
+            device=Device(live, settings.host, settings.transfer_deadline_s),
         )
 
     def publish(self, request: PublishRequest, size_bytes: int, save: Save) -> AnyWeights:
@@ -192,9 +269,15 @@ class Publisher:
         already."""
         return METHODS[request.method](self._places, request, size_bytes, save)
 
+    def stop_sending(self) -> None:
+        """Returns once no sampler reads the weights where they are trained. They may change
+        then."""
+        self._places.device.stop()
+
     def close(self) -> None:
         """Frees the shared memory of this job, whoever wrote it: an earlier life of this process
         may have been killed."""
+        self._places.device.stop(wait=False)
         self._places.deltas.forget()
         self._places.memory.free()
 

@@ -27,11 +27,13 @@ from services.trainer.learning import reference
 from services.trainer.learning.batch import collate
 from services.trainer.learning.examples import allowed_versions, check
 from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_packing
+from services.trainer.transfer.sharing import gpu_of
 from services.trainer.zero import lora, state
 from services.trainer.zero import stages as zero
 from services.trainer.zero.internals import whole_weights
 from services.trainer.zero.models import choose_dtype, copy_tokenizer, load_on_all_ranks
 from services.trainer.zero.update import Updater
+from shared.errors import BadRequest
 from shared.job import Job
 from shared.packed import Logprobs, TokenIds
 from shared.wire import Canary, Example, StepTotals
@@ -128,6 +130,7 @@ class DeepSpeedEngine:
         self.num_parameters = parts.num_parameters
         self.num_trainable = parts.num_trainable
         self.weights_bytes = parts.weights_bytes
+        self.gpu = gpu_of(device)
 
     def update(
         self,
@@ -161,6 +164,12 @@ class DeepSpeedEngine:
     def save_weights(self, folder: Path) -> None:
         """Writes `model.safetensors` and `config.json` into `folder`."""
         self._export(whole_weights(self._parts.model), folder, max_shard_size=ONE_FILE)
+
+    def live_weights(self) -> dict[str, Tensor]:
+        """Returns the tensors of the model as they are. Raises BadRequest under LoRA and ZeRO-3."""
+        if not self._job.has_live_weights:
+            raise BadRequest("under LoRA or ZeRO-3 no weights to serve are whole on a device")
+        return whole_weights(self._parts.model)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Writes a whole Hugging Face model folder: weights, configurations, tokenizer; with LoRA,

@@ -25,7 +25,7 @@ from services.rollout.weights import (
 from shared.digest import digest_of, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed
 from shared.job import SyncMethod
-from shared.wire import FolderWeights, GpuWeights
+from shared.wire import FolderWeights
 
 MODEL = {"embed": (4, 2), "norm": (2,)}
 NO_COPIES = Copies(Path("/nonexistent"), Fetcher("http://127.0.0.1:9"))
@@ -139,9 +139,9 @@ async def test_a_folder_that_is_gone_is_to_be_published_again(published: Path) -
 
 
 async def test_a_method_without_a_loader_is_refused_by_name(tmp_path: Path) -> None:
-    gpu = GpuWeights(job_id="job", version=3, method="nccl", digest="", size_bytes=0, transfer={})
-    with pytest.raises(BadRequest, match=r"got method 'nccl', expected one of \['delta', 'disk', "):
-        await prove(gpu, expected(tmp_path / "shm"), NO_COPIES)
+    unknown = ref(tmp_path).model_copy(update={"method": "pigeon"})
+    with pytest.raises(BadRequest, match=r"got method 'pigeon', expected one of \['delta', 'disk'"):
+        await prove(unknown, expected(tmp_path / "shm"), NO_COPIES)
 
 
 def test_every_method_that_a_job_can_name_has_a_loader() -> None:

@@ -1,0 +1,27 @@
+"""Which GPUs trainer and samplers compute on, as far as it says how weights can go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.job import SyncMethod
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPU that the trainer sends from and those of each sampler, by UUID; none on a CPU."""
+
+    trainer: str | None
+    samplers: tuple[tuple[str, ...], ...]
+
+    def method(self) -> tuple[SyncMethod, str] | None:
+        """Returns how weights get from one to the others without passing through files, and why;
+        None if they cannot."""
+        if self.trainer is None or not self.samplers or not all(self.samplers):
+            return None
+        if self.samplers == ((self.trainer,),):
+            return "ipc", f"trainer and sampler compute on the same GPU, {self.trainer}"
+        if any(self.trainer in gpus for gpus in self.samplers):
+            return None  # NCCL takes each GPU once
+        num_gpus = sum(map(len, self.samplers))
+        return "nccl", f"the trainer's GPU and the samplers' {num_gpus} are different ones"

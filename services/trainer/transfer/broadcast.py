@@ -1,0 +1,156 @@
+"""`weight_sync = "nccl"`: a version goes from the trainer's device to the samplers' devices, by
+NCCL between GPUs and gloo between CPUs.
+
+Each sampler that asks gets a process group of its own, with this process as rank 0 and its own
+ranks after it, so that one that comes late, dies or hangs is no other's concern. They are served
+one after another. What they meet by is a store of torch's:
+
+    <key>/asked             how many samplers have asked
+    <key>/asked/<n>         the n-th one's name and number of ranks: "3f2a 2"
+    <key>/<name>/...        its group's own
+
+The other side is `services/rollout/transfer.py`, in vLLM's process.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import secrets
+import socket
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from shared.logs import get_logger
+from shared.wire import SentTensor
+
+CHUNK_BYTES = 256 << 20
+"""About how much goes at once: both sides hold that much in addition to the weights."""
+
+POLL_S = 0.02
+
+
+class Broadcast:
+    """Sends `tensors` to every sampler that asks, from `start` until `stop`. They must not change
+    meanwhile. A sampler that does not do its part for `deadline_s` seconds is given up."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], host: str, deadline_s: float) -> None:
+        self.key = secrets.token_hex(16)
+        self.port = 0
+        self.num_sent = 0
+        self._tensors = tensors
+        self._host = host
+        self._timeout = timedelta(seconds=deadline_s)
+        self._chunks = chunks(tensors)
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def layout(self) -> tuple[tuple[SentTensor, ...], ...]:
+        """What each chunk is made of."""
+        return tuple(
+            tuple(described(name, self._tensors[name]) for name in chunk) for chunk in self._chunks
+        )
+
+    def start(self) -> None:
+        """Listens on a free port of the trainer's address, and only there."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.create_server((self._host, 0), family=family)
+        self.port = listener.getsockname()[1]
+        store = TCPStore(
+            self._host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._timeout,
+            master_listen_fd=listener.detach(),
+        )
+        serve = contextvars.copy_context().run
+        self._thread = threading.Thread(
+            target=serve, args=(self._serve, PrefixStore(self.key, store)), daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Takes no further sampler, and returns once none is being served."""
+        self._stopping.set()
+        if self._thread is None:
+            return
+        self._thread.join(3 * self._timeout.total_seconds())
+        if self._thread.is_alive():
+            get_logger().error("weights are still being sent", port=self.port)
+
+    def leave(self) -> None:
+        """Takes no further sampler, and does not wait."""
+        self._stopping.set()
+
+    def _serve(self, store: Store) -> None:
+        num_served = 0
+        while not self._stopping.wait(POLL_S):
+            while num_served < store.add("asked", 0) and not self._stopping.is_set():
+                num_served += 1
+                try:
+                    name, num_ranks = store.get(f"asked/{num_served}").decode().split()
+                    self._send(PrefixStore(name, store), int(num_ranks))
+                    self.num_sent += 1
+                except (RuntimeError, ValueError) as error:  # torch's errors of peers that are gone
+                    reason = str(error).splitlines()[0]
+                    get_logger().warning("weights not sent", port=self.port, reason=reason)
+
+    @torch.no_grad()
+    def _send(self, store: Store, num_ranks: int) -> None:
+        device = self._tensors[self._chunks[0][0]].device
+        group = joined(store, 0, num_ranks + 1, device, self._timeout)
+        try:
+            for chunk in self._chunks:
+                packed = torch.cat([as_bytes(self._tensors[name]) for name in chunk])
+                group.broadcast([packed], dist.BroadcastOptions()).wait(self._timeout)
+        finally:
+            if device.type == "cuda":
+                group.abort()  # a plain end would wait for a peer that is gone
+
+
+def joined(
+    store: Store, rank: int, num_ranks: int, device: torch.device, timeout: timedelta
+) -> Any:
+    """Returns a process group that is no part of torch's default one."""
+    if device.type != "cuda":
+        return dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
+    torch.cuda.set_device(device)  # this thread has chosen none yet
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+
+
+def chunks(tensors: Mapping[str, Tensor], max_bytes: int = CHUNK_BYTES) -> list[list[str]]:
+    """Returns the names in order, in chunks of one dtype, so that each tensor begins at a multiple
+    of its elements' size. A tensor that is larger than `max_bytes` is a chunk of its own."""
+    found: list[list[str]] = []
+    size_bytes = 0
+    for name, tensor in tensors.items():
+        fits = found and size_bytes + tensor.nbytes <= max_bytes
+        if not fits or tensors[found[-1][0]].dtype != tensor.dtype:
+            found.append([])
+            size_bytes = 0
+        found[-1].append(name)
+        size_bytes += tensor.nbytes
+    return found
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def described(name: str, tensor: Tensor) -> SentTensor:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return SentTensor(name=name, dtype=dtype, shape=tuple(tensor.shape))

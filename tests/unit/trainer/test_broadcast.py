@@ -1,0 +1,178 @@
+"""Weights sent from the trainer's device: over gloo here, as over NCCL between GPUs."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from services.trainer.disk.weights import Publisher
+from services.trainer.transfer.broadcast import Broadcast, chunks
+from services.trainer.transfer.sharing import location, shared
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.wire import BroadcastWeights, PublishRequest
+from tests.support.safetensors_files import safetensors
+
+BRIEF = timedelta(seconds=1)
+TENSORS = {
+    "embed": torch.arange(12, dtype=torch.float32).view(3, 4),
+    "norm": torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16),
+    "down": torch.arange(6, dtype=torch.bfloat16).view(2, 3).T,
+}
+
+
+@pytest.fixture
+def sending() -> Iterator[Broadcast]:
+    sending = Broadcast(TENSORS, "127.0.0.1", 1.0)
+    sending.start()
+    yield sending
+    sending.stop()
+
+
+def ask(sending: Broadcast, name: str, num_ranks: int = 1) -> Store:
+    """Returns the store of a sampler's own group, once it has asked for one."""
+    connected = TCPStore("127.0.0.1", sending.port, is_master=False, timeout=BRIEF)
+    store = PrefixStore(sending.key, connected)
+    number = store.add("asked", 1)
+    store.set(f"asked/{number}", f"{name} {num_ranks}")
+    return PrefixStore(name, store)
+
+
+def received(sending: Broadcast, store: Store, rank: int = 1, size: int = 2) -> dict[str, Tensor]:
+    group = dist.ProcessGroupGloo(store, rank, size, BRIEF * 5)
+    found: dict[str, Tensor] = {}
+    for chunk in sending.layout:
+        like = {
+            tensor.name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+            for tensor in chunk
+        }
+        packed = torch.empty(sum(tensor.nbytes for tensor in like.values()), dtype=torch.uint8)
+        group.broadcast([packed], dist.BroadcastOptions()).wait(BRIEF * 5)
+        parts = packed.split([tensor.nbytes for tensor in like.values()])
+        for (name, tensor), part in zip(like.items(), parts, strict=True):
+            found[name] = part.view(tensor.dtype).view(tensor.shape)
+    return found
+
+
+def assert_all(found: dict[str, Tensor]) -> None:
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[name].equal(tensor), name
+
+
+def test_each_sampler_that_asks_gets_every_tensor(sending: Broadcast) -> None:
+    for name in ("first", "second"):
+        assert_all(received(sending, ask(sending, name)))
+
+
+def test_all_ranks_of_a_sampler_get_every_tensor(sending: Broadcast) -> None:
+    store = ask(sending, "two", num_ranks=2)
+    found: list[dict[str, Tensor]] = []
+    threads = [
+        threading.Thread(
+            target=lambda rank=rank: found.append(received(sending, store, rank, size=3))
+        )
+        for rank in (1, 2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 2
+    for tensors in found:
+        assert_all(tensors)
+
+
+def test_a_sampler_that_asks_and_does_not_come_is_given_up(sending: Broadcast) -> None:
+    start = time.monotonic()
+    ask(sending, "gone")
+    assert_all(received(sending, ask(sending, "alive")))
+    assert time.monotonic() - start < 20
+    assert sending.num_sent == 1
+
+
+def test_once_stopped_it_sends_to_nobody(sending: Broadcast) -> None:
+    sending.stop()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", sending.port), timeout=5).close()
+
+
+def test_chunks_are_of_one_dtype_and_about_a_size() -> None:
+    assert chunks(TENSORS) == [["embed"], ["norm", "down"]]
+    assert chunks(TENSORS, max_bytes=12) == [["embed"], ["norm"], ["down"]]
+    assert chunks({}) == []
+
+
+@pytest.fixture
+def publisher(tmp_path) -> Publisher:
+    settings = Settings(shm_dir=tmp_path / "shm", runs_dir=tmp_path / "runs")
+    return Publisher(settings, "a", lambda: {"w": TENSORS["norm"], "unsaved": TENSORS["embed"]})
+
+
+def request(method: str, version: int = 1) -> PublishRequest:
+    return PublishRequest(job_id="a", version=version, method=method)
+
+
+def saving(name: str):
+    data = safetensors(**{name: b"bytes"})
+    return lambda folder: (folder / "model.safetensors").write_bytes(data)
+
+
+def test_a_version_is_sent_as_it_is_written_and_can_be_fetched_instead(publisher) -> None:
+    ref = publisher.publish(request("nccl"), 5, saving("w"))
+    assert isinstance(ref, BroadcastWeights)
+    assert [[tensor.name for tensor in chunk] for chunk in ref.chunks] == [["w"]]
+    files = ref.as_files()
+    assert (files.method, files.digest, files.tensors) == ("http", ref.digest, ref.tensors)
+    assert [file.path for file in files.files] == ["/weights/a/v1/model.safetensors"]
+    publisher.close()
+
+
+def test_a_tensor_with_another_name_in_memory_cannot_be_sent(publisher) -> None:
+    with pytest.raises(BadRequest, match="another name while they are trained, the first is 'v'"):
+        publisher.publish(request("nccl"), 5, saving("v"))
+
+
+def test_the_memory_of_a_cpu_cannot_be_shared_as_a_gpus(publisher) -> None:
+    with pytest.raises(BadRequest, match="computes on 'cpu'"):
+        publisher.publish(request("ipc"), 5, saving("w"))
+    with pytest.raises(BadRequest):
+        shared(TENSORS)
+
+
+def test_where_a_tensor_lies_is_what_torch_calls_it() -> None:
+    """`reduce_tensor` gives what `rebuild_cuda_tensor` takes: held to its signature."""
+    values: dict[str, object] = dict.fromkeys(inspect.signature(rebuild_cuda_tensor).parameters, 0)
+    values |= {
+        "tensor_stride": (3, 1),
+        "tensor_offset": 7,
+        "storage_handle": b"\x01\xff",
+        "storage_size_bytes": 64,
+        "storage_offset_bytes": 512,
+        "ref_counter_handle": b"\x02",
+        "ref_counter_offset": 4,
+        "event_handle": b"\x03",
+        "event_sync_required": True,
+    }
+    assert location(tuple(values.values())) == {
+        "stride": (3, 1),
+        "offset": 7,
+        "handle": "01ff",
+        "storage_size_bytes": 64,
+        "storage_offset_bytes": 512,
+        "ref_counter_handle": "02",
+        "ref_counter_offset": 4,
+        "event_handle": "03",
+        "event_sync_required": True,
+    }
