@@ -13,6 +13,9 @@ SHARED_UTILIZATION = 0.35
 """Share of a GPU's memory that vLLM takes beside a trainer, which at bfloat16 with a float32 master
 and Adam's moments needs eight times what vLLM needs for the weights."""
 
+TURNS_UTILIZATION = 0.6
+"""The same where the two take turns: the rest is for the trainer's weights, which stay."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -31,6 +34,8 @@ class Plan:
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(devices),
             "HONE_GPU_MEMORY_UTILIZATION": str(self.gpu_memory_utilization),
+            "HONE_ROLLOUT_DEVICES": ",".join(self.rollout),
+            "HONE_TRAINER_DEVICES": ",".join(self.trainer),
         }
 
 
@@ -40,13 +45,16 @@ def plan(visible: tuple[str, ...], settings: Settings) -> Plan | None:
     What the settings name is taken. Else the sampler gets the first `tensor_parallel_size` and the
     trainer the `trainer_ranks` after them, or the last ones where there are not enough for both.
     Only a sampler that shares a device takes less of its memory, unless the setting says how much.
-    Raises BadRequest where a service needs more devices than there are.
+    With `colocate` both get the same ones. Raises BadRequest where a service needs more devices
+    than there are, or those that take turns name different ones.
     """
     if not visible:
         return None
     num_rollout, num_trainer = settings.tensor_parallel_size, settings.trainer_ranks
     rollout = settings.rollout_devices
     trainer = settings.trainer_devices
+    if settings.colocate:
+        rollout = trainer = _same(rollout, trainer) or visible[: max(num_rollout, num_trainer)]
     if not rollout:
         free = tuple(device for device in visible if device not in trainer)
         rollout = (free if len(free) >= num_rollout else visible)[:num_rollout]
@@ -57,8 +65,17 @@ def plan(visible: tuple[str, ...], settings: Settings) -> Plan | None:
     _check_enough(trainer, num_trainer, "HONE_TRAINER_DEVICES", "HONE_TRAINER_RANKS")
     utilization = settings.gpu_memory_utilization
     if set(rollout) & set(trainer) and "gpu_memory_utilization" not in settings.model_fields_set:
-        utilization = SHARED_UTILIZATION
+        utilization = TURNS_UTILIZATION if settings.colocate else SHARED_UTILIZATION
     return Plan(rollout, trainer, utilization)
+
+
+def _same(rollout: tuple[str, ...], trainer: tuple[str, ...]) -> tuple[str, ...]:
+    if rollout and trainer and rollout != trainer:
+        raise BadRequest(
+            f"HONE_COLOCATE is set, and HONE_ROLLOUT_DEVICES ({','.join(rollout)}) are not "
+            f"HONE_TRAINER_DEVICES ({','.join(trainer)}): who takes turns has the same ones"
+        )
+    return rollout or trainer
 
 
 def _check_enough(devices: tuple[str, ...], needed: int, names: str, count: str) -> None:

@@ -176,13 +176,20 @@ class Settings(BaseSettings):
     kv_cache_gib: int = Field(default=1, gt=0)
     """GiB of memory for attention's keys and values where vLLM runs on a CPU."""
 
+    colocate: bool = False
+    """Sampler and trainer take turns on the same GPUs: while the trainer trains, the sampler sleeps
+    and frees its memory; while the sampler samples, the optimizer lies in the host's. Needs
+    `max_staleness` 0 in every job. Off by default: with GPUs of its own neither waits for the
+    other. Set it for orchestrator, trainer and sampler alike."""
+
     rollout_devices: Annotated[tuple[str, ...], NoDecode] = ()
     """GPUs of the sampler in the stack that `hone up` starts, as CUDA_VISIBLE_DEVICES names them:
     "0,1". Empty: the first `tensor_parallel_size`."""
 
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     """Share of a GPU's memory that vLLM takes, weights and cache together. `hone up` lowers the
-    default to 0.35 where sampler and trainer have to share a GPU."""
+    default to 0.35 where sampler and trainer have to share a GPU, and to 0.6 where they take turns
+    on it (`colocate`)."""
 
     sleep_mode: bool = False
     """Lets vLLM free its GPU memory while weights are exchanged, which `weight_sync = "reload"`

@@ -739,6 +739,10 @@ class ServingWeights(Fencing):
     gpus: tuple[str, ...] = ()
 
 
+class SleepRequest(Fenced):
+    """`POST /sleep`: free the GPU's memory, weights included, until the next version is loaded."""
+
+
 class NoBody(Wire):
     """The empty body of a POST that needs none."""
 

@@ -27,6 +27,7 @@ from shared.wire import (
     PauseState,
     RolloutGroup,
     ServingWeights,
+    SleepRequest,
     WeightsRef,
 )
 
@@ -89,6 +90,10 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
         """Goes on sampling."""
         return await sampler.resume()
 
+    async def sleep(request: SleepRequest) -> ServingWeights:
+        """Frees the GPU's memory until the next version is loaded."""
+        return await sampler.sleep(request)
+
     async def weights() -> ServingWeights:
         """What serves now."""
         return sampler.serving
@@ -100,6 +105,7 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
     service.operation("POST", "/weights/check", check_weights)
     service.operation("POST", "/pause", pause, key=by_state)
     service.operation("POST", "/resume", resume, key=by_state)
+    service.operation("POST", "/sleep", sleep, key=by_state)
     service.query("/weights", weights)
     service.app.mount("/v1", _OpenAI(sampler))
 

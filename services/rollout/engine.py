@@ -91,8 +91,17 @@ class Engine(Protocol):
         """Loads the safetensors files of `folder` in place."""
         ...
 
-    async def load_emptied(self, folder: Path) -> None:
-        """The same, in memory that was freed of the old weights first, where that can be done."""
+    async def sleep(self) -> None:
+        """Frees the memory of weights and cache; on a CPU nothing is freed. All that is under way
+        ends. Raises BadRequest where it is not set up to."""
+        ...
+
+    async def wake_weights(self) -> None:
+        """Takes memory for weights again, which are to be loaded then."""
+        ...
+
+    async def wake_cache(self) -> None:
+        """Takes memory for the cache again, once the weights are loaded."""
         ...
 
     async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:

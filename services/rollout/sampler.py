@@ -8,6 +8,9 @@ READ FIRST.
                                           state lost, until a reload (not of a dead engine) or
                                           put_model succeeds
 
+A sampler that takes turns with the trainer on one GPU sleeps from `sleep` until the next version is
+loaded: it has no weights, and whoever asks for samples is to come again.
+
 One lock orders everything that changes the engine or its weights. /generate takes no lock: vLLM
 queues what arrives while it is paused. Nothing is keyed by a remembered request: whether a PUT or a
 reload has been done is read off what serves now. Who may ask, and how what is under way ends, is in
@@ -44,9 +47,11 @@ from shared.wire import (
     Published,
     RolloutGroup,
     ServingWeights,
+    SleepRequest,
     WeightsRef,
 )
 
+ASLEEP = "the sampler sleeps while the trainer has its GPU; it wakes with the next weights"
 NO_MODEL = "no model is loaded; PUT /model loads one"
 
 
@@ -77,6 +82,7 @@ class Sampler:
         self._starting: str | None = None
         self._fault: str | None = None
         self._paused = False
+        self._asleep = False
         self._published: dict[str, str] = {}
         self._seen: Seen | None = None
         self._nothing = ServingWeights(replica=replica, max_num_seqs=max_num_seqs)
@@ -113,14 +119,16 @@ class Sampler:
         wait for."""
         if self._engine is None:
             return self._starting or self._fault
-        return await self._failure(self._engine)
+        return await self._failure(self._engine) or (ASLEEP if self._asleep else None)
 
     async def ready_engine(self) -> Engine:
-        """Returns the engine. Raises Unavailable while it starts, and StateLost if there is none
-        that samples from known weights."""
+        """Returns the engine. Raises Unavailable while it starts or sleeps, and StateLost if there
+        is none that samples from known weights."""
         engine = await self._living_engine()
         if self._fault:
             raise StateLost(self._fault)
+        if self._asleep:
+            raise Unavailable(ASLEEP)
         return engine
 
     async def _living_engine(self) -> Engine:
@@ -181,6 +189,7 @@ class Sampler:
         )
         self._published, self._seen = {}, None
         self._fault, self._paused, self.serving = None, False, self._nothing
+        self._asleep = False
         self._lose_requests("the engine was stopped; another one may take its place")
         if engine:
             await engine.stop()
@@ -249,7 +258,24 @@ class Sampler:
             await engine.resume()
         return PauseState(paused=False)
 
-    def _take_over(self, asker: Published | ModelRequest) -> None:
+    async def sleep(self, request: SleepRequest) -> ServingWeights:
+        """Frees the GPU's memory until a version is loaded: then nothing serves, and what was under
+        way is lost. Asleep already, it stays so."""
+        async with self._change:
+            engine = await self._living_engine()
+            self._take_over(request)
+            if not self._asleep:
+                self.serving, self._published, self._seen = self._nothing, {}, None
+                self._lose_requests(ASLEEP)
+                try:
+                    await engine.sleep()
+                except Exception as error:  # whatever it was, the weights are unknown
+                    self._fault = f"going to sleep failed ({_sentence(error)}); PUT /model"
+                    raise StateLost(self._fault) from error
+                self._asleep = True
+        return self.serving
+
+    def _take_over(self, asker: Published | ModelRequest | SleepRequest) -> None:
         """Supersedes all older attempts and epochs, requests under way included. Raises Conflict if
         the asker is superseded itself."""
         self._fences.take_over(asker)
@@ -367,11 +393,16 @@ class Sampler:
         )
         start = time.monotonic()
         try:
-            await engine.pause()
+            if self._asleep:
+                await engine.wake_weights()
+            else:
+                await engine.pause()
             await proven.load(engine)
+            if self._asleep:
+                await engine.wake_cache()
             await engine.set_version(owner, ref.version)
-        except NothingReceived as error:  # what served goes on serving
-            if not self._paused and not self._fault:
+        except NothingReceived as error:  # what served, if anything, goes on serving
+            if not (self._paused or self._fault or self._asleep):
                 await engine.resume()
             raise Failed(error.detail, code="not_loaded") from error
         except Exception as error:  # whatever it was, the weights are unknown
@@ -382,7 +413,7 @@ class Sampler:
         except asyncio.CancelledError as error:
             await self._distrust(engine, ref, error)
             raise
-        self._fault = None
+        self._fault, self._asleep = None, False
         self._published = ref.tensors
         if not self._paused:
             await engine.resume()

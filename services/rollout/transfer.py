@@ -16,11 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -109,7 +105,8 @@ class BroadcastEngine(WeightTransferEngine[Meeting, Chunk]):
         ]
         packed = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         self._group.broadcast([packed], dist.BroadcastOptions()).wait(self._timeout)
-        self.model.load_weights(
+        model: Any = self.model
+        model.load_weights(
             unpack_tensor(packed, update_info.names, update_info.shapes, dtypes, sizes)
         )
 

@@ -99,8 +99,13 @@ def engine_args(
         args.kv_cache_memory_bytes = settings.kv_cache_gib << 30
     else:
         args.gpu_memory_utilization = settings.gpu_memory_utilization
-        args.enable_sleep_mode = settings.sleep_mode
+        args.enable_sleep_mode = can_sleep(settings)
     return args
+
+
+def can_sleep(settings: Settings) -> bool:
+    """Returns whether vLLM allocates memory in the way that lets it free it again."""
+    return settings.sleep_mode or settings.colocate
 
 
 def choose_dtype(asked: Dtype) -> Dtype:
@@ -209,19 +214,23 @@ class VllmEngine:
         if not await self._answer(self._llm.reset_prefix_cache()):
             raise Failed("vLLM did not reset its prefix cache")
 
-    async def load_emptied(self, folder: Path) -> None:
-        """Puts vLLM to sleep, which discards weights and cache, and so all that is under way. On a
-        CPU vLLM has no sleep mode: the weights are loaded in place."""
+    async def sleep(self) -> None:
+        """Puts vLLM to sleep, level 2: weights and cache are discarded. A CPU has no sleep mode."""
         if current_platform.is_cpu():
-            return await self.load_files(folder)
-        if not self._settings.sleep_mode:
-            raise BadRequest('weight_sync = "reload" needs HONE_SLEEP_MODE=1 at the sampler')
+            return await self.pause(abort=True)
+        if not can_sleep(self._settings):
+            raise BadRequest(
+                "the sampler cannot free its memory; expected HONE_SLEEP_MODE=1 or HONE_COLOCATE=1"
+            )
         await self._answer(self._llm.sleep(level=2))
-        await self._answer(self._llm.wake_up(tags=["weights"]))
-        await self._answer(self._llm.collective_rpc("load_published", args=(str(folder),)))
-        await self._answer(self._llm.wake_up(tags=["kv_cache"]))
-        if not await self._answer(self._llm.reset_prefix_cache()):
-            raise Failed("vLLM did not reset its prefix cache")
+
+    async def wake_weights(self) -> None:
+        if not current_platform.is_cpu():
+            await self._answer(self._llm.wake_up(tags=["weights"]))
+
+    async def wake_cache(self) -> None:
+        if not current_platform.is_cpu():
+            await self._answer(self._llm.wake_up(tags=["kv_cache"]))
 
     async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:
         """Loads in place, in all of vLLM's processes. One that hangs is killed."""

@@ -82,7 +82,10 @@ class ProvenForEmptied(ProvenFolder):
     """The same, after the engine's memory was freed."""
 
     async def load(self, engine: Engine) -> None:
-        await engine.load_emptied(self.folder)
+        await engine.sleep()
+        await engine.wake_weights()
+        await engine.load_files(self.folder)
+        await engine.wake_cache()
 
 
 class ProvenForRestart(ProvenFolder):

@@ -189,6 +189,8 @@ class Trainer:
 
         canary = self._canary(loaded)
         published = self._ranks.write(lead, engine.save_weights)
+        if self._settings.colocate:
+            self._ranks.together(engine.rest)  # the sampler takes its turn
         return published and published.model_copy(update={"canary": canary})
 
     def _canary(self, loaded: Loaded) -> Canary | None:
@@ -369,6 +371,8 @@ class Trainer:
         update = Update(0.0, 0.0, {}, num_updates=0)
         if loaded.publisher is not None:
             loaded.publisher.stop_sending()  # what is sent must not change
+        if self._settings.colocate:
+            loaded.engine.rise()
         if request.examples:
             try:
                 update = loaded.engine.update(

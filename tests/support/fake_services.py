@@ -43,6 +43,7 @@ from shared.wire import (
     ScoreRequest,
     ScoreResult,
     ServingWeights,
+    SleepRequest,
     Span,
     StepResult,
     TrainerJob,
@@ -101,6 +102,7 @@ class FakeServices:
             ("rollout", "POST", "/generate", self._generate),
             ("rollout", "POST", "/reload_weights", self._reload),
             ("rollout", "POST", "/abort", self._abort),
+            ("rollout", "POST", "/sleep", self._sleep),
             ("rollout", "POST", "/weights/check", self._check),
             ("trainer", "PUT", "/job", self._put_job),
             ("trainer", "POST", "/train_step", self._train_step),
@@ -211,9 +213,16 @@ class FakeServices:
         self.aborted.append(body)
         return Aborted(num_requests=0)
 
+    async def _sleep(self, body: SleepRequest) -> ServingWeights:
+        await self._note("sleep", body)
+        self.serving = ServingWeights(model=self.serving.model)
+        return self.serving
+
     async def _reload(self, request: WeightsRef) -> ServingWeights:
         ref = request.root
         await self._note("reload", ref)
+        if self.serving.model is None:
+            raise StateLost("no model is loaded; PUT /model loads one")
         self.reloads.append(ref)
         serving = self.serving
         same = (serving.job_id, serving.fence) == (ref.job_id, ref.fence)

@@ -137,9 +137,16 @@ class FakeEngine:
         if self.fail_load:
             raise self.fail_load
 
-    async def load_emptied(self, folder: Path) -> None:
+    async def sleep(self) -> None:
         self.calls.append("sleep")
-        await self.load_files(folder)
+        if self.fail_load:
+            raise self.fail_load
+
+    async def wake_weights(self) -> None:
+        self.calls.append("wake weights")
+
+    async def wake_cache(self) -> None:
+        self.calls.append("wake cache")
 
     async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:
         self.calls.append(ref.method)

@@ -40,6 +40,7 @@ class FakeEngine:
         self.totals: list[StepTotals | None] = []
         self.versions: list[int | None] = []
         self.closed = False
+        self.turns: list[str] = []
         self.fault: BaseException | None = None
         self.save_fault: BaseException | None = None
         self.skip = False
@@ -88,6 +89,12 @@ class FakeEngine:
     def load_state(self, folder: Path) -> None:
         own = folder / f"rank-{self.rank}"
         self.num_updates = int((own if own.exists() else folder / "rank-0").read_text())
+
+    def rest(self) -> None:
+        self.turns.append("rest")
+
+    def rise(self) -> None:
+        self.turns.append("rise")
 
     def close(self) -> None:
         self.closed = True
@@ -170,7 +177,7 @@ def on_all(*acts: Any) -> list[Any]:
 
 
 def make_trainer(
-    tmp_path: Path, ranks: Ranks | None = None, past: Past | None = None
+    tmp_path: Path, ranks: Ranks | None = None, past: Past | None = None, **settings: Any
 ) -> tuple[Trainer, Engines]:
     def check_job(job: Job) -> None:
         if job.model == "missing":
@@ -178,7 +185,7 @@ def make_trainer(
 
     ranks = ranks or Ranks()
     engines = Engines(ranks.rank)
-    settings = Settings(shm_dir=tmp_path / "shm", runs_dir=tmp_path / "runs")
+    folders = {"shm_dir": tmp_path / "shm", "runs_dir": tmp_path / "runs"}
     seams = Seams(
         check_job=check_job,
         start_engine=engines.start,
@@ -188,7 +195,7 @@ def make_trainer(
         budget=engines.budget_of,
         device_fault=lambda: engines.fault,
     )
-    return Trainer(settings, ranks, seams, past), engines
+    return Trainer(Settings(**folders, **settings), ranks, seams, past), engines
 
 
 def job_request(

@@ -31,6 +31,7 @@ from shared.wire import (
     ScoreRequest,
     ScoreResult,
     ServingWeights,
+    SleepRequest,
     StepResult,
     StepTotals,
     TrainerJob,
@@ -135,6 +136,11 @@ class Peers:
         )
         await self._samplers.open(spec)
 
+    async def free_gpu(self) -> None:
+        """Leaves the GPU to the trainer until the next weights are pushed, if samplers share it."""
+        if self._settings.colocate:
+            await self._samplers.sleep(SleepRequest(**self._fence()))
+
     async def put_job(self) -> TrainerState:
         body = TrainerJob(**self._fence(), job=self._job)
         state = await self._trainer.call(
@@ -199,6 +205,8 @@ class Peers:
     async def train_step(
         self, step: int, examples: tuple[Example, ...], totals: StepTotals
     ) -> StepResult:
+        """Trains one step, while the samplers sleep if they share the trainer's GPU."""
+        await self.free_gpu()
         body = TrainStepRequest(**self._fence(), step=step, examples=examples, totals=totals)
         deadline_s = self._settings.train_deadline_s
         return await self._trainer.call(

@@ -25,6 +25,7 @@ from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.loop.tasks import stop
+from services.orchestrator.loop.turns import check_turns
 from services.orchestrator.queue.store import Lease, LeaseLost, Store, StoreUnavailable
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.journal import Journal
@@ -165,6 +166,7 @@ class Run:
 
     async def _begin(self) -> AfterStep:
         """Makes the run folder, and checks what the job names: its data and its rewards."""
+        check_turns(self._job, self._settings)
         await asyncio.to_thread(self._folder.create, self._job)
         prompts = await asyncio.to_thread(load_prompts, self._job)
         await self._peers.validate_rewards(prompts.columns, prompts.for_step(1))
@@ -184,7 +186,12 @@ class Run:
         return state
 
     async def _load_both(self) -> TrainerState:
-        """Loads beside each other. If one fails, the other has ended when that is raised."""
+        """Loads beside each other, or in turn on one GPU: the sampler takes its share of an empty
+        one, and sleeps. If one fails, the other has ended when that is raised."""
+        if self._settings.colocate:
+            await self._peers.put_model()
+            await self._peers.free_gpu()
+            return await self._peers.put_job()
         loading = asyncio.create_task(self._peers.put_job())
         serving = asyncio.create_task(self._peers.put_model())
         watching = asyncio.create_task(self._watch_trainer())

@@ -34,6 +34,7 @@ from shared.wire import (
     RolloutGroup,
     SentWeights,
     ServingWeights,
+    SleepRequest,
     WeightsRef,
 )
 
@@ -110,6 +111,12 @@ class Samplers:
             await self._discover_again()
         every = self._replicas.values()
         await asyncio.gather(*(self._abort(replica, body) for replica in every))
+
+    async def sleep(self, body: SleepRequest) -> None:
+        """Makes all samplers free their GPUs until the next version is pushed."""
+        deadline_s = self._settings.sync_deadline_s
+        for replica in self._up():
+            await replica.client.call("POST", "/sleep", body, ServingWeights, deadline_s=deadline_s)
 
     def gpus(self) -> tuple[tuple[str, ...], ...]:
         """Returns those of each sampler that is up, by UUID."""

@@ -25,11 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (  # pyright: ignore[reportPrivateImportUsage]
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore
 
 from shared.logs import get_logger
 from shared.wire import SentTensor

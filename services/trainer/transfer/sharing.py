@@ -7,6 +7,7 @@ The other side is vLLM's own `IPCWeightTransferEngine`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,15 +44,11 @@ def _shared(name: str, tensor: Tensor) -> SharedTensor:
     return SharedTensor(**described(name, tensor).model_dump(), **location(args))
 
 
-def location(args: tuple[object, ...]) -> dict[str, object]:
+def location(args: tuple[Any, ...]) -> dict[str, Any]:
     """Returns where a tensor lies, of the arguments of torch's `rebuild_cuda_tensor`: those that
     another process cannot know by itself."""
     (_, _, stride, offset, _, _, _, handle, size_bytes, offset_bytes, _, *counter) = args
     counter_handle, counter_offset, event_handle, event_sync_required = counter
-    assert isinstance(handle, bytes)
-    assert isinstance(counter_handle, bytes)
-    assert isinstance(event_handle, bytes)
-    assert isinstance(stride, tuple)
     return {
         "stride": tuple(stride),
         "offset": offset,

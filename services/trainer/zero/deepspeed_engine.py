@@ -30,7 +30,7 @@ from services.trainer.learning.policy import Policy, check_head, checkpoint_body
 from services.trainer.transfer.sharing import gpu_of
 from services.trainer.zero import lora, state
 from services.trainer.zero import stages as zero
-from services.trainer.zero.internals import whole_weights
+from services.trainer.zero.internals import bring_back, offload, whole_weights
 from services.trainer.zero.models import choose_dtype, copy_tokenizer, load_on_all_ranks
 from services.trainer.zero.update import Updater
 from shared.errors import BadRequest
@@ -188,6 +188,16 @@ class DeepSpeedEngine:
     def load_state(self, folder: Path) -> None:
         """Goes on from what `save_state` wrote."""
         state.load(self._parts.zero, folder)
+
+    def rest(self) -> None:
+        """Moves master weights and optimizer into the host's memory. The weights stay: samplers may
+        be reading them, and checkpoints are written of them."""
+        offload(self._parts.zero)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def rise(self) -> None:
+        bring_back(self._parts.zero)
 
     def close(self) -> None:
         """Frees the memory of model and optimizer."""

@@ -28,6 +28,9 @@ from shared.errors import BadRequest
             {"rollout_devices": ("1",), "trainer_devices": ("1",)},
             Plan(("1",), ("1",), 0.35),
         ),
+        (("0", "1"), {"colocate": True}, Plan(("0",), ("0",), 0.6)),
+        (("0", "1"), {"colocate": True, "trainer_ranks": 2}, Plan(("0", "1"), ("0", "1"), 0.6)),
+        (("0", "1"), {"colocate": True, "trainer_devices": ("1",)}, Plan(("1",), ("1",), 0.6)),
     ],
 )
 def test_devices_are_split_where_there_are_enough_and_shared_else(visible, settings, expected):
@@ -50,7 +53,15 @@ def test_services_without_a_gpu_are_started_as_they_are():
     assert shared.environment("rollout") == {
         "CUDA_VISIBLE_DEVICES": "0",
         "HONE_GPU_MEMORY_UTILIZATION": "0.35",
+        "HONE_ROLLOUT_DEVICES": "0",
+        "HONE_TRAINER_DEVICES": "0",
     }
+
+
+def test_who_takes_turns_has_the_same_devices():
+    settings = Settings(colocate=True, rollout_devices=("0",), trainer_devices=("1",))
+    with pytest.raises(BadRequest, match=r"HONE_ROLLOUT_DEVICES \(0\) are not HONE_TRAINER_D"):
+        plan(("0", "1"), settings)
 
 
 def test_devices_are_those_of_cuda_visible_devices_or_of_the_machine(monkeypatch, tmp_path):

@@ -76,6 +76,38 @@ def train(job: Job, batches, learning_rate: float, folder: Path) -> list:
     return updates
 
 
+def train_and_rest(job: Job, batches, learning_rate: float, folder: Path) -> set[str]:
+    """The same, with what an update needs put away between two: returns the devices and dtypes of
+    the weights meanwhile."""
+    engine = an_engine(job)
+    seen = set[str]()
+    for batch in batches:
+        engine.update(batch, learning_rate)
+        engine.rest()
+        engine.rest()
+        seen |= {f"{tensor.device}, {tensor.dtype}" for tensor in engine.live_weights().values()}
+        engine.canary()
+        (folder / "state").mkdir(parents=True, exist_ok=True)
+        engine.save_state(folder / "state")
+        engine.rise()
+        engine.rise()
+    engine.save_weights(folder)
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_engine_that_rests_between_updates_learns_the_same(
+    rank, model, examples, tmp_path, stage
+):
+    job = a_job(model, memory=memory(stage))
+    batches = [examples[:6], examples[6:], examples]
+    rank.call(train, job, batches, 0.1, tmp_path / "plain")
+    seen = rank.call(train_and_rest, job, batches, 0.1, tmp_path / "rested")
+    assert seen == {"cpu, torch.float32"}
+    assert digest_of(tmp_path / "rested") == digest_of(tmp_path / "plain")
+
+
 # --- several optimizer steps ---------------------------------------------------------------------
 
 

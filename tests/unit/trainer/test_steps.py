@@ -194,6 +194,20 @@ def test_only_the_current_version_can_be_published(tmp_path):
         trainer.publish_weights(PublishRequest(job_id="a", version=0, method="shm"))
 
 
+@pytest.mark.parametrize(
+    ("colocate", "turns"), [(True, ["rest", "rise", "rest", "rise"]), (False, [])]
+)
+def test_a_trainer_that_takes_turns_rests_from_publishing_to_the_next_step(
+    tmp_path, colocate, turns
+):
+    trainer, engines = make_trainer(tmp_path, colocate=colocate)
+    trainer.load_job(job_request())
+    for step in (1, 2):
+        trainer.publish_weights(PublishRequest(job_id="a", version=step - 1, method="shm"))
+        trainer.train_step(step_request(step))
+    assert engines[0].turns == turns
+
+
 def test_shared_memory_is_freed_when_a_job_is_replaced(tmp_path):
     trainer, _ = make_trainer(tmp_path)
     trainer.load_job(job_request("a"))

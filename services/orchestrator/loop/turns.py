@@ -1,0 +1,29 @@
+"""What a job must be like where sampler and trainer take turns on one GPU (HONE_COLOCATE)."""
+
+from __future__ import annotations
+
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.job import Job
+
+
+def check_turns(job: Job, settings: Settings) -> None:
+    """Raises BadRequest for a job that would sample while the trainer has the GPU, or frees the
+    sampler's memory by itself."""
+    if not settings.colocate:
+        return
+    if job.max_staleness:
+        raise BadRequest(
+            "HONE_COLOCATE is set, so sampler and trainer take turns on one GPU: got max_staleness "
+            f"{job.max_staleness}, expected 0"
+        )
+    if job.weight_sync in ("reload", "restart"):
+        raise BadRequest(
+            f"HONE_COLOCATE is set, so the sampler sleeps at each step anyway: got weight_sync "
+            f'"{job.weight_sync}", expected "auto" or one that loads in place'
+        )
+    if len(settings.rollout_urls) > 1:
+        raise BadRequest(
+            "HONE_COLOCATE is set, so the sampler is the one on the trainer's GPU: got "
+            f"{len(settings.rollout_urls)} in HONE_ROLLOUT_URL, expected 1"
+        )
