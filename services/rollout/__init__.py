@@ -19,6 +19,7 @@
     processes.py      what surrounds vLLM's processes: environment, logs, ends
     executors.py      in vLLM's process: how it runs its model, and that it dies with the service
     worker.py         in vLLM's process: what is called there by name
+    transfer.py       in vLLM's process: weights that come from the trainer's device
     readback.py       in vLLM's process: the weights that it computes with
 
 Nothing is imported here: vLLM's processes import this package too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.orchestrator.loop.discovery import is_one
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
@@ -22,8 +23,8 @@ def check_turns(job: Job, settings: Settings) -> None:
             f"HONE_COLOCATE is set, so the sampler sleeps at each step anyway: got weight_sync "
             f'"{job.weight_sync}", expected "auto" or one that loads in place'
         )
-    if len(settings.rollout_urls) > 1:
+    if not is_one(settings.rollout_urls):
         raise BadRequest(
             "HONE_COLOCATE is set, so the sampler is the one on the trainer's GPU: got "
-            f"{len(settings.rollout_urls)} in HONE_ROLLOUT_URL, expected 1"
+            f"HONE_ROLLOUT_URL {settings.rollout_url!r}, expected one URL"
         )
