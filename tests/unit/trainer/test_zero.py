@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from deepspeed.comm.torch import build_shm_op
 
 from services.trainer.learning.minibatches import deal
 from services.trainer.zero.out_of_memory import first_line, is_out_of_memory, knobs, usage
@@ -19,6 +20,10 @@ def settings(memory: dict | None = None, dtype: torch.dtype = torch.float32) -> 
     return config(
         a_job("m", memory=memory, training={"max_grad_norm": 0.5}), dtype, num_trainable=1001
     )
+
+
+def test_nothing_is_compiled_before_a_job_asks_for_it():
+    assert build_shm_op() is None
 
 
 def test_a_jobs_deepspeed_settings_are_merged_key_by_key():
