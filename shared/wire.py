@@ -325,8 +325,9 @@ class ExecuteRequest(Wire):
     """`POST /execute`: runs `code` in the sandbox. `expression`, if given, is evaluated after it
     and its value returned.
 
-    `inputs` are bound as globals first. Limits: seconds of CPU time (`cpu_s`) and of wall clock
-    (`timeout_s`), MiB of memory.
+    `inputs` are bound as globals first. Limits: seconds of CPU time (`cpu_s`), of wall clock
+    (`timeout_s`), and of wall clock in which it does nothing (`idle_s`: without, programs that
+    sleep would keep others waiting), MiB of memory.
     """
 
     code: str = ""
@@ -335,6 +336,7 @@ class ExecuteRequest(Wire):
     stdin: str = ""
     cpu_s: float = Field(default=4.0, gt=0, le=600)
     timeout_s: float = Field(default=30.0, gt=0, le=600)
+    idle_s: float = Field(default=3.0, gt=0, le=600)
     memory_mib: int = Field(default=512, ge=16, le=8192)
 
 

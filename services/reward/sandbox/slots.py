@@ -132,9 +132,11 @@ class Slot(Worker):
         """Returns how a program ended. Ends the slot where `ask` does."""
         self._limit_memory(request.memory_mib)
         stdin = request.stdin.encode()
-        program = json.dumps(request.model_dump(exclude={"stdin", "timeout_s"})).encode()
+        program = json.dumps(request.model_dump(exclude={"stdin", "timeout_s", "idle_s"})).encode()
         message = (
-            child.REQUEST.pack(request.timeout_s, request.cpu_s, len(stdin), len(program))
+            child.REQUEST.pack(
+                request.timeout_s, request.cpu_s, request.idle_s, len(stdin), len(program)
+            )
             + stdin
             + program
         )

@@ -28,7 +28,7 @@ class Facts:
     """
 
     exit: int
-    limit: Literal["wall", "cpu"] | None
+    limit: Literal["wall", "cpu", "idle"] | None
     wall_s: float
     cpu_s: float
     overflow: bool
@@ -88,6 +88,13 @@ def _verdict(facts: Facts, request: ExecuteRequest) -> tuple[Ending, Any, str]:
             None,
             f"TimeLimit: stopped after {request.timeout_s:g} s, of which {facts.cpu_s:.1f} s of "
             "CPU\n",
+        )
+    if facts.limit == "idle":
+        return (
+            "time_limit",
+            None,
+            f"TimeLimit: stopped after {facts.wall_s:.1f} s, of which {facts.cpu_s:.1f} s of CPU; "
+            f"a program may idle for {request.idle_s:g} s\n",
         )
     killed = code == -signal.SIGKILL
     by_rlimit = killed and facts.cpu_s >= request.cpu_s and facts.memory != "own limit"

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.graders.code_tests import completed, inside
+from services.reward.graders.code_tests import CodeTestsParams, completed, inside
 from services.reward.grading import registry
 from services.reward.sandbox.local import LocalSandbox
+from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import RewardSpec
-from shared.wire import Execution, Part, ScoreItem
+from shared.wire import ExecuteRequest, Execution, Part, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox, running_sandbox, tools_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -374,3 +375,36 @@ async def test_a_sandbox_compiles_none_of_our_own_code(sandbox: LocalSandbox) ->
         inputs = {**request.inputs, **other}
         ended = await sandbox.execute(request.model_copy(update={"inputs": inputs}))
         assert ended.value == [["value", "5"]], ended
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests"),
+    [
+        ("def f(x):\n    time.sleep(60)", ["assert f(1) == 1", "assert f(2) == 2"]),
+        ("def f(x):\n    time.sleep(60)", "for x in range(3):\n    assert f(x) == x"),
+        ("time.sleep(60)", [{"input": "", "output": "1"}, {"input": "1", "output": "2"}]),
+    ],
+    ids=["asserts", "loop", "stdio"],
+)
+async def test_a_program_sleeps_only_so_long_in_all_its_tests(
+    sandbox: LocalSandbox, completion: str, tests: Any
+) -> None:
+    ran: list[Execution] = []
+
+    class Noting(ScriptedSandbox):
+        async def execute(self, request: ExecuteRequest) -> Execution:
+            ran.append(await sandbox.execute(request))
+            return ran[-1]
+
+    if "whole programs" not in sandbox.report()["limits"]:
+        pytest.skip("needs a cgroup for each slot")
+    noting: Any = Noting(Execution(verdict="ok"))
+    completion = f"import time\n{completion}"
+    part = await grade(noting, completion, {"tests": tests}, idle_s=0.4, credit="partial")
+    assert (part.value, part.verdict) == (0.0, "time_limit"), part
+    assert sum(one.verdict == "time_limit" for one in ran) == 1
+
+
+def test_programs_that_sleep_leave_most_of_the_deadline_of_a_step() -> None:
+    idle_s, slots, programs = CodeTestsParams().idle_s, 4, 384  # the slots of a host with two cores
+    assert programs / slots * idle_s <= Settings().score_deadline_s / 2

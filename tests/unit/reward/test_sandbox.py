@@ -547,6 +547,16 @@ async def test_a_child_killed_while_it_waits_for_its_program_costs_a_retry(
     await nothing_is_left(sandbox)
 
 
+async def test_a_program_that_sleeps_is_ended_long_before_its_limit_of_wall_time(
+    sandbox: LocalSandbox,
+) -> None:
+    if "whole programs" not in sandbox.report()["limits"]:
+        pytest.skip("needs a cgroup for each slot")
+    sleeping = await run(sandbox, "import time; time.sleep(60)", idle_s=0.3, timeout_s=30)
+    assert (sleeping.verdict, sleeping.wall_s < 10) == ("time_limit", True)
+    assert "a program may idle for 0.3 s" in sleeping.stderr
+
+
 async def test_the_limit_of_cpu_time_holds_whatever_the_wall_clock_says(
     sandbox: LocalSandbox,
 ) -> None:

@@ -41,6 +41,7 @@ ENDED: dict[str, Any] = {
     [
         ({}, "ok", 5),
         ({"limit": "wall", "exit": -signal.SIGKILL}, "time_limit", None),
+        ({"limit": "idle", "exit": -signal.SIGKILL}, "time_limit", None),
         ({"overflow": True}, "output_limit", None),
         ({"exit": -signal.SIGKILL, "cpu_s": 0.4}, "memory_limit", None),
         ({"exit": -signal.SIGKILL, "cpu_s": 5.0, "memory": "own limit"}, "memory_limit", None),
@@ -211,6 +212,7 @@ KILLED: dict[str, Any] = {"exit": -signal.SIGKILL, "result": "", "peak_bytes": 1
         (KILLED | {"cpu_s": 1.0}, True),  # it may have set itself a limit of one second
         (KILLED | {"limit": "wall"}, False),
         (KILLED | {"limit": "cpu"}, False),
+        (KILLED | {"limit": "idle"}, False),
         (KILLED | {"peak_bytes": 400 << 20}, False),  # with no cgroup to ask, much memory is why
         (KILLED | {"peak_bytes": 400 << 20, "memory": "enough"}, True),
         (KILLED | {"memory": "own limit"}, False),
@@ -304,3 +306,20 @@ def test_a_package_above_what_runs_inside_imports_nothing(package: str) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(ended.stdout) == package.count(".") + 1
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "used_s", "is_metered", "left"),
+    [
+        (0.0, 0.0, True, {"wall": 30.0, "cpu": 4.0, "idle": 3.0}),
+        (3.0, 0.0, True, {"wall": 27.0, "cpu": 4.0, "idle": 0.0}),
+        (3.0, 0.0, False, {"wall": 27.0, "cpu": 4.0}),
+        (13.0, 0.5, True, {"wall": 17.0, "cpu": 3.5, "idle": 0.0}),
+        (13.0, 1.0, True, {"wall": 17.0, "cpu": 3.0, "idle": 10.0}),  # a busy host gave it 8 %
+    ],
+)
+def test_a_program_without_the_cpu_for_long_has_reached_a_limit_of_its_own(
+    wall_s: float, used_s: float, is_metered: bool, left: dict[str, float]
+) -> None:
+    limits = child.Limits(timeout_s=30.0, cpu_s=4.0, idle_s=3.0)
+    assert limits.left_s(wall_s, used_s, is_metered=is_metered) == left

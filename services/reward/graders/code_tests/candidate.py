@@ -11,10 +11,14 @@ from services.reward.graders.code_tests import inside
 from services.reward.graders.code_tests.codec import SPECIAL, NotPlain, decode
 from services.reward.grading.programs import KEEP_CHARS, fault
 from services.reward.sandbox.base import Sandbox
+from services.reward.sandbox.inside.child import WALL_PER_CPU
 from shared.wire import ExecuteRequest, Execution, Verdict
 
 NO_VALUE = ("raised", "absent", "opaque", "large", "late", "memory")
 MAX_MESSAGE_CHARS = 200
+_MOSTLY = 0.9
+"""Of the idle time that ended a run is left in its report: its slot looked a little earlier."""
+
 _VERDICTS: dict[str, Verdict] = {
     "raised": "runtime_error",
     "absent": "runtime_error",
@@ -28,10 +32,11 @@ _VERDICTS: dict[str, Verdict] = {
 @dataclass(frozen=True)
 class TestLimits:
     """Of one test: seconds of CPU, MiB of memory. Of all tests of a program together: `timeout_s`
-    seconds of wall clock."""
+    seconds of wall clock, and `idle_s` of these in which it does nothing."""
 
     cpu_s: float
     timeout_s: float
+    idle_s: float
     memory_mib: int
 
 
@@ -58,10 +63,15 @@ class Candidate:
     special: frozenset[str] = SPECIAL
     stdout: str = ""
     wall_s: float = 0.0
+    idle_s: float = 0.0
 
     @property
-    def out_of_time(self) -> bool:
-        return self.wall_s >= self.limits.timeout_s
+    def out_of_time(self) -> str:
+        """Returns which of the limits for all tests together was reached, "" if none was."""
+        if self.wall_s >= self.limits.timeout_s:
+            return f"all tests together took longer than {self.limits.timeout_s:g} s"
+        idled = f"all tests together idled for {self.limits.idle_s:g} s"
+        return idled if self.idle_s >= _MOSTLY * self.limits.idle_s else ""
 
     async def call(
         self, calls: Sequence[list[str]], *, last: Sequence[str] = (), share: int = 1
@@ -86,6 +96,7 @@ class Candidate:
         """Returns how a job of this program ended, and adds up its time and output."""
         execution = await self.sandbox.execute(request)
         self.wall_s += execution.wall_s
+        self.idle_s += max(execution.wall_s - WALL_PER_CPU * execution.cpu_s, 0.0)
         self.stdout = execution.stdout[-KEEP_CHARS:]
         return execution
 
@@ -94,6 +105,7 @@ class Candidate:
         return {
             "cpu_s": cpu_s,
             "timeout_s": self.limits.timeout_s,
+            "idle_s": self.limits.idle_s,
             "memory_mib": self.limits.memory_mib,
         }
 

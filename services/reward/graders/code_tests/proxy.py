@@ -78,7 +78,7 @@ async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
         if turn >= UNSTEADY_TURNS and not is_steady:
             return "wrong", "the program gives other results each time it runs"
         if candidate.out_of_time:
-            return "time_limit", f"the tests took longer than {candidate.limits.timeout_s:g} s"
+            return "time_limit", candidate.out_of_time
         answer = await _turn(candidate, tests, known)
         if answer.fault is not None:
             verdict, detail = answer.fault

@@ -31,23 +31,43 @@ _RESULT, _PROGRAM = 3, 4
 """The child's own descriptors beside 0, 1, 2: where its result goes, and where its program comes
 from."""
 
-REQUEST = struct.Struct("=ddQQ")
-"""What the service sends: the limits of wall-clock and of CPU time in seconds, and how many bytes
-of input and of program follow."""
+REQUEST = struct.Struct("=dddQQ")
+"""What the service sends: the fields of `Limits`, and how many bytes of input and of program
+follow."""
 
 FACTS = struct.Struct("=?iBddBq?QQQ")
 """What the service receives: `Child.run` and `facts_of` say what they are; the last three are how
 many bytes of stdout, of stderr and of the result follow."""
 
-_LIMITS = (None, "wall", "cpu")
+_LIMITS = (None, "wall", "cpu", "idle")
 _MEMORY = ("unknown", "enough", "own limit", "host")
 
 _SHORTEST_LOOK_S = 0.01
-"""How precisely the limit of CPU time is kept."""
+"""How precisely the limits of CPU time and of idling are kept."""
+
+WALL_PER_CPU = 20.0
+"""A program with a twentieth of a core is no idle one: that it has no more is the host's doing."""
 
 
 class ServiceGone(Exception):
     """Nobody waits for this slot any more."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a program, in seconds: wall clock, CPU time, and wall clock in which it does nothing."""
+
+    timeout_s: float
+    cpu_s: float
+    idle_s: float
+
+    def left_s(self, wall_s: float, used_s: float, *, is_metered: bool) -> dict[str, float]:
+        """Returns what is left of each limit after `wall_s` in which `used_s` of CPU time were
+        used. Where the meter has not all of a program's processes, none of them counts as idle."""
+        left_s = {"wall": self.timeout_s - wall_s, "cpu": self.cpu_s - used_s}
+        if is_metered:
+            left_s["idle"] = self.idle_s + WALL_PER_CPU * used_s - wall_s
+        return left_s
 
 
 @dataclass(frozen=True)
@@ -91,10 +111,10 @@ class Child:
         request = frames.exactly(slot.control, REQUEST.size)
         if request is None:
             return False
-        timeout_s, cpu_s, stdin_size, program_size = REQUEST.unpack(request)
+        timeout_s, cpu_s, idle_s, stdin_size, program_size = REQUEST.unpack(request)
         start, ooms_before = time.monotonic(), self._ooms()
         self._hand_over(stdin_size, program_size)
-        limit = self._watch(timeout_s, cpu_s, start)
+        limit = self._watch(Limits(timeout_s, cpu_s, idle_s), start)
         status, usage = self._end(by_force=limit is not None)
         wall_s, code = time.monotonic() - start, os.waitstatus_to_exitcode(status)
         memory = short_of_memory(ooms_before, self._ooms() if code == -signal.SIGKILL else None)
@@ -197,18 +217,21 @@ class Child:
         frames.pour_into_pipe(self._slot.control, self._program, program_size)
         os.close(self._program)
 
-    def _watch(self, timeout_s: float, cpu_s: float, start: float) -> str | None:
-        """Returns the limit that the program has reached, "cpu" or "wall", or None once it has
-        ended by itself. Raises ServiceGone if the service goes away meanwhile."""
-        used_before_s, cpu_left_s = self._cpu_s(), cpu_s
+    def _watch(self, limits: Limits, start: float) -> str | None:
+        """Returns the limit that the program has reached, or None once it has ended by itself.
+        Raises ServiceGone if the service goes away meanwhile."""
+        used_before_s, used_s = self._cpu_s(), 0.0
+        is_metered = self._slot.cpu_meter is not None
         while True:
-            wall_left_s = start + timeout_s - time.monotonic()
-            if min(wall_left_s, cpu_left_s) <= 0:
-                return "wall" if wall_left_s <= 0 else "cpu"
-            soonest_s = max(cpu_left_s / self._slot.cores, _SHORTEST_LOOK_S)
-            if ended_within(self._pid, self._slot.control, min(wall_left_s, soonest_s)):
+            left_s = limits.left_s(time.monotonic() - start, used_s, is_metered=is_metered)
+            reached = next((name for name, left in left_s.items() if left <= 0), None)
+            if reached:
+                return reached
+            soonest_s = min(left_s["cpu"] / self._slot.cores, left_s.get("idle", math.inf))
+            look_s = min(left_s["wall"], max(soonest_s, _SHORTEST_LOOK_S))
+            if ended_within(self._pid, self._slot.control, look_s):
                 return None
-            cpu_left_s = cpu_s - (self._cpu_s() - used_before_s)
+            used_s = self._cpu_s() - used_before_s
 
     def _cpu_s(self) -> float:
         """Returns the CPU time of everything in the slot where that is metered, else of the
@@ -229,9 +252,9 @@ def facts_of(message: bytes) -> tuple[dict[str, Any], tuple[int, int, int]]:
     from what `Child.run` sent.
 
     `exit` is the code, or the negative number of a signal; `limit` is the one that ended it,
-    "wall", "cpu" or None; `memory` is whose memory ran out where a child was killed: "enough"
-    (nobody's), "own limit", "host", or "unknown"; `overflow` says that more was written than is
-    kept.
+    "wall", "cpu", "idle" or None; `memory` is whose memory ran out where a child was killed:
+    "enough" (nobody's), "own limit", "host", or "unknown"; `overflow` says that more was written
+    than is kept.
     """
     began, code, limit, wall_s, cpu_s, memory, peak_bytes, overflow, *sizes = FACTS.unpack(message)
     facts = {
