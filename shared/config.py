@@ -201,6 +201,23 @@ class Settings(BaseSettings):
     max_num_seqs: int = Field(default=256, ge=1)
     """Sequences that vLLM samples at once; others wait. More need a larger cache."""
 
+    tool_parser: str | None = None
+    """vLLM's parser of tool calls (its `--tool-call-parser`) for `/v1/chat/completions`: "hermes"
+    for Qwen2.5. None: a request with tools must say `tool_choice` "none", and what the model calls
+    stays text."""
+
+    max_sessions: int = Field(default=1024, ge=1)
+    """Conversations of agents that the sampler keeps at once. For one more, that which was idle
+    longest is forgotten. With `max_session_tokens` it bounds their memory: 9 bytes per token."""
+
+    max_session_tokens: int = Field(default=262_144, ge=1)
+    """Tokens that one session may have, those of tools and users included. Beyond it the next turn
+    is refused. The default is twice the context of most models."""
+
+    session_idle_s: float = Field(default=3600.0, gt=0)
+    """Seconds without a turn after which a session is forgotten. Long enough for the slowest tool,
+    and for whoever fetches the record."""
+
     shm_dir: Path = Path(f"/dev/shm/hone-{os.getuid()}")
     """Folder in shared memory for weights on their way to the sampler (`weight_sync = "shm"`); it
     holds two versions. Trainer and sampler must see the same one."""

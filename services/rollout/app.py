@@ -9,12 +9,15 @@ from collections.abc import AsyncGenerator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from fastapi import Request
 from prometheus_client import Counter
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from services.rollout.registration import registered
 from services.rollout.sampler import Sampler
+from services.rollout.session_routes import HEADER, add_session_routes, answer_turn
+from services.rollout.sessions import Sessions
 from shared.config import Settings
 from shared.service import Service
 from shared.wire import (
@@ -55,6 +58,9 @@ def create_service(settings: Settings, sampler: Sampler) -> Service:
         lifespan=lifespan,
     )
     _add_routes(service, sampler, _Counts(service, sampler))
+    sessions = Sessions(sampler, settings)
+    add_session_routes(service, sessions)
+    service.app.mount("/v1", _OpenAI(service, sampler, sessions))
     return service
 
 
@@ -107,7 +113,6 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
     service.operation("POST", "/resume", resume, key=by_state)
     service.operation("POST", "/sleep", sleep, key=by_state)
     service.query("/weights", weights)
-    service.app.mount("/v1", _OpenAI(sampler))
 
 
 class _Counts:
@@ -127,6 +132,12 @@ class _Counts:
         service.gauge("running_requests", "Completions under way in the engine").set_function(
             sampler.num_running
         )
+        service.gauge("prompt_tokens", "Tokens of prompts since the engine's start").set_function(
+            lambda: sampler.prompt_tokens()[0]
+        )
+        service.gauge(
+            "cached_prompt_tokens", "Those of them that the prefix cache held"
+        ).set_function(lambda: sampler.prompt_tokens()[1])
         service.gauge(
             "weight_version", "Version of the weights that serve; NaN without one"
         ).set_function(
@@ -153,11 +164,19 @@ def engine_versions() -> dict[str, Any]:
 
 
 class _OpenAI:
-    """Hands the call to the engine's own OpenAI app, which is another one after each PUT /model."""
+    """Hands the call to the engine's own OpenAI app, which is another one after each PUT /model;
+    one that names a session, to what records it."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, service: Service, sampler: Sampler, sessions: Sessions) -> None:
+        self._service = service
         self._sampler = sampler
+        self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        if HEADER in request.headers:
+            response = await answer_turn(self._service, self._sessions, request)
+            await response(scope, receive, send)
+            return
         engine = await self._sampler.ready_engine()
         await engine.openai(scope, receive, send)

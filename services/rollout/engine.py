@@ -7,7 +7,8 @@ loading vLLM, and so that nothing heavy is imported before the settings are know
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from shared.errors import BadRequest, Failed
 from shared.packed import TokenIds
 from shared.wire import (
     BroadcastWeights,
+    ChatRequest,
     EngineSpec,
     Message,
     Rollout,
@@ -42,6 +44,44 @@ def failed_rollout(error: str) -> Rollout:
     return Rollout(text="", token_ids=TokenIds(), finish_reason="error", error=error)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What was answered in a chat: `body` to OpenAI's client, `rollout` as tokens. `message` is
+    that of the body."""
+
+    body: dict[str, Any]
+    message: Message
+    rollout: Rollout
+
+
+class Chat(Protocol):
+    """What recorded conversations need of an engine, in OpenAI's shapes."""
+
+    async def render(
+        self, request: ChatRequest, messages: Sequence[Message], *, answering: bool
+    ) -> str:
+        """Returns what the chat template makes of the messages, with the request's tools and
+        arguments; if `answering`, ready for the answer. Raises BadPrompt where that does not
+        work."""
+        ...
+
+    def tokenize(self, text: str) -> list[int]:
+        """Returns the token ids of a part of a rendered text."""
+        ...
+
+    def special_text(self, token_id: int) -> str:
+        """Returns a special token's text, and "" for any other token."""
+        ...
+
+    async def answer(
+        self, request: ChatRequest, prompt_token_ids: list[int], *, owner: str, salt: str
+    ) -> Answer:
+        """Returns the answer that is sampled after exactly these tokens; the request's messages
+        mean nothing here. `owner` and `salt` are those of `Engine.sample`. Raises BadRequest or
+        NotFound for what the engine refuses, and Failed for a completion that went wrong."""
+        ...
+
+
 class Engine(Protocol):
     """A started engine. `openai` answers `/models`, `/completions` and `/chat/completions` under
     wherever it is mounted. Whatever is asked of one whose process has died raises StateLost."""
@@ -52,6 +92,7 @@ class Engine(Protocol):
     gpus: tuple[str, ...]
     folder: Path
     openai: ASGIApp
+    chat: Chat
 
     def encode(
         self, prompt: str | tuple[Message, ...], template_args: Mapping[str, Any]
@@ -125,6 +166,11 @@ class Engine(Protocol):
 
     async def failure(self) -> str | None:
         """Returns why the engine cannot sample, or None."""
+        ...
+
+    def prompt_tokens(self) -> tuple[int, int]:
+        """Returns how many tokens the prompts that `sample` was given had, and how many of them
+        were in the prefix cache."""
         ...
 
     def num_running(self) -> int:

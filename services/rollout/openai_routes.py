@@ -8,11 +8,11 @@ caches. Here are three.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 from fastapi import Depends, FastAPI
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.api_router import show_available_models
@@ -21,35 +21,36 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.tool_parsers import ToolParserManager
+
+from services.rollout.vllm_chat import WatchedChat
+from shared.errors import BadRequest
 
 ALIAS = "policy"
 """What a caller may name the model that serves, whichever it is."""
 
 
-def openai_app(engine: EngineClient, model: str) -> FastAPI:
-    """Returns the app that answers for `engine`, which is called `model` or `policy`."""
+def openai_app(engine: EngineClient, model: str, tool_parser: str | None = None) -> FastAPI:
+    """Returns the app that answers for `engine`, which is called `model` or `policy`. `tool_parser`
+    finds calls of tools in answers. Raises BadRequest if vLLM has none of that name."""
+    _check_parser(tool_parser)
     models = OpenAIServingModels(engine, [BaseModelPath(name, model) for name in (model, ALIAS)])
-    renderer = OnlineRenderer(
-        engine.model_config,
-        engine.renderer,
-        request_logger=None,
-        chat_template=None,
-        chat_template_content_format="auto",
-    )
+    chat: dict[str, Any] = {
+        "request_logger": None,
+        "chat_template": None,
+        "chat_template_content_format": "auto",
+        "enable_auto_tools": tool_parser is not None,
+        "tool_parser": tool_parser,
+    }
+    renderer = OnlineRenderer(engine.model_config, engine.renderer, **chat)
     app = FastAPI(openapi_url=None)
     app.state.args = SimpleNamespace(log_error_stack=False)
     app.state.openai_serving_models = models
     app.state.openai_serving_completion = OpenAIServingCompletion(
         engine, models, online_renderer=renderer, request_logger=None
     )
-    app.state.openai_serving_chat = OpenAIServingChat(
-        engine,
-        models,
-        "assistant",
-        online_renderer=renderer,
-        request_logger=None,
-        chat_template=None,
-        chat_template_content_format="auto",
+    app.state.openai_serving_chat = WatchedChat(
+        engine, models, "assistant", online_renderer=renderer, **chat
     )
     init_exception_handler(app)
     json_only = [Depends(validate_json_request)]
@@ -59,3 +60,9 @@ def openai_app(engine: EngineClient, model: str) -> FastAPI:
         "/chat/completions", create_chat_completion, methods=["POST"], dependencies=json_only
     )
     return app
+
+
+def _check_parser(name: str | None) -> None:
+    known = ToolParserManager.list_registered()
+    if name is not None and name not in known:
+        raise BadRequest(f"HONE_TOOL_PARSER is {name!r}; expected one of {', '.join(known)}")

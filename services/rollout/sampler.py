@@ -28,7 +28,7 @@ from pathlib import Path
 
 from services.rollout.canary import Seen
 from services.rollout.copies import Copies
-from services.rollout.engine import BadPrompt, Engine, NothingReceived, Starter
+from services.rollout.engine import Answer, BadPrompt, Engine, NothingReceived, Starter
 from services.rollout.fencing import Fences, Requests, not_serving, owner_of, stale
 from services.rollout.prompts import group_without_prompt, prompt_ids
 from services.rollout.weights import Expected, Proven, differing, expected_of, prove
@@ -39,6 +39,7 @@ from shared.packed import Logprobs, TokenIds
 from shared.wire import (
     Aborted,
     AbortRequest,
+    ChatRequest,
     CheckedWeights,
     EngineSpec,
     GenerateRequest,
@@ -145,6 +146,10 @@ class Sampler:
     def num_running(self) -> int:
         return self._engine.num_running() if self._engine else 0
 
+    def prompt_tokens(self) -> tuple[int, int]:
+        """Returns how many tokens the engine's prompts had, and how many of them were cached."""
+        return self._engine.prompt_tokens() if self._engine else (0, 0)
+
     async def _open(self, model: str | None) -> None:
         try:
             await self._starter.preload()
@@ -214,12 +219,11 @@ class Sampler:
             return group_without_prompt(request, error).model_copy(
                 update={"replica": self.serving.replica}
             )
-        salt = f"{owner_of(self.serving)}:{self.serving.version}"
         work = engine.sample(
             ids,
             request.sampling,
             owner=owner_of(request),
-            salt=salt,
+            salt=self._salt(),
             deadline_s=request.deadline_s,
         )
         rollouts = await self._requests.run(request, work)
@@ -229,6 +233,37 @@ class Sampler:
             replica=self.serving.replica,
             overlong=is_cut,
         )
+
+    async def engine_with(self, weights: ServingWeights, *, asked_by: str) -> Engine:
+        """Returns the engine if it serves `weights`: of whichever version, but of their job,
+        attempt, epoch and engine. Raises Conflict, code "stale", if it does not."""
+        engine = await self.ready_engine()
+        serving = self.serving
+        if (owner_of(weights), weights.boot_id) != (owner_of(serving), serving.boot_id):
+            raise Conflict(
+                f"{asked_by} began with weights of {_whose(weights)}, and those that serve are of "
+                f"{_whose(serving)}",
+                code="stale",
+            )
+        return engine
+
+    async def answer(
+        self,
+        request: ChatRequest,
+        prompt_token_ids: list[int],
+        weights: ServingWeights,
+        *,
+        asked_by: str,
+    ) -> Answer:
+        """Returns the answer of a recorded conversation that is of `weights`. Raises Conflict, code
+        "stale", if others serve, or come to serve meanwhile."""
+        engine = await self.engine_with(weights, asked_by=asked_by)
+        asker = GenerateRequest(**self.serving.model_dump(include={"job_id", "attempt", "epoch"}))
+        self._fences.check(asker, self.serving)
+        work = engine.chat.answer(
+            request, prompt_token_ids, owner=owner_of(asker), salt=self._salt()
+        )
+        return await self._requests.run(asker, work)
 
     async def abort(self, request: AbortRequest) -> Aborted:
         """Ends what the job has under way up to this fence, and refuses what comes of it later; or
@@ -286,6 +321,10 @@ class Sampler:
 
     def _lose_requests(self, why: str) -> None:
         self._requests.end(lambda _: True, lambda _: StateLost(why))
+
+    def _salt(self) -> str:
+        """Returns what tells the cached prefixes of one version from those of others."""
+        return f"{owner_of(self.serving)}:{self.serving.version}"
 
     def _check_version(self, min_version: int | None) -> None:
         version = self.serving.version
@@ -438,6 +477,12 @@ class Sampler:
 
 def _stale(asker: GenerateRequest) -> Conflict:
     return stale(asker, asker.job_id or "")
+
+
+def _whose(weights: ServingWeights) -> str:
+    if weights.job_id is None:
+        return f"no job (model {weights.model!r})"
+    return f"attempt {weights.attempt}, epoch {weights.epoch} of job {weights.job_id!r}"
 
 
 def _sentence(error: BaseException) -> str:

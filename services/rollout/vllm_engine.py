@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 import secrets
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
@@ -28,12 +28,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.rollout.engine import BadPrompt, NothingReceived, failed_rollout
+from services.rollout.engine import BadPrompt, Chat, NothingReceived, failed_rollout
 from services.rollout.executors import InProcessExecutor, ProcessPerDeviceExecutor
 from services.rollout.openai_routes import openai_app
 from services.rollout.processes import in_daemon_thread, root_cause, stop_children
 from services.rollout.tokenizers import load_tokenizer
 from services.rollout.versions import label, spans
+from services.rollout.vllm_chat import VllmChat
 from shared import dtype as dtypes
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, StateLost
@@ -130,11 +131,14 @@ class VllmEngine:
         self._tokenizer = load_tokenizer(spec)
         self._llm = AsyncLLM.from_engine_args(engine_args(spec, settings))
         self._request_ids = itertools.count()
+        self._num_prompt_tokens = self._num_cached_tokens = 0
         self.folder = folder
         self.max_model_len: int = self._llm.model_config.max_model_len
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
-        self.openai: ASGIApp = openai_app(self._llm, spec.model)
+        self.openai: ASGIApp
+        self.chat: Chat
+        self.openai, self.chat = self._entrypoints()
         self.gpus: tuple[str, ...] = ()
 
     async def find_gpus(self) -> None:
@@ -262,7 +266,7 @@ class VllmEngine:
         self._llm = await in_daemon_thread(
             lambda: AsyncLLM.from_engine_args(engine_args(self._spec, self._settings, folder))
         )
-        self.openai = openai_app(self._llm, self._spec.model)
+        self.openai, self.chat = self._entrypoints()
 
     async def digests(self) -> dict[str, str]:
         if self._settings.tensor_parallel_size > 1:
@@ -278,6 +282,9 @@ class VllmEngine:
     async def failure(self) -> str | None:
         return self._why_it_died() if self._llm.errored else None
 
+    def prompt_tokens(self) -> tuple[int, int]:
+        return self._num_prompt_tokens, self._num_cached_tokens
+
     def num_running(self) -> int:
         return self._llm.get_num_unfinished_requests()
 
@@ -288,6 +295,11 @@ class VllmEngine:
         """Ends the engine's processes, killing them if they take longer than `STOP_S` seconds."""
         self._llm.shutdown(timeout=STOP_S)
         stop_children()  # vLLM does not wait for those that it kills
+
+    def _entrypoints(self) -> tuple[ASGIApp, VllmChat]:
+        app = openai_app(self._llm, self._spec.model, self._settings.tool_parser)
+        serving = app.state.openai_serving_chat
+        return app, VllmChat(serving, self._tokenizer, rollout, self._why_it_died)
 
     async def _last_output(
         self,
@@ -310,6 +322,8 @@ class VllmEngine:
         except VLLMClientError as error:
             raise BadRequest(str(error)) from error
         assert last is not None, "vLLM ends a request with an output"
+        self._num_prompt_tokens += len(prompt_token_ids)
+        self._num_cached_tokens += last.num_cached_tokens or 0
         return last
 
     async def _answer(self, call: Coroutine[Any, Any, R]) -> R:
@@ -391,8 +405,7 @@ def rollout(completion: CompletionOutput, owner: str, ended_s: float | None = No
     """Returns the completion as it was sampled, or one that says what went wrong with it: that it
     was ended after `ended_s` seconds, for one. Raises Failed unless there is one log-prob per
     token."""
-    assert isinstance(completion.logprobs, FlatLogprobs)
-    token_ids, logprobs = completion.token_ids, completion.logprobs.logprobs
+    token_ids, logprobs = completion.token_ids, _logprobs(completion)
     if len(logprobs) != len(token_ids):
         raise Failed(
             f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, expected one each"
@@ -415,3 +428,12 @@ def rollout(completion: CompletionOutput, owner: str, ended_s: float | None = No
         error=f"not done after {ended_s:g} s" if reason == "timeout" else None,
         spans=sampled_by,
     )
+
+
+def _logprobs(completion: CompletionOutput) -> Sequence[float]:
+    """Returns those of the sampled tokens, as vLLM keeps them for us or for its OpenAI routes."""
+    assert completion.logprobs is not None
+    if isinstance(completion.logprobs, FlatLogprobs):
+        return completion.logprobs.logprobs
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [candidates[token].logprob for token, candidates in pairs]

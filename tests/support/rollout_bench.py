@@ -41,7 +41,9 @@ from shared.wire import (
     Sampling,
     ServingWeights,
     SharedWeights,
+    Span,
 )
+from tests.support.fake_chat import FakeChat
 
 SPEC = ModelRequest(model="tiny")
 OTHER = ModelRequest(model="other")
@@ -75,8 +77,10 @@ class FakeEngine:
     shift: float = 0.0
     samples: int = 0
     under_way: int = 0
+    chat: FakeChat = field(init=False)
 
     def __post_init__(self) -> None:
+        self.chat = FakeChat(self._spans)
         self.frozen.set()
         self.loading.set()
 
@@ -96,6 +100,16 @@ class FakeEngine:
         salt: str,
         deadline_s: float | None = None,
     ) -> tuple[Rollout, ...]:
+        one = Rollout(
+            text=salt,
+            token_ids=(prompt_token_ids[-1],),
+            logprobs=(-0.5,),
+            finish_reason="stop",
+            spans=await self._spans(prompt_token_ids, owner),
+        )
+        return self.outcome or (one,) * sampling.n
+
+    async def _spans(self, _: list[int], owner: str) -> tuple[Span, ...]:
         """Begins under the label of now, and ends under that of when it is not frozen."""
         self.samples += 1
         self.under_way += 1
@@ -106,14 +120,7 @@ class FakeEngine:
             self.under_way -= 1
         if self.label != labels[0].version:
             labels.append(Labelled(self.label, 1))
-        one = Rollout(
-            text=salt,
-            token_ids=(prompt_token_ids[-1],),
-            logprobs=(-0.5,),
-            finish_reason="stop",
-            spans=spans(labels, owner),
-        )
-        return self.outcome or (one,) * sampling.n
+        return spans(labels, owner)
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
         self.calls.append(token_ids)
@@ -167,6 +174,9 @@ class FakeEngine:
     async def failure(self) -> str | None:
         return "the engine process died" if self.dead else None
 
+    def prompt_tokens(self) -> tuple[int, int]:
+        return 20, 16
+
     def num_running(self) -> int:
         return 3
 
@@ -177,7 +187,7 @@ class FakeEngine:
 class RolloutBench:
     """The service with everything a test reaches for. It is its own starter of engines."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
         self.model = folder / "model"
         self.runs = folder / "runs"
         self.model.mkdir()
@@ -192,7 +202,7 @@ class RolloutBench:
         self.may_start.set()
         copies = Copies(self.runs.parent / "copies", Fetcher("http://127.0.0.1:9"))
         self.sampler = Sampler(self, (self.runs,), copies, replica="here:1")
-        self.service = create_service(Settings(runs_dir=self.runs), self.sampler)
+        self.service = create_service(Settings(runs_dir=self.runs, **settings), self.sampler)
         self.transport = httpx.ASGITransport(app=self.service.app)
         self.client = Client("rollout", "http://localhost", binary=True, transport=self.transport)
 

@@ -1,0 +1,166 @@
+"""A conversation as it is recorded: messages as they were said, and the tokens that they are.
+
+Tokens are in one row: the prompt, then answers as they were sampled, and between them what the chat
+template made of the messages of tools and users. After each answer the row is a state that the next
+request may go on from, if its messages begin with those of that state.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.rollout.engine import Answer
+from shared.packed import Logprobs, Mask, TokenIds
+from shared.wire import ChatRequest, Conversation, Message, Rollout, Sampling, Span, Turn
+
+COMPARED = ("role", "content", "name", "tool_calls", "tool_call_id")
+"""What two messages are the same by. Clients add and drop other fields."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A conversation up to an answer: its messages, how many tokens after its prompt, and the
+    last of them."""
+
+    num_messages: int
+    num_tokens: int
+    last_token: int
+
+
+class Recorded:
+    """One conversation. `because` is why it does not go on from an earlier one."""
+
+    def __init__(self, request: ChatRequest, prompt_token_ids: list[int], because: str) -> None:
+        self.messages: list[Message] = list(request.messages)
+        self.states: list[State] = []
+        self._num_prompt_messages = len(request.messages)
+        self._tools = request.tools or ()
+        self._template_args = request.chat_template_kwargs or {}
+        self._prompt_token_ids = array("i", prompt_token_ids)
+        self._token_ids = array("i")
+        self._logprobs = array("f")
+        self._sampled = array("B")
+        self._spans: list[Span] = []
+        self._turns: list[Turn] = []
+        self._last: Rollout | None = None
+        self._because = because
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._prompt_token_ids) + len(self._token_ids)
+
+    def token_ids(self, state: State) -> list[int]:
+        """Returns all token ids `[T]` up to the end of the state's answer."""
+        return [*self._prompt_token_ids, *self._token_ids[: state.num_tokens]]
+
+    def extended_by(self, request: ChatRequest) -> State | None:
+        """Returns the latest state that the request's messages go on from, with the same tools and
+        template arguments."""
+        if self._other_template(request):
+            return None
+        num_same = _num_same(self.messages, request.messages)
+        fitting = [
+            state
+            for state in self.states
+            if state.num_messages <= num_same and state.num_messages < len(request.messages)
+        ]
+        return fitting[-1] if fitting else None
+
+    def difference(self, request: ChatRequest) -> str:
+        """Returns why the request does not go on from the last answer."""
+        if other := self._other_template(request):
+            return f"{other} are not those of the conversation before"
+        num_same = _num_same(self.messages, request.messages)
+        if num_same == len(request.messages):
+            return f"message {num_same - 1}, the request's last, was answered before"
+        theirs, ours = _compared(request.messages[num_same]), _compared(self.messages[num_same])
+        names = [name for name in COMPARED if theirs[name] != ours[name]]
+        return f"message {num_same} has another {' and '.join(names)} than the one recorded"
+
+    def add(
+        self, request: ChatRequest, between: Sequence[int], answer: Answer, sampling: Sampling
+    ) -> None:
+        """Appends what the request says beyond the last state, `between` in tokens, and its
+        answer."""
+        self.messages = [*self.messages, *request.messages[len(self.messages) :], answer.message]
+        rollout = answer.rollout
+        self._token_ids.extend(between)
+        self._logprobs.extend([0.0] * len(between))
+        self._sampled.extend([0] * len(between))
+        start = len(self._token_ids)
+        self._token_ids.extend(rollout.token_ids)
+        self._logprobs.extend(rollout.logprobs)
+        self._sampled.extend([1] * len(rollout.token_ids))
+        for span in rollout.spans:
+            if not self._spans or self._spans[-1].version != span.version:
+                self._spans.append(Span(version=span.version, start=start + span.start))
+        self._turns.append(
+            Turn(
+                start=start,
+                num_tokens=len(rollout.token_ids),
+                finish_reason=rollout.finish_reason,
+                sampling=sampling,
+            )
+        )
+        self._last = rollout
+        self.states.append(State(len(self.messages), len(self._token_ids), self._token_ids[-1]))
+
+    def conversation(self) -> Conversation:
+        assert self._last is not None, "a conversation is recorded with its first answer"
+        return Conversation(
+            prompt=tuple(self.messages[: self._num_prompt_messages]),
+            tools=self._tools,
+            template_args=self._template_args,
+            prompt_token_ids=TokenIds(self._prompt_token_ids),
+            rollout=Rollout(
+                text=self._last.text,
+                token_ids=TokenIds(self._token_ids),
+                logprobs=Logprobs(self._logprobs),
+                finish_reason=self._last.finish_reason,
+                spans=tuple(self._spans),
+                sampled=Mask(self._sampled),
+                messages=tuple(self.messages[self._num_prompt_messages :]),
+            ),
+            turns=tuple(self._turns),
+            because=self._because,
+        )
+
+    def _other_template(self, request: ChatRequest) -> str:
+        if (request.tools or ()) != self._tools:
+            return "the tools"
+        other = (request.chat_template_kwargs or {}) != self._template_args
+        return "the template arguments" if other else ""
+
+
+def _num_same(ours: Sequence[Message], theirs: Sequence[Message]) -> int:
+    """Returns with how many of the same messages both begin."""
+    pairs = zip(ours, theirs, strict=False)
+    return next(
+        (index for index, (one, other) in enumerate(pairs) if _compared(one) != _compared(other)),
+        min(len(ours), len(theirs)),
+    )
+
+
+def _compared(message: Message) -> dict[str, Any]:
+    """Returns what the message says, however a client writes it: nothing said is None, "" or left
+    out; text may be in a list of one part; arguments of calls are JSON, spaced and ordered at
+    will."""
+    said = {name: message.get(name) or "" for name in COMPARED}
+    content = said["content"]
+    if isinstance(content, list) and len(content) == 1:
+        said["content"] = content[0]["text"]
+    if isinstance(said["tool_calls"], list):
+        said["tool_calls"] = [_call(call) for call in said["tool_calls"]]
+    return said
+
+
+def _call(call: Any) -> Any:
+    try:
+        function = call["function"]
+        return (call.get("id"), function["name"], json.loads(function["arguments"]))
+    except (TypeError, KeyError, AttributeError, ValueError):
+        return call

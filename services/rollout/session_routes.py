@@ -1,0 +1,87 @@
+"""The routes of recorded sessions: OpenAI's chat with a session's name in a header, and the records
+that come of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import RootModel
+
+from services.rollout.sessions import Sessions
+from shared import codec, rendering
+from shared.errors import BadRequest
+from shared.service import Service
+from shared.wire import ChatRequest, SessionDeleted, SessionRecord
+
+HEADER = "x-hone-session"
+"""Names the session that a call of /v1/chat/completions is a turn of. Case does not matter."""
+
+RETRY_HEADER = "x-stainless-retry-count"
+"""How often OpenAI's clients have sent this request before."""
+
+CHAT = "/v1/chat/completions"
+
+_ID = re.compile(r"[\w.:-]{1,128}")
+
+
+class ChatAnswer(RootModel[dict[str, Any]]):
+    """OpenAI's chat completion."""
+
+
+def add_session_routes(service: Service, sessions: Sessions) -> None:
+    async def get_session(session_id: str) -> SessionRecord:
+        """What was said in a session, as tokens with their mask, log-probs and weight versions."""
+        return sessions.record(session_id)
+
+    async def delete_session(session_id: str) -> SessionDeleted:
+        """Forgets a session, if there is one; its id can then be used again."""
+        sessions.delete(session_id)
+        return SessionDeleted(id=session_id)
+
+    async def answer_get(session_id: str, request: Request) -> Response:
+        return rendering.render(await get_session(session_id), request)
+
+    path = "/sessions/{session_id}"
+    service.app.add_api_route(
+        path,
+        answer_get,
+        methods=["GET"],
+        name=get_session.__name__,
+        description=get_session.__doc__ or "",
+        responses={200: {"model": SessionRecord}},
+    )
+    service.app.add_api_route(path, delete_session, methods=["DELETE"])
+    service.gauge("sessions", "Recorded sessions that are kept").set_function(lambda: len(sessions))
+
+
+async def answer_turn(service: Service, sessions: Sessions, request: Request) -> Response:
+    """Answers a call that names a session. It happens once per Idempotency-Key; a client's own
+    retry of what was answered gets the same answer."""
+    id = request.headers[HEADER]
+    if not _ID.fullmatch(id):
+        raise BadRequest(
+            f"the header X-Hone-Session is {id!r}; expected 1 to 128 letters, digits and any of "
+            "'_.:-'"
+        )
+    path = request.url.path
+    if (request.method, path) != ("POST", CHAT):
+        raise BadRequest(
+            f"{request.method} {path} with the header X-Hone-Session; sessions record POST {CHAT}"
+        )
+    data = await request.body()
+    body = codec.decode(ChatRequest, data, rendering.media_type(request, data))
+    again = request.headers.get(RETRY_HEADER, "0") != "0"
+    key = request.headers.get("idempotency-key")
+    name = f"POST {CHAT} of session {id}"
+
+    async def work() -> ChatAnswer:
+        return ChatAnswer(await sessions.answer(id, body, again=again))
+
+    operation = service.operations.start(
+        work, f"{name} {key}" if key else None, hashlib.sha256(data).hexdigest(), name
+    )
+    return await service.answer(operation, request, ends_with_client=key is None)

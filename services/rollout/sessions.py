@@ -1,0 +1,224 @@
+"""Sessions: conversations of agents that speak OpenAI's chat API, recorded as the tokens that they
+are, so that they can be trained on.
+
+A session belongs to the weights of its first answer: one job, attempt and epoch, of whatever
+versions. Its turns are sampled one after another. It is kept in this process only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.rollout.continuing import CannotContinue, prompt_tokens, tokens_after
+from services.rollout.engine import Chat, Overlong
+from services.rollout.recording import Recorded
+from services.rollout.sampler import Sampler
+from shared.config import Settings
+from shared.errors import BadRequest, Busy, Conflict, NotFound
+from shared.logs import get_logger
+from shared.wire import ChatRequest, Fencing, Sampling, ServingWeights, SessionRecord
+
+MAX_FORGOTTEN = 65_536
+"""Of how many forgotten sessions it is known why, so that a turn of one is refused: what was said
+before would be missing in its record."""
+
+
+@dataclass
+class Session:
+    """`weights` are those of its first answer. `last` is the newest request and what it was
+    answered, for a client that sends it again."""
+
+    weights: ServingWeights
+    used_at: float
+    conversations: list[Recorded] = field(default_factory=list)
+    last: tuple[ChatRequest, dict[str, Any]] | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_waiting: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(recorded.num_tokens for recorded in self.conversations)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the next answer is sampled after: `prompt_token_ids`, of which `between` are new to the
+    conversation that goes on; None: a new one begins, `because` of something."""
+
+    prompt_token_ids: list[int]
+    goes_on: Recorded | None = None
+    between: tuple[int, ...] = ()
+    because: str = ""
+
+
+class Sessions:
+    """The sessions of this sampler, by their ids."""
+
+    def __init__(
+        self, sampler: Sampler, settings: Settings, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._sampler = sampler
+        self._settings = settings
+        self._now = now
+        self._sessions: dict[str, Session] = {}
+        self._forgotten: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    async def answer(self, id: str, request: ChatRequest, *, again: bool) -> dict[str, Any]:
+        """Returns the answer in OpenAI's shape, once it is recorded. `again`: the client sends the
+        request once more, and gets the answer there is."""
+        session = self._open(id)
+        session.num_waiting += 1
+        try:
+            async with session.turn:
+                if again and session.last and session.last[0] == request:
+                    return session.last[1]
+                return await self._next(id, session, request)
+        finally:
+            session.num_waiting -= 1
+            session.used_at = self._now()
+            if not session.conversations and not session.num_waiting:
+                self._sessions.pop(id, None)
+
+    def record(self, id: str) -> SessionRecord:
+        """Returns what was said. Raises NotFound for a session that is not (any more) there."""
+        self._forget_idle()
+        session = self._sessions.get(id)
+        if session is None or not session.conversations:
+            raise NotFound(self._forgotten.get(id) or f"there is no session {id!r} here")
+        weights = session.weights
+        return SessionRecord(
+            **weights.model_dump(include={"job_id", *Fencing.model_fields, "replica"}),
+            id=id,
+            conversations=tuple(recorded.conversation() for recorded in session.conversations),
+        )
+
+    def delete(self, id: str) -> None:
+        """Forgets the session, if there is one, so that its id can be used again. Raises Conflict
+        while a turn of it is under way."""
+        session = self._sessions.get(id)
+        if session and session.num_waiting:
+            raise Conflict(f"a turn of session {id!r} is under way; wait for it, or end it")
+        self._sessions.pop(id, None)
+        self._forgotten.pop(id, None)
+
+    # --- a turn ----------------------------------------------------------------------------------
+
+    async def _next(self, id: str, session: Session, request: ChatRequest) -> dict[str, Any]:
+        if not session.conversations:
+            session.weights = self._sampler.serving
+        name = f"session {id!r}"
+        engine = await self._sampler.engine_with(session.weights, asked_by=name)
+        plan = await self._plan(engine.chat, session, request)
+        room = engine.max_model_len - len(plan.prompt_token_ids)
+        sampling = _sampling(request, room)
+        self._check_room(name, session, plan, sampling, engine.max_model_len)
+        answer = await self._sampler.answer(
+            request, plan.prompt_token_ids, session.weights, asked_by=name
+        )
+        recorded = plan.goes_on or Recorded(request, plan.prompt_token_ids, plan.because)
+        recorded.add(request, plan.between, answer, sampling)
+        if plan.goes_on is None:
+            session.conversations.append(recorded)
+        session.last = (request, answer.body)
+        if plan.because:
+            get_logger().info("session begins anew", session=id, because=plan.because)
+        return answer.body
+
+    async def _plan(self, chat: Chat, session: Session, request: ChatRequest) -> Plan:
+        """Goes on from the latest answer that the request's messages extend: in its conversation if
+        that is the conversation's last one, and else in a new one that begins with its tokens."""
+        if not session.conversations:
+            return Plan(await prompt_tokens(chat, request))
+        newest = session.conversations[-1]
+        known = [
+            (state, recorded)
+            for recorded in session.conversations
+            if (state := recorded.extended_by(request))
+        ]
+        if not known:
+            return Plan(await prompt_tokens(chat, request), because=newest.difference(request))
+        state, recorded = max(known, key=lambda each: each[0].num_messages)
+        try:
+            between = await tokens_after(chat, request, state.num_messages, state.last_token)
+        except CannotContinue as error:
+            return Plan(await prompt_tokens(chat, request), because=str(error))
+        ids = [*recorded.token_ids(state), *between]
+        if state is recorded.states[-1]:
+            return Plan(ids, goes_on=recorded, between=tuple(between))
+        return Plan(ids, because=recorded.difference(request))
+
+    def _check_room(
+        self, name: str, session: Session, plan: Plan, sampling: Sampling, max_model_len: int
+    ) -> None:
+        num_prompt = len(plan.prompt_token_ids)
+        if num_prompt + sampling.max_tokens > max_model_len:
+            raise Overlong(
+                f"{name} has {num_prompt} tokens, and with 'max_tokens' "
+                f"{sampling.max_tokens} makes {num_prompt + sampling.max_tokens}; the model holds "
+                f"{max_model_len}"
+            )
+        num_new = len(plan.between) if plan.goes_on else num_prompt
+        limit = self._settings.max_session_tokens
+        if session.num_tokens + num_new >= limit:
+            raise BadRequest(
+                f"{name} has {session.num_tokens} tokens and would get {num_new} more "
+                f"before its answer; at most {limit} are kept (setting HONE_MAX_SESSION_TOKENS)"
+            )
+
+    # --- how many are kept -----------------------------------------------------------------------
+
+    def _open(self, id: str) -> Session:
+        """Returns the session, a new one if there was none. Raises NotFound for one that was
+        forgotten, and Busy if no other can be forgotten in its place."""
+        self._forget_idle()
+        if id in self._forgotten:
+            raise NotFound(self._forgotten[id])
+        if id not in self._sessions:
+            if len(self._sessions) >= self._settings.max_sessions:
+                self._forget_oldest()
+            self._sessions[id] = Session(self._sampler.serving, self._now())
+        return self._sessions[id]
+
+    def _forget_idle(self) -> None:
+        idle_s = self._settings.session_idle_s
+        for id, session in list(self._sessions.items()):
+            if not session.num_waiting and session.used_at < self._now() - idle_s:
+                self._forget(id, f"it was idle for {idle_s:g} s (setting HONE_SESSION_IDLE_S)")
+
+    def _forget_oldest(self) -> None:
+        limit = self._settings.max_sessions
+        idle = {id: each for id, each in self._sessions.items() if not each.num_waiting}
+        if not idle:
+            raise Busy(
+                f"turns of {limit} sessions are under way, as many as are kept (setting "
+                "HONE_MAX_SESSIONS)"
+            )
+        oldest = min(idle, key=lambda id: idle[id].used_at)
+        self._forget(
+            oldest,
+            f"it was idle longest when another one began, and {limit} are kept (setting "
+            "HONE_MAX_SESSIONS)",
+        )
+
+    def _forget(self, id: str, why: str) -> None:
+        num_tokens = self._sessions.pop(id).num_tokens
+        self._forgotten[id] = f"session {id!r} was forgotten: {why}; begin another one"
+        if len(self._forgotten) > MAX_FORGOTTEN:
+            del self._forgotten[next(iter(self._forgotten))]
+        get_logger().warning("session forgotten", session=id, why=why, num_tokens=num_tokens)
+
+
+def _sampling(request: ChatRequest, room: int) -> Sampling:
+    """Returns how the answer is to be sampled: without `max_tokens`, as far as there is room."""
+    fields = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "seed"}
+    given = request.model_dump(include=fields, exclude_none=True)
+    stop = (request.stop,) if isinstance(request.stop, str) else request.stop or ()
+    max_tokens = request.max_completion_tokens or request.max_tokens or max(room, 1)
+    return Sampling(**given, stop=stop, max_tokens=max_tokens)

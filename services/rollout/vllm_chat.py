@@ -1,0 +1,163 @@
+"""vLLM's chat completions as recorded conversations need them: prompts given as tokens, and answers
+with the tokens that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMClientError
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from services.rollout.engine import Answer, BadPrompt
+from shared.errors import BadRequest, Failed, NotFound, StateLost
+from shared.wire import ChatRequest, Message, Rollout
+
+UNKNOWN_TO_VLLM = {"user", "metadata", "store"}
+
+
+class WatchedChat(OpenAIServingChat):
+    """vLLM's handler of chat completions, which keeps what the engine gave for the requests in
+    `watched`, by their ids."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, enable_prompt_tokens_details=True)
+        self.watched: dict[str, RequestOutput | None] = {}
+
+    async def chat_completion_full_generator(
+        self,
+        request: ChatCompletionRequest,
+        result_generator: AsyncIterator[RequestOutput],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        if request.request_id in self.watched:
+            if request.extract_structured_outputs() is not None:
+                raise BadRequest(
+                    'a tool with "strict": true bounds what can be sampled, which training cannot '
+                    "compute again; expected tools without it in a recorded session"
+                )
+            result_generator = self._watch(request.request_id, result_generator)
+        return await super().chat_completion_full_generator(
+            request, result_generator, *args, **options
+        )
+
+    async def _watch(
+        self, id: str, outputs: AsyncIterator[RequestOutput]
+    ) -> AsyncIterator[RequestOutput]:
+        async for output in outputs:
+            self.watched[id] = output
+            yield output
+
+
+class VllmChat:
+    """`serving` answers; `to_rollout` makes the rollout of a completion and an owner, and
+    `why_dead` says why the engine died."""
+
+    def __init__(
+        self,
+        serving: WatchedChat,
+        tokenizer: Any,
+        to_rollout: Callable[[CompletionOutput, str], Rollout],
+        why_dead: Callable[[], str],
+    ) -> None:
+        self._serving = serving
+        self._tokenizer = tokenizer
+        self._to_rollout = to_rollout
+        self._why_dead = why_dead
+
+    async def render(
+        self, request: ChatRequest, messages: Sequence[Message], *, answering: bool
+    ) -> str:
+        """Returns what vLLM itself would tokenize."""
+        asked = self._vllm_request(request, messages, add_generation_prompt=answering)
+        tools = [tool.model_dump() for tool in asked.tools] if asked.tools else None
+        params = asked.build_chat_params(None, "auto").with_defaults(
+            {"tools": tools, "tokenize": False}
+        )
+        renderer = self._serving.renderer
+        try:
+            _, prompt = await renderer.render_messages_async(asked.messages, params)
+        except (VLLMClientError, ValueError, TypeError) as error:
+            raise BadPrompt(f"the model's chat template refused the messages: {error}") from error
+        text = prompt.get("prompt")
+        if not isinstance(text, str):
+            raise BadPrompt("the model's chat template gives no text, which a session needs")
+        return text
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def special_text(self, token_id: int) -> str:
+        token = self._tokenizer.added_tokens_decoder.get(token_id)
+        return str(token) if token is not None and token.special else ""
+
+    async def answer(
+        self, request: ChatRequest, prompt_token_ids: list[int], *, owner: str, salt: str
+    ) -> Answer:
+        asked = self._vllm_request(
+            request,
+            request.messages,
+            logprobs=True,
+            cache_salt=salt,
+            kv_transfer_params={"prompt_token_ids": prompt_token_ids},
+        )
+        watched = self._serving.watched
+        watched[asked.request_id] = None
+        try:
+            response = await self._serving.create_chat_completion(asked)
+            output = watched[asked.request_id]
+        except EngineDeadError as error:
+            raise StateLost(self._why_dead()) from error
+        except (VLLMClientError, ValueError) as error:
+            raise BadRequest(f"vLLM refuses the request: {error}") from error
+        finally:
+            del watched[asked.request_id]
+        if isinstance(response, ErrorResponse):
+            raise _error(response)
+        assert output is not None, "vLLM ends a request with an output"
+        assert isinstance(response, ChatCompletionResponse), "nothing is streamed"
+        if output.prompt_token_ids != prompt_token_ids:
+            raise Failed("vLLM sampled after other tokens than it was given")
+        rollout = self._to_rollout(output.outputs[0], owner)
+        if rollout.went_wrong:
+            raise Failed(rollout.error or rollout.finish_reason)
+        body = response.model_dump()
+        if not request.logprobs:
+            body["choices"][0]["logprobs"] = None
+        said = body["choices"][0]["message"]
+        message = {name: value for name, value in said.items() if value is not None}
+        return Answer(body, message, rollout)
+
+    def _vllm_request(
+        self, request: ChatRequest, messages: Sequence[Message], **options: Any
+    ) -> ChatCompletionRequest:
+        if request.tools and request.tool_choice != "none" and not self._serving.enable_auto_tools:
+            raise BadRequest(
+                "calls of tools are found by a parser, and this sampler has none: expected "
+                'HONE_TOOL_PARSER to name one (as "hermes"), or \'tool_choice\' "none", by which '
+                "they stay text"
+            )
+        given = request.model_dump(mode="json", exclude_none=True, exclude=UNKNOWN_TO_VLLM)
+        try:
+            # Copies: vLLM changes the messages that it is given.
+            return ChatCompletionRequest.model_validate(
+                {**given, "messages": [dict(message) for message in messages], **options}
+            )
+        except (ValidationError, VLLMClientError) as error:
+            raise BadRequest(f"vLLM refuses the request: {' '.join(str(error).split())}") from error
+
+
+def _error(response: ErrorResponse) -> BadRequest | Failed:
+    error = response.error
+    if error.code == 404:
+        return NotFound(error.message)
+    return BadRequest(error.message) if error.code < 500 else Failed(error.message)

@@ -1,0 +1,101 @@
+"""A partner for conversations at the `Chat` seam: a template like Qwen's, a token per character,
+and answers that were sampled in other tokens than their text would be tokenized to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.rollout.engine import Answer
+from shared.wire import ChatRequest, FinishReason, Message, Rollout, Span
+
+BEGIN, END = "<|im_start|>", "<|im_end|>"
+SPECIAL = {BEGIN: 1, END: 2}
+PAIR = 1 << 16
+CALL = re.compile(r"(.*?)<tool_call>(.*)</tool_call>", re.DOTALL)
+
+
+def tokens(text: str) -> list[int]:
+    parts = re.split(f"({re.escape(BEGIN)}|{re.escape(END)})", text)
+    return [id for part in parts for id in ([SPECIAL[part]] if part in SPECIAL else map(ord, part))]
+
+
+def sampled_tokens(text: str) -> list[int]:
+    """The text's tokens, the first two characters as one, and the end."""
+    pair = [PAIR + ord(text[0]) * 256 + ord(text[1])]
+    return [*pair, *tokens(text[2:]), SPECIAL[END]]
+
+
+def text_of(ids: Sequence[int]) -> str:
+    names = {id: text for text, id in SPECIAL.items()}
+    return "".join(
+        names.get(id) or (chr(id) if id < PAIR else chr((id - PAIR) // 256) + chr(id % 256))
+        for id in ids
+    )
+
+
+@dataclass
+class FakeChat:
+    """Answers with `replies` in turn. `asked` are the prompts it answered, as tokens; `sample`
+    samples them, and says by which weights. If it `forgets`, its template renders an answer
+    otherwise once messages follow, before the answer's text and, if `forgets` "after", behind."""
+
+    sample: Callable[[list[int], str], Awaitable[tuple[Span, ...]]]
+    replies: list[str] = field(default_factory=list)
+    asked: list[list[int]] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"
+    forgets: Literal["", "before", "after"] = ""
+
+    async def render(
+        self, request: ChatRequest, messages: Sequence[Message], *, answering: bool
+    ) -> str:
+        text = f"{BEGIN}tools\n{json.dumps(request.tools)}{END}\n" if request.tools else ""
+        for message in messages:
+            said = str(message.get("content") or "").strip()
+            if message["role"] == "assistant" and message is not messages[-1]:
+                said = {"": said, "before": f"...{said}", "after": f"{said}..."}[self.forgets]
+            for call in message.get("tool_calls") or ():
+                function = call["function"]
+                arguments = json.loads(function["arguments"])
+                call_text = json.dumps({"name": function["name"], "arguments": arguments})
+                said += f"\n<tool_call>\n{call_text}\n</tool_call>"
+            text += f"{BEGIN}{message['role']}\n{said}{END}\n"
+        return text + (f"{BEGIN}assistant\n" if answering else "")
+
+    def tokenize(self, text: str) -> list[int]:
+        return tokens(text)
+
+    def special_text(self, token_id: int) -> str:
+        return next((text for text, id in SPECIAL.items() if id == token_id), "")
+
+    async def answer(
+        self, request: ChatRequest, prompt_token_ids: list[int], *, owner: str, salt: str
+    ) -> Answer:
+        text = self.replies[len(self.asked) % len(self.replies)]
+        self.asked.append(prompt_token_ids)
+        spans = await self.sample(prompt_token_ids, owner)
+        ids = sampled_tokens(text)[: None if self.finish_reason == "stop" else -1]
+        message: Message = {"role": "assistant", "content": text}
+        if found := CALL.fullmatch(text):
+            call = json.loads(found[2])
+            function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+            calls = [{"id": "call-1", "type": "function", "function": function}]
+            message = {"role": "assistant", "content": found[1] or None, "tool_calls": calls}
+        body = {
+            "id": f"chatcmpl-{len(self.asked)}",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "tiny",
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        }
+        rollout = Rollout(
+            text=text,
+            token_ids=ids,
+            logprobs=[-0.25 * (index % 4) for index in range(len(ids))],
+            finish_reason=self.finish_reason,
+            spans=spans,
+        )
+        return Answer(body, message, rollout)
