@@ -90,6 +90,7 @@ class SimulatedSampler:
         self.service.operation("PUT", "/model", self._put_model, key=lambda _: "")
         self.service.operation("POST", "/reload_weights", self._reload, key=lambda _: "")
         self.service.operation("POST", "/generate", self._generate)
+        self.service.query("/weights", self._weights)
 
     async def _put_model(self, body: ModelRequest) -> ServingWeights:
         self._serving = ServingWeights(model=body.model, max_num_seqs=self._load.slots)
@@ -99,6 +100,9 @@ class SimulatedSampler:
         ref = request.root
         update = {"version": ref.version, "digest": ref.digest, "job_id": ref.job_id}
         self._serving = self._serving.model_copy(update=update)
+        return self._serving
+
+    async def _weights(self) -> ServingWeights:
         return self._serving
 
     async def _generate(self, body: GenerateRequest) -> RolloutGroup:

@@ -221,6 +221,7 @@ class Client:
         response = await self._http.send(request)
         if response.status_code < 500:
             await self._presence.heard()
+        pause_s = FIRST_PAUSE_S
         while response.status_code == 202 and "location" in response.headers:
             location = response.headers["location"]
             watch.heard_at = time.monotonic()
@@ -231,6 +232,9 @@ class Client:
                 watch.heard_at = max(watch.heard_at, self.poller.heard_at)
             async with self._fetching:
                 response = await self._http.get(location)
+            if response.status_code == 202:  # the poll was answered by another process
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, MAX_PAUSE_S)
         return response
 
     def _error(self, response: httpx.Response) -> HoneError:

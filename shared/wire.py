@@ -840,8 +840,9 @@ class ServingWeights(Fencing):
     `digest` is of the tensors the sampler read, computed by the sampler; `canary_logprobs` are its
     own of the canary, in its `dtype`. `received_bytes` came over the network for it. `load_s` is
     all that the load took, and `paused_s` the part of it in which no token was sampled. `replica`
-    names the sampler, `boot_id` this life of its engine, and `max_num_seqs` how many completions it
-    samples at once; 0: it does not say. `gpus` are the UUIDs of those that it computes on.
+    names the sampler, and `boot_id` this life of its engine. It samples `max_num_seqs` completions
+    at once, as far as they have room in its cache, which holds `kv_cache_tokens` tokens; 0: it does
+    not say. `gpus` are the UUIDs of those that it computes on.
     """
 
     job_id: JobId | None = None
@@ -856,6 +857,7 @@ class ServingWeights(Fencing):
     replica: str = ""
     boot_id: str = ""
     max_num_seqs: int = 0
+    kv_cache_tokens: int = 0
     gpus: tuple[str, ...] = ()
 
 

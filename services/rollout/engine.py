@@ -83,11 +83,13 @@ class Chat(Protocol):
 
 
 class Engine(Protocol):
-    """A started engine. `openai` answers `/models`, `/completions` and `/chat/completions` under
-    wherever it is mounted. Whatever is asked of one whose process has died raises StateLost."""
+    """A started engine. Its cache holds `kv_cache_tokens` tokens of all requests together. `openai`
+    answers `/models`, `/completions` and `/chat/completions` under wherever it is mounted. Whatever
+    is asked of one whose process has died raises StateLost."""
 
     max_model_len: int
     vocab_size: int
+    kv_cache_tokens: int
     dtype: str
     gpus: tuple[str, ...]
     folder: Path

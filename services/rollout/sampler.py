@@ -179,6 +179,7 @@ class Sampler:
                 "model": spec.model,
                 "load_s": time.monotonic() - start,
                 "dtype": self._engine.dtype,
+                "kv_cache_tokens": self._engine.kv_cache_tokens,
                 "boot_id": secrets.token_hex(8),
                 "gpus": self._engine.gpus,
             }

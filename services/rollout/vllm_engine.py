@@ -135,6 +135,7 @@ class VllmEngine:
         self.folder = folder
         self.max_model_len: int = self._llm.model_config.max_model_len
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
+        self.kv_cache_tokens: int = self._llm.vllm_config.cache_config.kv_cache_size_tokens or 0
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
         self.openai: ASGIApp
         self.chat: Chat

@@ -18,6 +18,7 @@ from shared.service import request_key
 from tests.support import orchestrator_stack
 from tests.support.fake_samplers import pool_of
 from tests.support.pool_stack import Pool, finished, pool_stack
+from tests.support.proxy import round_robin
 
 job = orchestrator_stack.job  # a fixture
 
@@ -33,16 +34,22 @@ def max_num_seqs() -> int:
 
 
 @pytest.fixture
+def kv_cache_tokens() -> int:
+    return 0
+
+
+@pytest.fixture
 async def pool(
     settings: Settings,
     redis_url: str,
     job: Job,
     count: int,
     max_num_seqs: int,
+    kv_cache_tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncGenerator[Pool]:
     async with (
-        pool_of(count, settings, max_num_seqs) as all_,
+        pool_of(count, settings, max_num_seqs, kv_cache_tokens) as all_,
         pool_stack(settings, redis_url, job, all_, monkeypatch) as pool,
     ):
         yield pool
@@ -192,6 +199,17 @@ async def test_no_sampler_gets_more_than_it_can_sample_and_stragglers_leave_room
     assert [sampler.most_busy <= 11 for sampler in pool.samplers] == [True, True]
 
 
+@pytest.mark.parametrize(("max_num_seqs", "kv_cache_tokens"), [(64, 16)])
+async def test_no_sampler_gets_more_than_its_cache_holds(pool: Pool) -> None:
+    """A completion may take 4 tokens, so 4 are held; it takes 2 and a quarter of the prompt's one,
+    so that after 24 groups 16 / ((8 * 4 + 24 * 2.25) / 32), that is 5, are. Groups are of 4."""
+    for sampler in pool.samplers:
+        sampler.fault["generate"] = lambda _: asyncio.sleep(0.02)
+    record = await finished(pool)
+    pool.check_groups(record)
+    assert [4 <= sampler.most_busy <= 5 + 3 for sampler in pool.samplers] == [True, True]
+
+
 async def test_the_same_job_asks_for_the_same_samples_and_no_two_groups_share_a_seed(
     pool: Pool,
 ) -> None:
@@ -248,6 +266,42 @@ async def test_a_sync_waits_for_groups_under_way_only_if_the_job_says_so(
     record = await pool.stack.until(job_id)
     assert record.status == "succeeded"
     pool.check_groups(record)
+
+
+async def test_one_url_that_two_samplers_answer_at_is_refused_with_what_to_do(pool: Pool) -> None:
+    """A reload would reach only one of them."""
+    first, second = pool.samplers
+    async with round_robin(first.url, second.url) as url:
+        pool.stack.settings.__dict__["rollout_url"] = url
+        record = await pool.stack.until((await pool.stack.submit()).id, "paused", "succeeded")
+    assert record.status == "paused" and record.error is not None
+    assert f"{url} answers as two samplers 'r0' and 'r1', as a load balancer does" in record.error
+    assert "name each sampler in HONE_ROLLOUT_URL" in record.error
+    assert not first.groups and not second.groups
+
+
+@pytest.mark.parametrize("count", [3])
+async def test_a_load_balancer_among_the_samplers_costs_no_group(pool: Pool) -> None:
+    first, second, third = pool.samplers
+    async with round_robin(first.url, second.url) as url:
+        pool.stack.settings.__dict__["rollout_url"] = f"{url},{third.url}"
+        record = await finished(pool)
+    pool.check_groups(record)
+    assert record.recoveries == 0
+    assert (len(first.groups), len(second.groups), len(third.groups)) == (0, 0, 24)
+    (said,) = await pool.said(record, "joins later")
+    assert "answers as two samplers" in said
+
+
+async def test_two_samplers_of_one_name_behind_one_url_are_told_apart(pool: Pool) -> None:
+    first, second = pool.samplers
+    second.name = "r0"
+    await second.kill()
+    await second.start()
+    async with round_robin(first.url, second.url) as url:
+        pool.stack.settings.__dict__["rollout_url"] = url
+        record = await pool.stack.until((await pool.stack.submit()).id, "paused", "succeeded")
+    assert "answers as two engines of the name 'r0'" in (record.error or "")
 
 
 async def test_a_name_stands_for_a_sampler_at_each_of_its_addresses(

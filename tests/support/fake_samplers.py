@@ -35,7 +35,9 @@ class FakeSampler:
     sampled, `busy` how many completions it samples at the moment. Killed, it forgets all but these
     counts."""
 
-    def __init__(self, settings: Settings, name: str, max_num_seqs: int = 0) -> None:
+    def __init__(
+        self, settings: Settings, name: str, max_num_seqs: int = 0, kv_cache_tokens: int = 0
+    ) -> None:
         self.name = name
         self.fault: dict[str, Callable[[Any], Awaitable[Any]]] = {}
         self.calls: Counter[str] = Counter()
@@ -46,8 +48,8 @@ class FakeSampler:
         self.port = 0
         self.busy = 0
         self.most_busy = 0
-        self._nothing = ServingWeights(replica=name, max_num_seqs=max_num_seqs)
-        self.serving = self._nothing
+        self._room = {"max_num_seqs": max_num_seqs, "kv_cache_tokens": kv_cache_tokens}
+        self.serving = ServingWeights()
         self._settings = settings
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -59,7 +61,8 @@ class FakeSampler:
 
     async def start(self) -> None:
         """Serves, without a model, on the port it had before."""
-        self.serving, self.fence, self.busy = self._nothing, (0, 0), 0
+        self.serving = ServingWeights(replica=self.name, **self._room)
+        self.fence, self.busy = (0, 0), 0
         service = self._service = Service("rollout", self._settings, busy=lambda: self.busy)
         service.operation("PUT", "/model", self._put_model, key=lambda _: "")
         service.operation("POST", "/generate", self._generate)
@@ -95,8 +98,12 @@ class FakeSampler:
     async def _put_model(self, spec: ModelRequest) -> ServingWeights:
         await self._note("model", spec)
         if self.serving.model != spec.model:
-            life = {"model": spec.model, "boot_id": secrets.token_hex(8)}
-            self.serving = self._nothing.model_copy(update=life)
+            self.serving = ServingWeights(
+                replica=self.name,
+                model=spec.model,
+                boot_id=secrets.token_hex(8),
+                **self._room,
+            )
         return self.serving
 
     async def _weights(self) -> ServingWeights:
@@ -149,9 +156,12 @@ class FakeSampler:
 
 @contextlib.asynccontextmanager
 async def pool_of(
-    count: int, settings: Settings, max_num_seqs: int = 0
+    count: int, settings: Settings, max_num_seqs: int = 0, kv_cache_tokens: int = 0
 ) -> AsyncGenerator[tuple[FakeSampler, ...]]:
-    samplers = tuple(FakeSampler(settings, f"r{number}", max_num_seqs) for number in range(count))
+    samplers = tuple(
+        FakeSampler(settings, f"r{number}", max_num_seqs, kv_cache_tokens)
+        for number in range(count)
+    )
     for sampler in samplers:
         await sampler.start()
     try:

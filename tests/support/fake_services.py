@@ -113,6 +113,7 @@ class FakeServices:
         ):
             self._services[name].operation(method, path, handler)
         self._services["trainer"].query("/state", self._state)
+        self._services["rollout"].query("/weights", self._weights)
 
     def restart_trainer(self) -> None:
         """What a killed trainer does: it comes back from its newest checkpoint, by
@@ -161,6 +162,9 @@ class FakeServices:
     async def _put_model(self, spec: ModelRequest) -> ServingWeights:
         await self._note("model", spec)
         self.serving = ServingWeights(model=spec.model, gpus=self.gpus[1])
+        return self.serving
+
+    async def _weights(self) -> ServingWeights:
         return self.serving
 
     async def _put_job(self, body: TrainerJob) -> TrainerState:

@@ -65,6 +65,7 @@ class FakeEngine:
     dtype: str = "float32"
     gpus: tuple[str, ...] = ()
     vocab_size: int = 10
+    kv_cache_tokens: int = 4096
     openai: ASGIApp = field(default_factory=lambda: JSONResponse({"from": "the engine"}))
     calls: list[Any] = field(default_factory=list)
     label: str = "default"

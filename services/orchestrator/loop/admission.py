@@ -1,5 +1,6 @@
 """Which sampler a group goes to, and which groups wait until one has room: in the order of asking,
-so that a step's groups come before those of the next one."""
+so that a step's groups come before those of the next one. The next turn of a conversation is given
+ahead of them to the sampler that has its turns so far in its cache, if that has room soon."""
 
 from __future__ import annotations
 
@@ -10,13 +11,22 @@ from dataclasses import dataclass
 
 from services.orchestrator.loop.replica import Replica
 
+SOON_S = 2.0
+"""Seconds that a turn waits for the sampler that has its conversation in its cache, before any
+other takes it: about what sampling a few dozen tokens takes, or a long prompt anew."""
+
 
 @dataclass(eq=False)
 class _Waiting:
-    """A group that waits for room."""
+    """A group that waits for room, for now at `near` if that is a sampler."""
 
     num_completions: int
     given: asyncio.Future[Replica]
+    near: Replica | None = None
+
+    def give(self, replica: Replica) -> None:
+        replica.take(self.num_completions)
+        self.given.set_result(replica)
 
 
 class Admission:
@@ -31,26 +41,39 @@ class Admission:
         self._up = up
         self._nobody = nobody
         self._waiting: deque[_Waiting] = deque()
+        self._turns: list[_Waiting] = []
 
-    async def room_for(self, num_completions: int) -> Replica:
-        """Returns the sampler that the group goes to, once there is room, which is taken then.
-        Raises `nobody`'s error if none serves."""
+    async def room_for(self, num_completions: int, near: Replica | None = None) -> Replica:
+        """Returns the sampler that the group goes to, once there is room, which is taken then:
+        `near`, if that has room within SOON_S seconds. Raises `nobody`'s error if none serves."""
         given = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(num_completions, given)
-        self._waiting.append(waiting)
+        waiting = _Waiting(num_completions, given, near)
+        (self._turns if near else self._waiting).append(waiting)
         self.admit()
         try:
+            if near:
+                await asyncio.wait({given}, timeout=SOON_S)
+                self._wait_anywhere(waiting)
+                self.admit()
             return await given
         except asyncio.CancelledError:
             if given.done() and not given.cancelled() and not given.exception():
                 given.result().give_back(num_completions)
             raise
         finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
+            for queue in (self._turns, self._waiting):
+                if waiting in queue:
+                    queue.remove(waiting)
 
     def admit(self) -> None:
         """Gives groups to samplers as long as one has room."""
+        for turn in [*self._turns]:
+            near = turn.near
+            if near is None or not (near.up and near.listed):
+                self._wait_anywhere(turn)
+            elif near.room > 0 and not near.held:
+                self._turns.remove(turn)
+                turn.give(near)
         while self._waiting:
             up = [replica for replica in self._up() if replica.listed]
             free = [replica for replica in up if not replica.held]
@@ -63,10 +86,15 @@ class Admission:
             if waiting.given.done():
                 continue
             if replica:
-                replica.take(waiting.num_completions)
-                waiting.given.set_result(replica)
+                waiting.give(replica)
             else:
                 waiting.given.set_exception(self._nobody())
+
+    def _wait_anywhere(self, turn: _Waiting) -> None:
+        """Lets the turn wait for any sampler, as the first, if it waits for its own."""
+        if turn in self._turns:
+            self._turns.remove(turn)
+            self._waiting.appendleft(turn)
 
     def spare(self, replica: Replica) -> Replica | None:
         """Returns another sampler with room that no group waits for."""

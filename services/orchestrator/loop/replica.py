@@ -4,34 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 from shared.client import Client
-from shared.wire import WeightsRef
+from shared.wire import GenerateRequest, RolloutGroup, ServingWeights, WeightsRef
 
 FIRST_RETRY_S, MAX_RETRY_S = 0.25, 30.0
+
+NUM_MEASURED = 32
+"""Groups over which the length of completions is averaged: the newest."""
+
+
+class Length:
+    """How many tokens a completion of the job takes in a sampler's cache, with its share of the
+    group's prompt. A group that is not sampled yet counts as long as it may become (`max_tokens`);
+    so a job begins cautiously, and then goes by the mean of its last NUM_MEASURED groups. The bound
+    throughout would leave most of the cache unused, for few completions reach it."""
+
+    def __init__(self) -> None:
+        self._bound = 1
+        self._last: deque[float] = deque(maxlen=NUM_MEASURED)
+        self.tokens = 1.0
+
+    def expect(self, body: GenerateRequest) -> None:
+        self._bound = max(self._bound, body.sampling.max_tokens)
+        self._average()
+
+    def measure(self, group: RolloutGroup) -> None:
+        num_tokens = sum(len(rollout.token_ids) for rollout in group.rollouts)
+        self._last.append((len(group.prompt_token_ids) + num_tokens) / len(group.rollouts))
+        self._average()
+
+    def _average(self) -> None:
+        missing = NUM_MEASURED - len(self._last)
+        self.tokens = max(1.0, (sum(self._last) + missing * self._bound) / NUM_MEASURED)
 
 
 @dataclass(eq=False)
 class Replica:
-    """`up`: it serves what the job published last, `ref`; None: only the model so far. What is not
-    up gets no groups; `why` says why not. `num_joins` counts how often it came up, and
-    `failed_sync` says that it did not load what others did. `listed`: it is among those that the
-    settings name now. `held`: it gets no further groups until a sync is done; `idle` is set while
-    it has none.
+    """`name` is what it calls itself. `up`: it serves what the job published last, `ref`; None:
+    only the model so far. What is not up gets no groups; `why` says why not. `num_joins` counts how
+    often it came up, and `failed_sync` says that it did not load what others did. `listed`: it is
+    among those that the settings name now. `held`: it gets no further groups until a sync is done;
+    `idle` is set while it has none.
 
     Its load counts completions. `under_way` are those of all groups that it was given and has not
-    returned; `busy` those that it said it works on, and `sent` those it was given since. It can
-    sample `capacity` of them at once; 0: unknown, taken to be without bound. `gpus` are the UUIDs
-    of those that it computes on.
+    returned; `busy` those that it said it works on, and `sent` those it was given since. It samples
+    `max_num_seqs` of them at once, as far as its cache of `kv_cache_tokens` has room for them at
+    the job's `length`; 0: unknown. `gpus` are the UUIDs of those that it computes on.
     """
 
     client: Client
+    length: Length = field(default_factory=Length)
+    name: str = ""
     up: bool = False
     ref: WeightsRef | None = None
     why: str = "it was not asked yet"
     listed: bool = True
-    capacity: int = 0
+    max_num_seqs: int = 0
+    kv_cache_tokens: int = 0
     gpus: tuple[str, ...] = ()
     under_way: int = 0
     busy: int = 0
@@ -46,6 +78,15 @@ class Replica:
     @property
     def url(self) -> str:
         return self.client.url
+
+    @property
+    def capacity(self) -> int:
+        """How many completions it can sample at once, one at least; 0: unknown, taken to be without
+        bound."""
+        bounds = [self.max_num_seqs] if self.max_num_seqs else []
+        if self.kv_cache_tokens:
+            bounds.append(max(int(self.kv_cache_tokens / self.length.tokens), 1))
+        return min(bounds, default=0)
 
     @property
     def room(self) -> float:
@@ -78,6 +119,11 @@ class Replica:
     def wants_to_hear_below(self) -> int | None:
         """Returns below how many completions a full sampler is to say how busy it is."""
         return self.capacity if self.room <= 0 else None
+
+    def configure(self, serving: ServingWeights) -> None:
+        """Takes over what it said of itself and of the model's engine."""
+        self.name, self.gpus = serving.replica, serving.gpus
+        self.max_num_seqs, self.kv_cache_tokens = serving.max_num_seqs, serving.kv_cache_tokens
 
     def begin(self, ref: WeightsRef | None) -> None:
         self.num_joins += not self.up

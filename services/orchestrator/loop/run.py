@@ -24,7 +24,7 @@ from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from services.orchestrator.loop.syncing import sync_weights
-from services.orchestrator.loop.tasks import stop
+from services.orchestrator.loop.tasks import stop, to_the_end
 from services.orchestrator.loop.turns import check_turns
 from services.orchestrator.queue.store import Lease, LeaseLost, Store, StoreUnavailable
 from services.orchestrator.record.folder import RunFolder
@@ -89,7 +89,7 @@ class Run:
         try:
             await self._peers.abort()
         finally:
-            await self._peers.close()
+            await to_the_end(self._peers.close())
 
     async def _try(self) -> Outcome | None:
         """Returns what became of the job, or None if it is to be tried again."""

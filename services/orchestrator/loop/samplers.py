@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.loop.admission import Admission
-from services.orchestrator.loop.decisions import SyncFailed
+from services.orchestrator.loop.decisions import MustPause, SyncFailed
 from services.orchestrator.loop.discovery import Registered, nobody, sampler_urls
-from services.orchestrator.loop.replica import Replica
-from services.orchestrator.loop.tasks import stop
+from services.orchestrator.loop.replica import Length, Replica
+from services.orchestrator.loop.tasks import all_of, stop
 from shared.client import Client
 from shared.config import Settings
-from shared.errors import BadRequest, HoneError, Unavailable
+from shared.errors import BadRequest, HoneError, StateLost, Unavailable
 from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
 from shared.wire import (
@@ -48,9 +49,17 @@ ABORT_S = 2.0
 """Seconds that a sampler has to end a job's requests. A worker that is stopped does not wait
 longer."""
 
+NUM_ASKED_WHO = 4
+"""Times that a sampler is asked who it is before it serves: at once, so on connections of their
+own. A load balancer between two samplers that chooses at random goes unnoticed once in 16 times,
+and then at the latest when weights are loaded."""
+
 MAX_FAULTS = 3
 """Samplers that may fail over one group, by more than being away, before its error is the job's: a
 prompt that ends every engine must not take the whole pool along again and again."""
+
+MAX_CONVERSATIONS = 65_536
+"""Of how many conversations, the newest, it is known which sampler has them in its cache."""
 
 STALE = "stale"
 
@@ -78,11 +87,13 @@ class Samplers:
         self._registered = registered
         self._tell = tell
         self._replicas: dict[str, Replica] = {}
+        self._length = Length()
         self._spec: ModelRequest | None = None
         self._pushed: Push | None = None
         self._admission = Admission(self._up, self._nobody)
         self._keeper: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._homes: OrderedDict[str, tuple[Replica, WeightsRef | None]] = OrderedDict()
         self._discover_at = 0.0
 
     # --- the pool --------------------------------------------------------------------------------
@@ -167,7 +178,8 @@ class Samplers:
             deadline_s=self._settings.start_deadline_s,
             patience_s=patience_s,
         )
-        replica.capacity, replica.gpus = serving.max_num_seqs, serving.gpus
+        await self._check_it_is_one(replica, serving, patience_s)
+        replica.configure(serving)
         while (pushed := self._pushed) is not None:
             is_late = isinstance(pushed.ref.root, SentWeights)  # it is sent to those that were up
             ref = pushed.again if replica.failed_sync or is_late else pushed.ref
@@ -176,6 +188,34 @@ class Samplers:
                 break
         replica.begin(pushed.ref if pushed else None)
         self._admission.admit()
+
+    async def _check_it_is_one(
+        self, replica: Replica, serving: ServingWeights, patience_s: float
+    ) -> None:
+        """Raises MustPause if different samplers answer at this URL: each has a model and weights
+        of its own, and only one of them would get what all need."""
+        answers = await all_of(
+            replica.client.call(
+                "GET",
+                "/weights",
+                None,
+                ServingWeights,
+                deadline_s=self._settings.start_deadline_s,
+                patience_s=patience_s,
+            )
+            for _ in range(NUM_ASKED_WHO)
+        )
+        for answer in answers:
+            if (answer.replica, answer.boot_id) != (serving.replica, serving.boot_id):
+                names = (
+                    f"as two samplers {serving.replica!r} and {answer.replica!r}"
+                    if answer.replica != serving.replica
+                    else f"as two engines of the name {serving.replica!r}"
+                )
+                raise MustPause(
+                    f"{replica.url} answers {names}, as a load balancer does; name each sampler in "
+                    "HONE_ROLLOUT_URL, or a DNS name of them all as dns+http://<name>:<port>"
+                )
 
     async def _keep(self) -> None:
         """Asks samplers that are away again, and finds those that came or left."""
@@ -254,7 +294,7 @@ class Samplers:
             patience_s=self._settings.patience_s,
             tell=self._tell if alone else tell_nobody,
         )
-        replica = Replica(client)
+        replica = Replica(client, self._length)
 
         def hear(busy: int) -> None:
             replica.hear(busy)
@@ -318,17 +358,44 @@ class Samplers:
             deadline_s=self._settings.sync_deadline_s,
             patience_s=patience_s,
         )
+        if serving.replica != replica.name:
+            raise StateLost(
+                f"sampler {serving.replica!r} answers at {replica.url}, and {replica.name!r} did "
+                "when the model was loaded"
+            )
         await push.prove(replica.client, ref, serving)
         return serving
 
     # --- sampling --------------------------------------------------------------------------------
 
-    async def generate(self, body: GenerateRequest, key: str) -> RolloutGroup:
-        """Returns the group, sampled by whichever sampler. Raises the error of the last one that is
-        left, and what another sampler would answer alike."""
+    async def generate(
+        self, body: GenerateRequest, key: str, conversation: str | None = None
+    ) -> RolloutGroup:
+        """Returns the group, sampled by whichever sampler; the turns of one `conversation` by the
+        same one, if it has room soon and still has the weights that it computed its cache with.
+        Raises the error of the last one that is left, and what another sampler would answer
+        alike."""
+        self._length.expect(body)
+        replica, group = await self._generate(body, key, self._home(conversation))
+        self._length.measure(group)
+        if conversation is not None:
+            self._homes[conversation] = replica, replica.ref
+            self._homes.move_to_end(conversation)
+            if len(self._homes) > MAX_CONVERSATIONS:
+                self._homes.popitem(last=False)
+        return group
+
+    def _home(self, conversation: str | None) -> Replica | None:
+        """Returns the sampler that has the conversation so far in its cache, if there is one."""
+        replica, ref = self._homes.get(conversation or "", (None, None))
+        return replica if replica and replica.up and replica.ref is ref else None
+
+    async def _generate(
+        self, body: GenerateRequest, key: str, near: Replica | None
+    ) -> tuple[Replica, RolloutGroup]:
         faults = 0
         while True:
-            replica = await self._admission.room_for(body.sampling.n)
+            replica = await self._admission.room_for(body.sampling.n, near)
             num_joins = replica.num_joins
             try:
                 return await self._sample(replica, body, key)
@@ -342,8 +409,11 @@ class Samplers:
                 replica.give_back(body.sampling.n)
                 self._admission.admit()
 
-    async def _sample(self, replica: Replica, body: GenerateRequest, key: str) -> RolloutGroup:
-        """Asks the sampler, and after a while another one too, if one has room."""
+    async def _sample(
+        self, replica: Replica, body: GenerateRequest, key: str
+    ) -> tuple[Replica, RolloutGroup]:
+        """Asks the sampler, and after a while another one too, if one has room. Returns which one
+        sampled the group."""
         first = asyncio.create_task(self._ask(replica, body, key))
         asked = {first: replica}
         try:
@@ -355,8 +425,8 @@ class Samplers:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     if not task.exception():
-                        return task.result()
-            return first.result()
+                        return asked[task], task.result()
+            return replica, first.result()
         finally:
             losers = [asked[task] for task in asked if not task.done()]
             await stop(*asked)

@@ -22,6 +22,21 @@ async def stop(*tasks: asyncio.Task[Any]) -> None:
         _, waiting = await asyncio.wait(waiting, timeout=PATIENCE_S)
 
 
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of work that must not be left half done, such as closing connections. A
+    cancellation meanwhile is raised once the work has ended."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled:
+        raise cancelled
+    return task.result()
+
+
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Returns all results, in order. If one fails, the others have ended when its error is
     raised."""

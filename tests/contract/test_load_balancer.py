@@ -1,0 +1,79 @@
+"""A load balancer before two processes of one service, each of which knows only its own
+operations."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+
+import pytest
+
+from shared.client import Client
+from shared.config import Settings
+from shared.service import Service, request_key
+from shared.wire import Aborted, NoBody
+from tests.support.proxy import round_robin
+
+
+class Worker:
+    """Works on one thing at a time until it may end. `done` counts what it finished, by key."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.done: Counter[str | None] = Counter()
+        self.may_end = asyncio.Event()
+        self._service = Service("reward", settings)
+        self._service.operation("POST", "/work", self._work)
+        self._server = self._service.server(0)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        self._task = asyncio.create_task(self._server._serve())
+        while not self._server.started:
+            await asyncio.sleep(0.001)
+        return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        assert self._task
+        self._server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    def num_requests(self) -> float:
+        samples = [s for m in self._service.registry.collect() for s in m.samples]
+        return sum(s.value for s in samples if s.name.endswith("requests_total"))
+
+    async def _work(self, _: NoBody) -> Aborted:
+        await self.may_end.wait()
+        self.done[request_key.get()] += 1
+        return Aborted(num_requests=1)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+async def test_polls_that_land_elsewhere_lose_no_work_and_do_not_flood(
+    settings: Settings, count: int
+) -> None:
+    workers = (Worker(settings), Worker(settings))
+    urls = [await worker.start() for worker in workers]
+    async with (
+        round_robin(*urls) as url,
+        Client("reward", url, patience_s=20.0) as client,
+        asyncio.timeout(60),
+    ):
+        keys = [f"key-{number}" for number in range(count)]
+        calls = [
+            asyncio.create_task(
+                client.call("POST", "/work", NoBody(), Aborted, deadline_s=60, key=key, wait_s=0)
+            )
+            for key in keys
+        ]
+        await asyncio.sleep(1.0)
+        asked = sum(worker.num_requests() for worker in workers)
+        for worker in workers:
+            worker.may_end.set()
+        answers = await asyncio.gather(*calls)
+    for worker in workers:
+        await worker.stop()
+    assert [answer.num_requests for answer in answers] == [1] * count
+    assert all(worker.done[key] <= 1 for worker in workers for key in keys)
+    assert 0 < asked <= 25 * count
