@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from services.rollout.copies import Copies, Copy
 from services.rollout.engine import Engine
-from shared.digest import StoredTensor, digest, stored_tensors, tensor_digests
+from shared.digest import KIND, StoredTensor, digest, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed
 from shared.logs import get_logger
 from shared.wire import (
@@ -286,6 +286,12 @@ def verified(
     """Returns the digest of all tensors. Raises Failed if it is not `ref`'s (code
     "digest_differs") or the tensors are not the model's ("tensors_differ")."""
     found = digest(digests)
+    if not ref.digest.startswith(KIND):
+        raise Failed(
+            f"version {ref.version} has digest {ref.digest!r}, expected one that begins with "
+            f"{KIND!r}; trainer and sampler must be of the same version of Hone",
+            code="digest_differs",
+        )
     if found != ref.digest:
         raise Failed(
             f"version {ref.version} has digest {found}, expected {ref.digest}"

@@ -6,7 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.platforms import current_platform
 
 from services.rollout import readback, transfer
@@ -19,7 +22,7 @@ class WorkerExtension:
     def load_published(self: Any, folder: str) -> None:
         """Loads the safetensors files of `folder` in place."""
         self.reload_weights(weights_path=folder)
-        pack_tied_output(self)
+        share_packed_output(self)
 
     def receive_published(
         self: Any, method: str, meeting: dict[str, Any], updates: list[Any]
@@ -28,7 +31,7 @@ class WorkerExtension:
         before, and what went wrong."""
         outcome = transfer.receive(self, method, meeting, updates)
         if outcome.problem is None:
-            pack_tied_output(self)
+            share_packed_output(self)
         return outcome.began, outcome.problem
 
     def gpu_uuid(self: Any) -> str | None:
@@ -42,13 +45,21 @@ class WorkerExtension:
         return readback.digests(self.get_model())
 
 
-def pack_tied_output(worker: Any) -> None:
-    """On a CPU vLLM computes the logits with a packed copy of the output matrix. Its reload renews
-    the copy of every matrix that it is given, which a tied one is not: the logits would come from
-    the first weights for ever."""
-    tied = worker.model_config.hf_config.get_text_config().tie_word_embeddings
-    if not (current_platform.is_cpu() and tied):
+def share_packed_output(worker: Any) -> None:
+    """On a CPU vLLM computes with packed copies of the matrices. Its reload renews the copy of every
+    matrix that it is given, which a tied output matrix is not: the logits would come from the first
+    weights for ever. They come from the embedding's copy instead, which nothing else reads."""
+    if not current_platform.is_cpu():
         return
-    for module in worker.get_model().modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
+    layers = [
+        layer
+        for layer in worker.get_model().modules()
+        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear")
+    ]
+    packed = {
+        layer.weight.data_ptr(): layer.cpu_linear
+        for layer in layers
+        if not isinstance(layer, ParallelLMHead)
+    }
+    for layer in layers:
+        layer.cpu_linear = packed.get(layer.weight.data_ptr(), layer.cpu_linear)

@@ -71,7 +71,9 @@ class Engine(Protocol):
         """Returns what the weights give a fixed sequence, for samplers to compare with."""
         ...
 
-    def save_weights(self, folder: Path) -> None: ...
+    def save_weights(self, folder: Path) -> dict[str, str]:
+        """Returns the digest of each tensor on rank 0, {} elsewhere."""
+        ...
 
     def live_weights(self) -> Mapping[str, Any]:
         """Returns the tensors that `save_weights` writes, whole, where they are trained: until the

@@ -185,7 +185,9 @@ class Trainer:
 
         def lead(save_all: SaveAll) -> AnyWeights:
             assert publisher is not None, "rank 0 has one"
-            return publisher.publish(request, engine.weights_bytes, save_all)
+            return publisher.publish(
+                request, engine.weights_bytes, lambda folder: save_all(folder)[0]
+            )
 
         canary = self._canary(loaded)
         published = self._ranks.write(lead, engine.save_weights)

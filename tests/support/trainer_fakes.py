@@ -12,6 +12,7 @@ from services.trainer.processes.launch_folder import Past
 from services.trainer.processes.together import Ranks
 from services.trainer.trainer import Seams, Trainer
 from shared.config import Settings
+from shared.digest import stored_tensors, tensor_digests
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job_file import parse_job
@@ -68,10 +69,12 @@ class FakeEngine:
         self.num_canaries += 1
         return Canary(token_ids=(1, 2, 3), logprobs=Logprobs((-1.0, -0.1 * self.num_updates)))
 
-    def save_weights(self, folder: Path) -> None:
-        if self.rank == 0:
-            data = safetensors(w=b"weights %d" % self.num_updates)
-            (folder / "model.safetensors").write_bytes(data)
+    def save_weights(self, folder: Path) -> dict[str, str]:
+        if self.rank:
+            return {}
+        data = safetensors(w=b"weights %d" % self.num_updates)
+        (folder / "model.safetensors").write_bytes(data)
+        return tensor_digests(stored_tensors(folder))
 
     def live_weights(self) -> dict[str, Any]:
         return {}

@@ -16,7 +16,7 @@ OURS = {"hone", "shared", "services", "deploy"}
 WIRE = {"pydantic", "pydantic_core", "fastapi", "starlette", "httpx2"}
 ALLOWED: dict[str, set[str]] = {
     "shared": WIRE
-    | {"msgpack", "pydantic_settings", "prometheus_client", "structlog", "uvicorn"}
+    | {"msgpack", "pydantic_settings", "prometheus_client", "structlog", "uvicorn", "xxhash"}
     | {"numpy", "zstandard"},  # in delta.py, which only trainer and sampler import
     "hone": WIRE | {"typer", "rich"},
     "services/orchestrator": WIRE | {"redis", "wandb", "datasets"},

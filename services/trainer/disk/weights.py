@@ -45,9 +45,9 @@ from shared.wire import (
 KEEP_VERSIONS = 2
 """A sampler may still be reading the version before the newest."""
 
-Save = Callable[[Path], None]
+Save = Callable[[Path], dict[str, str]]
 """Writes `*.safetensors` in the trainer's dtype under Hugging Face names (tied weights once) and
-`config.json` into a folder."""
+`config.json` into a folder; returns the digest of each tensor."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,7 @@ class Folders:
     def _write(self, version: int, size_bytes: int, save: Save) -> Written:
         folder = self._folder / f"v{version}"
         with written_aside(folder, size_bytes, durable=self._durable) as aside:
-            save(aside)
-            tensors = digest.tensor_digests(digest.stored_tensors(aside))
+            tensors = save(aside)
             size_bytes = sum(file.stat().st_size for file in aside.glob("*.safetensors"))
         if self._durable:
             write_file(self._folder / "latest", f"{folder.name}\n".encode())

@@ -22,6 +22,7 @@ import transformers
 from deepspeed.runtime import bf16_optimizer
 from torch import Tensor
 
+from services.trainer.disk import tensor_file
 from services.trainer.engine import Update
 from services.trainer.learning import reference
 from services.trainer.learning.batch import collate
@@ -31,14 +32,17 @@ from services.trainer.transfer.sharing import gpu_of
 from services.trainer.zero import lora, state
 from services.trainer.zero import stages as zero
 from services.trainer.zero.internals import bring_back, offload, whole_weights
-from services.trainer.zero.models import choose_dtype, copy_tokenizer, load_on_all_ranks
+from services.trainer.zero.models import (
+    as_saved,
+    choose_dtype,
+    copy_tokenizer,
+    load_on_all_ranks,
+)
 from services.trainer.zero.update import Updater
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.packed import Logprobs, TokenIds
 from shared.wire import Canary, Example, StepTotals
-
-ONE_FILE = "10000GB"
 
 CANARY_TOKENS = 64
 """Enough that any matrix of the model shows in some log-prob, few enough to cost nothing."""
@@ -161,9 +165,18 @@ class DeepSpeedEngine:
             token_ids=ids, logprobs=Logprobs(logprobs_N.float().tolist()), dtype=self.dtype
         )
 
-    def save_weights(self, folder: Path) -> None:
-        """Writes `model.safetensors` and `config.json` into `folder`."""
-        self._export(whole_weights(self._parts.model), folder, max_shard_size=ONE_FILE)
+    def save_weights(self, folder: Path) -> dict[str, str]:
+        """Writes `model.safetensors` and `config.json` into `folder`; returns the tensors' digests
+        on rank 0."""
+        weights = whole_weights(self._parts.model)
+        if dist.get_rank():
+            return {}
+        model: Any = self._parts.model
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        return tensor_file.write(
+            as_saved(model, self._merged(weights)), folder / "model.safetensors"
+        )
 
     def live_weights(self) -> dict[str, Tensor]:
         """Returns the tensors of the model as they are. Raises BadRequest under LoRA and ZeRO-3."""
@@ -175,8 +188,8 @@ class DeepSpeedEngine:
         """Writes a whole Hugging Face model folder: weights, configurations, tokenizer; with LoRA,
         its adapter in `adapter/`."""
         weights = whole_weights(self._parts.model)
-        self._export(weights, folder)
         if dist.get_rank() == 0:
+            self._parts.model.save_pretrained(folder, state_dict=self._merged(weights))
             if self._parts.wrapped is not None:
                 lora.save_adapter(self._parts.wrapped, weights, folder / "adapter")
             copy_tokenizer(self._job, folder)
@@ -208,12 +221,9 @@ class DeepSpeedEngine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _export(self, weights: dict[str, Tensor], folder: Path, **settings: Any) -> None:
-        """Writes weights and configuration from rank 0, adapters merged."""
-        if dist.get_rank() == 0:
-            model, adapted = self._parts.model, self._parts.wrapped is not None
-            plain = lora.merged(model, weights) if adapted else weights
-            model.save_pretrained(folder, state_dict=plain, **settings)
+    def _merged(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        adapted = self._parts.wrapped is not None
+        return lora.merged(self._parts.model, weights) if adapted else weights
 
 
 def canary_ids(config: Any, max_model_len: int | None) -> TokenIds:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.hub import cached_file, cached_files
 
 from shared import dtype as dtypes
@@ -175,6 +177,14 @@ def copy_tokenizer(job: Job, folder: Path) -> None:
     """
     for file in _cached(job, list(TOKENIZER_FILES)):
         shutil.copyfile(file, folder / file.name)
+
+
+def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the model's weights as `save_pretrained` would write them: under the checkpoint's
+    names and in its shapes, tied ones once."""
+    unsaved = model._keys_to_ignore_on_save or ()
+    kept = {name: weight for name, weight in weights.items() if name not in unsaved}
+    return revert_weight_conversion(model, remove_tied_weights_from_state_dict(kept, model))
 
 
 def choose_dtype(asked: str) -> torch.dtype:

@@ -95,13 +95,20 @@ async def test_a_proven_version_has_the_digest_of_its_tensors(published: Path) -
 
 async def test_other_bytes_are_refused_with_both_digests_and_the_tensor(published: Path) -> None:
     tensors = {**tensor_digests(stored_tensors(published)), "norm": "as published"}
-    other = ref(published, "abc").model_copy(update={"tensors": tensors})
+    other = ref(published, "xxh3-abc").model_copy(update={"tensors": tensors})
     with pytest.raises(
         Failed,
-        match=r"has digest [0-9a-f]{64}, expected abc \(1 tensors differ, the first is 'norm'\); "
+        match=r"has digest xxh3-[0-9a-f]{32}, expected xxh3-abc "
+        r"\(1 tensors differ, the first is 'norm'\); "
         "it was not loaded",
     ) as caught:
         await prove(other, expected(published), NO_COPIES)
+    assert caught.value.code == "digest_differs"
+
+
+async def test_a_digest_of_another_version_of_hone_is_refused_as_that(published: Path) -> None:
+    with pytest.raises(Failed, match="must be of the same version of Hone") as caught:
+        await prove(ref(published, "0" * 64), expected(published), NO_COPIES)
     assert caught.value.code == "digest_differs"
 
 

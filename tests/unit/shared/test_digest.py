@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from safetensors.numpy import save_file
 
 from shared.digest import digest, digest_of, stored_tensors, tensor_digests
@@ -15,15 +15,15 @@ from shared.errors import Failed
 from tests.support.safetensors_files import safetensors
 
 
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def xxh3(data: bytes) -> str:
+    return f"xxh3-{xxhash.xxh3_128_hexdigest(data)}"
 
 
 def test_a_digest_is_of_names_dtypes_shapes_and_bytes(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(safetensors(b=b"xyz", a=b""))
     tensors = tensor_digests(stored_tensors(tmp_path))
-    assert tensors == {"a": sha256(b"U8\0[0]\0"), "b": sha256(b"U8\0[3]\0xyz")}
-    assert digest(tensors) == sha256(f"a\0{tensors['a']}\nb\0{tensors['b']}\n".encode())
+    assert tensors == {"a": xxh3(b"U8\0[0]\0"), "b": xxh3(b"U8\0[3]\0xyz")}
+    assert digest(tensors) == xxh3(f"a\0{tensors['a']}\nb\0{tensors['b']}\n".encode())
 
 
 def test_it_is_the_same_however_tensors_are_spread_over_files(tmp_path: Path) -> None:
@@ -102,4 +102,4 @@ def test_a_tensor_longer_than_a_block_has_the_digest_of_all_its_bytes(tmp_path: 
     data = bytes(range(256)) * (9 << 10)  # 2.25 MiB
     (tmp_path / "model.safetensors").write_bytes(safetensors(a=b"before", b=data, c=b"after"))
     found = tensor_digests(stored_tensors(tmp_path))["b"]
-    assert found == sha256(f"U8\0[{len(data)}]\0".encode() + data)
+    assert found == xxh3(f"U8\0[{len(data)}]\0".encode() + data)

@@ -424,8 +424,6 @@ def test_a_rank_that_runs_out_of_memory_trains_on_in_smaller_micro_batches(
 def meet_nan(job: Job, good, bad, folder: Path) -> tuple[str, Any, str]:
     """An update on `good`, one on `bad`, one on `good`: what the one between gave or raised, and
     the weights' digest before it."""
-    from shared.digest import digest_of
-
     engine = an_engine(job)
     engine.update(good, 1e-2)
     engine.save_weights(folder / "before")
@@ -443,8 +441,6 @@ def meet_nan(job: Job, good, bad, folder: Path) -> tuple[str, Any, str]:
 
 
 def twice(job: Job, good, folder: Path) -> str:
-    from shared.digest import digest_of
-
     train(job, [good] * 2, 1e-2, folder)
     return digest_of(folder)
 
@@ -547,6 +543,11 @@ def test_adapters_train_alone_and_are_published_merged_and_exported_apart(
         untrained = load(model)(ids).logits
     torch.testing.assert_close(published, by_peft, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(exported, published, rtol=0, atol=0)
+    assert digest_of(tmp_path / "published") == digest_of(tmp_path / "checkpoint")
+    configs = [
+        (tmp_path / name / "config.json").read_text() for name in ("published", "checkpoint")
+    ]
+    assert configs[0] == configs[1]
     assert (published - untrained).abs().max() > 1e-2
     names = weights(tmp_path / "published").keys()
     assert names == weights(model).keys(), "the names of the plain model, tied weights once"

@@ -28,7 +28,11 @@ def request(version: int, method: str) -> PublishRequest:
 
 
 def saving(data: bytes):
-    return lambda folder: (folder / "model.safetensors").write_bytes(safetensors(w=data))
+    def save(folder: Path) -> dict[str, str]:
+        (folder / "model.safetensors").write_bytes(safetensors(w=data))
+        return tensor_digests(stored_tensors(folder))
+
+    return save
 
 
 def test_a_published_version_says_where_it_is_and_what_it_holds(settings, tmp_path):

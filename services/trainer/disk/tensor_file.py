@@ -1,0 +1,87 @@
+"""Tensors into one safetensors file, each hashed while its bytes are on their way.
+
+The safetensors library copies every tensor in memory before it writes, and whoever wants a digest
+then reads the file again. Here a block of a tensor is hashed and written while the processor's
+cache holds it, and several tensors at a time. The format is 8 bytes of length, a JSON header, and
+the tensors one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shared.digest import BLOCK_BYTES, Digest, in_parallel
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""safetensors' names."""
+
+ALIGNMENT = 8
+"""The header ends at a multiple of so many bytes, as the library's does."""
+
+
+def write(tensors: Mapping[str, Tensor], file: Path) -> dict[str, str]:
+    """Writes the tensors, of any device, and returns the digest of each."""
+    header, begins = _header(tensors)
+    with file.open("wb", buffering=0) as stream:
+        stream.write(header)
+        descriptor = stream.fileno()
+        sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+        return in_parallel(
+            sizes, lambda name: _write(tensors[name], descriptor, len(header) + begins[name])
+        )
+
+
+def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
+    """Returns the file's first bytes, and where each tensor begins after them. Tensors of large
+    elements come first, so that each begins at a multiple of its element's size."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins: dict[str, int] = {}
+    end = 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        tensor = tensors[name]
+        begins[name], end = end, end + tensor.nbytes
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begins[name], end],
+        }
+    plain = json.dumps(entries).encode()
+    plain += b" " * (-len(plain) % ALIGNMENT)
+    return struct.pack("<Q", len(plain)) + plain, begins
+
+
+def _write(tensor: Tensor, descriptor: int, offset: int) -> str:
+    plain = tensor.detach().cpu().contiguous()
+    digest = Digest(DTYPES[plain.dtype], tuple(plain.shape))
+    data: memoryview = plain.view(-1).view(torch.uint8).numpy().data
+    for begin in range(0, len(data), BLOCK_BYTES):
+        block = data[begin : begin + BLOCK_BYTES]
+        digest.add(block)
+        _write_all(descriptor, block, offset + begin)
+    return digest.hex()
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

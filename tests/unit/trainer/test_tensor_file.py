@@ -1,0 +1,47 @@
+"""The files of published weights: what the safetensors library reads is what was written."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from shared.digest import stored_tensors, tensor_digests
+
+torch = pytest.importorskip("torch")
+
+
+def test_the_library_reads_what_was_written_and_the_digests_are_of_the_file(tmp_path: Path):
+    from safetensors.torch import load_file
+
+    from services.trainer.disk import tensor_file
+
+    tensors = {
+        "b.scalar": torch.tensor(7, dtype=torch.int64),
+        "a.odd": torch.arange(3, dtype=torch.uint8),
+        "w.long": torch.randn(3, 1 << 18).to(torch.bfloat16),  # more than a block
+        "w.turned": torch.arange(6.0).reshape(2, 3).T,
+        "empty": torch.zeros(0, 4),
+        "f8": torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn),
+    }
+    digests = tensor_file.write(tensors, tmp_path / "model.safetensors")
+    read = load_file(tmp_path / "model.safetensors")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(read[name].float(), tensor.float()), name
+    stored = stored_tensors(tmp_path)
+    assert digests == tensor_digests(stored)
+    assert all(each.begin % tensors[name].element_size() == 0 for name, each in stored.items())
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch):
+    from services.trainer.disk import tensor_file
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensor_file.os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        tensor_file.write({"w": torch.zeros(3)}, tmp_path / "model.safetensors")
