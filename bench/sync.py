@@ -1,7 +1,7 @@
 """How long it takes to move weights from the trainer's memory into the engine's, by each
 method that needs no GPU.
 
-    python -m bench.sync [--quick] [--repeats 3]
+    python -m bench.sync [--quick] [--repeats 3] [--models 0.5B] [--methods shm]
 
 Two models with random weights: one of the demo's shape, and one of Qwen2.5-0.5B's (0.99 GB in
 bfloat16; left out by `--quick`). The trainer's side is its publisher, which writes and hashes, and
@@ -11,6 +11,12 @@ last token to its next. `restart`, which takes as long as an engine's start, is 
 
 Beside it the same bytes are copied in memory, once out and once in: what any way through shared
 memory takes at least. Figures are medians of the repeats.
+
+Part of each load is vLLM's own: its `reload_weights` of the same files, called directly once per
+repeat of `shm`, reads every tensor, copies it into the engine's matrices, and on a CPU packs all of
+them for its kernels. What `shm` takes to copying is given with that and without, and the latter
+also in CPU time of the process of publisher and sampler, which other processes of a busy machine
+change less. The goal is for what is Hone's.
 
 For `delta` each step changes every float32 master weight by the learning rate, 1e-6, up or down, as
 Adam does about; masters lie anywhere between two bfloat16 numbers, as they do after some training.
@@ -26,7 +32,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -42,7 +48,7 @@ from services.trainer.app import create_service
 from services.trainer.disk.weights import Publisher
 from shared.config import Settings
 from shared.job import SyncMethod
-from shared.wire import DeltaWeights, ModelRequest, PublishRequest, WeightsRef
+from shared.wire import DeltaWeights, FolderWeights, ModelRequest, PublishRequest, WeightsRef
 
 METHODS: tuple[SyncMethod, ...] = ("shm", "disk", "http", "delta", "reload")
 
@@ -91,11 +97,11 @@ class Model:
             master.add_(signs.mul_(2).sub_(1), alpha=LEARNING_RATE)
             self.weights[name] = master.to(torch.bfloat16)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, str]:
         """Writes what the trainer would."""
-        from safetensors.torch import save_file
+        from services.trainer.disk import tensor_file
 
-        save_file(self.weights, folder / "model.safetensors", {"format": "pt"})
+        return tensor_file.write(self.weights, folder / "model.safetensors")
 
 
 def make_model(folder: Path, shape: dict[str, Any]) -> Model:
@@ -139,41 +145,74 @@ def trainer_at(settings: Settings) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """By which methods each model's weights are moved, and how often."""
+
+    methods: tuple[SyncMethod, ...]
+    repeats: int
+
+
+@dataclass(frozen=True)
 class Measured:
     """Seconds for publishing and for loading, the pause among the latter, and bytes: those that
-    moved, and those of the whole version. `changed` is a delta's share of elements."""
+    moved, and those of the whole version. `cpu_s` are CPU seconds of this process for both, and
+    `copy_cpu_s` those of copying as many bytes in `copy_s`; `vllm_s` is vLLM's own part of the
+    load. `changed` is a delta's share of elements."""
 
     publish_s: float
     load_s: float
+    cpu_s: float
     pause_s: float
     moved_bytes: int
     whole_bytes: int
     changed: float | None
+    vllm_s: float = 0.0
+    copy_s: float = 0.0
+    copy_cpu_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.publish_s + self.load_s
 
 
 async def sync_once(
     method: SyncMethod, version: int, model: Model, publisher: Publisher, sampler: Sampler
 ) -> Measured:
     request = PublishRequest(job_id="bench", version=version, method=method)
-    start = time.monotonic()
+    start, cpu_before = time.monotonic(), time.process_time()
     ref = await asyncio.to_thread(publisher.publish, request, 1, model.save)
     published = time.monotonic()
     serving = await sampler.reload_weights(WeightsRef(ref))
+    load_s, cpu_s = time.monotonic() - published, time.process_time() - cpu_before
     changed = None
     if isinstance(ref, DeltaWeights) and ref.steps:
         changed = ref.steps[-1].num_changed / ref.steps[-1].num_elements
-    return Measured(
+    found = Measured(
         published - start,
-        time.monotonic() - published,
+        load_s,
+        cpu_s,
         serving.paused_s,
         serving.received_bytes or ref.size_bytes,
         ref.size_bytes,
         changed,
     )
+    if not (isinstance(ref, FolderWeights) and method == "shm"):
+        return found
+    vllm_s = await reload_by_vllm(sampler, ref.path)
+    copied_s, copied_cpu_s = await asyncio.to_thread(copy_s, ref.size_bytes)
+    return replace(found, vllm_s=vllm_s, copy_s=copied_s, copy_cpu_s=copied_cpu_s)
+
+
+async def reload_by_vllm(sampler: Sampler, folder: str) -> float:
+    """Returns the seconds that vLLM's own method takes for files that serve already."""
+    engine: Any = await sampler.ready_engine()
+    start = time.monotonic()
+    await engine._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    return time.monotonic() - start
 
 
 async def measure(
-    name: str, folder: Path, url: str, settings: Settings, repeats: int
+    name: str, folder: Path, url: str, settings: Settings, plan: Plan
 ) -> list[Figure]:
     """Returns the figures of one model."""
     model = await asyncio.to_thread(make_model, folder / name, SHAPES[name])
@@ -186,39 +225,37 @@ async def measure(
     try:
         sampler.open(None)
         await sampler.put_model(ModelRequest(model=str(model.folder), dtype="bfloat16"))
-        for method in METHODS:
+        for method in plan.methods:
             found[method] = []
-            for _ in range(repeats + 1):  # the first one warms up, and is a delta's base
+            for _ in range(plan.repeats + 1):  # the first one warms up, and is a delta's base
                 version += 1
                 await asyncio.to_thread(model.step, version)
                 found[method].append(await sync_once(method, version, model, publisher, sampler))
     finally:
         await sampler.close()
         publisher.close()
-    size_bytes = found["shm"][0].whole_bytes
-    return figures(name, {m: runs[1:] for m, runs in found.items()}, copy_s(size_bytes, repeats))
+    return figures(name, {m: runs[1:] for m, runs in found.items()})
 
 
-def copy_s(size_bytes: int, repeats: int) -> float:
-    """Returns the seconds of copying that many bytes once out and once in."""
+def copy_s(size_bytes: int) -> tuple[float, float]:
+    """Returns the seconds and CPU seconds of copying that many bytes once out and once in."""
     here, between = np.ones(size_bytes, np.uint8), np.ones(size_bytes, np.uint8)
-    seconds = []
-    for _ in range(repeats + 1):
-        start = time.monotonic()
-        between[:] = here
-        here[:] = between
-        seconds.append(time.monotonic() - start)
-    return median(seconds[1:])
+    between[:] = here
+    start, cpu_before = time.monotonic(), time.thread_time()
+    between[:] = here
+    here[:] = between
+    return time.monotonic() - start, time.thread_time() - cpu_before
 
 
-def figures(
-    name: str, found: dict[SyncMethod, list[Measured]], memory_copy_s: float
-) -> list[Figure]:
+def figures(name: str, found: dict[SyncMethod, list[Measured]]) -> list[Figure]:
     """Returns what is reported of one model."""
-    result = [Figure(f"{name}: memory copied out and in", memory_copy_s, "s")]
+    shm = found["shm"]
+    result = [
+        _median(f"{name}: memory copied out and in", [run.copy_s for run in shm], "s"),
+        _median(f"{name}: vLLM's own part of a load", [run.vllm_s for run in shm], "s"),
+    ]
     for method, runs in found.items():
         label = f"{name} {method}"
-        total_s = median(run.publish_s + run.load_s for run in runs)
         shares = [run.moved_bytes / run.whole_bytes for run in runs]
         pause_goal = DEMO_PAUSE_S if name == "demo" else None
         result += [
@@ -228,8 +265,7 @@ def figures(
             Figure(f"{label}: bytes", median(run.moved_bytes for run in runs), "B"),
         ]
         if method == "shm" and name != "demo":
-            ratio = total_s / memory_copy_s
-            result.append(Figure(f"{label}: to copying", ratio, "x", SHM_COPIES, "max"))
+            result += to_copying(label, runs)
         if method == "delta":
             changed = median(run.changed or 0.0 for run in runs)
             goal = DELTA_SHARE if name != "demo" else None
@@ -240,12 +276,29 @@ def figures(
     return result
 
 
+def to_copying(label: str, runs: list[Measured]) -> list[Figure]:
+    """Returns what publishing and loading takes, as a multiple of copying the same bytes."""
+    ours = [(run.total_s - run.vllm_s) / run.copy_s for run in runs]
+    return [
+        _median(f"{label}: to copying", [run.total_s / run.copy_s for run in runs], "x"),
+        _median(f"{label}: to copying, without vLLM's own part", ours, "x", SHM_COPIES),
+        _median(f"{label}: the same in CPU time", [r.cpu_s / r.copy_cpu_s for r in runs], "x"),
+    ]
+
+
+def _median(name: str, values: list[float], unit: str, goal: float | None = None) -> Figure:
+    return Figure(name, median(values), unit, goal, "max", (min(values), max(values)))
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.sync")
     parser.add_argument("--quick", action="store_true", help="the demo's model only")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     options = parser.parse_args(arguments)
-    names = ["demo"] if options.quick else list(SHAPES)
+    names = ["demo"] if options.quick else options.models
+    plan = Plan(tuple(dict.fromkeys(("shm", *options.methods))), options.repeats)
     result: list[Figure] = []
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hone-bench-") as memory,
@@ -256,7 +309,7 @@ def main(arguments: list[str]) -> int:
             settings = Settings(shm_dir=Path(memory) / place, runs_dir=Path(disk) / place)
             with trainer_at(settings) as url:
                 result += asyncio.run(
-                    measure(name, Path(memory) / f"{place}-sampler", url, settings, options.repeats)
+                    measure(name, Path(memory) / f"{place}-sampler", url, settings, plan)
                 )
     return finish("sync", result, repeats=options.repeats, learning_rate=LEARNING_RATE)
 
