@@ -21,7 +21,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 """Between two attempts to reach a service: twice as long each time, up to the most."""
 
 GATHER_S = 0.02
-"""How long operations are gathered before they are asked for together."""
+"""How long operations are gathered before they are asked for together, while others are asked for
+already. A single one is asked for at once."""
 
 MAX_POLLS = 4
 """Requests at a time. One more puts all operations into one again."""
@@ -72,7 +73,8 @@ class Poller:
     def _ask_soon(self, *ids: str) -> None:
         self._not_asked.update(ids)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._start)
+            gather_s = GATHER_S if self._polls else 0.0
+            self._timer = asyncio.get_running_loop().call_later(gather_s, self._start)
 
     def _start(self) -> None:
         self._timer = None

@@ -23,8 +23,16 @@ from shared.errors import (
     Unavailable,
 )
 from shared.operations import Operations
+from shared.packed import Logprobs, TokenIds
 from shared.service import Service
-from shared.wire import Checkpoint, CheckpointRequest, GenerateRequest
+from shared.wire import (
+    Checkpoint,
+    CheckpointRequest,
+    GenerateRequest,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+)
 
 
 class Counter:
@@ -444,6 +452,44 @@ async def test_a_body_over_the_limit_is_refused_unread(settings: Settings) -> No
             "/checkpoints", content=b" " * (1 << 20 | 1), headers={"content-type": codec.JSON}
         )
     assert response.status_code == 422 and "at most 1048576" in response.json()["detail"]
+
+
+class Groups:
+    """Answers with as many tokens as are asked for."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.service = Service("rollout", settings)
+        self.service.operation("POST", "/generate", self.generate)
+
+    async def generate(self, request: GenerateRequest) -> RolloutGroup:
+        num_tokens = request.sampling.max_tokens
+        rollout = Rollout(
+            text="ab" * num_tokens,
+            token_ids=TokenIds(range(num_tokens)),
+            logprobs=Logprobs(-token / 7 for token in range(num_tokens)),
+            finish_reason="length",
+        )
+        return RolloutGroup(prompt_token_ids=TokenIds((1,)), rollouts=(rollout,))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "encodings", "is_compressed"),
+    [(2000, "gzip, deflate", True), (2000, "identity", False), (20, "gzip", False)],
+)
+async def test_a_large_answer_is_compressed_for_those_who_take_it(
+    settings: Settings, num_tokens: int, encodings: str, is_compressed: bool
+) -> None:
+    transport = httpx.ASGITransport(app=Groups(settings).service.app)
+    body = GenerateRequest(prompt="a", sampling=Sampling(max_tokens=num_tokens))
+    headers = {"accept": codec.MSGPACK, "accept-encoding": encodings}
+    headers["content-type"] = codec.JSON
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        answer = await http.post("/generate", content=codec.encode(body), headers=headers)
+    group = codec.decode(RolloutGroup, answer.content, codec.MSGPACK)
+    assert group.rollouts[0].token_ids == list(range(num_tokens))
+    assert (answer.headers.get("content-encoding") == "gzip") is is_compressed
+    sent_bytes = int(answer.headers["content-length"])
+    assert (sent_bytes < 8 * num_tokens) is is_compressed, "10 bytes per token as it is"
 
 
 async def test_a_request_id_comes_back(settings: Settings) -> None:
