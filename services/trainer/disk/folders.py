@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,28 @@ def discard(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         folder.replace(aside)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def reuse(spare: Path, folder: Path) -> None:
+    """Moves the weight files of `spare`, if it is there, into `folder`, to be written over, and
+    removes what else is in it. A file that some process still reads or maps is removed too: that
+    process goes on with what it was."""
+    for file in spare.glob("*.safetensors"):
+        if _is_unused(file):
+            file.rename(folder / file.name)
+    shutil.rmtree(spare, ignore_errors=True)
+
+
+def _is_unused(file: Path) -> bool:
+    """Returns whether nobody has the file open: only then the kernel gives a write lease on it
+    (fcntl(2), F_SETLEASE)."""
+    with file.open("r+b") as stream:
+        try:
+            fcntl.fcntl(stream, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(stream, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+    return True
 
 
 def sweep(folder: Path) -> None:

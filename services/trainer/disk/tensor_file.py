@@ -40,15 +40,19 @@ ALIGNMENT = 8
 
 
 def write(tensors: Mapping[str, Tensor], file: Path) -> dict[str, str]:
-    """Writes the tensors, of any device, and returns the digest of each."""
+    """Writes the tensors, of any device, and returns the digest of each. A file that is there is
+    written over, in the memory that it has."""
     header, begins = _header(tensors)
-    with file.open("wb", buffering=0) as stream:
-        stream.write(header)
-        descriptor = stream.fileno()
-        sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        os.truncate(descriptor, len(header) + sum(sizes.values()))
+        _write_all(descriptor, memoryview(header), 0)
         return in_parallel(
             sizes, lambda name: _write(tensors[name], descriptor, len(header) + begins[name])
         )
+    finally:
+        os.close(descriptor)
 
 
 def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.disk.deltas import Deltas
-from services.trainer.disk.folders import written_aside
+from services.trainer.disk.folders import ASIDE, reuse, size_of, written_aside
 from shared import digest
 from shared.config import Settings
 from shared.disk import write_file
@@ -44,6 +44,8 @@ from shared.wire import (
 
 KEEP_VERSIONS = 2
 """A sampler may still be reading the version before the newest."""
+
+SPARE = ASIDE + "spare"
 
 Save = Callable[[Path], dict[str, str]]
 """Writes `*.safetensors` in the trainer's dtype under Hugging Face names (tied weights once) and
@@ -72,7 +74,12 @@ class Written:
 
 class Folders:
     """One folder per version, complete or absent; the last `KEEP_VERSIONS` published stay.
-    `durable`: on a disk, and flushed to it, rather than in memory."""
+    `durable`: on a disk, and flushed to it, rather than in memory.
+
+    In memory the one before those stays too, under the name `SPARE`: the next version is written
+    over its files, for new memory takes the kernel longer than all the rest of a publish. That is
+    no more than there is anyway while a version is written.
+    """
 
     def __init__(self, folder: Path, *, durable: bool) -> None:
         self._folder = folder
@@ -99,8 +106,10 @@ class Folders:
             self._written = {}
 
     def _write(self, version: int, size_bytes: int, save: Save) -> Written:
-        folder = self._folder / f"v{version}"
-        with written_aside(folder, size_bytes, durable=self._durable) as aside:
+        folder, spare = self._folder / f"v{version}", self._folder / SPARE
+        new_bytes = max(size_bytes - size_of(spare), 0)
+        with written_aside(folder, new_bytes, durable=self._durable) as aside:
+            reuse(spare, aside)
             tensors = save(aside)
             size_bytes = sum(file.stat().st_size for file in aside.glob("*.safetensors"))
         if self._durable:
@@ -111,8 +120,14 @@ class Folders:
         self._written = dict(list(self._written.items())[-KEEP_VERSIONS:])
         kept = {written.folder.name for written in self._written.values()}
         for folder in self._folder.glob("v*"):
-            if folder.name not in kept:
+            if folder.name in kept:
+                continue
+            spare = self._folder / SPARE
+            shutil.rmtree(spare, ignore_errors=True)
+            if self._durable:
                 shutil.rmtree(folder, ignore_errors=True)
+            else:
+                folder.rename(spare)
 
 
 class Device:

@@ -18,6 +18,15 @@ from shared.wire import PublishRequest
 from tests.support.safetensors_files import safetensors
 
 
+def saving_tensor(data: bytes):
+    """Saves as the engine does."""
+    torch = pytest.importorskip("torch")
+    from services.trainer.disk import tensor_file
+
+    tensor = torch.tensor(list(data), dtype=torch.uint8)
+    return lambda folder: tensor_file.write({"w": tensor}, folder / "model.safetensors")
+
+
 @pytest.fixture
 def settings(tmp_path) -> Settings:
     return Settings(shm_dir=tmp_path / "shm", runs_dir=tmp_path / "runs")
@@ -168,3 +177,37 @@ def test_in_shared_memory_nothing_is_flushed(settings, tmp_path, monkeypatch):
     Publisher(settings, "a").publish(request(1, "shm"), 5, saving(b"bytes"))
     monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("flushed"))
     Publisher(settings, "a").publish(request(2, "shm"), 5, saving(b"bytes"))
+
+
+def test_memory_of_a_forgotten_version_is_written_over(settings):
+    publisher = Publisher(settings, "a")
+    inodes = []
+    for version in range(5):
+        data = b"version %d" % version
+        ref = publisher.publish(request(version, "shm"), 5, saving_tensor(data))
+        file = Path(ref.path) / "model.safetensors"
+        inodes.append(file.stat().st_ino)
+        assert digest_of(Path(ref.path)) == ref.digest
+        assert file.read_bytes().endswith(data)
+    assert len(set(inodes)) == 3 and inodes[3:] == inodes[:2]
+
+
+def test_what_somebody_still_maps_is_not_written_over(settings):
+    from safetensors import safe_open
+
+    publisher = Publisher(settings, "a")
+    first = publisher.publish(request(0, "shm"), 5, saving_tensor(b"version 0"))
+    with safe_open(Path(first.path) / "model.safetensors", "pt") as file:
+        mapped = file.get_tensor("w")
+    for version in range(1, 5):
+        publisher.publish(request(version, "shm"), 5, saving_tensor(b"version %d" % version))
+    assert bytes(mapped.tolist()) == b"version 0"
+
+
+def test_a_smaller_version_leaves_nothing_of_the_larger_one_behind_it(settings):
+    publisher = Publisher(settings, "a")
+    for version, size in enumerate((5000, 4000, 3000, 20)):
+        ref = publisher.publish(request(version, "shm"), 5, saving_tensor(bytes(size)))
+    library = {name: each.size_bytes for name, each in stored_tensors(Path(ref.path)).items()}
+    assert library == {"w": 20} and digest_of(Path(ref.path)) == ref.digest
+    assert (Path(ref.path) / "model.safetensors").stat().st_size < 200
