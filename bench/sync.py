@@ -45,7 +45,7 @@ from services.rollout.fetching import Fetcher
 from services.rollout.sampler import Sampler
 from services.rollout.starter import VllmStarter
 from services.trainer.app import create_service
-from services.trainer.disk.weights import Publisher
+from services.trainer.disk.weights import KEEP_VERSIONS, Publisher
 from shared.config import Settings
 from shared.job import SyncMethod
 from shared.wire import DeltaWeights, FolderWeights, ModelRequest, PublishRequest, WeightsRef
@@ -57,6 +57,9 @@ LEARNING_RATE = 1e-6
 DEMO_PAUSE_S = 0.1
 SHM_COPIES = 3.0
 DELTA_SHARE = 0.1
+
+NEW_MEMORY = KEEP_VERSIONS + 2
+"""So many versions are published before the first one that is written over an older one."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "demo": {
@@ -227,14 +230,15 @@ async def measure(
         await sampler.put_model(ModelRequest(model=str(model.folder), dtype="bfloat16"))
         for method in plan.methods:
             found[method] = []
-            for _ in range(plan.repeats + 1):  # the first one warms up, and is a delta's base
+            warm_ups = 1 if version else NEW_MEMORY  # one is also a delta's base
+            for _ in range(warm_ups + plan.repeats):
                 version += 1
                 await asyncio.to_thread(model.step, version)
                 found[method].append(await sync_once(method, version, model, publisher, sampler))
     finally:
         await sampler.close()
         publisher.close()
-    return figures(name, {m: runs[1:] for m, runs in found.items()})
+    return figures(name, {m: runs[-plan.repeats :] for m, runs in found.items()})
 
 
 def copy_s(size_bytes: int) -> tuple[float, float]:
