@@ -5,12 +5,14 @@
 Both sides use the same engine, in one process: the service's requests reach it over HTTP from
 this process, by the client that the orchestrator has; the direct ones are made beside it. They
 alternate, so a busy machine slows both. The demo's model, untrained: with so small a model the
-service's own work is the largest share that it can be. Groups are of 8 completions of up to 128
+service's own work is the largest share that it can be. Groups are of 8 completions of 64 or 256
 tokens, all groups asked for at once.
 
-Wire bytes are those of all bodies, requests and polls included, per sampled token: 8 of them are
-the token's id and log-prob, the others its text (about 1 for each token of this model, whose tokens
-are characters) and what is around it.
+Wire bytes are those of all bodies as sent, requests and polls included, per sampled token. Before
+compression 8 of them are the token's id and log-prob, the others its text (about 1 for each token
+of this model, whose tokens are characters) and what is around it. Ids of 64 tokens become smaller
+than those of a real vocabulary, so the bytes of a made-up answer are shown too: ids of 151,936
+tokens, as frequent as words are by Zipf's law, and four characters of text for each.
 """
 
 from __future__ import annotations
@@ -18,24 +20,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from string import ascii_lowercase
 from typing import Any
 
 import httpx2 as httpx
 
 from bench.report import Figure, finish
 from bench.rollout_side import PROMPT, write_model
+from shared import codec, rendering
 from shared.client import Client
-from shared.packed import TokenIds
-from shared.wire import GenerateRequest, RolloutGroup, Sampling
+from shared.packed import Logprobs, TokenIds
+from shared.wire import GenerateRequest, Rollout, RolloutGroup, Sampling, Span
 
-GROUPS = (1, 8, 64)
-SAMPLING = Sampling(n=8, max_tokens=128)
+LOADS = {64: (1, 8, 64), 256: (1, 8)}
+"""Numbers of groups, by the tokens of each completion."""
+
+MOST_BYTES = 9.0
+VOCABULARY = 151_936
 
 
 class Counted(httpx.AsyncHTTPTransport):
@@ -70,7 +78,7 @@ def main() -> int:
         finally:
             side.terminate()
             side.wait()
-    return finish("rollout", figures, repeats=repeats, sampling=SAMPLING.model_dump())
+    return finish("rollout", figures, repeats=repeats, loads=LOADS)
 
 
 async def measure(side: subprocess.Popen[str], repeats: int) -> list[Figure]:
@@ -78,35 +86,64 @@ async def measure(side: subprocess.Popen[str], repeats: int) -> list[Figure]:
     transport = Counted()
     figures: list[Figure] = []
     async with Client("rollout", url, binary=True, transport=transport) as client:
-        await over_http(client, 8)  # the first requests of an engine are slow
-        for num_groups in GROUPS:
-            rates: dict[str, list[float]] = {"/generate": [], "vLLM": []}
-            transport.num_bytes = tokens = 0
-            for _ in range(repeats):
-                count, seconds = await over_http(client, num_groups)
-                rates["/generate"].append(count / seconds)
-                tokens += count
-                rates["vLLM"].append(await directly(side, num_groups))
-            ratios = [
-                ours / theirs
-                for ours, theirs in zip(rates["/generate"], rates["vLLM"], strict=True)
-            ]
-            label = f"{num_groups} group{'s' * (num_groups > 1)}"
-            figures.append(_figure(f"{label}: tokens per second, to vLLM", ratios, "x", 0.95))
-            bytes_ = Figure(
-                f"{label}: wire bytes per token", transport.num_bytes / tokens, "B", 9.0, "max"
-            )
-            figures.append(bytes_)
-            figures += [_figure(f"{label}: {name}", found, "/s") for name, found in rates.items()]
-    return figures
+        await over_http(client, 8, 64)  # the first requests of an engine are slow
+        for num_tokens, counts in LOADS.items():
+            for num_groups in counts:
+                rates: dict[str, list[float]] = {"/generate": [], "vLLM": []}
+                transport.num_bytes = tokens = 0
+                for _ in range(repeats):
+                    count, seconds = await over_http(client, num_groups, num_tokens)
+                    rates["/generate"].append(count / seconds)
+                    tokens += count
+                    rates["vLLM"].append(await directly(side, num_groups, num_tokens))
+                label = f"{num_groups} group{'s' * (num_groups > 1)} of 8 x {num_tokens} tokens"
+                figures += figures_of(label, rates, transport.num_bytes / tokens)
+    return [*figures, *made_up()]
 
 
-async def over_http(client: Client, num_groups: int) -> tuple[int, float]:
+def figures_of(label: str, rates: dict[str, list[float]], wire_bytes: float) -> list[Figure]:
+    ratios = [ours / theirs for ours, theirs in zip(rates["/generate"], rates["vLLM"], strict=True)]
+    return [
+        _figure(f"{label}: tokens per second, to vLLM", ratios, "x", 0.95),
+        Figure(f"{label}: wire bytes per token", wire_bytes, "B", MOST_BYTES, "max"),
+        *[_figure(f"{label}: {name}", found, "/s") for name, found in rates.items()],
+    ]
+
+
+def made_up() -> list[Figure]:
+    """Returns the bytes per token of an answer with a large vocabulary, before and after
+    compression."""
+    drawn = random.Random(0)
+    words = ["".join(drawn.choices(ascii_lowercase, k=3)) + " " for _ in range(VOCABULARY)]
+    shares = [1 / rank for rank in range(1, VOCABULARY + 1)]
+
+    def rollout() -> Rollout:
+        ids = drawn.choices(range(VOCABULARY), shares, k=512)
+        return Rollout(
+            text="".join(words[id] for id in ids),
+            token_ids=TokenIds(ids),
+            logprobs=Logprobs(-drawn.expovariate(1.0) for _ in ids),
+            finish_reason="length",
+            spans=(Span(version=1, start=0),),
+        )
+
+    rollouts = tuple(rollout() for _ in range(8))
+    group = RolloutGroup(prompt_token_ids=TokenIds(PROMPT), rollouts=rollouts)
+    plain = codec.encode(group, codec.MSGPACK)
+    tokens, label = 8 * 512, "made up, 8 x 512 tokens"
+    packed_bytes = len(rendering.compressed(plain))
+    return [
+        Figure(f"{label}: bytes per token", len(plain) / tokens, "B"),
+        Figure(f"{label}: as sent", packed_bytes / tokens, "B", MOST_BYTES, "max"),
+    ]
+
+
+async def over_http(client: Client, num_groups: int, num_tokens: int) -> tuple[int, float]:
     """Returns the tokens and seconds of all groups, asked for at once."""
 
     async def group(number: int) -> RolloutGroup:
         prompt = TokenIds([*PROMPT, 4 + number % 8])
-        body = GenerateRequest(prompt_token_ids=prompt, sampling=SAMPLING)
+        body = GenerateRequest(prompt_token_ids=prompt, sampling=sampling(num_tokens))
         return await client.call("POST", "/generate", body, RolloutGroup, deadline_s=600, wait_s=0)
 
     began = time.perf_counter()
@@ -115,10 +152,14 @@ async def over_http(client: Client, num_groups: int) -> tuple[int, float]:
     return sum(len(r.token_ids) for group in groups for r in group.rollouts), seconds
 
 
-async def directly(side: subprocess.Popen[str], num_groups: int) -> float:
+def sampling(num_tokens: int) -> Sampling:
+    return Sampling(n=8, max_tokens=num_tokens)
+
+
+async def directly(side: subprocess.Popen[str], num_groups: int, num_tokens: int) -> float:
     """Returns tokens per second of vLLM alone."""
     assert side.stdin
-    asked = {"num_groups": num_groups, "sampling": SAMPLING.model_dump()}
+    asked = {"num_groups": num_groups, "sampling": sampling(num_tokens).model_dump()}
     side.stdin.write(json.dumps(asked) + "\n")
     side.stdin.flush()
     told: dict[str, Any] = json.loads(await _line(side))

@@ -19,13 +19,16 @@ PROMPT = [4, 5, 6, 7, 8, 9, 10, 11]
 
 
 def write_model(folder: Path) -> None:
-    """Writes the demo's model, untrained and for longer texts."""
+    """Writes the demo's model, untrained and for longer texts, which go on to their limit: the
+    token that would end them is beyond the model's vocabulary."""
     from deploy.tiny_model import make_model, make_tokenizer
 
-    model = make_model(0)
-    model.config.max_position_embeddings = 256  # its positions are rotary: no weight changes
+    model, tokenizer = make_model(0), make_tokenizer()
+    model.config.max_position_embeddings = 512  # its positions are rotary: no weight changes
+    tokenizer.add_special_tokens({"eos_token": "<never>"})
+    model.config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 async def direct(engine: Any, num_groups: int, sampling: Sampling) -> dict[str, float]:

@@ -54,9 +54,13 @@ def render(result: BaseModel, request: Request) -> Response:
     data = codec.encode(result, kind)
     headers: dict[str, str] = {}
     if len(data) >= GZIP_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
-        data = gzip.compress(data, GZIP_LEVEL)
+        data = compressed(data)
         headers = {"content-encoding": "gzip", "vary": "accept-encoding"}
     return Response(data, media_type=kind, headers=headers)
+
+
+def compressed(data: bytes) -> bytes:
+    return gzip.compress(data, GZIP_LEVEL)
 
 
 def preferred_wait_s(request: Request) -> float | None:

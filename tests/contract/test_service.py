@@ -139,6 +139,18 @@ async def test_a_large_body_goes_in_pieces_and_again_when_it_is_retried(
     await client.close()
 
 
+async def test_a_single_operation_is_asked_for_without_waiting_for_others(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.polling.GATHER_S", 60.0)
+    counter = Counter(settings)
+    counter.seconds = 0.05
+    answer = await counter.client().call(
+        "POST", "/checkpoints", request(2), Checkpoint, deadline_s=30, wait_s=0
+    )
+    assert (answer.step, counter.runs) == (2, 1)
+
+
 class Counting(httpx.AsyncBaseTransport):
     """Counts the requests that wait on the other side, and the most there were."""
 
