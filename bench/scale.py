@@ -10,11 +10,14 @@ grader. Completions come in groups of 16, with log-normal lengths of up to 8,192
 - Cost: one step of 10,000 completions, all under way at once, by samplers that are as fast as
   their HTTP: CPU seconds of the loop's process per million tokens, and its peak memory beyond what
   it has before the step, over the bytes of the step's batch on disk. With 1, 4 and 32 samplers.
-- Idle share: 32 samplers of 64 places each, 10,000 completions under way, several steps,
-  `max_staleness` 1. A place is idle while it samples nothing, from the first group to the last.
-  Beside it the idle share of an oracle, which knows every length ahead, gives each place any
-  completion, and keeps the same staleness; the goal is the difference, as a share of all places and
-  time. Beside that, of the same schedule without knowing lengths: in the order of asking.
+- Idle share: 32 samplers, 10,000 completions under way, several steps, `max_staleness` 1. A place
+  is idle while it samples nothing, from the first group to the last. Beside it the idle share of an
+  oracle, which knows every length ahead, gives each place any completion, keeps the same staleness
+  and trains and syncs in no time; the difference is a share of all places and time. With 313 places
+  at each sampler all that is under way is sampled. With 64 most of it waits, and the oracle gains
+  by beginning with the longest, which nobody else can know. So there the goal is the difference
+  from the same schedule without that knowledge, in the order of asking; the one from the oracle is
+  shown beside it.
 
 `--quick` has a tenth of the completions and at most 4 samplers.
 """
@@ -26,10 +29,10 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 from bench.report import Figure, finish
-from bench.scale_side import Load, argument, length, oracle_idle_share
+from bench.scale_side import Load, argument, oracle_idle_share
 
 COST = Load(
     num_samplers=32, num_prompts=625, num_steps=1, max_staleness=0, slots=10_000, tokens_per_s=4000
@@ -37,9 +40,13 @@ COST = Load(
 IDLE = Load(
     num_samplers=32, num_prompts=313, num_steps=4, max_staleness=1, slots=64, tokens_per_s=200
 )
+ALL_SAMPLED = replace(IDLE, slots=313)
 QUICK_COST = replace(COST, num_samplers=4, num_prompts=63)
 QUICK_IDLE = replace(IDLE, num_samplers=4, num_prompts=32, tokens_per_s=800)
+QUICK_ALL_SAMPLED = replace(QUICK_IDLE, slots=256)
 LIMIT_S = 1200.0
+
+MOST_ABOVE = 0.1
 
 
 def main() -> int:
@@ -48,13 +55,22 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="a tenth of it: about a minute")
     quick = parser.parse_args().quick
-    cost, idle = (QUICK_COST, QUICK_IDLE) if quick else (COST, IDLE)
+    cost = QUICK_COST if quick else COST
+    idle = (QUICK_ALL_SAMPLED, QUICK_IDLE) if quick else (ALL_SAMPLED, IDLE)
     counts = (1, 4) if quick else (1, 4, 32)
     runs = {count: run(replace(cost, num_samplers=count)) for count in counts}
-    idle_run = run(idle)
-    figures = [*cost_figures(runs), *idle_figures(idle, idle_run)]
-    loads = {"cost": asdict(cost), "idle": asdict(idle)}
-    return finish("scale", figures, quick=quick, loads=loads, runs=[*runs.values(), idle_run])
+    idle_runs = {load.slots: run(load) for load in idle}
+    figures = [
+        *cost_figures(runs),
+        *idle_figures(idle[0], idle_runs[idle[0].slots], "oracle"),
+        *idle_figures(idle[1], idle_runs[idle[1].slots], "order of asking"),
+    ]
+    loads = {"cost": asdict(cost), "idle": [asdict(load) for load in idle]}
+    told = [
+        {name: value for name, value in each.items() if name != "lengths"}
+        for each in (*runs.values(), *idle_runs.values())
+    ]
+    return finish("scale", figures, quick=quick, loads=loads, runs=told)
 
 
 def cost_figures(runs: dict[int, dict[str, Any]]) -> list[Figure]:
@@ -72,27 +88,33 @@ def cost_figures(runs: dict[int, dict[str, Any]]) -> list[Figure]:
     ]
 
 
-def idle_figures(load: Load, told: dict[str, Any]) -> list[Figure]:
+def idle_figures(
+    load: Load, told: dict[str, Any], goal: Literal["oracle", "order of asking"]
+) -> list[Figure]:
+    """Returns the idle share of the samplers' places, and how far it is above those of schedules of
+    the same lengths; `goal` is the one that must be near."""
     seconds = told["last_at"] - told["first_at"]
     work_s = told["sampled_tokens"] / load.tokens_per_s
     share = 1 - work_s / (load.num_samplers * load.slots * seconds)
-    asked = lengths_of(load)
-    oracle = oracle_idle_share(load, asked)
+    shares = {
+        "oracle": oracle_idle_share(load, told["lengths"]),
+        "order of asking": oracle_idle_share(load, told["lengths"], sort=False),
+    }
+    label = f"{load.slots} places at each"
     return [
-        Figure("idle share of the samplers above the oracle's", share - oracle, "", 0.1, "max"),
-        Figure("idle share of the samplers", share),
-        Figure("idle share of the oracle", oracle),
-        Figure("idle share in the order of asking", oracle_idle_share(load, asked, sort=False)),
-        Figure("seconds with idle samplers", seconds, "s"),
-    ]
-
-
-def lengths_of(load: Load) -> list[list[int]]:
-    """Returns lengths `[step][completion]` of the distribution that the samplers draw from."""
-    count = load.num_prompts * load.group_size
-    return [
-        [length(step * count + index, load) for index in range(count)]
-        for step in range(load.num_steps)
+        Figure(f"{label}: idle share of the samplers", share),
+        *[Figure(f"{label}: idle share of the {name}", each) for name, each in shares.items()],
+        *[
+            Figure(
+                f"{label}: idle share above the {name}'s",
+                share - each,
+                "",
+                MOST_ABOVE if name == goal else None,
+                "max",
+            )
+            for name, each in shares.items()
+        ],
+        Figure(f"{label}: seconds", seconds, "s"),
     ]
 
 

@@ -262,12 +262,15 @@ async def loop(load: Load, urls: dict[str, str], settings: Settings, folder: Pat
     await asyncio.gather(peers.put_job(), peers.put_model())
     await sync_weights(peers, job, 0, journal)
     before_bytes, cpu_before, began_at = _peak_bytes(), time.process_time(), time.monotonic()
-    tokens = groups = batch_bytes = 0
+    groups = batch_bytes = 0
+    steps_s: list[dict[str, float]] = []
+    lengths_K: list[list[int]] = []
     pipeline = Pipeline(job, Batches("scale", job, prompts, peers, run, 0.5), peers, run, journal)
     async with contextlib.aclosing(pipeline.steps(0)) as steps:
         async for step in steps:
             rollouts = [rollout for group in step.batch.groups for rollout in group.rollouts]
-            tokens += sum(len(rollout.token_ids) for rollout in rollouts)
+            lengths_K.append([len(rollout.token_ids) for rollout in rollouts])
+            steps_s.append({name: round(value, 3) for name, value in step.seconds.items()})
             groups += len({id(group) for group in step.batch.groups})
             files = [*(run.path / "rollouts").iterdir()]
             batch_bytes = max(batch_bytes, *(file.stat().st_size for file in files))
@@ -277,8 +280,10 @@ async def loop(load: Load, urls: dict[str, str], settings: Settings, folder: Pat
         "cpu_s": time.process_time() - cpu_before,
         "peak_bytes": _peak_bytes() - before_bytes,
         "batch_bytes": batch_bytes,
-        "num_tokens": tokens,
+        "num_tokens": sum(map(sum, lengths_K)),
         "num_groups": groups,
+        "steps_s": steps_s,
+        "lengths": lengths_K,
     }
     await peers.close()
     print(json.dumps(told), flush=True)
@@ -342,7 +347,12 @@ def main() -> None:
     load = Load(**given["load"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings = Settings(runs_dir=folder, log_level="error", hedge_s=3600.0)
+        settings = Settings(
+            runs_dir=folder,
+            log_level="error",
+            hedge_s=3600.0,
+            replica_patience_s=60.0,  # these samplers never die: a busy machine keeps them waiting
+        )
         quiet()
         if given["part"] == "samplers":
             asyncio.run(samplers(load, given["numbers"], settings))
