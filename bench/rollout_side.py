@@ -23,7 +23,8 @@ def write_model(folder: Path) -> None:
     token that would end them is beyond the model's vocabulary."""
     from deploy.tiny_model import make_model, make_tokenizer
 
-    model, tokenizer = make_model(0), make_tokenizer()
+    model: Any = make_model(0)
+    tokenizer: Any = make_tokenizer()
     model.config.max_position_embeddings = 512  # its positions are rotary: no weight changes
     tokenizer.add_special_tokens({"eos_token": "<never>"})
     model.config.eos_token_id = tokenizer.eos_token_id

@@ -46,12 +46,13 @@ class WorkerExtension:
 
 
 def share_packed_output(worker: Any) -> None:
-    """On a CPU vLLM computes with packed copies of the matrices. Its reload renews the copy of every
-    matrix that it is given, which a tied output matrix is not: the logits would come from the first
-    weights for ever. They come from the embedding's copy instead, which nothing else reads."""
+    """On a CPU vLLM computes with packed copies of the matrices. Its reload renews the copy of
+    every matrix that it is given, which a tied output matrix is not: the logits would come from the
+    first weights for ever. They come from the embedding's copy instead, which nothing else reads.
+    """
     if not current_platform.is_cpu():
         return
-    layers = [
+    layers: list[Any] = [
         layer
         for layer in worker.get_model().modules()
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear")

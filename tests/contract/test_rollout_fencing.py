@@ -168,8 +168,8 @@ async def test_a_request_of_the_new_epoch_during_its_load_comes_too_early(
 async def test_a_newer_reload_that_is_not_loaded_still_makes_the_older_stale(
     serving: RolloutBench,
 ) -> None:
-    bad = serving.publish(6, fence=(3, 0)).model_copy(update={"digest": "0"})
-    with pytest.raises(Failed, match="expected 0"):
+    bad = serving.publish(6, fence=(3, 0)).model_copy(update={"digest": "xxh3-0"})
+    with pytest.raises(Failed, match="expected xxh3-0"):
         await serving.reload(bad)
     await assert_refused(serving.generate(**who((2, 1))), "stale")
     assert (await serving.client.get("/weights", ServingWeights)).fence == (2, 1)

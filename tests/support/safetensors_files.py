@@ -4,6 +4,22 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shared.digest import stored_tensors, tensor_digests
+
+
+def hashing(save: Callable[[Path], Any]) -> Callable[[Path], dict[str, str]]:
+    """Returns what writes as `save` does, and returns the digest of each tensor as a publisher
+    needs it."""
+
+    def save_and_hash(folder: Path) -> dict[str, str]:
+        save(folder)
+        return tensor_digests(stored_tensors(folder))
+
+    return save_and_hash
 
 
 def safetensors(**tensors: bytes) -> bytes:

@@ -40,6 +40,7 @@ from shared.wire import (
     WeightsRef,
 )
 from tests.support.cut_server import CutServer
+from tests.support.safetensors_files import hashing
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 
 pytestmark = [
@@ -85,7 +86,7 @@ class Trainer:
 
     def publish(self, method: SyncMethod) -> AnyWeights:
         request = PublishRequest(job_id="job", version=self.version, method=method)
-        ref = self.publisher.publish(request, 1, self.network.save_pretrained)
+        ref = self.publisher.publish(request, 1, hashing(self.network.save_pretrained))
         ours = Canary(token_ids=CANARY_IDS, logprobs=Logprobs(self.logprobs(list(CANARY_IDS))))
         files = [*getattr(ref, "files", ())]
         files += [step.file for step in getattr(ref, "steps", ())]

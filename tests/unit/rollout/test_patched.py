@@ -19,6 +19,7 @@ from shared.digest import digest_of
 from shared.errors import Failed, Unavailable
 from shared.wire import DeltaWeights, PublishRequest
 from tests.support.cut_server import CutServer
+from tests.support.safetensors_files import hashing
 
 NUM = 20_000
 EXPECTED = Expected({"a": (NUM,), "b": (NUM,)}, tied=False, roots=())
@@ -40,7 +41,7 @@ class Both:
         tensors = {"a": a, "b": np.ones(NUM, np.uint16)}
         request = PublishRequest(job_id="job", version=version, method="delta")
         ref = self.publisher.publish(
-            request, 5, lambda folder: save_file(tensors, folder / "model.safetensors")
+            request, 5, hashing(lambda folder: save_file(tensors, folder / "model.safetensors"))
         )
         assert isinstance(ref, DeltaWeights)
         for file in (*ref.files, *(step.file for step in ref.steps)):

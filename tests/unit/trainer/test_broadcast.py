@@ -22,7 +22,7 @@ from services.trainer.transfer.sharing import location, shared
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.wire import BroadcastWeights, PublishRequest
-from tests.support.safetensors_files import safetensors
+from tests.support.safetensors_files import hashing, safetensors
 
 BRIEF = timedelta(seconds=1)
 TENSORS = {
@@ -126,7 +126,7 @@ def request(method: str, version: int = 1) -> PublishRequest:
 
 def saving(name: str):
     data = safetensors(**{name: b"bytes"})
-    return lambda folder: (folder / "model.safetensors").write_bytes(data)
+    return hashing(lambda folder: (folder / "model.safetensors").write_bytes(data))
 
 
 def test_a_version_is_sent_as_it_is_written_and_can_be_fetched_instead(publisher) -> None:

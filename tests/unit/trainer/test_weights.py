@@ -15,7 +15,7 @@ from shared.digest import digest_of, stored_tensors, tensor_digests
 from shared.errors import Failed
 from shared.job import SyncMethod
 from shared.wire import PublishRequest
-from tests.support.safetensors_files import safetensors
+from tests.support.safetensors_files import hashing, safetensors
 
 
 def saving_tensor(data: bytes):
@@ -37,11 +37,7 @@ def request(version: int, method: str) -> PublishRequest:
 
 
 def saving(data: bytes):
-    def save(folder: Path) -> dict[str, str]:
-        (folder / "model.safetensors").write_bytes(safetensors(w=data))
-        return tensor_digests(stored_tensors(folder))
-
-    return save
+    return hashing(lambda folder: (folder / "model.safetensors").write_bytes(safetensors(w=data)))
 
 
 def test_a_published_version_says_where_it_is_and_what_it_holds(settings, tmp_path):
