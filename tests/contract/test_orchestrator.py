@@ -402,6 +402,9 @@ class SilentStore:
     async def report(self, *_: Any, **__: Any) -> None:
         pass
 
+    async def sampler_urls(self) -> list[str]:
+        return []
+
 
 # --- what the queue promises, seen from the API
 

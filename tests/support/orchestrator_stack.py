@@ -100,7 +100,7 @@ async def _never(*_: object) -> None:
 
 async def finish(client: Client, job: Job, *statuses: str) -> JobRecord:
     """Submits the job and returns its record at the end, or in one of `statuses`."""
-    record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=10)
+    record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60)
     async with asyncio.timeout(90):
         while (found := await client.get(f"/v1/jobs/{record.id}", JobRecord)).status not in (
             statuses or TERMINAL
