@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -453,3 +454,27 @@ async def test_sessions_want_the_token_like_every_route(tmp_path: Path) -> None:
         await Agent(bench).say()
     for method in ("GET", "DELETE"):
         assert (await bench.raw(method, "/sessions/s")).status_code == 401
+
+
+async def test_the_agent_of_the_docs_runs_and_is_recorded(
+    bench: RolloutBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = await serve(bench, CALL, "It is 5.")
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    (agent,) = re.findall(r"```python\n(# agent\.py\n.*?)```", page, re.DOTALL)
+    server = bench.service.server(0)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.001)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    agent = agent.replace("127.0.0.1:8001", f"127.0.0.1:{port}")
+    try:
+        await asyncio.to_thread(exec, agent, {})
+    finally:
+        server.should_exit = True
+        await serving
+    assert len(chat.asked) == 2
+    sampled = [[1] * len(sampled_tokens(text)) for text in (CALL, "It is 5.")]
+    between = [0] * len(tokens("\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"))
+    line = f"tokens of the prompt, then {[*sampled[0], *between, *sampled[1]]}"
+    assert line in capsys.readouterr().out
