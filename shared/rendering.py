@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import re
 
@@ -19,6 +20,9 @@ MAX_WAIT_S = 60.0
 
 GZIP_BYTES = 1024
 """Smaller answers are sent as they are."""
+
+THREAD_BYTES = 1 << 17
+"""Larger ones are compressed in a thread, in more than a millisecond: other requests go on."""
 
 GZIP_LEVEL = 1
 """The fastest: of token ids, which are mostly zero bits, others gain little."""
@@ -47,14 +51,15 @@ def media_type(request: Request, data: bytes) -> str:
     raise BadRequest(f"Content-Type is {given!r}; expected {codec.JSON} or {codec.MSGPACK}")
 
 
-def render(result: BaseModel, request: Request) -> Response:
+async def render(result: BaseModel, request: Request) -> Response:
     """Returns the result in the media type and the encoding that the request accepts."""
     accepted = request.headers.get("accept", "")
     kind = codec.MSGPACK if codec.MSGPACK in accepted else codec.JSON
     data = codec.encode(result, kind)
     headers: dict[str, str] = {}
     if len(data) >= GZIP_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
-        data = compressed(data)
+        in_thread = len(data) >= THREAD_BYTES
+        data = await asyncio.to_thread(compressed, data) if in_thread else compressed(data)
         headers = {"content-encoding": "gzip", "vary": "accept-encoding"}
     return Response(data, media_type=kind, headers=headers)
 

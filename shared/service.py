@@ -138,7 +138,7 @@ class Service:
         """Adds a GET route without parameters that answers in JSON or msgpack."""
 
         async def endpoint(request: Request) -> Response:
-            return rendering.render(await handler(), request)
+            return await rendering.render(await handler(), request)
 
         self.app.add_api_route(
             path,
@@ -156,7 +156,7 @@ class Service:
         wait_s = rendering.preferred_wait_s(request)
         gone = streams.client_gone(request) if ends_with_client and wait_s is None else None
         result = await self.operations.wait(operation, wait_s, gone)
-        return _accepted(operation) if result is None else rendering.render(result, request)
+        return _accepted(operation) if result is None else await rendering.render(result, request)
 
     def run(self, port: int, opening: Callable[[], Awaitable[None]] | None = None) -> None:
         """Serves until SIGTERM or SIGINT; `opening` is awaited before. Raises BadRequest if the
@@ -229,13 +229,13 @@ class Service:
         """Waits for the first of many operations, in one request."""
         data = await request.body()
         wanted = codec.decode(WaitRequest, data, rendering.media_type(request, data))
-        return rendering.render(await self.operations.wait_any(wanted, self._busy), request)
+        return await rendering.render(await self.operations.wait_any(wanted, self._busy), request)
 
     async def _poll(self, id: str, request: Request, wait: float = 0.0) -> Response:
         operation = self.operations.get(id)
         wait_s = min(max(wait, 0.0), rendering.MAX_WAIT_S)
         result = await self.operations.wait(operation, wait_s)
-        return _accepted(operation) if result is None else rendering.render(result, request)
+        return _accepted(operation) if result is None else await rendering.render(result, request)
 
 
 class _Server(uvicorn.Server):

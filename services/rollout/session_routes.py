@@ -43,7 +43,7 @@ def add_session_routes(service: Service, sessions: Sessions) -> None:
         return SessionDeleted(id=session_id)
 
     async def answer_get(session_id: str, request: Request) -> Response:
-        return rendering.render(await get_session(session_id), request)
+        return await rendering.render(await get_session(session_id), request)
 
     path = "/sessions/{session_id}"
     service.app.add_api_route(

@@ -486,7 +486,12 @@ class Groups:
 
 @pytest.mark.parametrize(
     ("num_tokens", "encodings", "is_compressed"),
-    [(2000, "gzip, deflate", True), (2000, "identity", False), (20, "gzip", False)],
+    [
+        (2000, "gzip, deflate", True),
+        (20_000, "gzip", True),
+        (2000, "identity", False),
+        (20, "gzip", False),
+    ],
 )
 async def test_a_large_answer_is_compressed_for_those_who_take_it(
     settings: Settings, num_tokens: int, encodings: str, is_compressed: bool
