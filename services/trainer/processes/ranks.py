@@ -42,6 +42,7 @@ from services.trainer.zero.out_of_memory import first_line
 from shared import logs
 from shared.config import Settings, load_settings
 from shared.errors import HoneError, Unavailable
+from shared.job import Job
 from shared.logs import get_logger
 from shared.processes import end_with_parent
 
@@ -134,17 +135,31 @@ def fault_of(device: torch.device) -> str | None:
     return None
 
 
+def shares_gpu(settings: Settings) -> bool:
+    return settings.colocate or bool(set(settings.rollout_devices) & set(settings.trainer_devices))
+
+
 def trainer_maker(
     settings: Settings, place: Place, folder: LaunchFolder
 ) -> Callable[[Ranks], Trainer]:
     """Imports what is heavy, and returns what makes this rank's trainer."""
     # These import deepspeed, which reads DS_ACCELERATOR.
     from services.trainer.zero.deepspeed_engine import quiet_libraries, start_engine
-    from services.trainer.zero.models import check_model, model_files
+    from services.trainer.zero.models import check_model, choose_dtype, model_files
+    from services.trainer.zero.placement import Gpu, check_fits, needs_of, sizes_of
+
+    def check_job(job: Job) -> None:
+        check_model(job)
+        device = device_of(place)
+        if device.type == "cuda" and shares_gpu(settings):
+            sizes = sizes_of(model_files(job)[0].parent, job.max_model_len)
+            needs = needs_of(sizes, job, choose_dtype(job.training.dtype).itemsize, place.num_ranks)
+            total_bytes = torch.cuda.get_device_properties(device).total_memory
+            check_fits(needs, Gpu(total_bytes, settings.gpu_memory_utilization, settings.colocate))
 
     quiet_libraries()
     seams = Seams(
-        check_job=check_model,
+        check_job=check_job,
         start_engine=lambda job: start_engine(job, device_of(place)),
         fingerprint=lambda job: fingerprint(model_files(job)),
         remember_job=folder.remember_job,
