@@ -5,16 +5,24 @@ vLLM keeps several matrices of a checkpoint in one, and on a CPU packs them for 
 drops the originals. So there a matrix is read by multiplying: what a layer makes of the rows of an
 identity matrix are its columns, exactly, for every product but one is 0. (Only the sign of a
 zero is lost.)
+
+Split over several devices, each holds a part of most matrices: the parts are gathered, tensor by
+tensor, on all of them at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -25,43 +33,74 @@ from shared.digest import digest_of_bytes
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-def digests(model: nn.Module) -> dict[str, str]:
+Gather = Callable[[Tensor, int], Tensor]
+"""Returns the parts that all devices have of a tensor, put together along an axis."""
+
+
+def alone(tensor: Tensor, _: int) -> Tensor:
+    """Gathers on one device, which has all."""
+    return tensor
+
+
+def digests(model: nn.Module, gather: Gather = alone) -> dict[str, str]:
     """Returns the digest of each tensor, by its name in the checkpoint: those of
     `shared/digest.py`."""
-    return {
-        name: _digest(tensor)
-        for name, tensor in tensors(model, getattr(model, "packed_modules_mapping", {}))
-    }
+    packed = getattr(model, "packed_modules_mapping", {})
+    return {name: _digest(tensor) for name, tensor in tensors(model, packed, gather)}
 
 
 @torch.no_grad()
-def tensors(model: nn.Module, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors. `packed` names the matrices that vLLM keeps in one."""
+def tensors(
+    model: nn.Module, packed: Mapping[str, list[str]], gather: Gather = alone
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the whole tensors. `packed` names the matrices that vLLM keeps in one."""
     for path, module in model.named_modules():
         layer: Any = module
         name = path.replace(".base_layer", "")
         if isinstance(module, LinearBase):
             parent, _, last = name.rpartition(".")
             parts = packed.get(last, [last])
-            sizes = layer.output_sizes if len(parts) > 1 else [layer.output_size]
-            for kind, whole in (("weight", _matrix(layer)), ("bias", layer.bias)):
-                if whole is None:
+            for kind, own in (("weight", _matrix(layer)), ("bias", layer.bias)):
+                if own is None:
                     continue
-                for part, tensor in zip(parts, whole.split(sizes), strict=True):
-                    yield f"{parent}.{part}.{kind}", tensor
+                for part, tensor in zip(parts, own.split(_sizes(layer, len(parts))), strict=True):
+                    yield f"{parent}.{part}.{kind}", _whole(layer, part, kind, tensor, gather)
         elif isinstance(module, VocabParallelEmbedding):
-            whole = _matrix(layer) if isinstance(module, ParallelLMHead) else layer.weight
-            yield f"{name}.weight", whole[: layer.org_vocab_size]
+            own = _matrix(layer) if isinstance(module, ParallelLMHead) else layer.weight
+            yield f"{name}.weight", gather(own, 0)[: layer.org_vocab_size]
         else:
             for last, tensor in module.named_parameters(recurse=False):
                 yield f"{name}.{last}", tensor
 
 
+def _sizes(layer: Any, num_parts: int) -> list[int]:
+    """Returns how many rows this device has of each of the matrices that are kept in one."""
+    sizes = layer.output_sizes if num_parts > 1 else [layer.output_size]
+    num_devices = layer.tp_size if isinstance(layer, ColumnParallelLinear) else 1
+    return [size // num_devices for size in sizes]
+
+
+def _whole(layer: Any, part: str, kind: str, own: Tensor, gather: Gather) -> Tensor:
+    """Returns all of a tensor. Layers are split by rows or by columns, and what is added to the
+    sum over columns is not split. Heads of keys and values that are fewer than the devices are on
+    several of them."""
+    if isinstance(layer, RowParallelLinear) and kind == "weight":
+        return gather(own, 1)
+    if not isinstance(layer, ColumnParallelLinear):
+        return own
+    whole = gather(own, 0)
+    copies = layer.num_kv_head_replicas if isinstance(layer, QKVParallelLinear) else 1
+    if copies == 1 or part == "q_proj":
+        return whole
+    return torch.cat(whole.split(len(own))[::copies])
+
+
 def _matrix(layer: Any) -> Tensor:
-    """Returns the matrix `[out, in]` that the layer multiplies by."""
+    """Returns the matrix `[out, in]` that the layer multiplies by on this device."""
     if not hasattr(layer, "cpu_linear"):
         return layer.weight
-    num_inputs = getattr(layer, "input_size", None) or layer.embedding_dim
+    sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+    num_inputs = next(getattr(layer, size) for size in sizes if getattr(layer, size, None))
     dtype = getattr(layer, "params_dtype", None) or layer.weight.dtype
     return layer.cpu_linear(torch.eye(num_inputs, dtype=dtype), layer.weight, None).T
 

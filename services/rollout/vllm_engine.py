@@ -99,9 +99,20 @@ def engine_args(
         args.enable_chunked_prefill = False
         args.kv_cache_memory_bytes = settings.kv_cache_gib << 30
     else:
+        check_devices(settings.tensor_parallel_size, torch.cuda.device_count())
         args.gpu_memory_utilization = settings.gpu_memory_utilization
         args.enable_sleep_mode = can_sleep(settings)
     return args
+
+
+def check_devices(num_ranks: int, num_visible: int) -> None:
+    """Raises BadRequest where the model would be split over more GPUs than there are. That the
+    model can be split so, vLLM checks."""
+    if num_ranks > num_visible:
+        raise BadRequest(
+            f"HONE_TENSOR_PARALLEL_SIZE is {num_ranks}, and the sampler sees {num_visible} GPU(s); "
+            "lower it, or name more in CUDA_VISIBLE_DEVICES"
+        )
 
 
 def can_sleep(settings: Settings) -> bool:
@@ -270,11 +281,6 @@ class VllmEngine:
         self.openai, self.chat = self._entrypoints()
 
     async def digests(self) -> dict[str, str]:
-        if self._settings.tensor_parallel_size > 1:
-            raise BadRequest(
-                "weights are read back from one device only, and tensor_parallel_size is "
-                f"{self._settings.tensor_parallel_size}"
-            )
         return (await self._answer(self._llm.collective_rpc("loaded_digests")))[0]
 
     async def set_version(self, owner: str, version: int) -> None:

@@ -6,6 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -41,8 +45,10 @@ class WorkerExtension:
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def loaded_digests(self: Any) -> dict[str, str]:
-        """Returns the digest of each tensor that this worker computes with."""
-        return readback.digests(self.get_model())
+        """Returns the digest of each tensor that the workers compute with, together."""
+        is_split = get_tensor_model_parallel_world_size() > 1
+        gather = tensor_model_parallel_all_gather if is_split else readback.alone
+        return readback.digests(self.get_model(), gather)
 
 
 def share_packed_output(worker: Any) -> None:
