@@ -149,6 +149,32 @@ async def test_a_job_without_any_sampler_left_pauses_with_a_sentence(pool: Pool)
     assert "weight sync: no memory for version 2" in record.error
 
 
+async def test_a_sampler_that_what_was_sent_did_not_reach_gets_files_from_then_on(
+    pool: Pool,
+) -> None:
+    """And nobody waits for it at each sync."""
+    first, second = pool.samplers
+    methods: list[tuple[int, str]] = []
+
+    async def deaf(ref: Any) -> None:
+        methods.append((ref.version, ref.method))
+        if ref.method == "nccl" and ref.version >= 2:
+            raise Failed("the trainer did not send version 2", code="not_loaded")
+
+    async def until_it_is_asked_again(_: Any) -> None:
+        while len(methods) == 3:
+            await asyncio.sleep(0.01)
+
+    second.fault["reload"] = deaf
+    first.fault["generate"] = until_it_is_asked_again
+    job = pool.stack.job.model_copy(update={"weight_sync": "nccl"})
+    record = await finished(pool, job)
+    pool.check_groups(record)
+    assert methods[:3] == [(0, "nccl"), (1, "nccl"), (2, "nccl")]
+    assert set(methods[3:]) <= {(version, "http") for version in (2, 3, 4)}
+    assert (first.serving.version, record.recoveries) == (4, 0)
+
+
 async def test_a_slow_group_is_asked_of_another_sampler_and_counted_once(pool: Pool) -> None:
     pool.stack.settings.__dict__["hedge_s"] = 0.2
     _, second = pool.samplers

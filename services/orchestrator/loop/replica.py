@@ -45,9 +45,10 @@ class Length:
 class Replica:
     """`name` is what it calls itself. `up`: it serves what the job published last, `ref`; None:
     only the model so far. What is not up gets no groups; `why` says why not. `num_joins` counts how
-    often it came up, and `failed_sync` says that it did not load what others did. `listed`: it is
-    among those that the settings name now. `held`: it gets no further groups until a sync is done;
-    `idle` is set while it has none.
+    often it came up, and `failed_sync` says that it did not load what others did, `by_files` that
+    it once did not get what was sent to its GPU. `listed`: it is among those that the settings
+    name now. `held`: it gets no further groups until a sync is done; `idle` is set while it has
+    none.
 
     Its load counts completions. `under_way` are those of all groups that it was given and has not
     returned; `busy` those that it said it works on, and `sent` those it was given since. It samples
@@ -70,6 +71,7 @@ class Replica:
     sent: int = 0
     num_joins: int = 0
     failed_sync: bool = False
+    by_files: bool = False
     held: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     retry_at: float = 0.0

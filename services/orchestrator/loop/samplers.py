@@ -78,6 +78,16 @@ class Push:
     prove: Callable[[Client, WeightsRef, ServingWeights], Awaitable[None]]
     drain: bool = False
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether it goes from device to device, to the samplers that are there at the time."""
+        return isinstance(self.ref.root, SentWeights)
+
+    def for_sampler(self, replica: Replica, *, late: bool = False) -> WeightsRef:
+        """Returns the version as this sampler is to load it."""
+        files = self.is_sent and (late or replica.by_files)
+        return self.again if replica.failed_sync or files else self.ref
+
 
 class Samplers:
     """All samplers of one job. `open` begins an epoch, `push` makes all serve a version."""
@@ -106,6 +116,7 @@ class Samplers:
         self._spec, self._pushed = spec, None
         for replica in self._replicas.values():
             replica.end("the job is loaded again")
+            replica.by_files = False
         await self._find_some()
         await self._first_up()
         self._keeper = asyncio.create_task(self._keep())
@@ -181,8 +192,7 @@ class Samplers:
         await self._check_it_is_one(replica, serving, patience_s)
         replica.configure(serving)
         while (pushed := self._pushed) is not None:
-            is_late = isinstance(pushed.ref.root, SentWeights)  # it is sent to those that were up
-            ref = pushed.again if replica.failed_sync or is_late else pushed.ref
+            ref = pushed.for_sampler(replica, late=True)
             await self._load(replica, pushed, ref, patience_s)
             if pushed is self._pushed:  # else a newer one was pushed meanwhile
                 break
@@ -326,7 +336,10 @@ class Samplers:
         up = self._up()
         if not up:
             raise self._nobody()
-        loads = (self._load(replica, push, push.ref, self._patience_s(replica)) for replica in up)
+        loads = (
+            self._load(replica, push, push.for_sampler(replica), self._patience_s(replica))
+            for replica in up
+        )
         try:
             answers = await asyncio.gather(*loads, return_exceptions=True)
         finally:
@@ -340,6 +353,7 @@ class Samplers:
                 raise answer
             else:
                 replica.failed_sync = True
+                replica.by_files |= push.is_sent
                 await self._take_out(replica, str(answer))
         self._admission.admit()
         return served
