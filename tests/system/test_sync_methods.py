@@ -8,6 +8,7 @@ whose weights change at random. torch is imported where it is used.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from services.rollout.sampler import Sampler
 from services.rollout.starter import VllmStarter
 from services.trainer.disk.weights import Publisher, published_file
 from shared.config import Settings
-from shared.errors import Failed, StateLost
+from shared.errors import Failed, StateLost, Unavailable
 from shared.job import SyncMethod
 from shared.packed import Logprobs, TokenIds
 from shared.wire import (
@@ -37,6 +38,7 @@ from shared.wire import (
     SentWeights,
     ServingWeights,
     SharedTensor,
+    SleepRequest,
     WeightsRef,
 )
 from tests.support.cut_server import CutServer
@@ -75,13 +77,14 @@ class Trainer:
             for parameter in self.network.parameters():
                 chosen = torch.rand(parameter.shape, generator=generator) < 0.1
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter.add_(size * noise * chosen)
+                parameter.add_((size * noise * chosen).to(parameter.device))
 
     def logprobs(self, ids: list[int]) -> list[float]:
         import torch
 
         with torch.no_grad():
-            logprobs_TV = torch.log_softmax(self.network(torch.tensor([ids])).logits[0], -1)
+            ids_BT = torch.tensor([ids], device=self.network.device)
+            logprobs_TV = torch.log_softmax(self.network(ids_BT).logits[0], -1)
         return [logprobs_TV[t - 1, ids[t]].item() for t in range(1, len(ids))]
 
     def publish(self, method: SyncMethod) -> AnyWeights:
@@ -120,13 +123,15 @@ class Pair:
         return max(gaps)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+@contextlib.asynccontextmanager
+async def a_pair(folder: Path, device: str = "cpu", **more: Any) -> AsyncIterator[Pair]:
+    """Yields a trainer with its weights on `device`, and a sampler with further settings."""
     from transformers import AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("sync")
     model = make_tiny_model(folder / "model", num_heads=2)  # vLLM on a CPU needs heads of 32
-    settings = Settings(shm_dir=folder / "shm", runs_dir=folder / "runs", transfer_deadline_s=5.0)
+    settings = Settings(
+        shm_dir=folder / "shm", runs_dir=folder / "runs", transfer_deadline_s=5.0, **more
+    )
     environment = dict(os.environ)
     with CutServer().running() as server:
         copies = Copies(folder / "copies", Fetcher(server.url))
@@ -135,13 +140,19 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
         try:
             sampler.open(None)
             await sampler.put_model(ModelRequest(model=str(model), dtype="float32"))
-            network = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+            network = AutoModelForCausalLM.from_pretrained(model, dtype="float32").to(device)
             publisher = Publisher(settings, "job", network.state_dict)
             yield Pair(Trainer(network, settings, publisher, server), sampler)
         finally:
             await sampler.close()
             os.environ.clear()
             os.environ.update(environment)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    async with a_pair(tmp_path_factory.mktemp("sync")) as pair:
+        yield pair
 
 
 IN_PLACE: tuple[SyncMethod, ...] = ("shm", "disk", "http", "delta", "reload", "nccl")
@@ -238,6 +249,17 @@ async def test_a_load_that_went_wrong_inside_the_engine_is_caught_by_name(
     healed = await pair.sampler.reload_weights(WeightsRef(again))
     assert canary.fault(ref.canary, healed) is None
     assert (await pair.sampler.check_weights()).differing == ()
+
+
+async def test_an_engine_that_sleeps_between_versions_computes_as_the_trainer_does(
+    pair: Pair,
+) -> None:
+    """On a CPU the memory stays, and all else is as on a GPU."""
+    for _ in range(2):
+        await pair.sampler.sleep(SleepRequest(job_id="job"))
+        with pytest.raises(Unavailable, match="sleeps while the trainer has its GPU"):
+            await pair.sampler.ready_engine()
+        await agree(pair, "shm")
 
 
 async def test_a_trainer_that_sends_to_nobody_leaves_the_old_weights_serving(pair: Pair) -> None:
