@@ -262,7 +262,7 @@ class ChatRequest(Wire):
             "stream": (False, "the answers of a session are recorded, and come as a whole"),
         }[info.field_name or ""]
         if value not in (None, expected):
-            raise ValueError(f"got {value}, expected {expected}: {why}")
+            raise ValueError(f"expected {expected}: {why}")
         return value
 
     @field_validator("messages")

@@ -241,6 +241,7 @@ async def test_turns_of_one_session_are_sampled_one_after_another(bench: Rollout
     asking = [asyncio.create_task(agent.say()) for agent in agents]
     while not bench.engine.under_way:
         await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)  # in which the other would begin too
     with pytest.raises(Exception, match="a turn of session 's' is under way"):
         await delete(bench)
     assert (len(chat.asked), bench.engine.under_way) == (1, 1)
@@ -339,8 +340,8 @@ async def test_a_newer_epoch_ends_a_turn_under_way(bench: RolloutBench) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"n": 2}, "got 2, expected 1: a conversation has one answer per turn"),
-        ({"stream": True}, "got True, expected False: the answers of a session are recorded"),
+        ({"n": 2}, "'n': got 2; expected 1: a conversation has one answer per turn"),
+        ({"stream": True}, "got True; expected False: the answers of a session are recorded"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),

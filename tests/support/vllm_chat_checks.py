@@ -135,7 +135,7 @@ def chat_of(engine: Scripted, tool_parser: str | None = "hermes") -> VllmChat:
     from services.rollout.vllm_chat import VllmChat
     from services.rollout.vllm_engine import rollout
 
-    app = openai_app(cast(Any, engine), "tiny", tool_parser)
+    app = openai_app(cast(Any, engine), "tiny", tool_parser=tool_parser)
     serving = app.state.openai_serving_chat
     return VllmChat(serving, engine.tokenizer, rollout, lambda: "it died")
 
