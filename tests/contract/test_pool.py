@@ -330,6 +330,21 @@ async def test_two_samplers_of_one_name_behind_one_url_are_told_apart(pool: Pool
     assert "answers as two engines of the name 'r0'" in (record.error or "")
 
 
+async def test_another_sampler_at_the_same_url_is_out_until_it_has_the_model(pool: Pool) -> None:
+    _, second = pool.samplers
+
+    async def become_another(ref: Any) -> None:
+        if ref.version == 2:
+            second.serving = second.serving.model_copy(update={"replica": "r7"})
+
+    second.fault["reload"] = become_another
+    record = await finished(pool)
+    pool.check_groups(record)
+    assert record.recoveries == 0
+    (said,) = await pool.said(record, "is out")
+    assert f"sampler 'r7' answers at {second.url}, and 'r1' did when the model was loaded" in said
+
+
 async def test_a_name_stands_for_a_sampler_at_each_of_its_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
