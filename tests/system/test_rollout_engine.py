@@ -42,6 +42,7 @@ from shared.wire import (
     ModelRequest,
     NoBody,
     PauseState,
+    Rollout,
     RolloutGroup,
     Sampling,
     ServingWeights,
@@ -430,6 +431,25 @@ async def test_a_reload_under_way_splits_a_rollout_between_versions(
         assert rollout.versions in {(2,), (2, 4)}
         starts = [span.start for span in rollout.spans]
         assert starts[0] == 0 and starts[-1] < len(rollout.token_ids)
+    assert_sampled_by_two(
+        service.models / "tied",
+        service.models / "tied2",
+        [rollout for rollout in rollouts if len(rollout.spans) == 2][:8],
+    )
+
+
+def assert_sampled_by_two(older: Path, newer: Path, rollouts: Sequence[Rollout]) -> None:
+    """Each token's log-prob is that of its own version alone, with nothing of the other's in it:
+    vLLM computes the cache of a rollout that it goes on with again. One token before or after the
+    span's start, the log-probs would be another version's."""
+    differences: list[float] = []
+    for rollout in rollouts:
+        tokens, start = [5, 6, 7, *rollout.token_ids], rollout.spans[1].start
+        before, after = (reference_logprobs(model, tokens, 3) for model in (older, newer))
+        expected = before[:start] + after[start:]
+        assert list(rollout.logprobs) == pytest.approx(expected, abs=1e-4)
+        differences += [abs(before[t] - after[t]) for t in (start - 1, start)]
+    assert min(differences[::2]) > 1e-3 and min(differences[1::2]) > 1e-3
 
 
 async def test_a_newer_epoch_ends_what_the_older_has_under_way(
