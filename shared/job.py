@@ -135,8 +135,12 @@ class SamplingSpec(Section):
 
     repeatable: bool = False
     """Seeds every completion by the job's seed, the step, the prompt's place in it and the
-    completion's in its group: the same job gives the same samples on one engine, weights and
-    arithmetic being the same. Off: vLLM draws each seeded sequence by itself, which takes time."""
+    completion's in its group (an evaluation's by its place alone), so that the same weights draw
+    the same samples on one engine, in whatever order groups reach it. Two runs of a job then agree
+    as far as nothing else differs: with `max_staleness` above 0 it is a matter of time which
+    weights sample a token, and so is what a deadline cuts off; and numbers are rounded otherwise in
+    batches of other sizes, so that a near tie may fall the other way. Off: vLLM draws for each
+    seeded sequence by itself, which takes time."""
 
     refills: int = Field(default=0, ge=0, le=10)
     """Rounds per step in which groups without signal (all rewards equal) are replaced by groups of

@@ -25,6 +25,7 @@ from shared.wire import (
     TERMINAL,
     CheckpointList,
     EventList,
+    GenerateRequest,
     JobList,
     JobRecord,
     MetricsList,
@@ -65,6 +66,38 @@ async def test_every_batch_is_sampled_by_the_weights_just_trained(stack: Stack) 
     folder = RunFolder(Path(record.run_dir))
     assert [folder.batch(step).version for step in range(1, 9)] == list(range(8))
     assert all(row.metrics["staleness"] == 0 for row in folder.metrics() if row.step)
+
+
+async def test_a_repeatable_job_asks_with_the_same_seeds_and_each_completion_has_its_own(
+    stack: Stack,
+) -> None:
+    asked: list[dict[tuple[str, int | None], int | None]] = []
+
+    async def note(body: GenerateRequest) -> None:
+        assert isinstance(body.prompt, str)
+        asked[-1][body.prompt, body.min_version] = body.sampling.seed
+
+    stack.fakes.fault["generate"] = note
+    jobs = [
+        Job.model_validate(
+            stack.job.model_dump() | {"steps": 2, "seed": seed, "sampling": sampling}
+        )
+        for seed, sampling in (
+            (0, stack.job.sampling.model_dump() | {"repeatable": True}),
+            (0, stack.job.sampling.model_dump() | {"repeatable": True}),
+            (1, stack.job.sampling.model_dump() | {"repeatable": True}),
+            (0, stack.job.sampling.model_dump()),
+        )
+    ]
+    for job in jobs:
+        asked.append({})
+        assert (await stack.until((await stack.submit(job)).id)).status == "succeeded"
+    first, again, other, free = asked
+    assert first == again and set(free.values()) == {None}
+    seeds = {seed for seed in first.values() if seed is not None}
+    assert not seeds & set(other.values())
+    groups = [range(seed, seed + 4) for seed in seeds]
+    assert len({number for group in groups for number in group}) == 4 * len(seeds) > 4 * 12
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])

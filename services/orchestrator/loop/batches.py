@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 from dataclasses import dataclass
 
 from services.orchestrator.loop.clock import Stopwatch
@@ -17,6 +16,7 @@ from services.orchestrator.loop.groups import (
 )
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts
+from services.orchestrator.loop.seeds import group_seed
 from services.orchestrator.loop.tasks import all_of
 from services.orchestrator.record.folder import RunFolder
 from shared.job import Job
@@ -106,9 +106,9 @@ class Batches:
         other versions again and again."""
         oldest, newest = max(step - 1 - self.job.max_staleness, 0), step - 1
         versions: set[int] = set()
+        seed = group_seed(self.job, step, position, prompt.index)
         for again in range(MAX_RESAMPLED + 1):
             key = f"{self.peers.owner}:{step}:{position}:{again}"
-            seed = self._seed(step, position, prompt) if self.job.sampling.repeatable else None
             group = await self.peers.generate(prompt, oldest, key=key, seed=seed)
             versions = {version for rollout in group.rollouts for version in rollout.versions}
             if all(oldest <= version <= newest for version in versions):
@@ -118,12 +118,6 @@ class Batches:
             f"step {step}: the sampler was asked for versions {oldest} to {newest} and sampled "
             f"with {sorted(versions)}, {MAX_RESAMPLED + 1} times"
         )
-
-    def _seed(self, step: int, position: str, prompt: Prompt) -> int:
-        """Returns the seed of a group's first completion; that of the next is one more, and so
-        on."""
-        place = f"{self.job.seed}:{step}:{position}:{prompt.index}"
-        return int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big") >> 2
 
     async def _score(self, prompt: Prompt, group: RolloutGroup) -> tuple[Score, ...]:
         return await self.peers.score(prompt, group, job_id=self.job_id)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 
 from services.orchestrator.loop.peers import Peers
+from services.orchestrator.loop.seeds import group_seed
 from services.orchestrator.loop.tasks import all_of
 from services.orchestrator.record.telemetry import reward_metrics
 from shared.job import Job
@@ -36,8 +37,10 @@ async def evaluate(
 
     async def grade(prompt: Prompt, position: int) -> tuple[Score, ...]:
         key = f"{peers.owner}:eval:{version}:{position}"
+        seed = group_seed(job, "eval", position, prompt.index)
+        seeded = sampling.model_copy(update={"seed": seed})
         async with room:
-            group = await peers.generate(prompt, version, key=key, sampling=sampling)
+            group = await peers.generate(prompt, version, key=key, sampling=seeded)
             return await peers.score(prompt, group, job_id=peers.job_id)
 
     scores_PG = await all_of(grade(prompt, position) for position, prompt in enumerate(prompts))
