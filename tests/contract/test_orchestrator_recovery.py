@@ -276,6 +276,21 @@ async def test_checkpoints_that_the_trainer_found_damaged_are_told(stack: Stack)
     )
 
 
+async def test_weights_that_do_not_give_their_own_samples_are_warned_of_at_any_staleness(
+    stack: Stack,
+) -> None:
+    # What older weights sampled differs from the trained ones' however well all works.
+    job = stack.job.model_copy(update={"max_staleness": 2})
+    for older, current, said in ((0.4, 0.01, []), (0.4, 0.3, ["mismatch"])):
+        stack.fakes.trainer_metrics = {
+            "mismatch/logprob_diff_mean": older,
+            "mismatch/older/logprob_diff_mean": older,
+            "mismatch/current/logprob_diff_mean": current,
+        }
+        record = await stack.until((await stack.submit(job)).id)
+        assert [name for event in await warnings(stack, record.id) for name in event.data] == said
+
+
 async def test_an_update_that_was_refused_is_counted_and_said(stack: Stack) -> None:
     stack.fakes.skipped = {3}
     record = await stack.until((await stack.submit()).id)

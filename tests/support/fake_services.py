@@ -89,6 +89,7 @@ class FakeServices:
         self.damaged: tuple[str, ...] = ()
         self.doing: str | None = None
         self.skipped: set[int] = set()
+        self.trainer_metrics: dict[str, float] = {}
         self.reloads: list[AnyWeights] = []
         self.aborted: list[AbortRequest] = []
         self.errors: Callable[[GenerateRequest], str | None] = lambda _: None
@@ -275,6 +276,7 @@ class FakeServices:
             num_examples=len(body.examples),
             num_tokens=tokens,
             train_s=0.0,
+            metrics=self.trainer_metrics,
         )
 
     async def _publish(self, body: PublishRequest) -> WeightsRef:
