@@ -248,7 +248,11 @@ def program_for(way: str, program: str) -> str:
 WORDS = ("passed", "ok", "unknown", "failed", "unfit", "guess", "opaque", "value", "", "None")
 """What a program may claim that a call came to."""
 
-CLAIMED = ("", "true", "3", '{"iterator": [3]}', '{"complex": ["nan", 0]}', "1e999", "[" * 100)
+CLAIMED = (
+    "", "true", "3", '{"iterator": [3]}', '{"complex": ["nan", 0]}', "1e999", "[" * 100,
+    '{"awaited": [3]}', '{"unfinished": [3]}', '{"Fraction": [3, 0]}', '{"Decimal": ["NaN"]}',
+    '{"deque": [3]}', '{"Counter": [[3, 3]]}', '{"range": [0, 9, 0]}', '{"timedelta": [3, 0, 0]}',
+)  # fmt: skip
 
 _PATCHED = """
 import sys

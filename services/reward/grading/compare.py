@@ -3,33 +3,52 @@ list, NaN equals nothing."""
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, deque
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
+
+_NUMBERS = (int, float, Fraction, Decimal)
 
 
 def same(value: Any, target: Any, tolerance: float = 0.0) -> bool:
     """Returns whether two plain values are equal. Numbers anywhere in lists, tuples and the values
     of dicts may differ by `tolerance`; the members of sets and the keys of dicts may not."""
-    if type(value) in (int, float) and type(target) in (int, float):
+    if type(value) in _NUMBERS and type(target) in _NUMBERS:
         try:
             return value == target or (tolerance > 0 and abs(value - target) <= tolerance)
-        except OverflowError:
-            return False  # a whole number beyond what a float can hold is near no float
+        except (OverflowError, TypeError):
+            return False  # a number beyond what a float can hold, or of another kind, is near none
     if isinstance(value, set | frozenset) and isinstance(target, set | frozenset):
         return {_marked(part) for part in value} == {_marked(part) for part in target}
+    if isinstance(value, dict) and isinstance(target, dict):
+        return _same_dicts(value, target, tolerance)
     if type(value) is not type(target):
         return False
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return len(value) == len(target) and all(
             same(a, b, tolerance) for a, b in zip(value, target, strict=True)
         )
-    if isinstance(value, dict):
-        ours, theirs = (
-            {_marked(key): part for key, part in data.items()} for data in (value, target)
-        )
-        return ours.keys() == theirs.keys() and all(
-            same(part, theirs[key], tolerance) for key, part in ours.items()
-        )
     return bool(value == target)
+
+
+def _same_dicts(value: dict[Any, Any], target: dict[Any, Any], tolerance: float) -> bool:
+    """As in Python the order counts between two that are ordered, and a count of 0 is none between
+    two counters."""
+    kinds = type(value), type(target)
+    ours, theirs = (
+        {
+            _marked(key): part
+            for key, part in data.items()
+            if kinds != (Counter, Counter) or part != 0
+        }
+        for data in (value, target)
+    )
+    if kinds == (OrderedDict, OrderedDict) and list(ours) != list(theirs):
+        return False
+    return ours.keys() == theirs.keys() and all(
+        same(part, theirs[key], tolerance) for key, part in ours.items()
+    )
 
 
 def _marked(key: Any) -> Any:

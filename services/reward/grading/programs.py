@@ -107,4 +107,11 @@ def fault(execution: Execution) -> tuple[Verdict, str]:
     if execution.verdict == "ok":
         return "ok", ""
     lines = execution.stderr.strip().splitlines() or [execution.verdict]
-    return execution.verdict, lines[-1][:200]
+    return execution.verdict, explained(lines[-1][:200])
+
+
+def explained(error: str) -> str:
+    """Returns what a program raised, and where to turn if a package is not there."""
+    if not error.startswith("ModuleNotFoundError"):
+        return error
+    return f"{error}. HONE_SANDBOX_PACKAGES names the packages that programs may import"

@@ -405,6 +405,6 @@ async def test_a_program_sleeps_only_so_long_in_all_its_tests(
     assert sum(one.verdict == "time_limit" for one in ran) == 1
 
 
-def test_programs_that_sleep_leave_most_of_the_deadline_of_a_step() -> None:
+async def test_programs_that_sleep_leave_most_of_the_deadline_of_a_step() -> None:
     idle_s, slots, programs = CodeTestsParams().idle_s, 4, 384  # the slots of a host with two cores
     assert programs / slots * idle_s <= Settings().score_deadline_s / 2

@@ -4,8 +4,14 @@ sandbox."""
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import time
+from collections import Counter, OrderedDict, deque
+from datetime import date, datetime, timedelta, timezone
+from datetime import time as clock
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -15,11 +21,13 @@ from services.reward.graders.code_tests.codec import (
     SPECIAL,
     NotPlain,
     TooLarge,
+    Unfinished,
     decode,
     encode,
 )
 from services.reward.graders.code_tests.evaluate import CannotHold, evaluate
 from services.reward.graders.code_tests.stdio import agree
+from services.reward.grading.compare import same
 from services.reward.grading.programs import MAX_SEARCHED_CHARS, program_of
 
 
@@ -149,6 +157,17 @@ class Liar(int):
         1 + 2j,
         10**400,
         "ä\0",
+        range(5, 0, -2),
+        Fraction(-1, 3),
+        Decimal("1.10"),
+        deque([1, "a"]),
+        Counter("aab"),
+        OrderedDict([("b", 1), ("a", (2,))]),
+        date(2024, 2, 29),
+        datetime(2024, 2, 29, 12, 30, 1, 5),
+        datetime(2024, 2, 29, 12, tzinfo=timezone(timedelta(hours=2))),
+        clock(12, 30),
+        timedelta(days=-1, microseconds=3),
     ],
 )
 def test_plain_data_crosses_unchanged(value: Any) -> None:
@@ -188,6 +207,22 @@ def test_only_exact_types_come_out() -> None:
         '{"bytes": [1]}',
         "[" * 100_000,
         "9" * 5000,
+        '{"Fraction": [1, 0]}',
+        '{"Fraction": [1, "2"]}',
+        '{"Fraction": [true, 2]}',
+        '{"Decimal": ["1e999999"]}',
+        '{"Decimal": ["1e99999999999999999999"]}',
+        '{"Decimal": ["-Infinity"]}',
+        '{"Decimal": ["sNaN"]}',
+        '{"Decimal": [1]}',
+        '{"range": [0, 1000000000, 1]}',
+        '{"range": [0, 1, 0]}',
+        '{"date": ["2024-13-01"]}',
+        '{"timedelta": [1e999, 0, 0]}',
+        '{"timedelta": [9999999999, 0, 0]}',
+        '{"Counter": [1]}',
+        '{"dict_keys": [[1]]}',
+        '{"awaited": []}',
     ],
 )
 def test_a_text_that_stands_for_no_plain_data_is_refused(text: str) -> None:
@@ -216,7 +251,9 @@ def test_a_set_of_equal_hashes_is_refused_before_it_is_made() -> None:
     numbers = [n * (2**61 - 1) for n in range(9000)]
     pairs = [[number, 0] for number in numbers]
     start = time.process_time()
-    for kind, parts in (("set", numbers), ("frozenset", numbers), ("dict", pairs)):
+    hashed = [(kind, numbers) for kind in ("set", "frozenset", "dict_keys")]
+    hashed += [(kind, pairs) for kind in ("dict", "Counter", "OrderedDict", "dict_items")]
+    for kind, parts in hashed:
         with pytest.raises(NotPlain):
             decode(json.dumps({kind: parts}))
     for source in ("set(_0) == 1", "len(frozenset(_0)) == 1", "dict(zip(_0, _0)) == 1"):
@@ -236,6 +273,54 @@ def test_outputs_agree_line_by_line_and_numbers_within_a_tolerance() -> None:
     assert not agree("1.1", "1", 1e-6)
     assert not agree("nan", "1", 1e-6)
     assert not agree("inf", "1", 1e300)
+
+
+def test_an_iterator_is_taken_as_far_as_it_fits_and_says_where_that_ends() -> None:
+    endless = decode(encode(itertools.count()))
+    assert [next(endless) for _ in range(1000)] == [*range(1000)]
+    with pytest.raises(Unfinished):
+        list(endless)
+    assert list(decode(encode(iter(range(5000))))) == [*range(5000)]
+
+
+@pytest.mark.parametrize(
+    ("test", "value"),
+    [
+        ("_0 ** 100000 == 1", Fraction(3, 7)),
+        ("_0 * 100000000 == 1", deque([1])),
+        ("list(_0) == 1", range(10**12)),
+    ],
+)
+def test_values_of_any_class_do_not_take_long_to_evaluate(test: str, value: Any) -> None:
+    with pytest.raises(CannotHold):
+        evaluate(ast.parse(test, mode="eval").body, {"_0": value})
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "is_same"),
+    [
+        (Fraction(1, 2), 0.5, True),
+        (Fraction(2), 2, True),
+        (Fraction(1), True, False),
+        (Decimal("1.10"), Decimal("1.1"), True),
+        (Decimal("1.1"), 1.1, False),
+        (deque([1]), deque([1]), True),
+        (deque([1]), deque([True]), False),
+        (deque([1]), [1], False),
+        (Counter(a=1, b=0), Counter(a=1), True),
+        (Counter(a=1, b=0), {"a": 1}, False),
+        (Counter(a=1), {"a": 1}, True),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), False),
+        (OrderedDict(a=1, b=2), {"b": 2, "a": 1}, True),
+        (range(3), range(0, 3, 1), True),
+        (range(3), [0, 1, 2], False),
+        (datetime(2024, 1, 1), date(2024, 1, 1), False),
+    ],
+)
+def test_values_of_standard_classes_are_equal_as_in_python_but_for_bools(
+    left: Any, right: Any, is_same: bool
+) -> None:
+    assert same(left, right) is is_same and same(right, left) is is_same
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from pydantic import Field
 from services.reward.graders.code_tests import proxy, stdio
 from services.reward.graders.code_tests.asserts import Case
 from services.reward.graders.code_tests.candidate import NO_VALUE, CallEnd, Candidate, TestLimits
+from services.reward.graders.code_tests.codec import Unfinished
 from services.reward.graders.code_tests.evaluate import CannotHold, evaluate
 from services.reward.graders.code_tests.tests import Style, Tests, read
 from services.reward.grading.programs import program_of
@@ -257,6 +258,7 @@ def _verdict(case: Case, outcomes: list[CallEnd]) -> tuple[Verdict, str]:
         holds = evaluate(case.test, values)
     except (
         CannotHold,
+        Unfinished,
         ArithmeticError,
         LookupError,
         TypeError,

@@ -143,10 +143,16 @@ class _Extraction(ast.NodeTransformer):
         method of its own."""
         if isinstance(node, ast.Attribute | ast.Subscript):
             return self._is_result(node.value)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and ast.unparse(node.func) != "asyncio.run"
+        ):
             return self._is_result(node.func.value) and _root(node)[:1].isupper()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Call):
             return self._is_result(node.func)  # a function that one returns
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.run":
+            return any(self._is_result(argument) for argument in node.args)
         return (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from services.reward.graders.code_tests import inside
 from services.reward.graders.code_tests.codec import SPECIAL, NotPlain, decode
-from services.reward.grading.programs import KEEP_CHARS, fault
+from services.reward.grading.programs import KEEP_CHARS, explained, fault
 from services.reward.sandbox.base import Sandbox
 from services.reward.sandbox.inside.child import WALL_PER_CPU
 from shared.wire import ExecuteRequest, Execution, Verdict
@@ -129,5 +129,5 @@ class Candidate:
             except NotPlain as error:
                 how, text = "opaque", str(error)
         how, text = how if how in NO_VALUE else "raised", text[:MAX_MESSAGE_CHARS]
-        detail = f"returned {text}" if how == "opaque" else text
+        detail = f"returned {text}" if how == "opaque" else explained(text)
         return CallEnd(_VERDICTS[how], detail, how=how, text=detail)

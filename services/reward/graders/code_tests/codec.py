@@ -8,16 +8,28 @@ other side, makes nothing but exact built-in types.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Hashable, Iterable
+import sys
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 MAX_DEPTH = 48
 MAX_ITEMS = 100_000
 MAX_CHARS = 200_000
 MAX_OF_ONE_HASH = 64
+MAX_DECIMAL = 1000
+"""Of digits of a decimal number, before and after its point: `int` of one takes as many."""
+
+ALWAYS_TAKEN, TAKEN_S = 1000, 0.5
+"""Of what an iterator gives, so many items are taken, and more while they take no longer than so
+many seconds of CPU time: it may have no end."""
+
+KEPT_CHARS = 10_000
+"""Of the beginning of one that may have no end."""
+
 SPECIAL = frozenset({"nan", "inf"})
 """The floats that are no numbers to calculate with: they make a tolerance hold."""
 
@@ -32,6 +44,17 @@ class WrongType(NotPlain):
     def __init__(self, kind: type) -> None:
         super().__init__(f"a value of type {kind.__name__!r}")
         self.kind = kind
+
+
+class Unfinished(Exception):
+    """An iterator was asked for more than was taken of it."""
+
+
+class Awaited:
+    """What a coroutine came to. Tests await it again."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 class TooLarge(Exception):
@@ -62,26 +85,82 @@ def _tree(value: Any, depth: int) -> Any:
     if isinstance(value, list):
         return [_tree(part, depth + 1) for part in list.__iter__(value)]
     if isinstance(value, dict):
+        kind = next((one for one in (Counter, OrderedDict) if isinstance(value, one)), dict)
         return {
-            "dict": [
+            kind.__name__: [
                 [_tree(key, depth + 1), _tree(part, depth + 1)] for key, part in dict.items(value)
             ]
         }
     kind: Any
-    for kind in (tuple, set, frozenset):
+    for kind in (tuple, set, frozenset, deque, *_VIEWS):
         if isinstance(value, kind):
             return {kind.__name__: [_tree(part, depth + 1) for part in kind.__iter__(value)]}
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, Awaited):
+        return {"awaited": [_tree(value.value, depth + 1)]}
+    if kind := _imported(value):
+        return {kind: _PARTS[kind](value)}
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return _tree(value.item(), depth + 1)
-    if hasattr(value, "__next__") or isinstance(
-        value, range | type({}.keys()) | type({}.values()) | type({}.items())
-    ):
-        return {"iterator": [_tree(part, depth + 1) for part in itertools.islice(value, MAX_ITEMS)]}
+    if hasattr(value, "__next__"):
+        return _taken(value, depth)
     raise WrongType(type(value))
+
+
+_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_PARTS: dict[str, Callable[[Any], list[Any]]] = {
+    "Fraction": lambda value: [value.numerator, value.denominator],
+    "Decimal": lambda value: [str(value)],
+    "datetime": lambda value: [value.isoformat()],
+    "date": lambda value: [value.isoformat()],
+    "time": lambda value: [value.isoformat()],
+    "timedelta": lambda value: [value.days, value.seconds, value.microseconds],
+}
+"""What of a value crosses, by its class: `_MODULES` says whose."""
+
+_MODULES = {"Fraction": "fractions", "Decimal": "decimal"}
+
+
+def _class(kind: str) -> Any:
+    """Returns the standard class of that name, None where no program has imported its module."""
+    return getattr(sys.modules.get(_MODULES.get(kind, "datetime")), kind, None)
+
+
+def _imported(value: Any) -> str | None:
+    """Returns as which of `_PARTS` a value counts, None for others."""
+    for kind in _PARTS:
+        if isinstance(expected := _class(kind), type) and isinstance(value, expected):
+            return kind
+    return None
+
+
+def _taken(values: Any, depth: int) -> Any:
+    """Returns what an iterator gives, as far as it goes, is plain, fits and does not take long; of
+    one that may have no end, a beginning."""
+    parts: list[Any] = []
+    num_kept, size, start_s = 0, 0, time.process_time()
+    for part in values:
+        try:
+            tree = _tree(part, depth + 1)
+            size += len(json.dumps(tree))
+        except (NotPlain, ValueError):
+            if not parts:
+                raise
+            break
+        is_long = len(parts) >= MAX_ITEMS or size > MAX_CHARS // 2
+        is_slow = len(parts) >= ALWAYS_TAKEN and time.process_time() - start_s > TAKEN_S
+        if is_long or is_slow:
+            break
+        parts.append(tree)
+        num_kept += size <= KEPT_CHARS
+    else:
+        return {"iterator": parts}
+    return {"unfinished": parts[: max(num_kept, 1)]}
 
 
 def decode(text: str, *, special: frozenset[str] = SPECIAL) -> Any:
@@ -110,7 +189,63 @@ def _value(tree: Any, depth: int, special: frozenset[str]) -> Any:
     parts = _value(content, depth + 1, special)
     if type(parts) is not list:
         raise NotPlain(f"a {kind!r:.20} of no list")
-    return _collected(kind, parts)
+    return _scalar(kind, parts) if kind in _SCALARS else _collected(kind, parts)
+
+
+def _range(start: int, stop: int, step: int) -> range:
+    made = range(start, stop, step)
+    if not -MAX_ITEMS <= (stop - start) // step <= MAX_ITEMS:
+        raise NotPlain(f"a range of more than {MAX_ITEMS} items")
+    return made
+
+
+def _fraction(numerator: int, denominator: int) -> Any:
+    from fractions import Fraction
+
+    return Fraction(numerator, denominator)
+
+
+def _decimal(text: str) -> Any:
+    from decimal import Decimal
+
+    number = Decimal(text)
+    if not number.is_finite():
+        raise NotPlain(f"{text:.20}, which is not a finite number")
+    if len(text) > MAX_DECIMAL or abs(number.adjusted()) > MAX_DECIMAL:
+        raise NotPlain(f"a decimal number of more than {MAX_DECIMAL} digits")
+    return number
+
+
+def _of_datetime(kind: str) -> Callable[..., Any]:
+    def made(*parts: Any) -> Any:
+        import datetime
+
+        of = getattr(datetime, kind)
+        return of(*parts) if kind == "timedelta" else of.fromisoformat(*parts)
+
+    return made
+
+
+_SCALARS: dict[str, tuple[tuple[type, ...], Callable[..., Any]]] = {
+    "range": ((int, int, int), _range),
+    "Fraction": ((int, int), _fraction),
+    "Decimal": ((str,), _decimal),
+    "datetime": ((str,), _of_datetime("datetime")),
+    "date": ((str,), _of_datetime("date")),
+    "time": ((str,), _of_datetime("time")),
+    "timedelta": ((int, int, int), _of_datetime("timedelta")),
+}
+"""By name: the exact types of the parts that a value is made of, and how."""
+
+
+def _scalar(kind: str, parts: list[Any]) -> Any:
+    types, made = _SCALARS[kind]
+    if tuple(map(type, parts)) != types:
+        raise NotPlain(f"no {kind!r:.20}")
+    try:
+        return made(*parts)
+    except ArithmeticError as error:
+        raise NotPlain(f"no {kind!r:.20} ({type(error).__name__})") from None
 
 
 def _number(number: float, special: frozenset[str]) -> float:
@@ -121,18 +256,43 @@ def _number(number: float, special: frozenset[str]) -> float:
 
 
 def _collected(kind: str, parts: list[Any]) -> Any:
-    if kind == "tuple":
-        return tuple(parts)
-    if kind == "iterator":
-        return iter(parts)
+    if kind in _LISTED:
+        return _LISTED[kind](parts)
     if kind == "complex" and len(parts) == 2 and {*map(type, parts)} <= {int, float}:
         return complex(*parts)
-    if kind in ("set", "frozenset") and not crowded(parts):
-        return set(parts) if kind == "set" else frozenset(parts)
-    is_pairs = all(type(pair) is list and len(pair) == 2 for pair in parts)
-    if kind == "dict" and is_pairs and not crowded(key for key, _ in parts):
-        return dict(parts)
+    if kind == "awaited" and len(parts) == 1:
+        return Awaited(parts[0])
+    if kind in _HASHED and not crowded(parts):
+        return _HASHED[kind](parts)
+    is_pairs = all(type(pair) in (list, tuple) and len(pair) == 2 for pair in parts)
+    if kind in _PAIRED and is_pairs and not crowded(key for key, _ in parts):
+        return _PAIRED[kind](parts)
     raise NotPlain(f"no {kind!r:.20}")
+
+
+def _unfinished(parts: list[Any]) -> Iterator[Any]:
+    yield from parts
+    raise Unfinished(f"more than the first {len(parts)} items of an iterator")
+
+
+_LISTED: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "iterator": iter,
+    "unfinished": _unfinished,
+    "deque": deque,
+    "dict_values": lambda parts: dict(enumerate(parts)).values(),
+}
+_HASHED: dict[str, Callable[[list[Any]], Any]] = {
+    "set": set,
+    "frozenset": frozenset,
+    "dict_keys": lambda parts: dict.fromkeys(parts).keys(),
+}
+_PAIRED: dict[str, Callable[[list[Any]], Any]] = {
+    "dict": dict,
+    "Counter": lambda parts: Counter(dict(parts)),
+    "OrderedDict": OrderedDict,
+    "dict_items": lambda parts: dict(parts).items(),
+}
 
 
 def crowded(keys: Iterable[Hashable]) -> bool:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import ast
 import math
 import operator
+from collections import deque
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from services.reward.graders.code_tests.codec import crowded
@@ -33,7 +35,7 @@ def _range(*arguments: int) -> range:
 
 
 def _bounded(value: Any) -> Any:
-    if isinstance(value, range | str | bytes | list | tuple) and len(value) > MAX_SIZE:
+    if isinstance(value, range | str | bytes | list | tuple | deque) and len(value) > MAX_SIZE:
         raise CannotHold(f"more than {MAX_SIZE} items")
     return value
 
@@ -41,7 +43,7 @@ def _bounded(value: Any) -> Any:
 def _times(left: Any, right: Any) -> Any:
     for many, count in ((left, right), (right, left)):
         if (
-            isinstance(many, str | bytes | list | tuple)
+            isinstance(many, str | bytes | list | tuple | deque)
             and isinstance(count, int)
             and len(many) * count > MAX_SIZE
         ):
@@ -76,11 +78,10 @@ def _join(between: Any, items: Any) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    if (
-        isinstance(base, int)
-        and isinstance(exponent, int)
-        and base.bit_length() * abs(exponent) > MAX_BITS
-    ):
+    bits = 0
+    if isinstance(base, int | Fraction):
+        bits = base.numerator.bit_length() + base.denominator.bit_length()
+    if isinstance(exponent, int) and bits * abs(exponent) > MAX_BITS:
         raise CannotHold(f"a number of more than {MAX_BITS} bits")
     return base**exponent
 

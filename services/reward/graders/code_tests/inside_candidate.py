@@ -13,7 +13,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from services.reward.graders.code_tests.codec import NotPlain, TooLarge, decode, encode
+from services.reward.graders.code_tests.codec import (
+    Awaited,
+    NotPlain,
+    TooLarge,
+    decode,
+    encode,
+)
 
 MAX_MESSAGE_CHARS = 200
 
@@ -89,7 +95,12 @@ def _made(call: list[str], names: dict[str, Any]) -> Any:
     arguments, keywords = decode(call[2])
     if call[1] not in names:
         raise Absent(call[1])
-    return names[call[1]](*arguments, **keywords)
+    value = names[call[1]](*arguments, **keywords)
+    if isinstance(value, types.CoroutineType):
+        import asyncio
+
+        return Awaited(asyncio.run(value))
+    return value
 
 
 def _described(error: BaseException) -> str:

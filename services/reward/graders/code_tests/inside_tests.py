@@ -15,7 +15,13 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from services.reward.graders.code_tests.codec import NotPlain, WrongType, decode, encode
+from services.reward.graders.code_tests.codec import (
+    Awaited,
+    NotPlain,
+    WrongType,
+    decode,
+    encode,
+)
 
 MAX_GUESSED_CALLS = 500
 MAX_NEW_CHARS = 60_000
@@ -55,6 +61,7 @@ def _agree() -> None:
         setattr(Guess, f"__{name}__", lambda self, *digits: self)
     for name, value in {"bool": True, "len": 0, "int": 0, "index": 0, "float": 0.0}.items():
         setattr(Guess, f"__{name}__", lambda self, value=value: value)
+    Guess.__await__ = lambda self: iter(())  # pyright: ignore[reportAttributeAccessIssue]
     Guess.__getitem__ = lambda self, key: self  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -106,9 +113,10 @@ class Proxies:
         if how != "value":
             self._stop("opaque", text)
         try:
-            return decode(text)
+            value = decode(text)
         except BaseException as error:  # it was decoded outside: this process is out of something
             self._stop("opaque", f"more than the tests can hold ({type(error).__name__})")
+        return _coroutine(value.value) if isinstance(value, Awaited) else value
 
     def _looked_up(
         self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -147,6 +155,10 @@ class Proxies:
     def _stop(self, how: str, text: str = "") -> NoReturn:
         self.end = how, text[:MAX_MESSAGE_CHARS]
         raise Stop
+
+
+async def _coroutine(value: Any) -> Any:
+    return value
 
 
 def _error(text: str) -> Exception:

@@ -24,6 +24,22 @@ EXPECTED = {
 }
 
 
+_STANDARD = {
+    "Counter": "from collections import Counter",
+    "Decimal": "from decimal import Decimal",
+    "Fraction": "from fractions import Fraction",
+    "OrderedDict": "from collections import OrderedDict",
+    "asyncio": "import asyncio",
+    "collections": "import collections",
+    "defaultdict": "from collections import defaultdict",
+    "deque": "from collections import deque",
+    "itertools": "import itertools",
+    "math": "import math",
+    "timedelta": "from datetime import timedelta",
+}
+"""What tests use under these names without an import is Python's own."""
+
+
 @dataclass(frozen=True)
 class Tests:
     """What to run: assertions on calls, test code in a second sandbox, inputs and outputs.
@@ -92,6 +108,19 @@ def _not_python(error: SyntaxError, texts: list[str]) -> str:
     return f"{what} not Python: {error.msg} (line {error.lineno}{line})"
 
 
+def _complete(text: str, setup: str, entry_point: str | None) -> str:
+    """Returns tests with the imports that they leave to the program: what a standard name means in
+    them must not be the program's to say. Left as they are where no other name of the program's
+    would remain."""
+    tree = ast.parse(text)
+    known = asserts.BUILTINS | asserts.bound_names(tree) | asserts.bound_names(ast.parse(setup))
+    unknown = asserts.loaded_names(tree) - known
+    missing = sorted(unknown & _STANDARD.keys())
+    if entry_point is None and not unknown - _STANDARD.keys():
+        return text
+    return "\n".join([*(_STANDARD[name] for name in missing), text])
+
+
 def _texts(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if isinstance(value, str) and value.lstrip().startswith("["):  # a list in a CSV
@@ -111,7 +140,7 @@ def _asserts(texts: list[str], entry_point: str | None, setup: str) -> Tests:
     codes: list[TestCode] = []
     if not all(sound.assert_something(ast.parse(text)) for text in texts):
         texts = ["\n".join(texts)]  # one is for those after it, such as imports
-    for text in texts:
+    for text in [_complete(text, setup, entry_point) for text in texts]:
         suite = asserts.from_asserts(text, entry_point, setup)
         if suite is None:
             codes.append(_sound(unconverted(text, setup), "asserts"))
@@ -128,7 +157,7 @@ def _check(texts: list[str], entry_point: str | None, setup: str) -> Tests:
             "expected a function's name in the column that the param entry_point names",
             "invalid_variable_error",
         )
-    source = "\n".join(texts)
+    source = _complete("\n".join(texts), setup, entry_point)
     suite = asserts.from_check(source, entry_point)
     if suite is None:
         return Tests(codes=(_sound(unconverted(source, setup, entry_point), "check"),))
