@@ -220,6 +220,15 @@ CONVERTED = (
 PAIRS = [{"input": f"{a} {b}", "output": f"{a + b}\n"} for a, b in ((1, 2), (1, 0), (-7, 2))]
 
 
+PYTEST = (
+    "from solution import add\n\ndef test_sum():\n    assert add(1, 2) == 3\n\n"
+    "def test_zero():\n    assert add(1, 0) == 1\n    assert add(1, 0) is not True\n\n"
+    "def test_many():\n    numbers = [(x, 2) for x in range(5)]\n"
+    "    for a, b in numbers:\n        assert add(a, b) == a + b\n"
+)
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [1, 0], [-7, 2]], "outputs": [3, 1, -5]}
+
+
 def _checked(tests: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"entry_point": "name"}, {"tests": tests, "name": "add"}
 
@@ -234,15 +243,29 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "proxied asserts": ({}, {"tests": LOOSE}),
     "proxied with errors": _checked(CAUGHT),
     "stdin and stdout": ({}, {"tests": PAIRS}),
+    "pytest functions": ({}, {"tests": PYTEST}),
+    "calls as data": ({}, {"tests": CALLS}),
+    "a method": (
+        {"entry_point": "name"},
+        {"tests": f"{CONVERTED}    assert candidate(b=4, a=3) == 7\n", "name": "Solution().add"},
+    ),
+    "a looped method": ({"entry_point": "name"}, {"tests": LOOP, "name": "Solution().add"}),
 }
 """Params and a row for each way of testing."""
 
 
+METHOD = "\nclass Solution:\n    def add(self, a, b):\n        return add(a, b)"
+
+
 def program_for(way: str, program: str) -> str:
-    """Returns the program in the form that a way of testing takes: for "stdin and stdout" one that
-    reads and prints, else one that defines `add`."""
-    reads = "\nprint(add(*map(int, input().split())))"
-    return program + reads if way == "stdin and stdout" else program
+    """Returns the program in the form that a way of testing takes: one that reads and prints, one
+    with a class `Solution`, else one that defines `add`."""
+    after = {
+        "stdin and stdout": "\nprint(add(*map(int, input().split())))",
+        "a method": METHOD,
+        "a looped method": METHOD,
+    }
+    return program + after.get(way, "")
 
 
 WORDS = ("passed", "ok", "unknown", "failed", "unfit", "guess", "opaque", "value", "", "None")

@@ -82,9 +82,9 @@ async def test_partial_credit_counts_no_trick_as_a_passed_test_but_for_constants
         assert part.value == 0.0, name
     constant = program_for(style, HACKS["a constant"])
     part = await grade(sandbox, constant, row, credit="partial", **params)
-    assert part.value == {"asserts": 1 / 3, "a check": 2 / 3, "stdin and stdout": 1 / 3}.get(
-        style, 0.0
-    )
+    shares = {"asserts": 1 / 3, "a check": 2 / 3, "stdin and stdout": 1 / 3}
+    shares |= {"pytest functions": 1 / 2, "calls as data": 1 / 3, "a method": 1 / 2}
+    assert part.value == shares.get(style, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ async def test_rows_without_usable_tests_have_no_reward_and_say_so(sandbox: Loca
         (
             {"tests": LOOP, "name": "a b"},
             {"style": "check", "entry_point": "name"},
-            "expected a function's name",
+            "expected the name of a function",
         ),
         (
             {

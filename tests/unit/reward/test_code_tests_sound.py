@@ -52,7 +52,7 @@ def test_the_style_is_recognized_from_the_tests(value: Any, style: str) -> None:
 
 
 USELESS: list[tuple[Any, dict[str, Any], str]] = [
-    (CHECK, {}, "the entry point is None; expected a function's name in the column"),
+    (CHECK, {}, "the entry point is None; expected the name of a function, or"),
     (CHECK, {"style": "asserts"}, 'define check(candidate) and never call it; expected style "ch'),
     ("for i in range(3):\n    f(i)", {}, "the tests assert nothing: 'for i in range(3):"),
     ("assert (f(1) == 1, 'why')", {}, "the tests assert nothing: \"assert (f(1) == 1, 'why')"),
@@ -61,7 +61,7 @@ USELESS: list[tuple[Any, dict[str, Any], str]] = [
     (["x = f(1)", "print(x)"], {}, "expected assert statements on calls of the program's function"),
     ("def check(candidate):\n    candidate(1)\n    assert True", {"entry": "f"}, "assert nothing"),
     (
-        "def test():\n    assert f(1) == 1",
+        "def test(x):\n    assert f(x) == 1",
         {},
         "end without a call of the program; expected calls of f. They define 'test' and do not c",
     ),
@@ -114,8 +114,19 @@ USELESS: list[tuple[Any, dict[str, Any], str]] = [
     ({"inputs": None, "outputs": None}, {}, "the tests are {'inputs': None, 'outputs': None}; exp"),
     ({"inputs": "12", "outputs": "34"}, {}, "the tests are {'inputs': '12', 'outputs': '34'}; exp"),
     ({"inputs": ["1", "2"], "outputs": ["1"]}, {}, "have 2 inputs and 1 outputs; expected as many"),
-    ({"inputs": ["1", ["2"]], "outputs": ["1", "2"]}, {}, "test 2 is {'input': ['2'], 'output': "),
-    ({"fn_name": "f", "inputs": [[1]], "outputs": [2]}, {}, "call the function 'f' (fn_name); exp"),
+    ({"inputs": ["1", [2]], "outputs": ["1", "2"]}, {}, "test 2 is {'input': [2], 'output': "),
+    ({"fn_name": "f", "inputs": [[1]], "outputs": [None]}, {}, "no test expects a result of f"),
+    (
+        {"fn_name": "f()", "inputs": [[1]], "outputs": [2]},
+        {},
+        "the function 'f()'; expected a name",
+    ),
+    (
+        {"fn_name": "f", "inputs": [1], "outputs": [2]},
+        {},
+        "a call is 1 with the result 2; expected",
+    ),
+    ([{"input": "1", "output": "2", "testtype": "functional"}], {}, "do not name it; expected its"),
     (
         "x = 1\nassert f(1 == 1",
         {},

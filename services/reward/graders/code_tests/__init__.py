@@ -32,7 +32,7 @@ from services.reward.graders.code_tests.asserts import Case
 from services.reward.graders.code_tests.candidate import NO_VALUE, CallEnd, Candidate, TestLimits
 from services.reward.graders.code_tests.codec import Unfinished
 from services.reward.graders.code_tests.evaluate import CannotHold, evaluate
-from services.reward.graders.code_tests.tests import Style, Tests, read
+from services.reward.graders.code_tests.tests import Style, Tests, owner, read
 from services.reward.grading.programs import program_of
 from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
 from shared.errors import BadRequest
@@ -60,11 +60,11 @@ class CodeTestsParams(Params):
     """How they are written. "asserts": Python source of assert statements, or a list of it (MBPP's
     `test_list`), also as JSON text. "check": Python source that defines `check(candidate)`
     (HumanEval's `test`), called with the function `entry_point`. "stdio": a list of `{"input",
-    "output"}`, or `{"inputs": [...], "outputs": [...]}`, as data or as JSON text. None: it is
-    recognized from each row."""
+    "output"}`, or `{"inputs": [...], "outputs": [...]}`, as data or as JSON text, of calls where
+    it has `fn_name` or is "functional". None: it is recognized from each row."""
 
     entry_point: Column | None = None
-    """The column with the name of the function that is tested."""
+    """The column with the name of the function that is tested, or `Solution().name`."""
 
     setup: Column | None = None
     """The column with Python source that is run before the program, such as imports, or a list of
@@ -92,7 +92,8 @@ class CodeTestsParams(Params):
     """MiB of memory for a program."""
 
     tolerance: float = Field(default=0.0, ge=0)
-    """How far numbers in the output of "stdio" may be off, absolutely or relatively."""
+    """How far numbers in the output of "stdio" may be off, absolutely or relatively; in results of
+    calls that are given as data, absolutely."""
 
 
 @grader("code_tests")
@@ -150,9 +151,9 @@ class CodeTests(Grader[CodeTestsParams]):
         params = self.params
         value = row.get(params.tests)
         entry, setup, prefix = (self._text(row, column) for column in self._columns[1:])
-        tests = read(value, params.style, entry or None, setup, prefix)
+        tests = read(value, params.style, entry or None, setup, prefix, params.tolerance)
         limits = TestLimits(params.cpu_s, params.timeout_s, params.idle_s, params.memory_mib)
-        given, program = completed(program, prefix, entry)
+        given, program = completed(program, prefix, owner(entry) or "")
         before = "\n".join((setup, tests.imports, given)).strip()
         spoken = frozenset(
             name for name, pattern in _SPOKEN.items() if pattern.search(f"{value!r} {setup}")

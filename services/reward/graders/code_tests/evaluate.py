@@ -108,6 +108,28 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in _KIN
     "round": _round,
     "sum": _sum,
 }
+AGREES = "agrees with one of"
+"""A function that no source can name: its arguments are a result, a list of data, a tolerance."""
+
+
+def _agrees(value: Any, wanted: list[Any], tolerance: float) -> bool:
+    return any(same(_as_json(value), _as_json(one), tolerance) for one in wanted)
+
+
+def _as_json(value: Any) -> Any:
+    """Returns a value as it would be once written as JSON and read again."""
+    if isinstance(value, list | tuple):
+        return [_as_json(part) for part in value]
+    if isinstance(value, dict):
+        names = {True: "true", False: "false", None: "null"}
+        return {
+            names.get(key, str(key)) if isinstance(key, int | float | None) else key: _as_json(part)
+            for key, part in value.items()
+        }
+    return value
+
+
+FUNCTIONS[AGREES] = _agrees
 _MATH = (
     "ceil",
     "cos",

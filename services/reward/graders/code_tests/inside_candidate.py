@@ -93,9 +93,11 @@ def _made(call: list[str], names: dict[str, Any]) -> Any:
     if call[0] == "expression":
         return eval(compile(call[1], "call", "eval", dont_inherit=True), names)
     arguments, keywords = decode(call[2])
-    if call[1] not in names:
-        raise Absent(call[1])
-    value = names[call[1]](*arguments, **keywords)
+    name, _, method = call[1].partition("().")
+    if name not in names:
+        raise Absent(name)
+    function = getattr(names[name](), method) if method else names[name]
+    value = function(*arguments, **keywords)
     if isinstance(value, types.CoroutineType):
         import asyncio
 

@@ -6,21 +6,25 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from services.reward.graders.code_tests import asserts, sound
+from services.reward.graders.code_tests import asserts, forms, sound
 from services.reward.graders.code_tests.asserts import Case
 from services.reward.graders.code_tests.proxy import TestCode, unconverted
 from services.reward.graders.code_tests.stdio import MAX_OUTPUT_BYTES, Pair
 from services.reward.grading.registry import GradingFailed
+
+_ENTRY_POINT = re.compile(r"[^\W\d]\w*(\(\)\.[^\W\d]\w*)?")
+"""A function, or a method of an object that is made without arguments."""
 
 Style = Literal["asserts", "check", "stdio"]
 EXPECTED = {
     "asserts": "assert statements on calls of the program's functions, as `assert f(1) == 2`",
     "check": "a function `check(candidate)` with such statements on calls of `candidate`",
     "stdio": 'a list of {"input": "...", "output": "..."}, or {"inputs": ["..."], '
-    '"outputs": ["..."]}',
+    '"outputs": ["..."]}, with "fn_name" for calls',
 }
 
 
@@ -56,18 +60,24 @@ class Tests:
 
 
 def read(
-    value: Any, style: Style | None, entry_point: str | None, setup: str, prefix: str
+    value: Any,
+    style: Style | None,
+    entry_point: str | None,
+    setup: str,
+    prefix: str,
+    tolerance: float = 0.0,
 ) -> Tests:
     """Returns the tests in a column's `value`, whose style is recognized unless given. `setup` and
-    `prefix` are source that test code may use."""
+    `prefix` are source that test code may use; numbers may be off by `tolerance` in results that
+    are given as data."""
     try:
         style = style or recognized(value)
         if style == "stdio":
-            tests = Tests(pairs=_pairs(value))
+            tests = _data(_parsed(value), entry_point, tolerance)
         elif style == "check":
             tests = _check(_texts(value), entry_point, f"{setup}\n{prefix}")
         else:
-            tests = _asserts(_texts(value), entry_point, setup)
+            tests = _asserts(_texts(value), owner(entry_point), setup)
     except SyntaxError as error:
         raise GradingFailed(_not_python(error, _texts(value)), "invalid_variable_error") from error
     except (RecursionError, MemoryError) as error:
@@ -80,6 +90,11 @@ def read(
             "invalid_variable_error",
         )
     return tests
+
+
+def owner(entry_point: str | None) -> str | None:
+    """Returns the name that a program defines so that its entry point can be called."""
+    return entry_point and entry_point.partition("(")[0]
 
 
 def recognized(value: Any) -> Style:
@@ -138,6 +153,7 @@ def _asserts(texts: list[str], entry_point: str | None, setup: str) -> Tests:
     imports: list[str] = []
     cases: list[Case] = []
     codes: list[TestCode] = []
+    texts = [part for text in texts for part in forms.as_asserts(text)]
     if not all(sound.assert_something(ast.parse(text)) for text in texts):
         texts = ["\n".join(texts)]  # one is for those after it, such as imports
     for text in [_complete(text, setup, entry_point) for text in texts]:
@@ -151,13 +167,14 @@ def _asserts(texts: list[str], entry_point: str | None, setup: str) -> Tests:
 
 
 def _check(texts: list[str], entry_point: str | None, setup: str) -> Tests:
-    if entry_point is None or not entry_point.isidentifier():
+    if entry_point is None or not _ENTRY_POINT.fullmatch(entry_point):
         raise GradingFailed(
             f"the tests define check(candidate), and the entry point is {entry_point!r:.80}; "
-            "expected a function's name in the column that the param entry_point names",
+            "expected the name of a function, or `Solution().name`, in the column that the param "
+            "entry_point names",
             "invalid_variable_error",
         )
-    source = _complete("\n".join(texts), setup, entry_point)
+    source = _complete(forms.without_program("\n".join(texts)), setup, entry_point)
     suite = asserts.from_check(source, entry_point)
     if suite is None:
         return Tests(codes=(_sound(unconverted(source, setup, entry_point), "check"),))
@@ -183,18 +200,41 @@ def _sound(code: TestCode, style: Style) -> TestCode:
     raise GradingFailed(problem, "invalid_variable_error")
 
 
-def _pairs(value: Any) -> tuple[Pair, ...]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise GradingFailed(
-                f"the tests are {value!r:.80}; expected JSON: {error}", "invalid_variable_error"
-            ) from error
-    if isinstance(value, dict):
-        value = _in_pairs(value)
-    if not isinstance(value, list | tuple):
+def _parsed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise GradingFailed(
+            f"the tests are {value!r:.80}; expected JSON: {error}", "invalid_variable_error"
+        ) from error
+
+
+def _data(value: Any, entry_point: str | None, tolerance: float) -> Tests:
+    """Returns tests that are given as data: what a program prints, or what a function returns."""
+    function = value.get("fn_name") if isinstance(value, dict) else None
+    tests = _in_pairs(value) if isinstance(value, dict) else value
+    if not isinstance(tests, list | tuple):
         raise _no_pairs(value)
+    if any(isinstance(test, dict) and test.get("testtype") == "functional" for test in tests):
+        function = function or entry_point
+        if not function:
+            raise GradingFailed(
+                "the tests call a function (functional) and do not name it; expected its name in "
+                "the column that the param entry_point names",
+                "invalid_variable_error",
+            )
+    if not function:
+        return Tests(pairs=_pairs(tests))
+    if not all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
+        raise _no_pairs(value)
+    function = str(function).rpartition(".")[2]
+    given, wanted = ([test[key] for test in tests] for key in ("input", "output"))
+    return Tests(cases=forms.calls(function, given, wanted, tolerance) if tests else ())
+
+
+def _pairs(value: list[Any] | tuple[Any, ...]) -> tuple[Pair, ...]:
     pairs = tuple(_pair(number, test) for number, test in enumerate(value, 1))
     if pairs and not any(pair.stdout.strip() for pair in pairs):
         raise GradingFailed(
@@ -205,12 +245,6 @@ def _pairs(value: Any) -> tuple[Pair, ...]:
 
 
 def _in_pairs(value: dict[str, Any]) -> list[dict[str, Any]]:
-    if name := value.get("fn_name"):
-        raise GradingFailed(
-            f"the tests call the function {name!r:.80} (fn_name); expected inputs and outputs of "
-            f"programs that read stdin, or {EXPECTED['asserts']}",
-            "invalid_variable_error",
-        )
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
         raise _no_pairs(value)
@@ -227,7 +261,7 @@ def _in_pairs(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _pair(number: int, test: Any) -> Pair:
     given, wanted = (
-        (test.get("input"), test.get("output")) if isinstance(test, dict) else (None, None)
+        _text(test.get(key)) if isinstance(test, dict) else None for key in ("input", "output")
     )
     if not isinstance(given, str) or not isinstance(wanted, str):
         raise GradingFailed(
@@ -241,6 +275,12 @@ def _pair(number: int, test: Any) -> Pair:
             "can be compared"
         )
     return Pair(given, wanted)
+
+
+def _text(part: Any) -> Any:
+    """Returns lines as one text."""
+    is_lines = isinstance(part, list | tuple) and all(isinstance(line, str) for line in part)
+    return "\n".join(part) if is_lines else part
 
 
 def _no_pairs(value: Any) -> GradingFailed:
