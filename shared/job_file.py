@@ -6,6 +6,8 @@ A mistake is told with the key, the value and the nearest valid key.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import re
 import tomllib
@@ -25,7 +27,8 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     absolute.
 
     Paths of data and model that exist relative to the working directory become absolute; others are
-    taken as Hugging Face ids. Raises BadRequest with one sentence per fault.
+    taken as Hugging Face ids. Raises BadRequest with one sentence per fault, which begins with what
+    is at fault: the file, or an override.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -35,8 +38,16 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         raise BadRequest(f"the job file {str(path)!r} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"{path}: not valid TOML: {error}") from error
+    of_file = copy.deepcopy(document)
     for override in overrides:
         _apply(document, override)
+    try:
+        return _in_file(document, path)
+    except BadRequest as error:
+        raise _told(error, of_file, path, overrides) from error
+
+
+def _in_file(document: dict[str, Any], path: Path) -> Job:
     rewards: Any = document.get("rewards")
     for reward in rewards if _is_list(rewards) else []:
         if _is_table(reward) and reward.get("file") and reward.get("source") is None:
@@ -53,6 +64,39 @@ def parse_job(document: dict[str, Any], where: str = "job") -> Job:
     except ValidationError as error:
         faults = sentences(error, Job, where)
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
+
+
+def _told(
+    error: BadRequest, of_file: dict[str, Any], path: Path, overrides: Sequence[str]
+) -> BadRequest:
+    """Returns the error such that a fault that the file alone does not have is an override's."""
+    if not overrides or not error.errors:
+        return error
+    alone: set[str] = set()
+    try:
+        _in_file(of_file, path)
+    except BadRequest as own:
+        alone = {fault["detail"] for fault in own.errors}
+    faults = [
+        fault if fault["detail"] in alone else _said_by(fault, f"{path}: ", overrides)
+        for fault in error.errors
+    ]
+    return BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults)
+
+
+def _said_by(fault: dict[str, str], where: str, overrides: Sequence[str]) -> dict[str, str]:
+    """Returns a fault with the override that is nearest to it in place of the file, if any is."""
+    at = fault["pointer"].strip("/").split("/")
+
+    def nearness(override: str) -> int:
+        pairs = zip(override.partition("=")[0].split("."), at, strict=False)
+        return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+
+    override = max(overrides, key=nearness)
+    if not nearness(override):
+        return fault
+    detail = fault["detail"].removeprefix(where)
+    return fault | {"detail": f"--set {override!r}: {detail}"}
 
 
 def changed(job: Job, overrides: Sequence[str]) -> Job:

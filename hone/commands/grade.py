@@ -44,6 +44,11 @@ STILL_GRADING = (
     "ends the wait"
 )
 
+AWAY = (
+    "the reward service at {url} no longer answers; it is asked again until it does; Ctrl-C ends "
+    "the wait"
+)
+
 
 @command
 def grade(
@@ -174,8 +179,16 @@ async def _score(url: str, token: str | None, request: ScoreRequest) -> Score:
         call = client.call("POST", "/score", request, ScoreResult, deadline_s=SCORE_DEADLINE_S)
         grading = asyncio.ensure_future(call)
         if not (await asyncio.wait({grading}, timeout=SILENT_S))[0]:
-            typer.echo(STILL_GRADING, err=True)
+            typer.echo(await _why_silent(client, url), err=True)
         return (await grading).scores[0]
+
+
+async def _why_silent(client: Client, url: str) -> str:
+    try:
+        await client.get("/version", VersionInfo, deadline_s=PING_DEADLINE_S)
+    except Unavailable:
+        return AWAY.format(url=url)
+    return STILL_GRADING
 
 
 async def _ping(url: str, token: str | None) -> None:

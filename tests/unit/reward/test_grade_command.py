@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hone.cli import app
+from hone.commands.grade import _why_silent
+from shared.client import Client
 
 OWN = """
 import hone
@@ -150,6 +153,16 @@ def test_grading_that_takes_long_says_so(
     code, shown = grade("--file", str(folder / "own.py"), "--completion", "x", url=url)
     assert code == 0
     assert "still grading after 5 s: the reward's code is being imported, or runs" in shown
+
+
+def test_a_service_that_went_away_while_grading_is_not_said_to_grade() -> None:
+    async def why() -> str:
+        async with Client("reward", "http://127.0.0.1:9") as client:
+            return await _why_silent(client, "http://127.0.0.1:9")
+
+    assert asyncio.run(why()).startswith(
+        "the reward service at http://127.0.0.1:9 no longer answers"
+    )
 
 
 def test_a_named_service_that_is_away_is_not_replaced() -> None:

@@ -143,6 +143,11 @@ async def test_a_completion_that_raises_or_hangs_fails_alone(
     ("source", "message"),
     [
         (
+            "class Own:\n    def score(self, completion): return 1\n"
+            "    def score_batch(self, completions): return [1]",
+            "class 'Own' in mine.py has both score and score_batch, and only one would be called",
+        ),
+        (
             "class Own: ...",
             "class 'Own' in mine.py has neither score(prompt, completion, ...) nor score_batch(",
         ),

@@ -96,6 +96,17 @@ def test_a_mistake_is_named_with_its_value_and_remedy(
     assert sentence in raised.value.detail
 
 
+def test_a_fault_is_told_of_the_override_that_made_it_or_else_of_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, MINIMAL.replace("steps = 3", "steps = 0\nstepz = 3"))
+    with pytest.raises(BadRequest) as raised:
+        load_job(file, ["training.lr=1", "rewards.0.source=x", "rewards.0.weight=2"])
+    told = {fault["pointer"]: fault["detail"] for fault in raised.value.errors}
+    assert told["/steps"].startswith(f"{file}: 'steps': got 0")
+    assert told["/stepz"].startswith(f"{file}: unknown key 'stepz'")
+    assert told["/training/lr"].startswith("--set 'training.lr=1': unknown key 'training.lr'")
+    assert told["/rewards/0"].startswith("--set 'rewards.0.")
+
+
 def test_a_fault_in_a_list_is_told_once(tmp_path: Path) -> None:
     with pytest.raises(BadRequest) as raised:
         load_job(write(tmp_path), ["rewards.0.weight=nan"])

@@ -103,9 +103,14 @@ def _load(module: types.ModuleType, opening: dict[str, Any]) -> Own:
     if not inspect.isclass(target):
         return Own(target, True, file)
     instance = target()
-    for method, batch in (("score_batch", True), ("score", False)):
-        if callable(getattr(instance, method, None)):
-            return Own(getattr(instance, method), batch, file)
+    methods = [name for name in ("score", "score_batch") if callable(getattr(instance, name, None))]
+    if len(methods) > 1:
+        raise LookupError(
+            f"class {name!r} in {file} has both score and score_batch, and only one would be "
+            "called; give the other another name"
+        )
+    for method in methods:
+        return Own(getattr(instance, method), method == "score_batch", file)
     raise LookupError(
         f"class {name!r} in {file} has neither score(prompt, completion, ...) nor "
         "score_batch(prompts, completions, ...)"
