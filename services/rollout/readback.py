@@ -12,7 +12,10 @@ tensor, on all of them at once.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from shared.digest import digest_of_bytes
+from shared.digest import MAX_THREADS, digest_of_bytes
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -46,7 +49,15 @@ def digests(model: nn.Module, gather: Gather = alone) -> dict[str, str]:
     """Returns the digest of each tensor, by its name in the checkpoint: those of
     `shared/digest.py`."""
     packed = getattr(model, "packed_modules_mapping", {})
-    return {name: _digest(tensor) for name, tensor in tensors(model, packed, gather)}
+    num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+    ahead = threading.Semaphore(2 * num_threads)  # copies in the host's memory at a time
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="digest") as pool:
+        hashing: dict[str, Future[str]] = {}
+        for name, tensor in tensors(model, packed, gather):
+            ahead.acquire()
+            hashing[name] = pool.submit(_digest, tensor.detach().cpu())
+            hashing[name].add_done_callback(lambda _: ahead.release())
+        return {name: future.result() for name, future in hashing.items()}
 
 
 @torch.no_grad()
@@ -106,5 +117,5 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().contiguous().cpu().view(torch.uint8).numpy().data
+    data = tensor.contiguous().view(torch.uint8).numpy().data
     return digest_of_bytes(DTYPES[tensor.dtype], tuple(tensor.shape), data)

@@ -9,6 +9,7 @@ by vLLM in both.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +33,10 @@ from vllm.model_executor.model_loader.reload import (
 
 BACKENDS = {"nccl": "hone_broadcast", "ipc": "ipc"}
 """The names of the engines in vLLM's table."""
+
+ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+"""By default torch ends the process where a peer does not do its part in time: a trainer that dies
+would take the engine along."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,14 @@ class BroadcastEngine(WeightTransferEngine[Meeting, Chunk]):
             return dist.ProcessGroupGloo(store, rank, size, self._timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        before = os.environ.get(ERROR_HANDLING)
+        os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY  # a group reads it when it is made
+        try:
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            os.environ.pop(ERROR_HANDLING)
+            if before is not None:
+                os.environ[ERROR_HANDLING] = before
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)

@@ -47,8 +47,11 @@ class WorkerExtension:
     def loaded_digests(self: Any) -> dict[str, str]:
         """Returns the digest of each tensor that the workers compute with, together."""
         is_split = get_tensor_model_parallel_world_size() > 1
-        gather = tensor_model_parallel_all_gather if is_split else readback.alone
-        return readback.digests(self.get_model(), gather)
+        return readback.digests(self.get_model(), gather if is_split else readback.alone)
+
+
+def gather(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return tensor_model_parallel_all_gather(tensor.contiguous(), dim)
 
 
 def share_packed_output(worker: Any) -> None:

@@ -15,6 +15,7 @@ The other side is `services/rollout/transfer.py`, in vLLM's process.
 from __future__ import annotations
 
 import contextvars
+import os
 import secrets
 import socket
 import threading
@@ -34,6 +35,10 @@ CHUNK_BYTES = 256 << 20
 """About how much goes at once: both sides hold that much in addition to the weights."""
 
 POLL_S = 0.02
+
+ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+"""By default torch ends the process where a peer does not do its part in time: a sampler that dies
+would take the trainer along."""
 
 
 class Broadcast:
@@ -125,7 +130,14 @@ def joined(
     torch.cuda.set_device(device)  # this thread has chosen none yet
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+    before = os.environ.get(ERROR_HANDLING)
+    os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY  # a group reads it when it is made
+    try:
+        return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+    finally:
+        os.environ.pop(ERROR_HANDLING)
+        if before is not None:
+            os.environ[ERROR_HANDLING] = before
 
 
 def chunks(tensors: Mapping[str, Tensor], max_bytes: int = CHUNK_BYTES) -> list[list[str]]:
