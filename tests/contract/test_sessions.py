@@ -15,8 +15,9 @@ import openai
 import pytest
 
 from services.orchestrator.loop.examples import to_examples
-from shared.wire import Conversation, ModelRequest, RolloutGroup, SessionRecord, Span
-from tests.support.fake_chat import FakeChat, sampled_tokens, text_of, tokens
+from services.trainer.learning.examples import check, versions
+from shared.wire import Conversation, Example, ModelRequest, RolloutGroup, SessionRecord, Span
+from tests.support.fake_chat import PAIR, FakeChat, sampled_tokens, text_of, tokens
 from tests.support.rollout_bench import SPEC, RolloutBench
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -71,8 +72,13 @@ async def only(bench: RolloutBench, session: str = "s") -> Conversation:
     return conversation
 
 
-def all_ids(conversation: Conversation) -> list[int]:
-    return [*conversation.prompt_token_ids, *conversation.rollout.token_ids]
+def example_of(conversation: Conversation) -> Example:
+    """The orchestrator's, as the trainer takes it."""
+    group = RolloutGroup(
+        prompt_token_ids=conversation.prompt_token_ids, rollouts=(conversation.rollout,)
+    )
+    (example,) = to_examples([group], [[0.5]])
+    return example
 
 
 async def test_an_agents_tool_call_becomes_an_example_with_a_mask(bench: RolloutBench) -> None:
@@ -108,8 +114,7 @@ async def test_an_agents_tool_call_becomes_an_example_with_a_mask(bench: Rollout
     ]
     assert [turn.sampling.temperature for turn in recorded.turns] == [0.7, 1.0]
     assert recorded.turns[0].sampling.max_tokens == 100
-    group = RolloutGroup(prompt_token_ids=recorded.prompt_token_ids, rollouts=(rollout,))
-    (example,) = to_examples([group], [[0.5]])
+    example = example_of(recorded)
     assert (example.token_ids, example.sampled) == (rollout.token_ids, rollout.sampled)
     assert example.old_logprobs == rollout.logprobs
 
@@ -292,6 +297,10 @@ async def test_weights_reloaded_between_turns_give_spans_of_both_versions(
     second = recorded.turns[1].start
     assert recorded.rollout.spans == (Span(version=1, start=0), Span(version=2, start=second))
     assert (found.job_id, found.fence, found.replica) == ("job", (1, 1), "here:1")
+    example = example_of(recorded)
+    check([example], vocab_size=2 * PAIR, sampled_by=range(1, 3))
+    num_tokens = len(recorded.rollout.token_ids)
+    assert versions(example).tolist() == [1] * second + [2] * (num_tokens - second)
 
 
 async def test_a_session_stays_with_the_weights_of_one_epoch_and_engine(
