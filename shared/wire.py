@@ -19,7 +19,6 @@ from pydantic import (
     FailFast,
     Field,
     RootModel,
-    ValidationInfo,
     field_validator,
 )
 
@@ -226,7 +225,8 @@ class ChatRequest(Wire):
     would sample from a distribution that training cannot compute again, so it is refused.
 
     `chat_template_kwargs`, `top_k`, `min_p` and `stop_token_ids` are vLLM's. `tool_choice` "auto"
-    needs HONE_TOOL_PARSER. `user`, `metadata` and `store` mean nothing here.
+    needs HONE_TOOL_PARSER. With `stream` the answer comes in OpenAI's chunks, but not before it is
+    whole. `user`, `metadata` and `store` mean nothing here.
     """
 
     messages: tuple[Message, ...] = Field(min_length=1)
@@ -250,19 +250,19 @@ class ChatRequest(Wire):
     presence_penalty: float | None = Field(default=None, ge=0, le=0)
     n: int | None = None
     stream: bool | None = None
+    stream_options: dict[str, Plain] | None = None
     user: str | None = None
     metadata: dict[str, Plain] | None = None
     store: bool | None = None
 
-    @field_validator("n", "stream")
+    @field_validator("n")
     @classmethod
-    def _one_whole_answer(cls, value: int | None, info: ValidationInfo) -> int | None:
-        expected, why = {
-            "n": (1, "a conversation has one answer per turn; others want sessions of their own"),
-            "stream": (False, "the answers of a session are recorded, and come as a whole"),
-        }[info.field_name or ""]
-        if value not in (None, expected):
-            raise ValueError(f"expected {expected}: {why}")
+    def _one_answer(cls, value: int | None) -> int | None:
+        if value not in (None, 1):
+            raise ValueError(
+                "expected 1: a conversation has one answer per turn; others want sessions of their "
+                "own"
+            )
         return value
 
     @field_validator("messages")

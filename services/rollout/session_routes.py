@@ -4,6 +4,7 @@ that come of it."""
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ from fastapi.responses import Response
 from pydantic import RootModel
 
 from services.rollout.sessions import Sessions
-from shared import codec, rendering
+from shared import codec, rendering, streams
 from shared.errors import BadRequest
 from shared.service import Service
 from shared.wire import ChatRequest, SessionDeleted, SessionRecord
@@ -84,4 +85,29 @@ async def answer_turn(service: Service, sessions: Sessions, request: Request) ->
     operation = service.operations.start(
         work, f"{name} {key}" if key else None, hashlib.sha256(data).hexdigest(), name
     )
-    return await service.answer(operation, request, ends_with_client=key is None)
+    if not body.stream:
+        return await service.answer(operation, request, ends_with_client=key is None)
+    gone = None if key else streams.client_gone(request)
+    result = await service.operations.wait(operation, None, gone)
+    assert isinstance(result, ChatAnswer), "without a limit the operation has ended"
+    with_usage = bool((body.stream_options or {}).get("include_usage"))
+    return Response(_stream(result.root, with_usage=with_usage), media_type="text/event-stream")
+
+
+def _stream(answer: dict[str, Any], *, with_usage: bool) -> str:
+    """Returns the answer as the chunks of OpenAI's streams: what was said, how it ended, and the
+    usage if it was asked for."""
+    (choice,) = answer["choices"]
+    delta = {name: value for name, value in choice["message"].items() if value is not None}
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    said = {"index": 0, "delta": delta, "logprobs": choice.get("logprobs"), "finish_reason": None}
+    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    head = {name: answer[name] for name in ("id", "created", "model")}
+    chunks = [
+        {**head, "object": "chat.completion.chunk", "choices": [each]} for each in (said, ended)
+    ]
+    if with_usage:
+        usage = {"choices": [], "usage": answer["usage"]}
+        chunks.append({**head, "object": "chat.completion.chunk", **usage})
+    return "".join(f"data: {text}\n\n" for text in (*map(json.dumps, chunks), "[DONE]"))

@@ -21,7 +21,8 @@ from services.rollout.engine import Answer, BadPrompt
 from shared.errors import BadRequest, Failed, NotFound, StateLost
 from shared.wire import ChatRequest, Message, Rollout
 
-UNKNOWN_TO_VLLM = {"user", "metadata", "store"}
+NOT_FOR_VLLM = {"user", "metadata", "store", "stream", "stream_options"}
+"""What means nothing here, and what the route sees to."""
 
 
 class WatchedChat(OpenAIServingChat):
@@ -146,7 +147,7 @@ class VllmChat:
                 'HONE_TOOL_PARSER to name one (as "hermes"), or \'tool_choice\' "none", by which '
                 "they stay text"
             )
-        given = request.model_dump(mode="json", exclude_none=True, exclude=UNKNOWN_TO_VLLM)
+        given = request.model_dump(mode="json", exclude_none=True, exclude=NOT_FOR_VLLM)
         try:
             # Copies: vLLM changes the messages that it is given.
             return ChatCompletionRequest.model_validate(

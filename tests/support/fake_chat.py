@@ -90,6 +90,7 @@ class FakeChat:
             "created": 0,
             "model": "tiny",
             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
         }
         rollout = Rollout(
             text=text,
