@@ -11,10 +11,11 @@ import pytest
 
 from hone.commands.doctor import examine_stack
 from services.orchestrator.app import create_service
+from services.orchestrator.loop import samplers as samplers_module
 from services.orchestrator.loop.discovery import is_one, sampler_urls
 from services.orchestrator.queue import store as store_module
 from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.store import Store, StoreUnavailable
 from services.rollout import registration
 from services.rollout.registration import registered
 from shared.client import Client
@@ -22,7 +23,9 @@ from shared.config import Settings
 from shared.draining import Draining
 from shared.errors import BadRequest, Conflict, HoneError
 from shared.job import Job
+from shared.presence import tell_nobody
 from shared.wire import (
+    ModelRequest,
     RegisteredSampler,
     Registration,
     SamplerList,
@@ -314,6 +317,29 @@ async def test_a_sampler_that_redirects_is_not_followed(pool: Pool) -> None:
     assert record.status == "succeeded" and seen
     pool.check_groups(record)
     assert not second.calls and len(first.groups) == 24
+
+
+async def test_while_redis_is_away_the_samplers_are_those_of_before(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samplers_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(samplers_module, "DISCOVER_S", 0.0)
+    asked: list[str] = []
+    async with pool_of(1, settings) as (fake,), asyncio.timeout(30):
+
+        async def urls() -> list[str]:
+            asked.append("again")
+            if len(asked) > 1:
+                raise StoreUnavailable("Redis is away")
+            return [fake.url]
+
+        settings = settings.model_copy(update={"rollout_url": "registered"})
+        samplers = samplers_module.Samplers(settings, tell_nobody, urls)
+        await samplers.open(ModelRequest(model="m"))
+        while len(asked) < 4:
+            await asyncio.sleep(0.01)
+        assert samplers.one().url == fake.url
+        await samplers.close()
 
 
 async def test_where_samplers_are_may_be_said_in_several_ways_at_once() -> None:
