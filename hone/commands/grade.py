@@ -134,7 +134,7 @@ def item(completion: str, prompt: str, row: str, num_tokens: int | None) -> Scor
 
 def score(item: ScoreItem, rewards: Sequence[RewardSpec]) -> Score:
     """Returns what the reward service says. Raises its HoneError."""
-    with _service() as (url, token):
+    with reward_service() as (url, token):
         return asyncio.run(_score(url, token, ScoreRequest(items=(item,), rewards=tuple(rewards))))
 
 
@@ -197,7 +197,7 @@ async def _ping(url: str, token: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _service() -> Generator[tuple[str, str | None]]:
+def reward_service() -> Generator[tuple[str, str | None]]:
     """Yields a reward service's URL and token. One that the environment names is the only one
     tried."""
     settings = load_settings()

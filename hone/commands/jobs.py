@@ -10,6 +10,7 @@ import typer
 
 from hone import view
 from hone.commands.logs import follow
+from hone.dry_run import DryRun, dry_run
 from hone.shell import JobArgument, Output, OutputOption, command, connect, err, out, show
 from shared.job_file import load_job
 from shared.wire import TERMINAL
@@ -29,10 +30,18 @@ def submit(
     key: Annotated[
         str | None, typer.Option(help="idempotency key: the same key and job submit once")
     ] = None,
+    dry: Annotated[
+        bool,
+        typer.Option("--dry-run", help="only check the job, and its rewards on the first rows"),
+    ] = False,
     output: OutputOption = Output.table,
 ) -> None:
     """Submit a job."""
     job = load_job(file, overrides or [])
+    if dry:
+        tried = dry_run(job)
+        show(output, tried, lambda: _dry(tried))
+        return
     with connect() as client:
         record = client.submit(job, key=key)
         if output is Output.json and not following:
@@ -46,6 +55,13 @@ def submit(
         else:
             out.print(f"  hone logs -f {record.id}    to watch it", highlight=False)
             out.print(f"  hone cancel {record.id}     to stop it", highlight=False)
+
+
+def _dry(tried: DryRun) -> str:
+    what = tried.not_tried or (
+        f"its rewards {', '.join(tried.rewards)} can grade the first {tried.rows_tried} rows"
+    )
+    return f"job {tried.job!r} is valid; {what}; nothing was submitted"
 
 
 @command
