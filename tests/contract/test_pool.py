@@ -227,13 +227,13 @@ async def test_no_sampler_gets_more_than_it_can_sample_and_stragglers_leave_room
 
 @pytest.mark.parametrize(("max_num_seqs", "kv_cache_tokens"), [(64, 16)])
 async def test_no_sampler_gets_more_than_its_cache_holds(pool: Pool) -> None:
-    """A completion may take 4 tokens, so 4 are held; it takes 2 and a quarter of the prompt's one,
-    so that after 24 groups 16 / ((8 * 4 + 24 * 2.25) / 32), that is 5, are. Groups are of 4."""
+    """A completion may take 4 tokens, so 4 have room; it takes 2 and a quarter of the prompt's one,
+    so later 7 do. Groups are of 4, of which the last may begin while there is any room."""
     for sampler in pool.samplers:
         sampler.fault["generate"] = lambda _: asyncio.sleep(0.02)
     record = await finished(pool)
     pool.check_groups(record)
-    assert [4 <= sampler.most_busy <= 5 + 3 for sampler in pool.samplers] == [True, True]
+    assert [4 <= sampler.most_busy <= 7 + 3 for sampler in pool.samplers] == [True, True]
 
 
 async def test_the_same_job_asks_for_the_same_samples_and_no_two_groups_share_a_seed(

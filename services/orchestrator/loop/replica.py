@@ -15,12 +15,15 @@ FIRST_RETRY_S, MAX_RETRY_S = 0.25, 30.0
 NUM_MEASURED = 32
 """Groups over which the length of completions is averaged: the newest."""
 
+FEW = 4
+"""Groups that are measured before their mean counts alone."""
+
 
 class Length:
     """How many tokens a completion of the job takes in a sampler's cache, with its share of the
-    group's prompt. A group that is not sampled yet counts as long as it may become (`max_tokens`);
-    so a job begins cautiously, and then goes by the mean of its last NUM_MEASURED groups. The bound
-    throughout would leave most of the cache unused, for few completions reach it."""
+    group's prompt: at first its bound, `max_tokens`, and once FEW groups are measured, the mean of
+    the last NUM_MEASURED. The bound throughout would leave most of the cache unused, for few
+    completions reach it."""
 
     def __init__(self) -> None:
         self._bound = 1
@@ -37,8 +40,9 @@ class Length:
         self._average()
 
     def _average(self) -> None:
-        missing = NUM_MEASURED - len(self._last)
-        self.tokens = max(1.0, (sum(self._last) + missing * self._bound) / NUM_MEASURED)
+        missing = max(FEW - len(self._last), 0)
+        total = sum(self._last) + missing * self._bound
+        self.tokens = max(1.0, total / (len(self._last) + missing))
 
 
 @dataclass(eq=False)

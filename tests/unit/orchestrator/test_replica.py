@@ -40,7 +40,12 @@ def test_then_it_counts_as_the_last_groups_did_with_its_share_of_the_prompt(
     length: Length,
 ) -> None:
     length.measure(group(40, 10, 30))  # (40 + 40) / 2
-    assert length.tokens == pytest.approx((31 * 100 + 40) / 32)
+    assert length.tokens == (3 * 100 + 40) / 4
+    for _ in range(3):
+        length.measure(group(0, 20))
+    assert length.tokens == (40 + 3 * 20) / 4
+    length.measure(group(0, 20))
+    assert length.tokens == (40 + 4 * 20) / 5
     for _ in range(NUM_MEASURED):
         length.measure(group(8, 1, 2, 3, 4, 5, 6, 7, 8))  # (8 + 36) / 8
     assert length.tokens == 5.5
