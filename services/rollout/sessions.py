@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,12 +57,9 @@ class Plan:
 class Sessions:
     """The sessions of this sampler, by their ids."""
 
-    def __init__(
-        self, sampler: Sampler, settings: Settings, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, sampler: Sampler, settings: Settings) -> None:
         self._sampler = sampler
         self._settings = settings
-        self._now = now
         self._sessions: dict[str, Session] = {}
         self._forgotten: dict[str, str] = {}
 
@@ -82,7 +78,7 @@ class Sessions:
                 return await self._next(id, session, request)
         finally:
             session.num_waiting -= 1
-            session.used_at = self._now()
+            session.used_at = time.monotonic()
             if not session.conversations and not session.num_waiting:
                 self._sessions.pop(id, None)
 
@@ -126,6 +122,7 @@ class Sessions:
         recorded.add(request, plan.between, answer, sampling)
         if plan.goes_on is None:
             session.conversations.append(recorded)
+            self._make_room()
         session.last = (request, answer.body)
         if plan.because:
             get_logger().info("session begins anew", session=id, because=plan.because)
@@ -176,36 +173,39 @@ class Sessions:
 
     def _open(self, id: str) -> Session:
         """Returns the session, a new one if there was none. Raises NotFound for one that was
-        forgotten, and Busy if no other can be forgotten in its place."""
+        forgotten, and Busy if as many as are kept have a turn under way."""
         self._forget_idle()
         if id in self._forgotten:
             raise NotFound(self._forgotten[id])
         if id not in self._sessions:
-            if len(self._sessions) >= self._settings.max_sessions:
-                self._forget_oldest()
-            self._sessions[id] = Session(self._sampler.serving, self._now())
+            limit = self._settings.max_sessions
+            if sum(each.num_waiting > 0 for each in self._sessions.values()) >= limit:
+                raise Busy(
+                    f"turns of {limit} sessions are under way, as many as are kept (setting "
+                    "HONE_MAX_SESSIONS)"
+                )
+            self._sessions[id] = Session(self._sampler.serving, time.monotonic())
         return self._sessions[id]
+
+    def _make_room(self) -> None:
+        """Forgets those that were idle longest, if a session with its first answer is one too
+        many."""
+        limit = self._settings.max_sessions
+        idle = [id for id, each in self._sessions.items() if not each.num_waiting]
+        oldest_first = sorted(idle, key=lambda id: self._sessions[id].used_at)
+        num_recorded = sum(bool(each.conversations) for each in self._sessions.values())
+        for id in oldest_first[: max(num_recorded - limit, 0)]:
+            self._forget(
+                id,
+                f"it was idle longest when another one began, and {limit} are kept (setting "
+                "HONE_MAX_SESSIONS)",
+            )
 
     def _forget_idle(self) -> None:
         idle_s = self._settings.session_idle_s
         for id, session in list(self._sessions.items()):
-            if not session.num_waiting and session.used_at < self._now() - idle_s:
+            if not session.num_waiting and session.used_at < time.monotonic() - idle_s:
                 self._forget(id, f"it was idle for {idle_s:g} s (setting HONE_SESSION_IDLE_S)")
-
-    def _forget_oldest(self) -> None:
-        limit = self._settings.max_sessions
-        idle = {id: each for id, each in self._sessions.items() if not each.num_waiting}
-        if not idle:
-            raise Busy(
-                f"turns of {limit} sessions are under way, as many as are kept (setting "
-                "HONE_MAX_SESSIONS)"
-            )
-        oldest = min(idle, key=lambda id: idle[id].used_at)
-        self._forget(
-            oldest,
-            f"it was idle longest when another one began, and {limit} are kept (setting "
-            "HONE_MAX_SESSIONS)",
-        )
 
     def _forget(self, id: str, why: str) -> None:
         num_tokens = self._sessions.pop(id).num_tokens

@@ -423,8 +423,14 @@ async def test_the_session_idle_longest_is_forgotten_and_said_to_be(tmp_path: Pa
     bench = RolloutBench(tmp_path, max_sessions=2)
     await serve(bench, "one")
     agents = {id: Agent(bench, id) for id in "abc"}
-    for id in "abac":
+    for id in "aba":
         await agents[id].say("go on")
+    with pytest.raises(openai.UnprocessableEntityError):
+        await agents["c"].say("refused, which forgets nobody", n=2)
+    with pytest.raises(openai.UnprocessableEntityError, match="the model holds"):
+        await agents["c"].say("nor does this", max_tokens=2000)
+    assert len((await only(bench, "b")).turns) == 1
+    await agents["c"].say("go on")
     why = (
         "session 'b' was forgotten: it was idle longest when another one began, and 2 are kept "
         "(setting HONE_MAX_SESSIONS); begin another one"
