@@ -26,6 +26,7 @@ from services.reward.graders.code_tests.codec import (
     encode,
 )
 from services.reward.graders.code_tests.evaluate import CannotHold, evaluate
+from services.reward.graders.code_tests.forms import calls
 from services.reward.graders.code_tests.stdio import agree
 from services.reward.grading.compare import same
 from services.reward.grading.programs import MAX_SEARCHED_CHARS, program_of
@@ -273,6 +274,25 @@ def test_outputs_agree_line_by_line_and_numbers_within_a_tolerance() -> None:
     assert not agree("1.1", "1", 1e-6)
     assert not agree("nan", "1", 1e-6)
     assert not agree("inf", "1", 1e300)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "holds"),
+    [
+        ({1: 2, 0: 3}, {"1": 2, "0": 3}, True),
+        ({True: 2}, {"true": 2}, True),
+        ({1.5: (1, 2)}, {"1.5": [1, 2]}, True),
+        ({None: 1}, {"null": 1}, True),
+        ({"1": 2}, {1: 2}, True),
+        ((1, [True]), [1, [1]], False),
+        ("1", 1, False),
+    ],
+)
+def test_results_given_as_data_are_compared_as_json_has_them(
+    value: Any, wanted: Any, holds: bool
+) -> None:
+    (case,) = calls("f", [[]], [wanted], 0.0)
+    assert evaluate(case.test, {"_0": value}) is holds
 
 
 def test_an_iterator_is_taken_as_far_as_it_fits_and_says_where_that_ends() -> None:

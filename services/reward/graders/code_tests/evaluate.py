@@ -10,6 +10,7 @@ or much memory is bounded.
 from __future__ import annotations
 
 import ast
+import json
 import math
 import operator
 from collections import deque
@@ -121,12 +122,12 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_json(part) for part in value]
     if isinstance(value, dict):
-        names = {True: "true", False: "false", None: "null"}
-        return {
-            names.get(key, str(key)) if isinstance(key, int | float | None) else key: _as_json(part)
-            for key, part in value.items()
-        }
+        return {_key(key): _as_json(part) for key, part in value.items()}
     return value
+
+
+def _key(key: Any) -> Any:
+    return json.dumps(key) if isinstance(key, int | float | None) else key
 
 
 FUNCTIONS[AGREES] = _agrees
