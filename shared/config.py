@@ -218,6 +218,12 @@ class Settings(BaseSettings):
     """Seconds without a turn after which a session is forgotten. Long enough for the slowest tool,
     and for whoever fetches the record."""
 
+    rollout_adapters: int = Field(default=4, ge=1, le=64)
+    """Jobs whose LoRA adapters (`weight_sync = "lora"`) a sampler serves side by side, the one in
+    training included. Beyond it the one that was loaded longest ago is unloaded. Each takes its
+    size in device memory, 80 MB for rank 16 of a 7B model. Without effect on jobs without
+    `[lora]`."""
+
     shm_dir: Path = Path(f"/dev/shm/hone-{os.getuid()}")
     """Folder in shared memory for weights on their way to the sampler (`weight_sync = "shm"`); it
     holds two versions. Trainer and sampler must see the same one."""

@@ -30,11 +30,14 @@ MAY_CHANGE = frozenset(
 )
 """Keys of a job that do not say what is learned: a job may go on with others than it began with."""
 
-SyncMethod = Literal["shm", "disk", "http", "delta", "reload", "restart", "nccl", "ipc"]
+SyncMethod = Literal["shm", "disk", "http", "delta", "lora", "reload", "restart", "nccl", "ipc"]
 """How weights get from trainer to sampler. Each method is an entry of two tables: METHODS in
 services/trainer/disk/weights.py, LOADERS in services/rollout/weights.py."""
 
 SyncChoice = Literal["auto", SyncMethod]
+
+MAX_SERVED_RANK = 512
+"""Largest rank of an adapter that vLLM serves apart from the model."""
 
 
 class Section(BaseModel):
@@ -534,19 +537,21 @@ class Job(Section):
     weight_sync: SyncChoice = "auto"
     """How weights reach the samplers. "shm": shared memory of one host. "disk": a folder under
     `HONE_RUNS_DIR` that the hosts share. "http": from the trainer over the network, with nothing
-    shared. "delta": likewise, and after the first time only the elements that changed. "reload": as
-    "disk", with the engine's memory freed while the weights are exchanged (vLLM's sleep mode, which
-    a CPU does not have). "restart": as "disk", by a new engine, which takes as long as a start:
-    what the other methods are tested against. "nccl": from the trainer's GPU to those of the
-    samplers (between CPUs by gloo). "ipc": read by the sampler in the trainer's memory, on the GPU
-    that both use. These two need `HONE_TRAINER_URL` at the sampler as "http" does, which a version
-    goes by that did not arrive, and neither LoRA nor ZeRO-3.
+    shared. "delta": likewise, and after the first time only the elements that changed. "lora": the
+    adapter of a job with `[lora]` alone, beside the base model, which stays as it is; from shared
+    memory, or over the network where the sampler does not see that. "reload": as "disk", with the
+    engine's memory freed while the weights are exchanged (vLLM's sleep mode, which a CPU does not
+    have). "restart": as "disk", by a new engine, which takes as long as a start: what the other
+    methods are tested against. "nccl": from the trainer's GPU to those of the samplers (between
+    CPUs by gloo). "ipc": read by the sampler in the trainer's memory, on the GPU that both use.
+    These two need `HONE_TRAINER_URL` at the sampler as "http" does, which a version goes by that
+    did not arrive, and neither LoRA nor ZeRO-3.
 
-    "auto" tries, each time the job is loaded, "ipc" or "nccl" where both sides compute on GPUs that
-    allow it, and else "shm" and then "disk" with a sampler that is alone.
-    If it sees neither folder, and with several samplers, it takes "delta" up to a learning rate of
-    1e-5, beyond which most elements change at each step, and "http" there. The choice and its
-    reason are an event of the job."""
+    "auto" tries, each time the job is loaded, "lora" for a job with `[lora]`, "ipc" or "nccl" where
+    both sides compute on GPUs that allow it, and else "shm" and then "disk" with a sampler that is
+    alone. If it sees neither folder, and with several samplers, it takes "delta" up to a learning
+    rate of 1e-5, beyond which most elements change at each step, and "http" there. The choice and
+    its reason are an event of the job."""
 
     sync_every: int = Field(default=1, ge=1, le=65)
     """Steps between two syncs, from 1 to `max_staleness` + 1. 1: after each step. More save time
@@ -624,6 +629,20 @@ class Job(Section):
         return self.lora is None and self.memory.zero_stage < 3
 
     @model_validator(mode="after")
+    def _has_an_adapter_to_sync(self) -> Job:
+        if self.weight_sync == "lora" and self.lora is None:
+            raise ValueError(
+                'weight_sync is "lora" and the job has no [lora], so there is no adapter to sync; '
+                'expected [lora], or weight_sync = "auto"'
+            )
+        if self.weight_sync == "lora" and self.lora and self.lora.rank > MAX_SERVED_RANK:
+            raise ValueError(
+                f'weight_sync is "lora" and lora.rank {self.lora.rank}, expected at most '
+                f'{MAX_SERVED_RANK}, the largest that vLLM serves; "auto" merges larger ones'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _syncs_in_time(self) -> Job:
         if self.sync_every > self.max_staleness + 1:
             raise ValueError(
@@ -645,6 +664,13 @@ class Job(Section):
                 'set correction.truncated_sampling = "accept"'
             )
         return self
+
+    @property
+    def served_rank(self) -> int | None:
+        """The rank of the adapters that samplers may be sent; None: they get whole weights."""
+        if self.lora is None or self.weight_sync not in ("auto", "lora"):
+            return None
+        return self.lora.rank if self.lora.rank <= MAX_SERVED_RANK else None
 
 
 def _members(annotation: Any) -> set[Any]:

@@ -22,7 +22,7 @@ from pydantic import (
     field_validator,
 )
 
-from shared.job import JOB_ID, Job, RewardSpec, SyncMethod
+from shared.job import JOB_ID, MAX_SERVED_RANK, Job, RewardSpec, SyncMethod
 from shared.packed import Logprobs, Mask, TokenIds
 from shared.plain import Plain
 from shared.urls import check_service_url
@@ -84,13 +84,15 @@ class EngineSpec(Wire):
     """What the sampler must serve.
 
     `max_model_len` bounds prompt plus completion, in tokens; None takes the model's own. `dtype`
-    "auto" takes bfloat16 where the hardware has it and float32 elsewhere.
+    "auto" takes bfloat16 where the hardware has it and float32 elsewhere. `max_lora_rank` is the
+    largest rank of adapters to serve beside the model, if its architecture takes any; None: none.
     """
 
     model: str
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int | None = Field(default=None, gt=0)
+    max_lora_rank: int | None = Field(default=None, ge=1, le=MAX_SERVED_RANK)
     seed: int = 0
 
 
@@ -760,10 +762,13 @@ class DeltaWeights(Published):
 
 
 class AdapterWeights(Published):
-    """A LoRA adapter in a folder that the sampler sees; `adapter` is its name, never used again."""
+    """A LoRA adapter as PEFT writes it, in the folder `path` or, for a sampler that does not see
+    that, as `files` to fetch. `adapter` is its name, never used again. `tensors` and `digest` are
+    of its configuration too (`shared/adapters.py`)."""
 
     method: Literal["lora"]
     path: str
+    files: tuple[WeightFile, ...] = ()
     adapter: str
 
 

@@ -25,7 +25,12 @@ def main(settings: Settings) -> None:
     own = f".sampler-{socket.gethostname()}-{settings.rollout_port}"
     copies = Copies(settings.shm_dir / own, fetcher)
     sampler = Sampler(
-        VllmStarter(settings), roots, copies, replica=replica, max_num_seqs=settings.max_num_seqs
+        VllmStarter(settings),
+        roots,
+        copies,
+        replica=replica,
+        max_num_seqs=settings.max_num_seqs,
+        max_adapters=settings.rollout_adapters,
     )
     create_service(settings, sampler).run(settings.rollout_port)
 

@@ -14,6 +14,7 @@ from prometheus_client import Counter
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
+from services.rollout.adapters import one_call
 from services.rollout.registration import registered
 from services.rollout.sampler import Sampler
 from services.rollout.session_routes import HEADER, add_session_routes, answer_turn
@@ -179,4 +180,5 @@ class _OpenAI:
             await response(scope, receive, send)
             return
         engine = await self._sampler.ready_engine()
-        await engine.openai(scope, receive, send)
+        with one_call():
+            await engine.openai(scope, receive, send)

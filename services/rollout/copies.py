@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,10 @@ from services.rollout.fetching import Fetcher
 from shared import delta
 from shared.digest import StoredTensor, stored_tensors
 from shared.errors import Failed
-from shared.wire import DeltaStep, DeltaWeights, HttpWeights
+from shared.wire import AdapterWeights, DeltaStep, DeltaWeights, HttpWeights
+
+ADAPTERS = "adapters"
+"""The folder of adapters, a copy for each load of one."""
 
 DELTAS = "deltas"
 """The folder of what was fetched to update a copy."""
@@ -29,7 +33,7 @@ class Copy:
 class Copies:
     """At most one version at a time: a folder named by its digest, so that a transfer that was cut
     goes on when the same version is asked for again. One that was proven can be kept, as the base
-    of deltas."""
+    of deltas. Adapters are small, and each has a copy until it is unloaded."""
 
     def __init__(self, folder: Path, fetcher: Fetcher) -> None:
         self._folder = folder
@@ -46,6 +50,20 @@ class Copies:
         self._kept = None
         folder = self._folder / ref.digest[:32]
         return Copy(folder, await asyncio.to_thread(self._fetch, ref, folder))
+
+    async def adapter(self, ref: AdapterWeights, source: Path | None) -> Copy:
+        """Returns a new copy of the adapter's files: of those in `source`, or fetched."""
+        folder = self._folder / ADAPTERS / secrets.token_hex(8)
+        if source is None:
+            return Copy(folder, await asyncio.to_thread(self._fetcher.fetch, ref.files, folder))
+        try:
+            await asyncio.to_thread(shutil.copytree, source, folder)
+        except (OSError, shutil.Error) as error:  # removed while it was read
+            raise Failed(
+                f"adapter {ref.adapter!r} in {str(source)!r} cannot be read: {error}",
+                code="digest_differs",
+            ) from error
+        return Copy(folder, 0)
 
     def keep(self, copy: Copy, digest: str) -> None:
         """Keeps a copy that was proven to have this digest."""
@@ -82,7 +100,7 @@ class Copies:
 
     def _fetch(self, ref: HttpWeights | DeltaWeights, folder: Path) -> int:
         for other in self._folder.iterdir() if self._folder.is_dir() else ():
-            if other != folder:
+            if other != folder and other.name != ADAPTERS:
                 shutil.rmtree(other, ignore_errors=True)
         return self._fetcher.fetch(ref.files, folder)
 

@@ -45,6 +45,27 @@ def failed_rollout(error: str) -> Rollout:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter, PEFT's files in `folder`, as it is asked of an engine. `name` is the one it
+    was published under; `number` is of this load of it alone."""
+
+    name: str
+    number: int
+    version: int
+    folder: Path
+
+
+class Offers(Protocol):
+    """The adapters that callers of the OpenAI routes may name: `adapters.Adapters`."""
+
+    def names(self) -> dict[str, Adapter]: ...
+
+    def knows(self, name: str | None) -> bool: ...
+
+    def find(self, name: str | None) -> Adapter | None: ...
+
+
+@dataclass(frozen=True)
 class Answer:
     """What was answered in a chat: `body` to OpenAI's client, `rollout` as tokens. `message` is
     that of the body."""
@@ -74,20 +95,29 @@ class Chat(Protocol):
         ...
 
     async def answer(
-        self, request: ChatRequest, prompt_token_ids: list[int], *, owner: str, salt: str
+        self,
+        request: ChatRequest,
+        prompt_token_ids: list[int],
+        *,
+        owner: str,
+        salt: str,
+        adapter: Adapter | None = None,
     ) -> Answer:
         """Returns the answer that is sampled after exactly these tokens; the request's messages
-        mean nothing here. `owner` and `salt` are those of `Engine.sample`. Raises BadRequest or
-        NotFound for what the engine refuses, and Failed for a completion that went wrong."""
+        mean nothing here. `owner`, `salt` and `adapter` are those of `Engine.sample`. Raises
+        BadRequest or NotFound for what the engine refuses, and Failed for a completion that went
+        wrong."""
         ...
 
 
 class Engine(Protocol):
     """A started engine. Its cache holds `kv_cache_tokens` tokens of all requests together. `openai`
-    answers `/models`, `/completions` and `/chat/completions` under wherever it is mounted. Whatever
-    is asked of one whose process has died raises StateLost."""
+    answers `/models`, `/completions` and `/chat/completions` under wherever it is mounted.
+    `max_lora_rank` is the largest rank of adapters that it takes; 0: it takes none. Whatever is
+    asked of one whose process has died raises StateLost."""
 
     max_model_len: int
+    max_lora_rank: int
     vocab_size: int
     kv_cache_tokens: int
     dtype: str
@@ -111,14 +141,16 @@ class Engine(Protocol):
         owner: str,
         salt: str,
         deadline_s: float | None = None,
+        adapter: Adapter | None = None,
     ) -> tuple[Rollout, ...]:
-        """Returns `sampling.n` completions `[G]`. Prompts share cached prefixes only under the same
-        `salt`. Raises Conflict, code "stale", if weights of another `owner` sampled any token; ""
-        takes all. Completions that are not done after `deadline_s` seconds end there, as "timeout".
-        Cancelling it ends the sampling."""
+        """Returns `sampling.n` completions `[G]`, by the model with the adapter on, if one is
+        given. Prompts share cached prefixes only under the same `salt`. Raises Conflict, code
+        "stale", if weights of another `owner` sampled any token; "" takes all. Completions that are
+        not done after `deadline_s` seconds end there, as "timeout". Cancelling it ends the
+        sampling."""
         ...
 
-    async def logprobs(self, token_ids: list[int]) -> list[float]:
+    async def logprobs(self, token_ids: list[int], adapter: Adapter | None = None) -> list[float]:
         """Returns the log-probs `[T - 1]` of all tokens but the first, in nats, at temperature
         1."""
         ...
@@ -155,6 +187,22 @@ class Engine(Protocol):
     async def restart(self, folder: Path) -> None:
         """Starts anew from the model in `folder`, with the same tokenizer. What is under way is
         lost."""
+        ...
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Loads an adapter beside those that it has, while it samples. Raises Failed, code
+        "no_adapters", and is as it was, if it does not take it."""
+        ...
+
+    async def unload_adapter(self, adapter: Adapter) -> None: ...
+
+    def offer(self, offers: Offers) -> None:
+        """Lets callers of `openai` name these adapters."""
+        ...
+
+    async def adapter_digests(self, adapter: Adapter) -> dict[str, str]:
+        """Returns the digest of each tensor of the adapter that it computes with, by PEFT's names,
+        and without those that cannot be read back."""
         ...
 
     async def digests(self) -> dict[str, str]:

@@ -1,5 +1,5 @@
 """OpenAI's `/models`, `/completions` and `/chat/completions`: vLLM's own handlers, on an app of
-ours without the rest of vLLM.
+ours without the rest of vLLM. A job's adapter is called by the job's id.
 
 vLLM's server has some eighty routes, among them ones that sleep the engine, load adapters or reset
 caches. Here are three.
@@ -23,18 +23,25 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 
+from services.rollout.engine import Offers
+from services.rollout.vllm_adapters import ALIAS, ServingModels
 from services.rollout.vllm_chat import WatchedChat
 from shared.errors import BadRequest
 
-ALIAS = "policy"
-"""What a caller may name the model that serves, whichever it is."""
 
-
-def openai_app(engine: EngineClient, model: str, tool_parser: str | None = None) -> FastAPI:
-    """Returns the app that answers for `engine`, which is called `model` or `policy`. `tool_parser`
-    finds calls of tools in answers. Raises BadRequest if vLLM has none of that name."""
+def openai_app(
+    engine: EngineClient, model: str, offers: Offers | None = None, tool_parser: str | None = None
+) -> FastAPI:
+    """Returns the app that answers for `engine`, which is called `model` or `policy`, and for the
+    adapters that it offers. `tool_parser` finds calls of tools in answers. Raises BadRequest if
+    vLLM has none of that name."""
     _check_parser(tool_parser)
-    models = OpenAIServingModels(engine, [BaseModelPath(name, model) for name in (model, ALIAS)])
+    names = [BaseModelPath(name, model) for name in (model, ALIAS)]
+    models = (
+        ServingModels(engine, model, offers)
+        if offers is not None
+        else OpenAIServingModels(engine, names)
+    )
     chat: dict[str, Any] = {
         "request_logger": None,
         "chat_template": None,

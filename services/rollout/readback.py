@@ -12,13 +12,16 @@ tensor, on all of them at once.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -31,6 +34,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from shared.adapters import CONFIG, PREFIX, WEIGHTS
 from shared.digest import MAX_THREADS, digest_of_bytes
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -104,6 +108,43 @@ def _whole(layer: Any, part: str, kind: str, own: Tensor, gather: Gather) -> Ten
     if copies == 1 or part == "q_proj":
         return whole
     return torch.cat(whole.split(len(own))[::copies])
+
+
+@torch.no_grad()
+def adapter_digests(manager: Any, number: int, folder: Path) -> dict[str, str]:
+    """Returns the digest of each tensor of the adapter `number`, by its name in the files of
+    `folder`: that of the file's tensor where vLLM computes with the same values, another where it
+    does not. vLLM rounds to the dtype it serves in, and puts alpha / rank into B."""
+    places, config = manager._adapter_manager, json.loads((folder / CONFIG).read_text())
+    if number not in places.lora_index_to_id:
+        places.activate_adapter(number)
+    slot = places.lora_index_to_id.index(number)
+    found: dict[str, str] = {}
+    for name, stored in load_file(folder / WEIGHTS).items():
+        layer, _, which = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        held = _held(places, layer, which, slot)
+        if held is None:
+            continue
+        wanted = stored.to(held.dtype)
+        if which == "lora_B":
+            wanted = wanted * (config["lora_alpha"] / config["r"])
+        rows, columns = stored.shape
+        rest = held[rows:].any() or held[:, columns:].any()
+        same = torch.equal(held[:rows, :columns].cpu(), wanted) and not rest
+        found[name] = _digest(stored if same else held[:rows, :columns])
+    return found
+
+
+def _held(places: Any, layer: str, which: str, slot: int) -> Tensor | None:
+    """Returns the matrix of the slot that is multiplied by, padded with zeros to the largest rank;
+    None for a layer that keeps it in another way."""
+    for name, module in places.modules.items():
+        parts = places.packed_modules.get(name, [name])
+        if layer not in parts:
+            continue
+        stacked = module.lora_a_stacked if which == "lora_A" else module.lora_b_stacked
+        return stacked[parts.index(layer)][slot, 0] if isinstance(stacked, tuple) else None
+    return None
 
 
 def _matrix(layer: Any) -> Tensor:

@@ -26,19 +26,30 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.rollout.adapters import Adapters, one_call
 from services.rollout.canary import Seen
 from services.rollout.copies import Copies
 from services.rollout.engine import Answer, BadPrompt, Engine, NothingReceived, Starter
 from services.rollout.fencing import Fences, Requests, not_serving, owner_of, stale
 from services.rollout.prompts import group_without_prompt, prompt_ids
-from services.rollout.weights import Expected, Proven, differing, expected_of, prove
-from shared.digest import stored_tensors, tensor_digests
+from services.rollout.weights import (
+    Expected,
+    Proven,
+    ProvenAdapter,
+    differing,
+    expected_of,
+    given_tensors,
+    prove,
+    tensors_of,
+)
 from shared.errors import Conflict, Failed, HoneError, StateLost, Unavailable
 from shared.logs import get_logger
 from shared.packed import Logprobs, TokenIds
 from shared.wire import (
     Aborted,
     AbortRequest,
+    AdapterWeights,
+    Canary,
     ChatRequest,
     CheckedWeights,
     EngineSpec,
@@ -53,13 +64,17 @@ from shared.wire import (
 )
 
 ASLEEP = "the sampler sleeps while the trainer has its GPU; it wakes with the next weights"
+
+EXCHANGING = "the weights of the engine's model are being exchanged; ask again"
+
 NO_MODEL = "no model is loaded; PUT /model loads one"
 
 
 class Sampler:
     """Samples with one engine at a time. `weight_roots` are the folders that published weights may
     lie in, and `copies` keeps those that are fetched; `replica` names this sampler in what it
-    answers, and `max_num_seqs` is how many completions its engines sample at once."""
+    answers, `max_num_seqs` is how many completions its engines sample at once, and `max_adapters`
+    of how many jobs they hold adapters."""
 
     def __init__(
         self,
@@ -69,6 +84,7 @@ class Sampler:
         *,
         replica: str = "",
         max_num_seqs: int = 0,
+        max_adapters: int = 1,
     ) -> None:
         self._starter = starter
         self._weight_roots = weight_roots
@@ -80,6 +96,10 @@ class Sampler:
         self._engine: Engine | None = None
         self._spec: EngineSpec | None = None
         self._expected: Expected | None = None
+        self._max_adapters = max_adapters
+        self._adapters: Adapters | None = None
+        self._is_base = True
+        self._exchanging = False
         self._starting: str | None = None
         self._fault: str | None = None
         self._paused = False
@@ -123,9 +143,11 @@ class Sampler:
         return await self._failure(self._engine) or (ASLEEP if self._asleep else None)
 
     async def ready_engine(self) -> Engine:
-        """Returns the engine. Raises Unavailable while it starts or sleeps, and StateLost if there
-        is none that samples from known weights."""
+        """Returns the engine. Raises Unavailable while it starts, sleeps or may not be asked, and
+        StateLost if there is none that samples from known weights."""
         engine = await self._living_engine()
+        if self._exchanging:
+            raise Unavailable(EXCHANGING)
         if self._fault:
             raise StateLost(self._fault)
         if self._asleep:
@@ -163,7 +185,7 @@ class Sampler:
             get_logger().error("engine not started", model=model, error=error.detail)
 
     async def _serve(self, spec: EngineSpec) -> ServingWeights:
-        if self._engine and spec == self._spec and not await self._failure(self._engine):
+        if self._engine and not await self._failure(self._engine) and self._covers(spec):
             return self.serving
         folder = await self._starter.find_model(spec)
         await self._stop_engine()
@@ -173,7 +195,10 @@ class Sampler:
             self._engine = await self._starter.start(spec, folder)
         finally:
             self._starting = None
-        self._spec, self._expected = spec, expected_of(folder, self._weight_roots)
+        self._spec, self._is_base = spec, True
+        self._expected = expected_of(folder, self._weight_roots, self._engine.max_lora_rank)
+        self._adapters = Adapters(self._engine, self._copies, self._max_adapters)
+        self._engine.offer(self._adapters)
         self._nothing = self._nothing.model_copy(
             update={
                 "model": spec.model,
@@ -188,8 +213,18 @@ class Sampler:
         get_logger().info("engine started", model=spec.model, seconds=round(self.serving.load_s, 1))
         return self.serving
 
+    def _covers(self, spec: EngineSpec) -> bool:
+        """Returns whether the engine will do. Jobs that share one for their adapters may differ in
+        rank and in the seed, which each of their requests has of its own."""
+        if self._spec is None or not (spec.max_lora_rank and self._spec.max_lora_rank):
+            return spec == self._spec
+        of_job = {"seed": self._spec.seed, "max_lora_rank": self._spec.max_lora_rank}
+        fits = spec.max_lora_rank <= self._spec.max_lora_rank
+        return fits and spec.model_copy(update=of_job) == self._spec
+
     async def _stop_engine(self) -> None:
         engine, self._engine, self._spec, self._expected = self._engine, None, None, None
+        self._adapters = None
         self._nothing = ServingWeights(
             replica=self._nothing.replica, max_num_seqs=self._nothing.max_num_seqs
         )
@@ -220,14 +255,17 @@ class Sampler:
             return group_without_prompt(request, error).model_copy(
                 update={"replica": self.serving.replica}
             )
-        work = engine.sample(
-            ids,
-            request.sampling,
-            owner=owner_of(request),
-            salt=self._salt(),
-            deadline_s=request.deadline_s,
-        )
-        rollouts = await self._requests.run(request, work)
+        assert self._adapters is not None, "an engine has a place for them"
+        with self._adapters.using(self._adapters.serving) as adapter:
+            work = engine.sample(
+                ids,
+                request.sampling,
+                owner=owner_of(request),
+                salt=self._salt(),
+                deadline_s=request.deadline_s,
+                adapter=adapter,
+            )
+            rollouts = await self._requests.run(request, work)
         return RolloutGroup(
             prompt_token_ids=TokenIds(ids),
             rollouts=rollouts,
@@ -261,10 +299,16 @@ class Sampler:
         engine = await self.engine_with(weights, asked_by=asked_by)
         asker = GenerateRequest(**self.serving.model_dump(include={"job_id", "attempt", "epoch"}))
         self._fences.check(asker, self.serving)
-        work = engine.chat.answer(
-            request, prompt_token_ids, owner=owner_of(asker), salt=self._salt()
-        )
-        return await self._requests.run(asker, work)
+        assert self._adapters is not None, "an engine has a place for them"
+        with one_call(), self._adapters.using(self._adapters.serving) as adapter:
+            work = engine.chat.answer(
+                request,
+                prompt_token_ids,
+                owner=owner_of(asker),
+                salt=self._salt(),
+                adapter=adapter,
+            )
+            return await self._requests.run(asker, work)
 
     async def abort(self, request: AbortRequest) -> Aborted:
         """Ends what the job has under way up to this fence, and refuses what comes of it later; or
@@ -303,6 +347,9 @@ class Sampler:
             if not self._asleep:
                 self.serving, self._published, self._seen = self._nothing, {}, None
                 self._lose_requests(ASLEEP)
+                self._is_base = False
+                assert self._adapters is not None
+                self._adapters.forget()
                 try:
                     await engine.sleep()
                 except Exception as error:  # whatever it was, the weights are unknown
@@ -356,7 +403,11 @@ class Sampler:
             assert self._expected is not None, "an engine has a model"
             start = time.monotonic()
             proven = await prove(ref, self._expected, self._copies)
-            paused_s = await self._load(engine, ref, proven)
+            if isinstance(proven, ProvenAdapter):
+                assert isinstance(ref, AdapterWeights)
+                paused_s = await self._load_adapter(engine, ref, proven)
+            else:
+                paused_s = await self._load(engine, ref, proven)
             self.serving = self._nothing.model_copy(
                 update={
                     "job_id": ref.job_id,
@@ -370,7 +421,7 @@ class Sampler:
                 }
             )
             if ref.canary and not self._paused:
-                seen = Seen(ref.canary, Logprobs(await engine.logprobs(list(ref.canary.token_ids))))
+                seen = Seen(ref.canary, await self._logprobs(engine, ref.canary))
                 if self._seen and seen.stands_still(self._seen):
                     why = Failed("the engine's log-probs of the canary did not change at all")
                     reason = await self._distrust(engine, ref, why)
@@ -385,15 +436,25 @@ class Sampler:
             )
             return self.serving
 
+    async def _logprobs(self, engine: Engine, canary: Canary) -> Logprobs:
+        """Returns what the weights that serve give the canary, the adapter's if it is one."""
+        assert self._adapters is not None
+        with self._adapters.using(self._adapters.serving) as adapter:
+            return Logprobs(await engine.logprobs(list(canary.token_ids), adapter))
+
     async def check_weights(self) -> CheckedWeights:
         """Returns in which tensors what the engine computes with is not the version that serves,
-        or the model that it was started with."""
+        or the model that it was started with. With an adapter it is both of them."""
         async with self._change:
             engine = await self.ready_engine()
-            published = self._published or await asyncio.to_thread(
-                lambda: tensor_digests(stored_tensors(engine.folder))
-            )
-            found = await engine.digests()
+            assert self._adapters is not None
+            published, found = self._published, await engine.digests()
+            if self._is_base:
+                base = await asyncio.to_thread(given_tensors, engine.folder, engine.dtype)
+                published = {**base, **published}
+            with self._adapters.using(self._adapters.serving) as adapter:
+                if adapter:
+                    found |= await engine.adapter_digests(adapter)
         return CheckedWeights(
             version=self.serving.version,
             replica=self.serving.replica,
@@ -427,16 +488,19 @@ class Sampler:
         fails, what the engine holds is unknown: it stays paused, and nothing is sampled. Jobs other
         than the version's are ended."""
         owner = owner_of(ref)
-        self._requests.end(
-            lambda asker: asker.job_id is not None and owner_of(asker) != owner,
-            lambda asker: not_serving(asker, ref),
-        )
+        assert self._adapters is not None
+        self._end_others(ref)
         start = time.monotonic()
+        had_adapters = self._adapters.num_jobs > 0
+        if had_adapters:
+            self._exchange()
         try:
             if self._asleep:
                 await engine.wake_weights()
             else:
-                await engine.pause()
+                await engine.pause(abort=had_adapters)
+            self._adapters.forget()
+            self._is_base = False
             await proven.load(engine)
             if self._asleep:
                 await engine.wake_cache()
@@ -453,11 +517,71 @@ class Sampler:
         except asyncio.CancelledError as error:
             await self._distrust(engine, ref, error)
             raise
+        finally:
+            self._exchanging = False
         self._fault, self._asleep = None, False
         self._published = ref.tensors
         if not self._paused:
             await engine.resume()
         return time.monotonic() - start
+
+    async def _load_adapter(
+        self, engine: Engine, ref: AdapterWeights, proven: ProvenAdapter
+    ) -> float:
+        """Loads beside the model while sampling goes on: requests under way keep the adapter that
+        they began with. Returns for how many seconds nothing was sampled, if the model's own
+        weights had to come back."""
+        assert self._adapters is not None
+        start = time.monotonic()
+        if is_base := self._is_base:
+            await self._adapters.load(ref, proven.copy)
+        else:
+            await self._load_beside_base(engine, ref, proven)
+        self._end_others(ref)
+        if self._fault and is_base and not self._paused:
+            await engine.resume()
+        self._fault, self._published = None, tensors_of(ref)
+        return 0.0 if is_base else time.monotonic() - start
+
+    async def _load_beside_base(
+        self, engine: Engine, ref: AdapterWeights, proven: ProvenAdapter
+    ) -> None:
+        """The same after other weights have taken the place of the model's own. If that fails, what
+        the engine holds is unknown."""
+        assert self._adapters is not None
+        self._exchange()
+        try:
+            if self._asleep:
+                await engine.wake_weights()
+            else:
+                await engine.pause(abort=True)
+            await engine.load_files(engine.folder)
+            if self._asleep:
+                await engine.wake_cache()
+            await self._adapters.load(ref, proven.copy)
+            if not self._paused:
+                await engine.resume()
+            self._is_base, self._asleep = True, False
+        except Exception as error:
+            raise StateLost(await self._distrust(engine, ref, error)) from error
+        except asyncio.CancelledError as error:
+            await self._distrust(engine, ref, error)
+            raise
+        finally:
+            self._exchanging = False
+
+    def _exchange(self) -> None:
+        """Ends what is under way, and refuses what comes: it would be sampled by the model's
+        weights with the adapter of others, or without its own. Clients ask for it again."""
+        self._exchanging = True
+        self._requests.end(lambda _: True, lambda _: Unavailable(EXCHANGING))
+
+    def _end_others(self, ref: Published) -> None:
+        """Ends what is under way of other jobs, attempts and epochs."""
+        self._requests.end(
+            lambda asker: asker.job_id is not None and owner_of(asker) != owner_of(ref),
+            lambda asker: not_serving(asker, ref),
+        )
 
     async def _distrust(self, engine: Engine, ref: Published, error: BaseException) -> str:
         """Refuses to sample, ends what was under way, and returns why."""

@@ -17,7 +17,8 @@ from vllm.exceptions import VLLMClientError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.rollout.engine import Answer, BadPrompt
+from services.rollout.engine import Adapter, Answer, BadPrompt
+from services.rollout.vllm_adapters import ALIAS, lora_request
 from shared.errors import BadRequest, Failed, NotFound, StateLost
 from shared.wire import ChatRequest, Message, Rollout
 
@@ -67,7 +68,7 @@ class VllmChat:
         self,
         serving: WatchedChat,
         tokenizer: Any,
-        to_rollout: Callable[[CompletionOutput, str], Rollout],
+        to_rollout: Callable[[CompletionOutput, str, Adapter | None], Rollout],
         why_dead: Callable[[], str],
     ) -> None:
         self._serving = serving
@@ -102,7 +103,13 @@ class VllmChat:
         return str(token) if token is not None and token.special else ""
 
     async def answer(
-        self, request: ChatRequest, prompt_token_ids: list[int], *, owner: str, salt: str
+        self,
+        request: ChatRequest,
+        prompt_token_ids: list[int],
+        *,
+        owner: str,
+        salt: str,
+        adapter: Adapter | None = None,
     ) -> Answer:
         asked = self._vllm_request(
             request,
@@ -111,6 +118,8 @@ class VllmChat:
             cache_salt=salt,
             kv_transfer_params={"prompt_token_ids": prompt_token_ids},
         )
+        if adapter and self._serving.models.is_base_model(asked.model or ALIAS):
+            asked.model = adapter.name  # what serves, as without adapters
         watched = self._serving.watched
         watched[asked.request_id] = None
         try:
@@ -128,7 +137,12 @@ class VllmChat:
         assert isinstance(response, ChatCompletionResponse), "nothing is streamed"
         if output.prompt_token_ids != prompt_token_ids:
             raise Failed("vLLM sampled after other tokens than it was given")
-        rollout = self._to_rollout(output.outputs[0], owner)
+        if output.lora_request != (lora_request(adapter) if adapter else None):
+            raise BadRequest(
+                f"got model {request.model!r}, and a recorded session is of what serves; leave "
+                "'model' out, or name the job whose adapter serves"
+            )
+        rollout = self._to_rollout(output.outputs[0], owner, adapter)
         if rollout.went_wrong:
             raise Failed(rollout.error or rollout.finish_reason)
         body = response.model_dump()

@@ -12,32 +12,42 @@ import math
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 from urllib.parse import urlsplit
 
 import torch
 from starlette.types import ASGIApp
 from vllm import SamplingParams
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import TokensInput
 from vllm.logprobs import FlatLogprobs
+from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.rollout.engine import BadPrompt, Chat, NothingReceived, failed_rollout
+from services.rollout.engine import (
+    Adapter,
+    BadPrompt,
+    Chat,
+    NothingReceived,
+    Offers,
+    failed_rollout,
+)
 from services.rollout.executors import InProcessExecutor, ProcessPerDeviceExecutor
 from services.rollout.openai_routes import openai_app
 from services.rollout.processes import in_daemon_thread, root_cause, stop_children
 from services.rollout.tokenizers import load_tokenizer
 from services.rollout.versions import label, spans
+from services.rollout.vllm_adapters import lora_request
 from services.rollout.vllm_chat import VllmChat
 from shared import dtype as dtypes
 from shared.config import Settings
-from shared.errors import BadRequest, Failed, StateLost
+from shared.errors import BadRequest, Failed, HoneError, StateLost
 from shared.packed import Logprobs, TokenIds
 from shared.wire import (
     BroadcastWeights,
@@ -46,6 +56,7 @@ from shared.wire import (
     Rollout,
     Sampling,
     SharedWeights,
+    Span,
 )
 
 R = TypeVar("R")
@@ -59,6 +70,13 @@ AHEAD = -1
 
 RECEIVE_DEADLINES = 3
 """So many of a transfer's deadlines may the whole of it take: to meet, to send, and to load."""
+
+LORA_RANKS = sorted(get_args(MaxLoRARanks))
+"""What vLLM can be started for."""
+
+MAX_OLD_ADAPTERS = 65
+"""Versions of one adapter that requests may still name: one for each step of staleness. vLLM keeps
+them in host memory, and gives each a place on the device in its turn."""
 
 LIFE_CHECK_S = 0.25
 """How often a call that vLLM's process has to answer checks that the process lives."""
@@ -102,6 +120,11 @@ def engine_args(
         check_devices(settings.tensor_parallel_size, torch.cuda.device_count())
         args.gpu_memory_utilization = settings.gpu_memory_utilization
         args.enable_sleep_mode = can_sleep(settings)
+    if spec.max_lora_rank and takes_adapters(args):
+        args.enable_lora = True
+        args.max_lora_rank = min(rank for rank in LORA_RANKS if rank >= spec.max_lora_rank)
+        args.max_loras = settings.rollout_adapters + 1
+        args.max_cpu_loras = args.max_loras + MAX_OLD_ADAPTERS
     return args
 
 
@@ -113,6 +136,13 @@ def check_devices(num_ranks: int, num_visible: int) -> None:
             f"HONE_TENSOR_PARALLEL_SIZE is {num_ranks}, and the sampler sees {num_visible} GPU(s); "
             "lower it, or name more in CUDA_VISIBLE_DEVICES"
         )
+
+
+def takes_adapters(args: AsyncEngineArgs) -> bool:
+    """Returns whether vLLM has LoRA for the model's architecture."""
+    config = args.create_model_config()
+    model, _ = ModelRegistry.resolve_model_cls(config.architectures, config)
+    return supports_lora(model)
 
 
 def can_sleep(settings: Settings) -> bool:
@@ -148,6 +178,9 @@ class VllmEngine:
         self.vocab_size: int = self._llm.model_config.get_vocab_size()
         self.kv_cache_tokens: int = self._llm.vllm_config.cache_config.kv_cache_size_tokens or 0
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
+        lora = self._llm.vllm_config.lora_config
+        self.max_lora_rank: int = lora.max_lora_rank if lora else 0
+        self._offers: Offers | None = None
         self.openai: ASGIApp
         self.chat: Chat
         self.openai, self.chat = self._entrypoints()
@@ -156,6 +189,10 @@ class VllmEngine:
     async def find_gpus(self) -> None:
         found = await self._answer(self._llm.collective_rpc("gpu_uuid"))
         self.gpus = tuple(gpu for gpu in found if gpu)
+
+    def offer(self, offers: Offers) -> None:
+        self._offers = offers
+        self.openai, self.chat = self._entrypoints()
 
     def encode(
         self, prompt: str | tuple[Message, ...], template_args: Mapping[str, Any]
@@ -181,25 +218,27 @@ class VllmEngine:
         owner: str,
         salt: str,
         deadline_s: float | None = None,
+        adapter: Adapter | None = None,
     ) -> tuple[Rollout, ...]:
-        """Returns the completions `[G]`, as one request of n: n requests cost 15 % more."""
+        """Returns the completions `[G]`, as one request of n: n requests cost 15 % more. A request
+        keeps its adapter from its first token to its last."""
         name = next(self._request_ids)
         ending = asyncio.create_task(self._end_after(name, deadline_s)) if deadline_s else None
         try:
             params = sampling_params(sampling)
-            output = await self._last_output(prompt_token_ids, params, salt, name)
+            output = await self._last_output(prompt_token_ids, params, salt, name, adapter=adapter)
         finally:
             if ending:
                 ending.cancel()
         ended_s = deadline_s if ending and ending.done() else None
-        return tuple(rollout(completion, owner, ended_s) for completion in output.outputs)
+        return tuple(rollout(one, owner, adapter, ended_s) for one in output.outputs)
 
     async def _end_after(self, name: int, deadline_s: float) -> None:
         """Ends a request, which then gives what it has."""
         await asyncio.sleep(deadline_s)
         await self._llm.abort(str(name))
 
-    async def logprobs(self, token_ids: list[int]) -> list[float]:
+    async def logprobs(self, token_ids: list[int], adapter: Adapter | None = None) -> list[float]:
         params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,
@@ -208,7 +247,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._last_output(
-            token_ids, params, "", next(self._request_ids), priority=AHEAD
+            token_ids, params, "", next(self._request_ids), priority=AHEAD, adapter=adapter
         )
         assert isinstance(output.prompt_logprobs, FlatLogprobs)
         return output.prompt_logprobs.logprobs
@@ -280,6 +319,28 @@ class VllmEngine:
         )
         self.openai, self.chat = self._entrypoints()
 
+    async def load_adapter(self, adapter: Adapter) -> None:
+        try:
+            await self._answer(self._llm.add_lora(lora_request(adapter)))
+        except HoneError:
+            raise
+        except Exception as error:  # vLLM raises what its process did, as a plain Exception
+            raise Failed(
+                f"vLLM does not take adapter {adapter.name!r}: {' '.join(str(error).split())}",
+                code="no_adapters",
+            ) from error
+
+    async def unload_adapter(self, adapter: Adapter) -> None:
+        await self._answer(self._llm.remove_lora(adapter.number))
+
+    async def adapter_digests(self, adapter: Adapter) -> dict[str, str]:
+        if self._settings.tensor_parallel_size > 1:
+            return {}  # each device has a part of it
+        call = self._llm.collective_rpc(
+            "adapter_digests", args=(adapter.number, str(adapter.folder))
+        )
+        return (await self._answer(call))[0]
+
     async def digests(self) -> dict[str, str]:
         return (await self._answer(self._llm.collective_rpc("loaded_digests")))[0]
 
@@ -304,7 +365,7 @@ class VllmEngine:
         stop_children()  # vLLM does not wait for those that it kills
 
     def _entrypoints(self) -> tuple[ASGIApp, VllmChat]:
-        app = openai_app(self._llm, self._spec.model, self._settings.tool_parser)
+        app = openai_app(self._llm, self._spec.model, self._offers, self._settings.tool_parser)
         serving = app.state.openai_serving_chat
         return app, VllmChat(serving, self._tokenizer, rollout, self._why_it_died)
 
@@ -315,13 +376,20 @@ class VllmEngine:
         salt: str,
         name: int,
         priority: int = 0,
+        adapter: Adapter | None = None,
     ) -> RequestOutput:
         prompt = TokensInput(type="token", prompt_token_ids=prompt_token_ids)
         if salt:
             prompt["cache_salt"] = salt
         last: RequestOutput | None = None
         try:
-            outputs = self._llm.generate(prompt, params, str(name), priority=priority)
+            outputs = self._llm.generate(
+                prompt,
+                params,
+                str(name),
+                priority=priority,
+                lora_request=lora_request(adapter) if adapter else None,
+            )
             async for output in outputs:
                 last = output
         except EngineDeadError as error:
@@ -408,16 +476,26 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
     )
 
 
-def rollout(completion: CompletionOutput, owner: str, ended_s: float | None = None) -> Rollout:
+def rollout(
+    completion: CompletionOutput,
+    owner: str,
+    adapter: Adapter | None = None,
+    ended_s: float | None = None,
+) -> Rollout:
     """Returns the completion as it was sampled, or one that says what went wrong with it: that it
-    was ended after `ended_s` seconds, for one. Raises Failed unless there is one log-prob per
+    was ended after `ended_s` seconds, for one. An adapter is of one version from the first token to
+    the last; of other weights vLLM noted it. Raises Failed unless there is one log-prob per
     token."""
     token_ids, logprobs = completion.token_ids, _logprobs(completion)
     if len(logprobs) != len(token_ids):
         raise Failed(
             f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, expected one each"
         )
-    sampled_by = spans(completion.weight_versions or (), owner)
+    sampled_by = (
+        (Span(version=adapter.version, start=0),)
+        if adapter
+        else spans(completion.weight_versions or (), owner)
+    )
     reason = completion.finish_reason
     if reason == "abort" and ended_s is not None:
         reason = "timeout"

@@ -3,11 +3,10 @@
 One entry per method in `LOADERS`; a new method is one more entry and its function. A loader first
 proves, while the engine still samples, that the digest of the bytes and the name and shape of every
 tensor are as expected: vLLM leaves a parameter that a file lacks at its old value and only logs it,
-which would be a sync that silently did half of its work. What it returns loads between two tokens.
+which would be a sync that silently did half of its work. What it returns loads between two tokens;
+an adapter goes beside the model's weights (`adapters.py`).
 What comes from device to device ("nccl", "ipc") can only be proven after that: every tensor is read
 back from the engine before it samples.
-
-Left out: lora.
 """
 
 from __future__ import annotations
@@ -19,12 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from services.rollout.adapter_files import adapter_shapes, read_config
 from services.rollout.copies import Copies, Copy
 from services.rollout.engine import Engine
+from shared.adapters import CONFIG, FILES, adapter_digests
 from shared.digest import KIND, StoredTensor, digest, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed
 from shared.logs import get_logger
 from shared.wire import (
+    AdapterWeights,
     AnyWeights,
     BroadcastWeights,
     DeltaWeights,
@@ -38,6 +40,8 @@ TIED = "lm_head.weight"
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -45,12 +49,14 @@ Shapes = dict[str, tuple[int, ...]]
 class Expected:
     """What versions must be like: the `shapes` of the model's tensors, whether the output matrix is
     `tied` to the embeddings, the folders (`roots`) that files may lie in, and the tensors' `dtypes`
-    where they are known: one kind of float may stand for another."""
+    where they are known: one kind of float may stand for another. `max_lora_rank` is the largest
+    rank of adapters that the engine takes; 0: none."""
 
     shapes: Shapes
     tied: bool
     roots: Sequence[Path]
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    max_lora_rank: int = 0
 
 
 class Proven(Protocol):
@@ -112,6 +118,18 @@ class ProvenCopy:
             await engine.load_files(self.copy.folder)
         finally:
             self.copies.remove(self.copy)
+
+
+@dataclass(frozen=True)
+class ProvenAdapter:
+    """The sampler's own copy of an adapter, for `Adapters.load`."""
+
+    copy: Copy
+    digest: str
+
+    @property
+    def received_bytes(self) -> int:
+        return self.copy.received_bytes
 
 
 async def folder(ref: FolderWeights, expected: Expected, _: Copies) -> ProvenFolder:
@@ -214,7 +232,23 @@ def announced_digest(ref: Published, tensors: Shapes, expected: Expected) -> str
     return ref.digest
 
 
-Loader = Callable[[Any, Expected, Copies], Awaitable[Proven]]
+async def adapter(ref: AdapterWeights, expected: Expected, copies: Copies) -> ProvenAdapter:
+    if not expected.max_lora_rank:
+        raise Failed(
+            f"adapter {ref.adapter!r} cannot be loaded: the engine was started without adapters, "
+            "or vLLM has none for the model's architecture",
+            code="no_adapters",
+        )
+    copy = await copies.adapter(ref, seen_folder(ref, expected.roots))
+    try:
+        found = await asyncio.to_thread(proven_adapter, ref, copy.folder, expected)
+    except Failed:
+        copies.remove(copy)
+        raise
+    return ProvenAdapter(copy, found)
+
+
+Loader = Callable[[Any, Expected, Copies], Awaitable[Proven | ProvenAdapter]]
 """Proves a reference of its own kind."""
 
 LOADERS: dict[str, Loader] = {
@@ -222,6 +256,7 @@ LOADERS: dict[str, Loader] = {
     "disk": folder,
     "http": fetched,
     "delta": patched,
+    "lora": adapter,
     "reload": emptied,
     "restart": restarted,
     "nccl": sent,
@@ -229,7 +264,7 @@ LOADERS: dict[str, Loader] = {
 }
 
 
-async def prove(ref: AnyWeights, expected: Expected, copies: Copies) -> Proven:
+async def prove(ref: AnyWeights, expected: Expected, copies: Copies) -> Proven | ProvenAdapter:
     """Returns the version, ready to be loaded. Raises BadRequest for a method that is not there,
     and Failed if the version is not what `ref` and `expected` say."""
     if ref.method not in LOADERS:
@@ -237,14 +272,28 @@ async def prove(ref: AnyWeights, expected: Expected, copies: Copies) -> Proven:
     return await LOADERS[ref.method](ref, expected, copies)
 
 
-def expected_of(model: Path, roots: Sequence[Path]) -> Expected:
+def expected_of(model: Path, roots: Sequence[Path], max_lora_rank: int = 0) -> Expected:
     """Returns what versions of the model in this folder must be like."""
     stored = stored_tensors(model)
     dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-    return Expected(shapes(stored), has_tied_embeddings(model), roots, dtypes)
+    return Expected(shapes(stored), has_tied_embeddings(model), roots, dtypes, max_lora_rank)
 
 
-def published_folder(ref: FolderWeights, roots: Sequence[Path]) -> Path:
+def seen_folder(ref: AdapterWeights, roots: Sequence[Path]) -> Path | None:
+    """Returns the adapter's folder, or None if it is not seen here and its files are to be fetched.
+    Raises BadRequest for other files than an adapter's, and what `published_folder` raises."""
+    if ref.files and {file.name for file in ref.files} != set(FILES):
+        names = [file.name for file in ref.files]
+        raise BadRequest(f"'files': got {names}, expected {list(FILES)}")
+    try:
+        return published_folder(ref, roots)
+    except Failed:
+        if not ref.files:
+            raise
+        return None
+
+
+def published_folder(ref: FolderWeights | AdapterWeights, roots: Sequence[Path]) -> Path:
     """Returns the real path of `ref.path`. Raises BadRequest unless it lies below one of `roots`,
     links resolved, and Failed if there is no such folder."""
     found = Path(ref.path).resolve()
@@ -277,6 +326,29 @@ def proven_digest(ref: Published, found: Path, expected: Expected) -> str:
     return verified(ref, stored, digests, expected)
 
 
+def proven_adapter(ref: AdapterWeights, found: Path, expected: Expected) -> str:
+    """Returns the digest of the adapter in the folder `found`. Raises Failed as `proven_digest`
+    does, and for a rank that the engine does not take (code "no_adapters")."""
+    try:
+        stored, digests = stored_tensors(found), adapter_digests(found)
+    except Failed as error:
+        raise Failed(
+            f"adapter {ref.adapter!r} cannot be read: {error.detail}; it was not loaded",
+            code="digest_differs",
+        ) from error
+    check_digest(ref, digests)
+    config = read_config(found)
+    if config.r > expected.max_lora_rank:
+        raise Failed(
+            f"adapter {ref.adapter!r} has rank {config.r}, expected at most "
+            f"{expected.max_lora_rank}, which the engine was started for; it was not loaded",
+            code="no_adapters",
+        )
+    wanted = adapter_shapes(config, expected.shapes)
+    check_tensors(ref, stored, Expected(wanted, False, (), dict.fromkeys(wanted, "F32")))
+    return ref.digest
+
+
 def verified(
     ref: Published,
     stored: Mapping[str, StoredTensor],
@@ -285,6 +357,12 @@ def verified(
 ) -> str:
     """Returns the digest of all tensors. Raises Failed if it is not `ref`'s (code
     "digest_differs") or the tensors are not the model's ("tensors_differ")."""
+    check_digest(ref, digests)
+    check_tensors(ref, stored, expected)
+    return ref.digest
+
+
+def check_digest(ref: Published, digests: Mapping[str, str]) -> None:
     found = digest(digests)
     if not ref.digest.startswith(KIND):
         raise Failed(
@@ -298,13 +376,15 @@ def verified(
             f"{_first_difference(digests, ref.tensors)}; it was not loaded",
             code="digest_differs",
         )
+
+
+def check_tensors(ref: Published, stored: Mapping[str, StoredTensor], expected: Expected) -> None:
     difference = compare(shapes(stored), expected.shapes, tied=expected.tied)
     if difference := difference or wrongly_typed(stored, expected.dtypes):
         raise Failed(
             f"version {ref.version} does not fit the model: {difference}; it was not loaded",
             code="tensors_differ",
         )
-    return found
 
 
 def _first_difference(found: Mapping[str, str], published: Mapping[str, str]) -> str:
@@ -351,6 +431,19 @@ def wrongly_typed(found: Mapping[str, StoredTensor], expected: Mapping[str, str]
         if got != wanted and not {got, wanted} <= FLOATS:
             return f"{name!r} has dtype {got}, expected {wanted}"
     return None
+
+
+def given_tensors(model: Path, dtype: str) -> dict[str, str]:
+    """Returns the digests of the model's own tensors, those that are served in the dtype that the
+    files have: a tensor that was rounded has another digest."""
+    stored = stored_tensors(model)
+    same = {name: t for name, t in stored.items() if DTYPES.get(t.dtype) == dtype}
+    return tensor_digests(same)
+
+
+def tensors_of(ref: AdapterWeights) -> dict[str, str]:
+    """Returns what was published of an adapter, its configuration apart."""
+    return {name: found for name, found in ref.tensors.items() if name != CONFIG}
 
 
 def has_tied_embeddings(model: Path) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ class WorkerExtension:
         if self.device.type != "cuda":
             return None
         return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def adapter_digests(self: Any, number: int, folder: str) -> dict[str, str]:
+        """Returns the digest of each tensor of the adapter that this worker computes with."""
+        return readback.adapter_digests(self.model_runner.lora_manager, number, Path(folder))
 
     def loaded_digests(self: Any) -> dict[str, str]:
         """Returns the digest of each tensor that the workers compute with, together."""

@@ -44,10 +44,10 @@ class Engine(Protocol):
     """The trained policy: `zero/deepspeed_engine.py`. Every method is called on all ranks, with the
     same arguments.
 
-    The `save_` methods get a folder that all ranks see and that is there. `save_weights` and
-    `save_checkpoint` gather what is spread over the ranks and write from rank 0; `save_state`
-    writes a share of each rank, and `load_state`, on an engine that was just made, reads it
-    (`zero/state.py`).
+    The `save_` methods get a folder that all ranks see and that is there. `save_weights`,
+    `save_adapter` (of a job with LoRA) and `save_checkpoint` gather what is spread over the ranks
+    and write from rank 0; `save_state` writes a share of each rank, and `load_state`, on an engine
+    that was just made, reads it (`zero/state.py`).
     """
 
     dtype: str
@@ -74,6 +74,8 @@ class Engine(Protocol):
     def save_weights(self, folder: Path) -> dict[str, str]:
         """Returns the digest of each tensor on rank 0, {} elsewhere."""
         ...
+
+    def save_adapter(self, folder: Path) -> None: ...
 
     def live_weights(self) -> Mapping[str, Any]:
         """Returns the tensors that `save_weights` writes, whole, where they are trained: until the

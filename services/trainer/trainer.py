@@ -30,7 +30,7 @@ from services.trainer.processes.launch_folder import Past
 from services.trainer.processes.together import Ranks, SaveAll
 from shared import codec
 from shared.config import Settings
-from shared.errors import Conflict, HoneError, StateLost
+from shared.errors import BadRequest, Conflict, HoneError, StateLost
 from shared.job import Job
 from shared.logs import get_logger
 from shared.wire import (
@@ -181,16 +181,22 @@ class Trainer:
                 f"got version {request.version}, expected {loaded.step}, the last applied step",
                 code="out_of_order",
             )
+        if request.method == "lora" and loaded.request.job.lora is None:
+            raise BadRequest(
+                f"got method 'lora' for job {request.job_id!r}, which has no [lora] and so no "
+                "adapter to publish"
+            )
         engine, publisher = loaded.engine, loaded.publisher
+        is_adapter = request.method == "lora"
+        size_bytes = 4 * engine.num_trainable if is_adapter else engine.weights_bytes
 
         def lead(save_all: SaveAll) -> AnyWeights:
             assert publisher is not None, "rank 0 has one"
-            return publisher.publish(
-                request, engine.weights_bytes, lambda folder: save_all(folder)[0]
-            )
+            return publisher.publish(request, size_bytes, lambda folder: save_all(folder)[0])
 
         canary = self._canary(loaded)
-        published = self._ranks.write(lead, engine.save_weights)
+        save = engine.save_adapter if is_adapter else engine.save_weights
+        published = self._ranks.write(lead, save)
         if self._settings.colocate:
             self._ranks.together(engine.rest)  # the sampler takes its turn
         return published and published.model_copy(update={"canary": canary})

@@ -10,9 +10,9 @@ import pytest
 
 from services.orchestrator.loop import canary
 from services.orchestrator.loop.gpus import Gpus
-from services.orchestrator.loop.syncing import candidates
+from services.orchestrator.loop.syncing import candidates, fuller_than
 from shared.errors import Failed
-from shared.job import Job
+from shared.job import Job, LoraSpec
 from shared.packed import Logprobs, TokenIds
 from shared.wire import Canary, Published, ServingWeights
 from tests.contract.test_orchestrator_faults import warnings
@@ -176,6 +176,73 @@ async def test_a_job_goes_from_gpu_to_gpu_and_says_why(stack: Stack, job: Job) -
     ]
 
 
+LORA = {"lora": LoraSpec(rank=12)}
+
+
+async def chosen(stack: Stack, job_id: str) -> list[str]:
+    return [event.message for event in await stack.events(job_id) if "go by" in event.message]
+
+
+async def test_auto_moves_the_adapter_alone_of_a_job_that_trains_one(
+    stack: Stack, job: Job
+) -> None:
+    job_id = await finished(stack, job.model_copy(update=LORA))
+    assert stack.fakes.spec is not None and stack.fakes.spec.max_lora_rank == 12
+    assert [ref.method for ref in stack.fakes.reloads] == ["lora"] * 9
+    assert await chosen(stack, job_id) == [
+        'weights go by "lora": the job trains an adapter, and the engine takes it beside the model'
+    ]
+
+
+async def test_auto_merges_what_the_engine_does_not_take_and_says_so(
+    stack: Stack, job: Job
+) -> None:
+    async def refusing(ref: Published) -> None:
+        if getattr(ref, "method", None) == "lora":
+            raise Failed("vLLM does not take it", code="no_adapters")
+
+    stack.fakes.fault["reload"] = refusing
+    job_id = await finished(stack, job.model_copy(update=LORA))
+    assert {ref.method for ref in stack.fakes.reloads} == {"shm"}
+    assert await chosen(stack, job_id) == [
+        'weights go by "shm": the sampler sees the trainer\'s shared memory'
+    ]
+    assert await warnings(stack, job_id) == []
+
+
+async def test_an_adapter_that_did_not_arrive_is_followed_by_merged_weights(
+    stack: Stack, job: Job
+) -> None:
+    lying(stack, 1, canary_logprobs=logprobs_of(2))
+    job_id = await finished(stack, job.model_copy(update=LORA))
+    pushed = [(ref.version, ref.method, ref.again) for ref in stack.fakes.reloads][3:6]
+    assert pushed == [(3, "lora", False), (3, "shm", True), (4, "lora", False)]
+    (warning,) = await warnings(stack, job_id)
+    assert warning.endswith('; the weights are pushed again by "shm"')
+
+
+@pytest.mark.parametrize(
+    ("changes", "one_sampler", "methods"),
+    [
+        (LORA, True, ["lora", "shm", "disk", "delta"]),
+        (LORA, False, ["lora", "delta"]),
+        ({"lora": LoraSpec(rank=513)}, True, ["shm", "disk", "delta"]),
+    ],
+)
+def test_auto_tries_an_adapter_first_where_vllm_serves_its_rank(
+    job: Job, changes: dict[str, Any], one_sampler: bool, methods: list[str]
+) -> None:
+    found = candidates(job.model_copy(update=changes), NO_GPUS, one_sampler=one_sampler)
+    assert [method for method, _ in found] == methods
+
+
+def test_what_follows_an_adapter_needs_no_shared_folder_of_several_samplers() -> None:
+    assert fuller_than("lora", one_sampler=True) == "shm"
+    assert fuller_than("lora", one_sampler=False) == "http"
+    assert fuller_than("disk", one_sampler=False) == "restart"
+    assert fuller_than("http", one_sampler=True) == "http"
+
+
 async def test_every_sync_is_in_the_run_folder(stack: Stack, job: Job) -> None:
     job_id = await finished(stack, job)
     lines = (stack.folder(job_id).path / "weights.jsonl").read_text().splitlines()
@@ -201,9 +268,14 @@ async def test_weights_are_synced_every_n_steps_and_the_staleness_bound_holds(
     [
         ({"sync_every": 2}, "sync_every is 2 and max_staleness 0; expected sync_every up to 1"),
         ({"weight_sync": "restart", "max_staleness": 1}, "which ends what is being sampled"),
+        (
+            {"weight_sync": "lora"},
+            r'weight_sync is "lora" and the job has no \[lora\], so there is',
+        ),
+        ({"weight_sync": "lora", "lora": {"rank": 513}}, "lora.rank 513, expected at most 512"),
     ],
 )
-def test_a_job_that_could_not_keep_its_bound_is_refused(
+def test_a_job_that_could_not_sync_as_it_says_is_refused(
     job: Job, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(pydantic.ValidationError, match=message):

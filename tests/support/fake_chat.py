@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.rollout.engine import Answer
+from services.rollout.engine import Adapter, Answer
 from shared.wire import ChatRequest, FinishReason, Message, Rollout, Span
 
 BEGIN, END = "<|im_start|>", "<|im_end|>"
@@ -43,7 +43,7 @@ class FakeChat:
     samples them, and says by which weights. If it `forgets`, its template renders an answer
     otherwise once messages follow, before the answer's text and, if `forgets` "after", behind."""
 
-    sample: Callable[[list[int], str], Awaitable[tuple[Span, ...]]]
+    sample: Callable[[list[int], str, Adapter | None], Awaitable[tuple[Span, ...]]]
     replies: list[str] = field(default_factory=list)
     asked: list[list[int]] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
@@ -72,11 +72,17 @@ class FakeChat:
         return next((text for text, id in SPECIAL.items() if id == token_id), "")
 
     async def answer(
-        self, request: ChatRequest, prompt_token_ids: list[int], *, owner: str, salt: str
+        self,
+        request: ChatRequest,
+        prompt_token_ids: list[int],
+        *,
+        owner: str,
+        salt: str,
+        adapter: Adapter | None = None,
     ) -> Answer:
         text = self.replies[len(self.asked) % len(self.replies)]
         self.asked.append(prompt_token_ids)
-        spans = await self.sample(prompt_token_ids, owner)
+        spans = await self.sample(prompt_token_ids, owner, adapter)
         ids = sampled_tokens(text)[: None if self.finish_reason == "stop" else -1]
         message: Message = {"role": "assistant", "content": text}
         if found := CALL.fullmatch(text):

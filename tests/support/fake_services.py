@@ -62,6 +62,7 @@ PROMPT_IDS = TokenIds((9,))
 WHERE: dict[str, dict[str, Any]] = {
     "http": {"files": ()},
     "delta": {"files": ()},
+    "lora": {"path": "/w", "adapter": "job/v1"},
     "nccl": {"files": (), "deadline_s": 1.0, "port": 1, "key": "k", "chunks": ()},
 }
 """What a reference says of where the weights are, where that is no folder."""
@@ -79,6 +80,7 @@ class FakeServices:
         self.job: TrainerJob | None = None
         self.step = 0
         self.serving = ServingWeights()
+        self.spec: ModelRequest | None = None
         self.trained: list[TrainStepRequest] = []
         self.grade: Callable[[ScoreItem], Part] = lambda item: Part(
             value=float(item.completion == "right")
@@ -163,6 +165,7 @@ class FakeServices:
     async def _put_model(self, spec: ModelRequest) -> ServingWeights:
         await self._note("model", spec)
         self.serving = ServingWeights(model=spec.model, gpus=self.gpus[1])
+        self.spec = spec
         return self.serving
 
     async def _weights(self) -> ServingWeights:

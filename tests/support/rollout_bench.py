@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx2 as httpx
@@ -18,17 +19,19 @@ from starlette.types import ASGIApp
 
 from services.rollout.app import create_service
 from services.rollout.copies import Copies
-from services.rollout.engine import BadPrompt
+from services.rollout.engine import Adapter, BadPrompt, Offers
 from services.rollout.fetching import Fetcher
 from services.rollout.sampler import Sampler
 from services.rollout.versions import label, spans
+from shared.adapters import CONFIG, WEIGHTS, adapter_digests
 from shared.client import Client
 from shared.config import Settings
-from shared.digest import digest_of
+from shared.digest import digest, digest_of, stored_tensors, tensor_digests
 from shared.errors import BadRequest, StateLost
 from shared.wire import (
     Aborted,
     AbortRequest,
+    AdapterWeights,
     BroadcastWeights,
     EngineSpec,
     FolderWeights,
@@ -62,6 +65,7 @@ class FakeEngine:
 
     folder: Path
     max_model_len: int = 16
+    max_lora_rank: int = 0
     dtype: str = "float32"
     gpus: tuple[str, ...] = ()
     vocab_size: int = 10
@@ -75,6 +79,9 @@ class FakeEngine:
     frozen: asyncio.Event = field(default_factory=asyncio.Event)
     loading: asyncio.Event = field(default_factory=asyncio.Event)
     loaded: dict[str, str] = field(default_factory=dict)
+    adapters: dict[int, Adapter] = field(default_factory=dict)
+    refuses_adapters: Exception | None = None
+    offers: Offers | None = None
     shift: float = 0.0
     samples: int = 0
     under_way: int = 0
@@ -100,18 +107,22 @@ class FakeEngine:
         owner: str,
         salt: str,
         deadline_s: float | None = None,
+        adapter: Adapter | None = None,
     ) -> tuple[Rollout, ...]:
         one = Rollout(
-            text=salt,
+            text=adapter.name if adapter else salt,
             token_ids=(prompt_token_ids[-1],),
             logprobs=(-0.5,),
             finish_reason="stop",
-            spans=await self._spans(prompt_token_ids, owner),
+            spans=await self._spans(prompt_token_ids, owner, adapter),
         )
         return self.outcome or (one,) * sampling.n
 
-    async def _spans(self, _: list[int], owner: str) -> tuple[Span, ...]:
-        """Begins under the label of now, and ends under that of when it is not frozen."""
+    async def _spans(
+        self, _: list[int], owner: str, adapter: Adapter | None = None
+    ) -> tuple[Span, ...]:
+        """Begins under the label of now, and ends under that of when it is not frozen; with an
+        adapter it is that one's."""
         self.samples += 1
         self.under_way += 1
         labels = [Labelled(self.label, 0)]
@@ -121,10 +132,13 @@ class FakeEngine:
             self.under_way -= 1
         if self.label != labels[0].version:
             labels.append(Labelled(self.label, 1))
+        if adapter:
+            assert adapter.number in self.adapters, "it would be loaded from its folder again"
+            return (Span(version=adapter.version, start=0),)
         return spans(labels, owner)
 
-    async def logprobs(self, token_ids: list[int]) -> list[float]:
-        self.calls.append(token_ids)
+    async def logprobs(self, token_ids: list[int], adapter: Adapter | None = None) -> list[float]:
+        self.calls.append([adapter.name, *token_ids] if adapter else token_ids)
         return [-float(id) - self.shift for id in token_ids[1:]]
 
     async def pause(self, *, abort: bool = False) -> None:
@@ -144,6 +158,21 @@ class FakeEngine:
         await self.loading.wait()
         if self.fail_load:
             raise self.fail_load
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        if self.refuses_adapters:
+            raise self.refuses_adapters
+        self.calls.append(adapter.name)
+        self.adapters[adapter.number] = adapter
+
+    async def unload_adapter(self, adapter: Adapter) -> None:
+        del self.adapters[adapter.number]
+
+    def offer(self, offers: Offers) -> None:
+        self.offers = offers
+
+    async def adapter_digests(self, adapter: Adapter) -> dict[str, str]:
+        return tensor_digests(stored_tensors(adapter.folder))
 
     async def sleep(self) -> None:
         self.calls.append("sleep")
@@ -188,21 +217,24 @@ class FakeEngine:
 class RolloutBench:
     """The service with everything a test reaches for. It is its own starter of engines."""
 
+    base: Mapping[str, np.ndarray] = MappingProxyType(
+        {"w": np.zeros((2, 2), np.float32), "b": np.zeros(2, np.float32)}
+    )
+    """The tensors of the model."""
+
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.model = folder / "model"
         self.runs = folder / "runs"
         self.model.mkdir()
         (self.model / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
-        save_file(
-            {"w": np.zeros((2, 2), np.float32), "b": np.zeros(2, np.float32)},
-            self.model / "model.safetensors",
-        )
+        save_file(dict(self.base), self.model / "model.safetensors")
         self.engines: list[FakeEngine] = []
         self.start_error: BaseException | None = None
         self.may_start = asyncio.Event()
         self.may_start.set()
-        copies = Copies(self.runs.parent / "copies", Fetcher("http://127.0.0.1:9"))
-        self.sampler = Sampler(self, (self.runs,), copies, replica="here:1")
+        self.copies = folder / "copies"
+        copies = Copies(self.copies, Fetcher("http://127.0.0.1:9"))
+        self.sampler = Sampler(self, (self.runs,), copies, replica="here:1", max_adapters=2)
         self.service = create_service(Settings(runs_dir=self.runs, **settings), self.sampler)
         self.transport = httpx.ASGITransport(app=self.service.app)
         self.client = Client("rollout", "http://localhost", binary=True, transport=self.transport)
@@ -220,7 +252,7 @@ class RolloutBench:
         await self.may_start.wait()
         if self.start_error:
             raise self.start_error
-        self.engines.append(FakeEngine(folder))
+        self.engines.append(FakeEngine(folder, max_lora_rank=spec.max_lora_rank or 0))
         return self.engines[-1]
 
     def close(self) -> None:
@@ -253,6 +285,38 @@ class RolloutBench:
             path=str(folder),
             digest=digest_of(folder),
             size_bytes=0,
+        )
+
+    def publish_adapter(
+        self,
+        version: int,
+        job: str = "job",
+        fence: tuple[int, int] = (0, 0),
+        config: str = '{"r": 1, "lora_alpha": 2, "target_modules": ["w"]}',
+        **tensors: np.ndarray,
+    ) -> AdapterWeights:
+        """Of rank 1, of the one layer of the bench's model; B is full of the version."""
+        folder = self.runs / job / f"a{version}-{fence[1]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(config)
+        layer = "base_model.model.layer.w"
+        values = tensors or {
+            f"{layer}.lora_A.weight": np.ones((1, 2), np.float32),
+            f"{layer}.lora_B.weight": np.full((3, 1), version, np.float32),
+        }
+        save_file(values, folder / WEIGHTS)
+        tensors_ = adapter_digests(folder)
+        return AdapterWeights(
+            job_id=job,
+            attempt=fence[0],
+            epoch=fence[1],
+            version=version,
+            method="lora",
+            path=str(folder),
+            digest=digest(tensors_),
+            tensors=tensors_,
+            size_bytes=0,
+            adapter=f"{job}/v{version}-{fence[0]}.{fence[1]}",
         )
 
     async def put(self, spec: ModelRequest = SPEC) -> ServingWeights:

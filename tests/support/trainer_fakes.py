@@ -11,6 +11,7 @@ from services.trainer.engine import Update
 from services.trainer.processes.launch_folder import Past
 from services.trainer.processes.together import Ranks
 from services.trainer.trainer import Seams, Trainer
+from shared.adapters import CONFIG, WEIGHTS
 from shared.config import Settings
 from shared.digest import stored_tensors, tensor_digests
 from shared.errors import BadRequest
@@ -78,6 +79,12 @@ class FakeEngine:
 
     def live_weights(self) -> dict[str, Any]:
         return {}
+
+    def save_adapter(self, folder: Path) -> None:
+        if self.rank == 0:
+            data = safetensors(a=b"adapter %d" % self.num_updates)
+            (folder / WEIGHTS).write_bytes(data)
+            (folder / CONFIG).write_text('{"r": 4}')
 
     def save_checkpoint(self, folder: Path) -> None:
         self.save_weights(folder)

@@ -132,6 +132,7 @@ class Peers:
             revision=job.model_revision,
             dtype=job.training.dtype,
             max_model_len=job.max_model_len,
+            max_lora_rank=job.served_rank,
             seed=job.seed,
         )
         await self._samplers.open(spec)

@@ -38,13 +38,14 @@ FULLER: dict[str, SyncMethod] = {
     "nccl": "http",
     "ipc": "http",
 }
-"""What a version is pushed by whose first push failed, where that is not the same again."""
+"""What loads the files of a version whose first push failed, where that is not the same again."""
 
 LIVE = frozenset({"nccl", "ipc"})
 """Methods that are given up, until the job is loaded again, once they failed."""
 
-NOT_SEEN = "not_seen"
-"""Code of a sampler that does not see the folder of the weights."""
+NOT_HERE = frozenset({"not_seen", "no_adapters"})
+"""Codes of samplers that cannot take weights this way, now or later: one that does not see their
+folder, and one whose engine takes no such adapter."""
 
 FEW_CHANGE = 1e-5
 """Largest learning rate at which "auto" takes deltas."""
@@ -97,7 +98,7 @@ async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -
         try:
             synced = await _sync(peers, job, version, method, journal)
         except SyncFailed as error:
-            if error.code != NOT_SEEN:
+            if error.code not in NOT_HERE:
                 raise
             continue
         if peers.sync_method is not None:  # the method was given up
@@ -123,13 +124,14 @@ def _by_files(job: Job, *, one_sampler: bool) -> list[tuple[SyncMethod, str]]:
         if rate <= FEW_CHANGE
         else ("http", f"{where}, and at a learning rate of {rate:g} most elements change in a step")
     )
-    if not one_sampler:
-        return [last]
-    return [
+    alone: list[tuple[SyncMethod, str]] = [
         ("shm", "the sampler sees the trainer's shared memory"),
         ("disk", "the sampler sees HONE_RUNS_DIR, and not the trainer's shared memory"),
-        last,
     ]
+    adapter: list[tuple[SyncMethod, str]] = [
+        ("lora", "the job trains an adapter, and the engine takes it beside the model")
+    ]
+    return [*(adapter if job.served_rank else []), *(alone if one_sampler else []), last]
 
 
 async def _sync(
@@ -138,14 +140,22 @@ async def _sync(
     try:
         return await _push(peers, job, version, method, journal)
     except SyncFailed as error:
-        if error.code == NOT_SEEN:  # nor would it be the second time
+        if error.code in NOT_HERE:  # nor would it be the second time
             raise
-        fuller = FULLER.get(method, method)
+        fuller = fuller_than(method, one_sampler=peers.one_sampler)
         how = "" if fuller == method else f' by "{fuller}"'
         if method in LIVE:
             peers.sync_method, how = fuller, f"{how}, as are later ones"
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
         return await _push(peers, job, version, fuller, journal, again=True)
+
+
+def fuller_than(method: SyncMethod, *, one_sampler: bool) -> SyncMethod:
+    """Returns what a version is pushed by whose first push failed. In the place of an adapter the
+    merged weights go, by the network where there may be several samplers."""
+    if method == "lora":
+        return "shm" if one_sampler else "http"
+    return FULLER.get(method, method)
 
 
 async def _push(

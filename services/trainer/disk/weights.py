@@ -3,6 +3,8 @@
     shm      <shm_dir>/<job>/v<version>/            shared memory, for a sampler on this host
     http     the same files, fetched by GET /weights/<job>/v<version>/<file>
     delta    what changed since the versions before, fetched likewise (deltas.py)
+    lora     <shm_dir>/<job>/a<version>/            the adapter alone (adapters.py), fetched by
+                                                    samplers that do not see it
     disk     <runs_dir>/<job>/weights/v<version>/   a shared volume; `latest` beside it names the
                                                     newest folder
     reload   as disk, loaded after the engine's memory was freed
@@ -11,7 +13,7 @@
     ipc      as http, and read by the sampler where they are on the GPU (likewise)
 
 One entry per method in `METHODS`; a new method is one more entry and its function. With LoRA the
-weights are the merged ones. Left out: adapters apart.
+weights are the merged ones, but for "lora".
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.trainer.disk.adapters import Adapters
 from services.trainer.disk.deltas import Deltas
 from services.trainer.disk.folders import ASIDE, reuse, size_of, written_aside
 from shared import digest
+from shared.adapters import CONFIG, FILES
 from shared.config import Settings
 from shared.disk import write_file
 from shared.errors import BadRequest, Failed, NotFound
 from shared.job import JOB_ID, SyncMethod
 from shared.wire import (
+    AdapterWeights,
     AnyWeights,
     BroadcastWeights,
     DeltaStep,
@@ -168,11 +173,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Places:
-    """Where one job's versions lie: in shared memory, as the changes between them, on the shared
-    volume, and on the device."""
+    """Where one job's versions lie: in shared memory, as the changes between them, as adapters, on
+    the shared volume, and on the device."""
 
     memory: Folders
     deltas: Deltas
+    adapters: Adapters
     volume: Folders
     device: Device
 
@@ -252,11 +258,25 @@ def shared(places: Places, request: PublishRequest, size_bytes: int, save: Save)
     )
 
 
+def adapter(places: Places, request: PublishRequest, size_bytes: int, save: Save) -> AdapterWeights:
+    written = places.adapters.write(request.version, size_bytes, save)
+    return AdapterWeights(
+        **request.model_dump(),
+        digest=digest.digest(written.tensors),
+        tensors=written.tensors,
+        size_bytes=written.size_bytes,
+        path=str(written.folder),
+        files=tuple(_fetchable(request.job_id, written.folder / name) for name in FILES),
+        adapter=f"{request.job_id}/v{request.version}-{request.attempt}.{request.epoch}",
+    )
+
+
 METHODS: dict[SyncMethod, Method] = {
     "shm": shared_memory,
     "disk": shared_volume,
     "http": fetched,
     "delta": changes,
+    "lora": adapter,
     "reload": shared_volume,
     "restart": shared_volume,
     "nccl": broadcast,
@@ -274,6 +294,7 @@ class Publisher:
         self._places = Places(
             memory=Folders(settings.shm_dir / job_id, durable=False),
             deltas=Deltas(settings.shm_dir / job_id),
+            adapters=Adapters(settings.shm_dir / job_id),
             volume=Folders(settings.runs_dir.resolve() / job_id / "weights", durable=True),
             device=Device(live, settings.host, settings.transfer_deadline_s),
         )
@@ -293,6 +314,7 @@ class Publisher:
         may have been killed."""
         self._places.device.stop(wait=False)
         self._places.deltas.forget()
+        self._places.adapters.forget()
         self._places.memory.free()
 
 
@@ -308,8 +330,8 @@ def published_file(settings: Settings, job_id: str, version: str, name: str) -> 
     path = settings.shm_dir / job_id / version / name
     plain = (
         re.fullmatch(JOB_ID, job_id)
-        and re.fullmatch(r"[vd]\d+", version)
-        and re.fullmatch(r"[\w-][\w.-]*\.safetensors", name)
+        and re.fullmatch(r"[vda]\d+", version)
+        and (name == CONFIG or re.fullmatch(r"[\w-][\w.-]*\.safetensors", name))
     )
     if not plain or path.is_symlink() or not path.is_file():
         raise NotFound(

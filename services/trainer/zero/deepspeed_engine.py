@@ -178,6 +178,12 @@ class DeepSpeedEngine:
             as_saved(model, self._merged(weights)), folder / "model.safetensors"
         )
 
+    def save_adapter(self, folder: Path) -> None:
+        """Writes the adapter alone, as PEFT does, into `folder`."""
+        weights = whole_weights(self._parts.model, lora.is_adapters)
+        if dist.get_rank() == 0:
+            lora.save_adapter(self._parts.wrapped, weights, folder)
+
     def live_weights(self) -> dict[str, Tensor]:
         """Returns the tensors of the model as they are. Raises BadRequest under LoRA and ZeRO-3."""
         if not self._job.has_live_weights:
@@ -191,6 +197,7 @@ class DeepSpeedEngine:
         if dist.get_rank() == 0:
             self._parts.model.save_pretrained(folder, state_dict=self._merged(weights))
             if self._parts.wrapped is not None:
+                (folder / "adapter").mkdir()
                 lora.save_adapter(self._parts.wrapped, weights, folder / "adapter")
             copy_tokenizer(self._job, folder)
 

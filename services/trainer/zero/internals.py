@@ -6,6 +6,7 @@ All of this knows DeepSpeed's insides, at the pinned version; the tests run it a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,17 +28,24 @@ added."""
 
 
 @torch.no_grad()
-def whole_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and saved buffers by name, tied ones as one tensor under several names.
+def whole_weights(
+    module: nn.Module, wanted: Callable[[str], bool] = lambda _: True
+) -> dict[str, Tensor]:
+    """Returns parameters and saved buffers by name, those whose names are wanted; tied ones as one
+    tensor under several names.
 
     Under ZeRO-3 a collective, and copies in CPU memory, on rank 0 only: the others get an empty
     dict.
     """
-    state = module.state_dict(keep_vars=True)
+    state = {
+        name: value for name, value in module.state_dict(keep_vars=True).items() if wanted(name)
+    }
     if not any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
         return {name: value.detach() for name, value in state.items()}
     copies: dict[int, Tensor] = {}
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
+        if not wanted(name):
+            continue
         with deepspeed.zero.GatheredParameters([parameter]):
             if dist.get_rank() == 0:
                 copies[id(parameter)] = parameter.detach().to("cpu", copy=True)

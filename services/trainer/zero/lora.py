@@ -19,11 +19,13 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shared.adapters import PREFIX, WEIGHTS
 from shared.errors import BadRequest
 from shared.job import LoraSpec
 
 ADAPTER = "default"
 BASE = ".base_layer."
+OWN = ".lora_"
 
 
 def attach(model: Any, spec: LoraSpec) -> Any:
@@ -67,6 +69,11 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
+def is_adapters(name: str) -> bool:
+    """Returns whether the tensor of this name is an adapter's, and not the model's own."""
+    return OWN in name
+
+
 def set_dropout(model: nn.Module, on: bool) -> None:
     """Turns the adapters' dropout on, for passes that train, or off."""
     for layer in lora_layers(model).values():
@@ -77,7 +84,7 @@ def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the weights of a plain model from those of one with adapters. What is merged is in
     CPU memory."""
     result = {
-        name.replace(BASE, "."): value for name, value in weights.items() if ".lora_" not in name
+        name.replace(BASE, "."): value for name, value in weights.items() if not is_adapters(name)
     }
     for name, layer in lora_layers(model).items():
         base = weights[f"{name}{BASE}weight"]
@@ -94,14 +101,14 @@ def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def save_adapter(wrapped: Any, weights: dict[str, Tensor], folder: Path) -> None:
     """Writes the adapter as PEFT does, for `PeftModel.from_pretrained(base, folder)`."""
-    folder.mkdir()
-    named = {f"base_model.model.{name}": value for name, value in weights.items()}
+    named = {f"{PREFIX}{name}": value for name, value in weights.items()}
     adapter = get_peft_model_state_dict(wrapped, state_dict=named, save_embedding_layers=False)
     save_file(
         {name: value.contiguous() for name, value in adapter.items()},
-        folder / "adapter_model.safetensors",
+        folder / WEIGHTS,
         {"format": "pt"},
     )
     settings = copy.deepcopy(wrapped.peft_config[ADAPTER])
     settings.inference_mode = True
+    settings.target_modules = sorted(settings.target_modules)  # a set: in another order each time
     settings.save_pretrained(str(folder))

@@ -53,6 +53,7 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (Failed, "digest_differs"): RECOVER,
     (Failed, "not_seen"): RECOVER,
     (Failed, "not_loaded"): RECOVER,
+    (Failed, "no_adapters"): RECOVER,
     (Failed, "tensors_differ"): RECOVER,
     (Failed, "out_of_memory"): PAUSE,
     (Failed, "not_finite"): PAUSE,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shared.adapters import adapter_digests
 from shared.digest import digest_of
 from shared.errors import Failed
 from shared.job import Job
@@ -501,8 +502,9 @@ def train_adapters(job: Job, examples, folder: Path) -> tuple[list, bool]:
     updates = [engine.update(examples, 1e-2) for _ in range(2)]
     for _ in range(3):
         engine.save_weights(folder / "published")
-    (folder / "checkpoint").mkdir()
-    engine.save_checkpoint(folder / "checkpoint")
+    for name, save in (("adapter", engine.save_adapter), ("checkpoint", engine.save_checkpoint)):
+        (folder / name).mkdir()
+        save(folder / name)
     same = all(
         torch.equal(p, base[name])
         for name, p in engine._parts.model.named_parameters()
@@ -542,6 +544,9 @@ def test_adapters_train_alone_and_are_published_merged_and_exported_apart(
         )
         untrained = load(model)(ids).logits
     torch.testing.assert_close(published, by_peft, rtol=1e-5, atol=1e-5)
+    apart = adapter_digests(tmp_path / "adapter")
+    assert apart == adapter_digests(tmp_path / "checkpoint" / "adapter")
+    assert len(apart) == 2 * 7 * 2 + 1, "A and B of 7 layers in 2 blocks, and the configuration"
     torch.testing.assert_close(exported, published, rtol=0, atol=0)
     assert digest_of(tmp_path / "published") == digest_of(tmp_path / "checkpoint")
     configs = [

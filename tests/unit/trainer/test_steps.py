@@ -4,6 +4,7 @@ import pytest
 
 from services.trainer.processes.launch_folder import Past
 from shared.errors import BadRequest, Conflict, Failed, StateLost
+from shared.job import LoraSpec
 from shared.wire import CheckpointRequest, PublishRequest, StepTotals
 from tests.support.trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
 
@@ -184,6 +185,20 @@ def test_the_state_says_what_became_of_the_ranks_before(tmp_path):
     assert (state.restarts, state.last_failure) == (2, "rank 1 was killed by SIGKILL")
     loaded = trainer.load_job(job_request())
     assert (loaded.restarts, loaded.num_trainable) == (2, 4)
+
+
+def test_an_adapter_is_published_of_a_job_that_trains_one_and_of_no_other(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    plain = job_request()
+    trainer.load_job(plain)
+    ask = PublishRequest(job_id="a", version=0, method="lora")
+    with pytest.raises(BadRequest, match=r"job 'a', which has no \[lora\] and so no adapter"):
+        trainer.publish_weights(ask)
+    with_lora = plain.job.model_copy(update={"lora": LoraSpec(rank=4)})
+    trainer.load_job(plain.model_copy(update={"job": with_lora, "epoch": 1, "job_id": "b"}))
+    ref = trainer.publish_weights(ask.model_copy(update={"epoch": 1, "job_id": "b"}))
+    assert ref is not None and ref.adapter == "b/v0-0.1"
+    assert list(ref.canary.logprobs) == [-1.0, 0.0]
 
 
 def test_only_the_current_version_can_be_published(tmp_path):

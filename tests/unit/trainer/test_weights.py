@@ -9,7 +9,8 @@ from typing import get_args
 import pytest
 
 from services.trainer.disk import folders
-from services.trainer.disk.weights import METHODS, Publisher
+from services.trainer.disk.weights import METHODS, Publisher, published_file
+from shared.adapters import CONFIG, FILES, WEIGHTS
 from shared.config import Settings
 from shared.digest import digest_of, stored_tensors, tensor_digests
 from shared.errors import Failed
@@ -143,6 +144,45 @@ def test_another_epoch_asks_for_the_same_version_under_its_own_name(settings):
     later = request(3, "shm").model_copy(update={"attempt": 4, "epoch": 2})
     again = publisher.publish(later, 5, saving(b"other"))
     assert (again.fence, again.digest) == ((4, 2), first.digest)
+
+
+def saving_adapter(data: bytes, rank: int = 4):
+    def save(folder: Path) -> None:
+        (folder / WEIGHTS).write_bytes(safetensors(a=data))
+        (folder / CONFIG).write_text(f'{{"r": {rank}}}')
+
+    return save
+
+
+def test_an_adapter_is_published_alone_under_a_name_of_its_version_and_fence(settings, tmp_path):
+    fenced = request(3, "lora").model_copy(update={"attempt": 4, "epoch": 2})
+    ref = Publisher(settings, "a").publish(fenced, 5, saving_adapter(b"bytes"))
+    folder = tmp_path / "shm/a/a3"
+    assert (ref.method, ref.adapter, ref.path) == ("lora", "a/v3-4.2", str(folder))
+    assert [(file.path, file.size_bytes) for file in ref.files] == [
+        (f"/weights/a/a3/{name}", (folder / name).stat().st_size) for name in FILES
+    ]
+    assert ref.size_bytes == sum(file.size_bytes for file in ref.files)
+    assert published_file(settings, *ref.files[0].path.split("/")[2:]) == folder / CONFIG
+    assert ref.tensors.keys() == {"a", CONFIG}
+
+
+def test_the_configuration_of_an_adapter_is_in_its_digest(settings):
+    one = Publisher(settings, "a").publish(request(3, "lora"), 5, saving_adapter(b"bytes"))
+    other = Publisher(settings, "b").publish(request(3, "lora"), 5, saving_adapter(b"bytes", 8))
+    assert one.digest != other.digest
+    assert [name for name in one.tensors if one.tensors[name] != other.tensors[name]] == [CONFIG]
+
+
+def test_a_damaged_adapter_is_written_again_and_the_last_two_are_kept(settings, tmp_path):
+    publisher = Publisher(settings, "a")
+    refs = [publisher.publish(request(n, "lora"), 5, saving_adapter(b"bytes")) for n in range(3)]
+    (tmp_path / "shm/a/a2" / CONFIG).write_text('{"r": 5}')
+    again = publisher.publish(request(2, "lora"), 5, saving_adapter(b"bytes"))
+    assert (again, (tmp_path / "shm/a/a2" / CONFIG).read_text()) == (refs[2], '{"r": 4}')
+    assert [Path(ref.path).exists() for ref in refs] == [False, True, True]
+    publisher.close()
+    assert not (tmp_path / "shm/a").exists()
 
 
 def test_on_disk_files_names_and_the_pointer_are_flushed_before_they_are_named(

@@ -1,0 +1,46 @@
+"""What the files of an adapter must hold: for each layer of the model that its configuration names,
+A `[rank, in]` and B `[out, rank]`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, Field, ValidationError
+
+from shared.adapters import CONFIG, PREFIX
+from shared.errors import Failed
+
+SUFFIX = ".weight"
+
+
+class AdapterConfig(BaseModel):
+    """Of PEFT's configuration, what says which tensors there are."""
+
+    r: int = Field(ge=1)
+    target_modules: tuple[str, ...] = Field(min_length=1)
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    """Raises Failed for a configuration that lacks rank or layers."""
+    try:
+        return AdapterConfig.model_validate_json((folder / CONFIG).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise Failed(
+            f"the adapter's {CONFIG} cannot be used: {' '.join(str(error).split())}",
+            code="tensors_differ",
+        ) from error
+
+
+def adapter_shapes(
+    config: AdapterConfig, model: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the adapter's tensors, given those of the model's."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, shape in model.items():
+        layer = name.removesuffix(SUFFIX)
+        is_target = layer.rpartition(".")[2] in config.target_modules
+        if is_target and name.endswith(SUFFIX) and len(shape) == 2:
+            wanted[f"{PREFIX}{layer}.lora_A{SUFFIX}"] = (config.r, shape[1])
+            wanted[f"{PREFIX}{layer}.lora_B{SUFFIX}"] = (shape[0], config.r)
+    return wanted

@@ -1,0 +1,144 @@
+"""The LoRA adapters that an engine holds beside its model: of each job the newest, and older ones
+for as long as requests name them.
+
+    loaded --a newer one of the job, or too many jobs--> retired --no request names it--> unloaded
+
+A job's adapter stays after the job has ended, and is called by the job's id. Under an adapter of
+another load nothing may be taken from a cache, so every load has a number of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from services.rollout.copies import Copies, Copy
+from services.rollout.engine import Adapter, Engine
+from shared.errors import HoneError
+from shared.logs import get_logger
+from shared.wire import AdapterWeights
+
+_call: ContextVar[contextlib.ExitStack | None] = ContextVar("call", default=None)
+
+
+@contextlib.contextmanager
+def one_call() -> Iterator[None]:
+    """Until it ends, every adapter that is found by its name in it stays loaded."""
+    with contextlib.ExitStack() as stack:
+        token = _call.set(stack)
+        try:
+            yield
+        finally:
+            _call.reset(token)
+
+
+@dataclass(eq=False)
+class Held:
+    """An adapter in the engine. `num_users` requests name it; a `retired` one gets no more."""
+
+    adapter: Adapter
+    job_id: str
+    copy: Copy
+    num_users: int = 0
+    retired: bool = False
+
+
+class Adapters:
+    """Those of one engine, of at most `limit` jobs. `serving` is the one that serves, None if the
+    model's own weights do."""
+
+    def __init__(self, engine: Engine, copies: Copies, limit: int) -> None:
+        self._engine = engine
+        self._copies = copies
+        self._limit = limit
+        self._newest: dict[str, Held] = {}  # by job; the one loaded longest ago is first
+        self._held: dict[str, Held] = {}  # by the adapter's name, those that requests name too
+        self._numbers = itertools.count(1)
+        self._unloading: set[asyncio.Task[None]] = set()
+        self.serving: Held | None = None
+
+    async def load(self, ref: AdapterWeights, copy: Copy) -> None:
+        """Makes this adapter the one that serves. That of the job's version before is retired, and
+        beyond the limit that of the job whose last load is longest ago. Raises Failed, and changes
+        nothing, if the engine does not take it."""
+        adapter = Adapter(ref.adapter, next(self._numbers), ref.version, copy.folder)
+        try:
+            await self._engine.load_adapter(adapter)
+        except BaseException:
+            self._copies.remove(copy)
+            raise
+        gone = [self._newest.pop(ref.job_id)] if ref.job_id in self._newest else []
+        self.serving = self._newest[ref.job_id] = Held(adapter, ref.job_id, copy)
+        self._held[adapter.name] = self.serving
+        while len(self._newest) > self._limit:
+            gone.append(self._newest.pop(next(iter(self._newest))))
+        for held in gone:
+            self._retire(held)
+
+    def forget(self) -> None:
+        """Retires all: the weights that they were trained on are replaced."""
+        gone, self._newest, self.serving = [*self._newest.values()], {}, None
+        for held in gone:
+            self._retire(held)
+
+    @contextlib.contextmanager
+    def using(self, held: Held | None) -> Iterator[Adapter | None]:
+        """Keeps the adapter loaded for a request that names it."""
+        if held is None:
+            yield None
+            return
+        held.num_users += 1
+        try:
+            yield held.adapter
+        finally:
+            held.num_users -= 1
+            self._unload_unused(held)
+
+    def names(self) -> dict[str, Adapter]:
+        """Returns the adapters that can be called, by their jobs' ids."""
+        return {job_id: held.adapter for job_id, held in self._newest.items()}
+
+    def knows(self, name: str | None) -> bool:
+        return self._named(name) is not None
+
+    def find(self, name: str | None) -> Adapter | None:
+        """Returns the adapter of a job's id or of an adapter's own name; None: the one that serves.
+        It stays loaded until `one_call` ends."""
+        held, stack = self._named(name), _call.get()
+        if held and stack:
+            stack.enter_context(self.using(held))
+        return held.adapter if held else None
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._newest)
+
+    def _named(self, name: str | None) -> Held | None:
+        if name is None:
+            return self.serving
+        return self._newest.get(name) or self._held.get(name)
+
+    def _retire(self, held: Held) -> None:
+        held.retired = True
+        self._unload_unused(held)
+
+    def _unload_unused(self, held: Held) -> None:
+        if held.retired and not held.num_users:
+            if self._held.get(held.adapter.name) is held:
+                del self._held[held.adapter.name]
+            task = asyncio.create_task(self._unload(held))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, held: Held) -> None:
+        try:
+            await self._engine.unload_adapter(held.adapter)
+        except HoneError as error:
+            get_logger().warning(
+                "adapter not unloaded", adapter=held.adapter.name, reason=error.detail
+            )
+        self._copies.remove(held.copy)

@@ -1,0 +1,31 @@
+"""A LoRA adapter in a folder, as PEFT writes it: what trainer and sampler have to agree on.
+
+adapter_model.safetensors   base_model.model.<layer>.lora_A.weight [rank, in]
+                            base_model.model.<layer>.lora_B.weight [out, rank]
+adapter_config.json         rank, alpha and the names of the layers, among others
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared.digest import digest_of_bytes, stored_tensors, tensor_digests
+from shared.errors import Failed
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+FILES = (CONFIG, WEIGHTS)
+
+PREFIX = "base_model.model."
+"""Before the name of a layer in the base model."""
+
+
+def adapter_digests(folder: Path) -> dict[str, str]:
+    """Returns the digest of each tensor and, under the file's name, of the configuration: it has
+    alpha, without which the tensors say nothing. Raises Failed for files that cannot be read."""
+    try:
+        config = (folder / CONFIG).read_bytes()
+        digests = tensor_digests(stored_tensors(folder))
+    except OSError as error:
+        raise Failed(f"no adapter can be read from {str(folder)!r}: {error}") from error
+    return {**digests, CONFIG: digest_of_bytes("json", (len(config),), config)}

@@ -1,0 +1,326 @@
+"""Adapters on the real engine: what it computes with one is what PEFT computes, and what the merged
+weights give; several serve side by side; a load that went wrong is caught by name.
+
+One engine, in this process; the trainer is its publisher and Hugging Face models with adapters that
+change at random. torch is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from services.orchestrator.loop import canary
+from services.rollout.adapters import one_call
+from services.rollout.copies import Copies
+from services.rollout.engine import Adapter
+from services.rollout.fetching import Fetcher
+from services.rollout.sampler import Sampler
+from services.rollout.starter import VllmStarter
+from services.trainer.disk.weights import Publisher
+from shared.adapters import WEIGHTS
+from shared.config import Settings
+from shared.errors import Failed
+from shared.job import LoraSpec, SyncMethod
+from shared.packed import Logprobs, TokenIds
+from shared.wire import (
+    Canary,
+    GenerateRequest,
+    ModelRequest,
+    PublishRequest,
+    Sampling,
+    ServingWeights,
+    WeightsRef,
+)
+from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+SEQUENCES = np.random.default_rng(0).integers(3, VOCAB_SIZE, (64, 16)).tolist()
+CANARY_IDS = TokenIds([(7 * position + 11) % VOCAB_SIZE for position in range(48)])
+RANK = LoraSpec(rank=3, alpha=5.0)
+"""Neither a rank that vLLM pads to, nor a scale that is exact in binary."""
+
+
+@dataclass
+class Trainer:
+    """A job's model with an adapter that changes, and the real publisher of both."""
+
+    job_id: str
+    network: Any
+    wrapped: Any
+    publisher: Publisher
+    epoch: int
+    version: int = 0
+
+    def step(self, size: float = 0.05) -> None:
+        import torch
+
+        self.version += 1
+        generator = torch.Generator().manual_seed(100 * self.epoch + self.version)
+        with torch.no_grad():
+            for name, parameter in self.wrapped.named_parameters():
+                if ".lora_" in name:
+                    parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+    def logprobs(self, ids: list[int]) -> list[float]:
+        import torch
+
+        with torch.no_grad():
+            logprobs_TV = torch.log_softmax(self.wrapped(torch.tensor([ids])).logits[0], -1)
+        return [logprobs_TV[t - 1, ids[t]].item() for t in range(1, len(ids))]
+
+    def save_adapter(self, folder: Path) -> None:
+        from services.trainer.zero import lora
+
+        weights = {
+            name: value
+            for name, value in self.network.state_dict().items()
+            if lora.is_adapters(name)
+        }
+        lora.save_adapter(self.wrapped, weights, folder)
+
+    def save_merged(self, folder: Path) -> None:
+        from services.trainer.zero import lora
+
+        plain = lora.merged(self.network, dict(self.network.state_dict()))
+        self.network.save_pretrained(folder, state_dict=plain)
+
+    def publish(self, method: SyncMethod) -> WeightsRef:
+        save = self.save_adapter if method == "lora" else self.save_merged
+        request = PublishRequest(
+            job_id=self.job_id, epoch=self.epoch, version=self.version, method=method
+        )
+        ours = Canary(token_ids=CANARY_IDS, logprobs=Logprobs(self.logprobs(list(CANARY_IDS))))
+        ref = self.publisher.publish(request, 1, save)
+        return WeightsRef(ref.model_copy(update={"canary": ours}))
+
+
+@dataclass
+class Bench:
+    folder: Path
+    model: Path
+    settings: Settings
+    sampler: Sampler
+    epoch: int = 0
+
+    def trainer(self, job_id: str) -> Trainer:
+        """Returns a job that begins now, as the only one that may load weights."""
+        from transformers import AutoModelForCausalLM
+
+        from services.trainer.zero import lora
+
+        self.epoch += 1
+        network = AutoModelForCausalLM.from_pretrained(self.model, dtype="float32")
+        wrapped = lora.attach(network, RANK).eval()
+        return Trainer(job_id, network, wrapped, Publisher(self.settings, job_id), self.epoch)
+
+    async def sync(self, trainer: Trainer, method: SyncMethod = "lora") -> ServingWeights:
+        serving = await self.sampler.reload_weights(ref := trainer.publish(method))
+        assert (serving.version, serving.digest) == (trainer.version, ref.root.digest)
+        assert ref.root.canary and canary.fault(ref.root.canary, serving) is None
+        return serving
+
+    def adapter(self, job_id: str | None = None) -> Adapter | None:
+        assert self.sampler._adapters is not None
+        return self.sampler._adapters.find(job_id)
+
+    async def largest_gap(self, trainer: Trainer) -> float:
+        """Returns by how much a log-prob of 64 sequences, by the job's weights, differs at most
+        from the trainer's."""
+        engine = await self.sampler.ready_engine()
+        adapter = self.adapter(trainer.job_id)
+        gaps = [
+            np.abs(np.subtract(trainer.logprobs(ids), await engine.logprobs(ids, adapter))).max()
+            for ids in SEQUENCES
+        ]
+        return float(max(gaps))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    folder = tmp_path_factory.mktemp("adapters")
+    model = make_tiny_model(folder / "model", num_heads=2)  # vLLM on a CPU needs heads of 32
+    settings = Settings(shm_dir=folder / "shm", runs_dir=folder / "runs", rollout_adapters=2)
+    environment = dict(os.environ)
+    copies = Copies(folder / "copies", Fetcher("http://127.0.0.1:9"))
+    sampler = Sampler(VllmStarter(settings), (settings.shm_dir,), copies, max_adapters=2)
+    try:
+        sampler.open(None)
+        spec = ModelRequest(model=str(model), dtype="float32", max_lora_rank=RANK.rank)
+        await sampler.put_model(spec)
+        yield Bench(folder, model, settings, sampler)
+    finally:
+        await sampler.close()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+async def test_after_each_step_the_engine_computes_as_peft_and_as_the_merged_weights(
+    bench: Bench,
+) -> None:
+    trainer = bench.trainer("job")
+    for _ in range(4):
+        trainer.step()
+        serving = await bench.sync(trainer)
+        assert await bench.largest_gap(trainer) < 1e-3
+        checked = await bench.sampler.check_weights()
+        assert (checked.version, checked.differing, checked.unread) == (trainer.version, (), ())
+        assert checked.num_tensors == 26 + 2 * 7 * 2
+    assert serving.paused_s == 0.0
+    engine = await bench.sampler.ready_engine()
+    with_adapter = [await engine.logprobs(ids, bench.adapter("job")) for ids in SEQUENCES]
+    trainer.version += 1  # the same weights, merged
+    await bench.sync(trainer, "shm")
+    assert bench.adapter("job") is None
+    merged = [await engine.logprobs(ids) for ids in SEQUENCES]
+    assert np.abs(np.subtract(with_adapter, merged)).max() < 1e-3
+    trainer.step()
+    await bench.sync(trainer)  # beside the model's own weights again
+    assert await bench.largest_gap(trainer) < 1e-3
+
+
+async def test_a_completion_is_of_one_version_from_its_first_token_to_its_last(
+    bench: Bench,
+) -> None:
+    trainer = bench.trainer("job")
+    trainer.step()
+    await bench.sync(trainer)
+    request = GenerateRequest(
+        prompt_token_ids=TokenIds((5, 6)), sampling=Sampling(n=2, max_tokens=4, seed=1)
+    )
+    for rollout in (await bench.sampler.generate(request)).rollouts:
+        assert rollout.versions == (trainer.version,)
+        ours = trainer.logprobs([5, 6, *rollout.token_ids])[1:]
+        assert np.abs(np.subtract(ours, list(rollout.logprobs))).max() < 1e-3
+
+
+async def test_adapters_side_by_side_are_called_by_their_jobs_and_answer_their_own(
+    bench: Bench,
+) -> None:
+    trainers = [bench.trainer(job_id) for job_id in ("one", "two")]
+    for trainer in trainers:
+        trainer.step(0.2)
+        await bench.sync(trainer)
+    for trainer in trainers:
+        assert await bench.largest_gap(trainer) < 1e-3
+    names = {trainer.job_id: f"{trainer.job_id}/v1-0.{trainer.epoch}" for trainer in trainers}
+    app = (await bench.sampler.ready_engine()).openai
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="http://localhost"
+    ) as http:
+        listed = (await http.get("/models")).json()["data"]
+        assert {card["id"]: card["root"] for card in listed if card["parent"]} == names
+        for trainer in trainers:
+            body = {"model": trainer.job_id, "prompt": [5, 6, 7], "max_tokens": 1, "logprobs": 0}
+            with one_call():
+                answer = (await http.post("/completions", json=body | {"temperature": 1})).json()
+            (choice,) = answer["choices"]
+            (word,) = choice["logprobs"]["tokens"]
+            token = 1 if word == "<eos>" else int(word.strip().removeprefix("w"))
+            (logprob,) = choice["logprobs"]["token_logprobs"]
+            assert answer["model"] == names[trainer.job_id]
+            assert logprob == pytest.approx(trainer.logprobs([5, 6, 7, token])[-1], abs=1e-3)
+        gone = await http.post("/completions", json={"model": "job", "prompt": "w5"})
+        assert gone.status_code == 404
+        assert "The model `job` does not exist" in gone.json()["error"]["message"]
+
+
+async def bytes_flipped(new: dict[str, Any], old: dict[str, Any]) -> tuple[str, ...]:
+    name = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
+    new[name][1, 3] *= -2
+    return (name,)
+
+
+async def one_tensor_skipped(new: dict[str, Any], old: dict[str, Any]) -> tuple[str, ...]:
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+    new[name] = old[name]
+    return (name,)
+
+
+async def in_the_wrong_tensor(new: dict[str, Any], old: dict[str, Any]) -> tuple[str, ...]:
+    gate, up = (
+        f"base_model.model.model.layers.0.mlp.{name}_proj.lora_B.weight" for name in ("gate", "up")
+    )
+    new[gate], new[up] = new[up].clone(), new[gate].clone()
+    return (gate, up)
+
+
+async def plant(bench: Bench, trainer: Trainer, fault: Any) -> Any:
+    """Makes the engine load what `fault` makes of the files of the next load; returns what puts it
+    right again, and the names of the tensors that it damaged."""
+    from safetensors.torch import load_file, save_file
+
+    engine = await bench.sampler.ready_engine()
+    before = bench.adapter(trainer.job_id)
+    assert before is not None
+    old, load = load_file(before.folder / WEIGHTS), engine.load_adapter
+    damaged: list[str] = []
+
+    async def faulty(adapter: Adapter) -> None:
+        planted = bench.folder / f"planted-{adapter.number}"
+        planted.mkdir()
+        for file in adapter.folder.iterdir():
+            (planted / file.name).write_bytes(file.read_bytes())
+        new = load_file(planted / WEIGHTS)
+        damaged.extend(await fault(new, old))
+        save_file(new, planted / WEIGHTS)
+        await load(replace(adapter, folder=planted))
+
+    engine.load_adapter = faulty  # type: ignore[method-assign]
+    return engine, load, damaged
+
+
+@pytest.mark.parametrize("fault", [bytes_flipped, one_tensor_skipped, in_the_wrong_tensor])
+async def test_an_adapter_that_went_wrong_inside_the_engine_is_caught_by_name(
+    bench: Bench, fault: Any
+) -> None:
+    trainer = bench.trainer("job")
+    trainer.step(0.2)
+    await bench.sync(trainer)
+    trainer.step(0.2)
+    engine, load, damaged = await plant(bench, trainer, fault)
+    try:
+        serving = await bench.sampler.reload_weights(ref := trainer.publish("lora"))
+    finally:
+        engine.load_adapter = load
+    assert ref.root.canary
+    assert "the log-probs of the canary differ" in str(canary.fault(ref.root.canary, serving))
+    assert (await bench.sampler.check_weights()).differing == tuple(sorted(damaged))
+    again = ref.root.model_copy(update={"again": True})
+    healed = await bench.sampler.reload_weights(WeightsRef(again))
+    assert canary.fault(ref.root.canary, healed) is None
+    assert (await bench.sampler.check_weights()).differing == ()
+
+
+async def test_the_adapter_before_under_the_label_of_the_new_one_is_refused(bench: Bench) -> None:
+    async def only_the_label(new: dict[str, Any], old: dict[str, Any]) -> tuple[str, ...]:
+        new |= old
+        return ()
+
+    trainer = bench.trainer("job")
+    trainer.step(0.2)
+    await bench.sync(trainer)
+    trainer.step(0.2)
+    engine, load, _ = await plant(bench, trainer, only_the_label)
+    try:
+        with pytest.raises(Failed, match="of the canary did not change at all") as refused:
+            await bench.sampler.reload_weights(trainer.publish("lora"))
+    finally:
+        engine.load_adapter = load
+    assert refused.value.code == "not_loaded"
+    trainer.step()
+    await bench.sync(trainer)
+    assert await bench.largest_gap(trainer) < 1e-3
