@@ -7,7 +7,8 @@ Two models with random weights: one of the demo's shape, and one of Qwen2.5-0.5B
 bfloat16; left out by `--quick`). The trainer's side is its publisher, which writes and hashes, and
 its HTTP route; the sampler's is the service's own `Sampler` around a real vLLM engine, which
 fetches, proves and loads. No token is sampled meanwhile, so `pause` is the engine's own: from its
-last token to its next. `restart`, which takes as long as an engine's start, is left out.
+last token to its next. `restart`, which takes as long as an engine's start, is left out; `lora` has
+an engine of its own (sync_adapter.py).
 
 Beside it the same bytes are copied in memory, once out and once in: what any way through shared
 memory takes at least. Figures are medians of the repeats.
@@ -40,6 +41,7 @@ from typing import Any, cast
 import numpy as np
 
 from bench.report import Figure, finish
+from bench.sync_adapter import measure_adapter
 from services.rollout.copies import Copies
 from services.rollout.fetching import Fetcher
 from services.rollout.sampler import Sampler
@@ -298,11 +300,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.sync")
     parser.add_argument("--quick", action="store_true", help="the demo's model only")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    methods = (*METHODS, "lora")
+    parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     options = parser.parse_args(arguments)
     names = ["demo"] if options.quick else options.models
-    plan = Plan(tuple(dict.fromkeys(("shm", *options.methods))), options.repeats)
+    plan = Plan(tuple(m for m in METHODS if m in ("shm", *options.methods)), options.repeats)
     result: list[Figure] = []
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hone-bench-") as memory,
@@ -312,8 +315,11 @@ def main(arguments: list[str]) -> int:
             place = f"{name.replace('.', '-')}".lower()
             settings = Settings(shm_dir=Path(memory) / place, runs_dir=Path(disk) / place)
             with trainer_at(settings) as url:
+                folder = Path(memory) / f"{place}-sampler"
+                result += asyncio.run(measure(name, folder, url, settings, plan))
+            if "lora" in options.methods:
                 result += asyncio.run(
-                    measure(name, Path(memory) / f"{place}-sampler", url, settings, plan)
+                    measure_adapter(name, folder / name, settings, options.repeats)
                 )
     return finish("sync", result, repeats=options.repeats, learning_rate=LEARNING_RATE)
 

@@ -84,10 +84,10 @@ class Settings(BaseSettings):
     "registered", which is every sampler that has `rollout_advertise_url`."""
 
     trainer_url: str = f"http://127.0.0.1:{PORTS['trainer']}"
-    """Where the orchestrator finds the trainer, and the sampler for `weight_sync = "http"` and
-    "delta": node 0, of several. Orchestrators that share Redis and a trainer on another machine
-    have to name its host alike: a job's lease is on the trainer at this host and port, and on the
-    samplers at theirs."""
+    """Where the orchestrator finds the trainer, and the sampler for `weight_sync = "http"`,
+    "delta", and "lora" on another machine: node 0, of several. Orchestrators that share Redis and a
+    trainer on another machine have to name its host alike: a job's lease is on the trainer at this
+    host and port, and on the samplers at theirs."""
 
     reward_url: str = f"http://127.0.0.1:{PORTS['reward']}"
     """Where the orchestrator and `hone grade` find the reward service."""

@@ -35,12 +35,19 @@ def read_config(folder: Path) -> AdapterConfig:
 def adapter_shapes(
     config: AdapterConfig, model: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the adapter's tensors, given those of the model's."""
+    """Returns the shapes of the adapter's tensors, given those of the model's. As with PEFT, a
+    layer is named by the whole of its name or by the end of it."""
     wanted: dict[str, tuple[int, ...]] = {}
+    targets = set(config.target_modules)
     for name, shape in model.items():
         layer = name.removesuffix(SUFFIX)
-        is_target = layer.rpartition(".")[2] in config.target_modules
-        if is_target and name.endswith(SUFFIX) and len(shape) == 2:
+        if name.endswith(SUFFIX) and len(shape) == 2 and targets & _endings(layer):
             wanted[f"{PREFIX}{layer}.lora_A{SUFFIX}"] = (config.r, shape[1])
             wanted[f"{PREFIX}{layer}.lora_B{SUFFIX}"] = (shape[0], config.r)
     return wanted
+
+
+def _endings(layer: str) -> set[str]:
+    """Returns "c", "b.c" and "a.b.c" for "a.b.c"."""
+    parts = layer.split(".")
+    return {".".join(parts[start:]) for start in range(len(parts))}

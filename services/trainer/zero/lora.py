@@ -110,5 +110,6 @@ def save_adapter(wrapped: Any, weights: dict[str, Tensor], folder: Path) -> None
     )
     settings = copy.deepcopy(wrapped.peft_config[ADAPTER])
     settings.inference_mode = True
-    settings.target_modules = sorted(settings.target_modules)  # a set: in another order each time
+    # By full names: which layers "all-linear" means, and samplers expect, is then in the file.
+    settings.target_modules = sorted(name.removeprefix(PREFIX) for name in lora_layers(wrapped))
     settings.save_pretrained(str(folder))

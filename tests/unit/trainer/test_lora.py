@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from services.rollout.adapter_files import adapter_shapes, read_config
+from services.rollout.weights import shapes
 from services.trainer.zero import lora
 from services.trainer.zero.internals import whole_weights
+from shared.adapters import CONFIG
+from shared.digest import stored_tensors
 from shared.errors import BadRequest
 from shared.job import LoraSpec
 from tests.support.tiny_models import make_tiny_model
@@ -53,6 +59,19 @@ def test_all_linear_is_every_linear_layer_but_the_head_and_trains_adapters_only(
     assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj")])
+def test_what_samplers_expect_of_an_adapter_is_what_peft_writes(folder, tmp_path, targets):
+    model = load(folder, "bfloat16")
+    wrapped = lora.attach(model, LoraSpec(rank=3, alpha=5.0, target_modules=targets))
+    lora.save_adapter(wrapped, whole_weights(model, lora.is_adapters), tmp_path)
+    expected = adapter_shapes(read_config(tmp_path), shapes(stored_tensors(folder)))
+    stored = stored_tensors(tmp_path)
+    assert shapes(stored) == expected
+    assert {tensor.dtype for tensor in stored.values()} == {"BF16"}
+    config = json.loads((tmp_path / CONFIG).read_text())
+    assert (config["r"], config["lora_alpha"]) == (3, 5.0)
 
 
 def test_dropout_is_off_until_it_is_turned_on(folder):
