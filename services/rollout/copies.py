@@ -72,6 +72,10 @@ class Copies:
     def remove(self, copy: Copy) -> None:
         shutil.rmtree(copy.folder, ignore_errors=True)
 
+    def remove_adapters(self) -> None:
+        """Removes the copies of all adapters, of which no engine has any more."""
+        shutil.rmtree(self._folder / ADAPTERS, ignore_errors=True)
+
     def can_update(self, ref: DeltaWeights) -> bool:
         """Returns whether the kept copy is this version, or one that its deltas begin with."""
         return self._kept is not None and self._steps(ref, self._kept[0]) is not None

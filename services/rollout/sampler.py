@@ -225,6 +225,7 @@ class Sampler:
     async def _stop_engine(self) -> None:
         engine, self._engine, self._spec, self._expected = self._engine, None, None, None
         self._adapters = None
+        self._copies.remove_adapters()
         self._nothing = ServingWeights(
             replica=self._nothing.replica, max_num_seqs=self._nothing.max_num_seqs
         )

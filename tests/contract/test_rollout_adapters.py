@@ -22,6 +22,7 @@ from shared.wire import (
     ModelRequest,
     NoBody,
     ServingWeights,
+    SleepRequest,
 )
 from tests.support.rollout_bench import RolloutBench
 
@@ -151,6 +152,7 @@ async def test_another_model_or_none_with_adapters_is_another_engine_without_the
     await bench.reload(bench.publish_adapter(3))
     await bench.put(spec)
     assert len(bench.engines) == 2
+    assert not (bench.copies / "adapters").exists()
     assert bench.engine.offers is not None and bench.engine.offers.names() == {}
 
 
@@ -290,6 +292,20 @@ async def test_if_the_models_own_weights_do_not_come_back_nothing_is_sampled(
         await bench.generate()
     bench.engine.fail_load = None
     await bench.reload(bench.publish_adapter(4))
+    assert await text(bench, job_id="job", min_version=4) == "job/v4-0.0"
+
+
+async def test_a_sampler_that_slept_wakes_with_the_base_model_and_the_next_adapter(
+    bench: Bench,
+) -> None:
+    await bench.reload(bench.publish_adapter(3))
+    await bench.client.call(
+        "POST", "/sleep", SleepRequest(job_id="job"), ServingWeights, deadline_s=2
+    )
+    await until_held(bench)
+    bench.engine.calls.clear()
+    await bench.reload(bench.publish_adapter(4))
+    assert bench.engine.calls == ["wake weights", "model", "wake cache", "job/v4-0.0", "resume"]
     assert await text(bench, job_id="job", min_version=4) == "job/v4-0.0"
 
 

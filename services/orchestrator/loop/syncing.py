@@ -40,7 +40,7 @@ FULLER: dict[str, SyncMethod] = {
 }
 """What loads the files of a version whose first push failed, where that is not the same again."""
 
-LIVE = frozenset({"nccl", "ipc"})
+GIVEN_UP = frozenset({"nccl", "ipc", "lora"})
 """Methods that are given up, until the job is loaded again, once they failed."""
 
 NOT_HERE = frozenset({"not_seen", "no_adapters"})
@@ -144,7 +144,7 @@ async def _sync(
             raise
         fuller = fuller_than(method, one_sampler=peers.one_sampler)
         how = "" if fuller == method else f' by "{fuller}"'
-        if method in LIVE:
+        if method in GIVEN_UP:
             peers.sync_method, how = fuller, f"{how}, as are later ones"
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
         return await _push(peers, job, version, fuller, journal, again=True)
