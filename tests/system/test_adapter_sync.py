@@ -28,6 +28,7 @@ from services.rollout.starter import VllmStarter
 from services.trainer.disk.weights import Publisher
 from shared.adapters import WEIGHTS
 from shared.config import Settings
+from shared.digest import stored_tensors, tensor_digests
 from shared.errors import Failed
 from shared.job import LoraSpec, SyncMethod
 from shared.packed import Logprobs, TokenIds
@@ -82,7 +83,7 @@ class Trainer:
             logprobs_TV = torch.log_softmax(self.wrapped(torch.tensor([ids])).logits[0], -1)
         return [logprobs_TV[t - 1, ids[t]].item() for t in range(1, len(ids))]
 
-    def save_adapter(self, folder: Path) -> None:
+    def save_adapter(self, folder: Path) -> dict[str, str]:
         from services.trainer.zero import lora
 
         weights = {
@@ -91,12 +92,14 @@ class Trainer:
             if lora.is_adapters(name)
         }
         lora.save_adapter(self.wrapped, weights, folder)
+        return {}
 
-    def save_merged(self, folder: Path) -> None:
+    def save_merged(self, folder: Path) -> dict[str, str]:
         from services.trainer.zero import lora
 
         plain = lora.merged(self.network, dict(self.network.state_dict()))
         self.network.save_pretrained(folder, state_dict=plain)
+        return tensor_digests(stored_tensors(folder))
 
     def publish(self, method: SyncMethod) -> WeightsRef:
         save = self.save_adapter if method == "lora" else self.save_merged

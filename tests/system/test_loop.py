@@ -498,6 +498,40 @@ def is_rank(pid: int) -> bool:
     return b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
 
 
+@pytest.mark.soak
+def test_adapters_alone_are_moved_and_a_finished_jobs_model_is_called_by_its_id(
+    stack: Stack,
+) -> None:
+    """Two jobs, each with steps that are sampled while the one before trains."""
+    import openai
+
+    ids = []
+    for name in ("first", "second"):
+        changes = (f"name={name}", "steps=4", "max_staleness=1", "lora.rank=4", "lora.alpha=64")
+        sets = [part for change in changes for part in ("--set", change)]
+        stack.hone("submit", "job.toml", *sets, "--follow")
+        record = json.loads(stack.hone("get", name, "-o", "json").stdout)
+        assert record["status"] == "succeeded", record["error"]
+        ids.append(record["id"])
+        lines = (Path(record["run_dir"]) / "weights.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert [row["method"] for row in rows] == ["lora"] * 5
+        gaps = [row["samplers"][0]["canary_difference"] for row in rows]
+        assert max(gaps) < 1e-4
+        metrics = json.loads(stack.hone("metrics", name, "-o", "json").stdout)["rows"]
+        differences = [
+            row["metrics"]["mismatch/logprob_diff_max"] for row in metrics if row["step"]
+        ]
+        assert len(differences) == 4
+    client = openai.OpenAI(base_url=f"{stack.urls['rollout']}/v1", api_key="none")
+    assert {model.id for model in client.models.list().data} >= set(ids)
+    answers = [
+        client.completions.create(model=model, prompt="1 2 -> 3", max_tokens=2) for model in ids
+    ]
+    assert [answer.model.partition("/")[0] for answer in answers] == ids
+    stack.hone("doctor", "--weights")
+
+
 def test_nothing_is_left_when_the_stack_is_down(stack: Stack) -> None:
     """The last test on this stack: it stops it."""
     assert stack.hone("down").stdout.strip() == "stopped"
