@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,10 +19,10 @@ from services.rollout.copies import Copies
 from services.rollout.fetching import Fetcher
 from services.rollout.sampler import Sampler
 from services.rollout.starter import VllmStarter
-from services.trainer.disk.weights import Publisher
+from services.trainer.disk.weights import Publisher, Save
 from shared.adapters import CONFIG, PREFIX, WEIGHTS
 from shared.config import Settings
-from shared.digest import stored_tensors
+from shared.digest import stored_tensors, tensor_digests
 from shared.wire import ModelRequest, PublishRequest, WeightsRef
 
 RANK = 16
@@ -35,7 +34,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EVERY = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
-def saving(model: Path, targets: tuple[str, ...], seed: int) -> Callable[[Path], None]:
+def saving(model: Path, targets: tuple[str, ...], seed: int) -> Save:
     """Returns what writes a random adapter of the model."""
     import torch
     from safetensors.torch import save_file
@@ -53,9 +52,10 @@ def saving(model: Path, targets: tuple[str, ...], seed: int) -> Callable[[Path],
             tensors[f"{PREFIX}{layer}.lora_B.weight"] = random(tensor.shape[0], RANK)
     config = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": targets}
 
-    def save(folder: Path) -> None:
+    def save(folder: Path) -> dict[str, str]:
         (folder / CONFIG).write_text(json.dumps(config))
         save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+        return tensor_digests(stored_tensors(folder))
 
     return save
 
