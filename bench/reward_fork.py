@@ -22,7 +22,7 @@ def main() -> None:
     program.make_ready_to_fork()
     frames.send(control, {"ready": True})
     while (request := frames.exactly(control, child.REQUEST.size)) is not None:
-        _, _, stdin_size, program_size = child.REQUEST.unpack(request)
+        *_, stdin_size, program_size = child.REQUEST.unpack(request)
         data = frames.exactly(control, stdin_size + program_size) or b""
         result = os.memfd_create("result")
         pid = os.fork()
