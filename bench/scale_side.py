@@ -317,29 +317,37 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-# --- what an oracle would do ---------------------------------------------------------------------
+# --- what other schedules would do ---------------------------------------------------------------
 
 
-def oracle_idle_share(load: Load, lengths_K: list[list[int]], *, sort: bool = True) -> float:
-    """Returns the idle share of a schedule that knows all lengths `[step][completion]`, or, without
-    `sort`, of one that takes them in their order.
+@dataclass(frozen=True)
+class Schedule:
+    """How places are given to completions: to the longest of a step first (`sort`), which nobody
+    can know, or in the order of asking. `between_s` are the seconds after each step's batch in
+    which it is stored, trained on and synced."""
 
-    Every slot takes any completion, the longest of the earliest step first, and begins those of
-    step k once all of step k - 1 - max_staleness are done, as the loop may. A step trains in no
-    time.
-    """
-    free = [0.0] * (load.num_samplers * load.slots)
-    done: list[float] = []
-    for step, lengths in enumerate(lengths_K):
-        gate = done[step - 1 - load.max_staleness] if step > load.max_staleness else 0.0
-        ends: list[float] = []
-        for tokens in sorted(lengths, reverse=True) if sort else lengths:
-            end = max(heapq.heappop(free), gate) + tokens / load.tokens_per_s
-            heapq.heappush(free, end)
-            ends.append(end)
-        done.append(max([*ends, *done[-1:]]))
-    work_s = sum(map(sum, lengths_K)) / load.tokens_per_s
-    return 1 - work_s / (len(free) * done[-1])
+    sort: bool
+    between_s: tuple[float, ...] = ()
+
+    def idle_share(self, load: Load, lengths_K: list[list[int]]) -> float:
+        """Returns the idle share of all places, for lengths `[step][completion]`.
+
+        Every place takes any completion, of the earliest step first, and begins those of step k
+        once step k - 1 - max_staleness serves, as the loop may.
+        """
+        free = [0.0] * (load.num_samplers * load.slots)
+        serves: list[float] = []
+        sampled = 0.0
+        for step, lengths in enumerate(lengths_K):
+            gate = serves[step - 1 - load.max_staleness] if step > load.max_staleness else 0.0
+            for tokens in sorted(lengths, reverse=True) if self.sort else lengths:
+                end = max(heapq.heappop(free), gate) + tokens / load.tokens_per_s
+                heapq.heappush(free, end)
+                sampled = max(sampled, end)
+            between_s = self.between_s[step] if self.between_s else 0.0
+            serves.append(max([sampled, *serves[-1:]]) + between_s)
+        work_s = sum(map(sum, lengths_K)) / load.tokens_per_s
+        return 1 - work_s / (len(free) * sampled)
 
 
 def main() -> None:

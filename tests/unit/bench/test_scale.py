@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.scale_side import Load, length, oracle_idle_share
+from bench.scale_side import Load, Schedule, length
 
 
 def load(max_staleness: int) -> Load:
@@ -26,10 +26,21 @@ def load(max_staleness: int) -> Load:
     ],
 )
 def test_an_oracle_waits_only_for_what_staleness_forbids(max_staleness: int, share: float) -> None:
-    assert oracle_idle_share(load(max_staleness), [[2, 4], [1, 2]]) == pytest.approx(share)
+    found = Schedule(sort=True).idle_share(load(max_staleness), [[2, 4], [1, 2]])
+    assert found == pytest.approx(share)
 
 
 def test_lengths_have_a_long_tail_and_a_limit() -> None:
     lengths = sorted(length(seed, load(0)) for seed in range(2000))
     assert 800 < lengths[1000] < 1000 and lengths[0] >= 1
     assert sum(tokens == 8192 for tokens in lengths) in range(10, 50)
+
+
+def test_the_order_of_asking_and_the_time_between_steps_make_a_schedule_longer() -> None:
+    """Two places, in seconds: 1 and 1, then 2 on one of them; the next step's 2 follows all of
+    these, so 6 of 10 are used; with 3 seconds between the steps 6 of 16."""
+    lengths = [[1, 1, 2], [2]]
+    assert Schedule(sort=False).idle_share(load(0), lengths) == pytest.approx(0.4)
+    assert Schedule(sort=True).idle_share(load(0), lengths) == pytest.approx(0.25)
+    later = Schedule(sort=False, between_s=(3.0, 0.0))
+    assert later.idle_share(load(0), lengths) == pytest.approx(0.625)
