@@ -291,6 +291,39 @@ async def test_a_sampler_that_leaves_gets_no_further_groups(pool: Pool) -> None:
     assert 0 < asked[0] < asked[1] == asked[2] == asked[3]
 
 
+async def test_a_sampler_that_leaves_while_it_loads_ends_its_load(pool: Pool) -> None:
+    for sampler in pool.samplers:
+        await take_part(pool, sampler)
+    _, second = pool.samplers
+
+    async def load(ref: Any) -> None:
+        if ref.version == 2:
+            await unregister(pool.stack.client, second.name)
+            await asyncio.sleep(0.5)  # the pool looks every 0.05 s
+
+    second.fault["reload"] = load
+    record = await pool.stack.until((await pool.stack.submit()).id, "succeeded", "paused")
+    assert (record.status, record.error, record.recoveries) == ("succeeded", None, 0)
+    pool.check_groups(record)
+
+
+async def test_while_no_sampler_is_registered_at_all_a_job_keeps_those_it_has(pool: Pool) -> None:
+    """All leases end together where the orchestrator, or Redis, could not be reached."""
+    for sampler in pool.samplers:
+        await take_part(pool, sampler)
+
+    async def train(body: Any) -> None:
+        if body.step == 2:
+            for sampler in pool.samplers:
+                await unregister(pool.stack.client, sampler.name)
+            await asyncio.sleep(0.5)  # the pool looks every 0.05 s
+
+    pool.stack.fakes.fault["train_step"] = train
+    record = await pool.stack.until((await pool.stack.submit()).id, "succeeded", "paused")
+    assert (record.status, record.error, record.recoveries) == ("succeeded", None, 0)
+    pool.check_groups(record)
+
+
 async def test_a_job_that_no_sampler_comes_for_pauses_with_a_sentence(pool: Pool) -> None:
     pool.stack.settings.__dict__["patience_s"] = 0.1
     record = await pool.stack.until((await pool.stack.submit()).id, "paused")

@@ -52,7 +52,7 @@ class Replica:
     often it came up, and `failed_sync` says that it did not load what others did, `by_files` that
     it once did not get what was sent to its GPU. `listed`: it is among those that the settings
     name now. `held`: it gets no further groups until a sync is done; `idle` is set while it has
-    none.
+    none. `num_loads` are the versions that it loads at the moment: one, or none.
 
     Its load counts completions. `under_way` are those of all groups that it was given and has not
     returned; `busy` those that it said it works on, and `sent` those it was given since. It samples
@@ -74,6 +74,7 @@ class Replica:
     busy: int = 0
     sent: int = 0
     num_joins: int = 0
+    num_loads: int = 0
     failed_sync: bool = False
     by_files: bool = False
     held: bool = False
@@ -84,6 +85,11 @@ class Replica:
     @property
     def url(self) -> str:
         return self.client.url
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether nothing of the job is under way there."""
+        return not self.under_way and not self.num_loads
 
     @property
     def capacity(self) -> int:

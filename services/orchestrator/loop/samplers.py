@@ -104,7 +104,7 @@ class Samplers:
         self._keeper: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._homes: OrderedDict[str, tuple[Replica, WeightsRef | None]] = OrderedDict()
-        self._discover_at = 0.0
+        self._discover_at = self._found_at = 0.0
 
     # --- the pool --------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Samplers:
                     is_due = not replica.up and time.monotonic() >= replica.retry_at
                     if replica.listed and is_due and (join is None or join.done()):
                         joins[replica] = asyncio.create_task(self._rejoin(replica))
-                    if not replica.listed and not replica.under_way and (not join or join.done()):
+                    if not replica.listed and replica.is_left_alone and (not join or join.done()):
                         del self._replicas[replica.url]
                         await replica.client.close()
         finally:
@@ -284,9 +284,16 @@ class Samplers:
             get_logger().warning("samplers not found out", reason=error.detail)
 
     async def _discover(self) -> int:
-        """Returns how many samplers there are. Raises StoreUnavailable while Redis is away."""
-        self._discover_at = time.monotonic() + DISCOVER_S
+        """Returns how many samplers there are. Raises StoreUnavailable while Redis is away. Where
+        there is none at all, those of before stay for as long as a service may be away: that they
+        could not renew their leases, or that a name was not found, ends no sampler."""
+        now = time.monotonic()
+        self._discover_at = now + DISCOVER_S
         urls = await sampler_urls(self._settings.rollout_urls, self._registered)
+        if urls:
+            self._found_at = now
+        elif now < self._found_at + self._settings.patience_s:
+            return 0
         for replica in self._replicas.values():
             replica.listed = replica.url in urls
         for url in urls:
@@ -361,24 +368,28 @@ class Samplers:
     async def _load(
         self, replica: Replica, push: Push, ref: WeightsRef, patience_s: float
     ) -> ServingWeights:
-        if push.drain and replica.up:
-            replica.held = True
-            await replica.idle.wait()
-        serving = await replica.client.call(
-            "POST",
-            "/reload_weights",
-            ref,
-            ServingWeights,
-            deadline_s=self._settings.sync_deadline_s,
-            patience_s=patience_s,
-        )
-        if serving.replica != replica.name:
-            raise StateLost(
-                f"sampler {serving.replica!r} answers at {replica.url}, and {replica.name!r} did "
-                "when the model was loaded"
+        replica.num_loads += 1
+        try:
+            if push.drain and replica.up:
+                replica.held = True
+                await replica.idle.wait()
+            serving = await replica.client.call(
+                "POST",
+                "/reload_weights",
+                ref,
+                ServingWeights,
+                deadline_s=self._settings.sync_deadline_s,
+                patience_s=patience_s,
             )
-        await push.prove(replica.client, ref, serving)
-        return serving
+            if serving.replica != replica.name:
+                raise StateLost(
+                    f"sampler {serving.replica!r} answers at {replica.url}, and {replica.name!r} "
+                    "did when the model was loaded"
+                )
+            await push.prove(replica.client, ref, serving)
+            return serving
+        finally:
+            replica.num_loads -= 1
 
     # --- sampling --------------------------------------------------------------------------------
 
@@ -455,6 +466,7 @@ class Samplers:
             return await self._ask(other, body, key)
         finally:
             other.give_back(body.sampling.n)
+            self._admission.admit()
 
     async def _ask(self, replica: Replica, body: GenerateRequest, key: str) -> RolloutGroup:
         return await replica.client.call(
