@@ -59,6 +59,7 @@ class Admission:
         except asyncio.CancelledError:
             if given.done() and not given.cancelled() and not given.exception():
                 given.result().give_back(num_completions)
+                self.admit()
             raise
         finally:
             for queue in (self._turns, self._waiting):
@@ -101,6 +102,6 @@ class Admission:
         others = [
             other
             for other in self._up()
-            if other is not replica and other.room > 0 and not other.held
+            if other is not replica and other.listed and other.room > 0 and not other.held
         ]
         return None if self._waiting else min(others, key=lambda other: other.load, default=None)
