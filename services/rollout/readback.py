@@ -131,7 +131,7 @@ def adapter_digests(manager: Any, number: int, folder: Path) -> dict[str, str]:
         rows, columns = stored.shape
         rest = held[rows:].any() or held[:, columns:].any()
         same = torch.equal(held[:rows, :columns].cpu(), wanted) and not rest
-        found[name] = _digest(stored if same else held[:rows, :columns])
+        found[name] = _digest(stored if same else held[:rows, :columns].cpu())
     return found
 
 
