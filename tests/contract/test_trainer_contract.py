@@ -14,6 +14,7 @@ from services.trainer.trainer import Trainer
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, StateLost
+from shared.job import LoraSpec
 from shared.wire import (
     Checkpoint,
     CheckpointList,
@@ -106,6 +107,23 @@ async def test_published_files_can_be_fetched_whole_and_in_ranges(client, rank, 
             assert (await http.get(f"/weights/{path}")).status_code == 404
         for path in ("a/%2e%2e/x.safetensors", "../a/v0/model.safetensors", "A/v0/m.safetensors"):
             assert (await http.get(f"/weights/{path}")).status_code == 404
+
+
+async def test_both_files_of_an_adapter_can_be_fetched(client, rank, tmp_path):
+    settings = Settings(shm_dir=tmp_path / "shm")
+    service = create_service(settings, rank.trainer, rank.run, {})
+    plain = job_request()
+    job = plain.job.model_copy(update={"lora": LoraSpec(rank=4)})
+    await call(client, "PUT", "/job", plain.model_copy(update={"job": job}), TrainerState)
+    body = PublishRequest(job_id="a", version=0, method="lora")
+    ref = (await call(client, "POST", "/publish_weights", body, WeightsRef)).root
+    transport = httpx2.ASGITransport(app=service.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        config, weights = [await http.get(file.path) for file in ref.files]
+        assert (await http.get("/weights/a/a0/other.json")).status_code == 404
+    assert (config.status_code, config.text) == (200, '{"r": 4}')
+    assert len(weights.content) == ref.files[1].size_bytes
+    assert (ref.adapter, list(ref.canary.logprobs)) == ("a/v0-0.0", [-1.0, 0.0])
 
 
 async def test_a_canary_comes_with_the_weights_and_is_computed_once_a_step(client, parts):
