@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -36,6 +37,7 @@ from tests.support import orchestrator_stack
 from tests.support.fake_samplers import FakeSampler, pool_of
 from tests.support.orchestrator_stack import orchestrator
 from tests.support.pool_stack import Pool, pool_stack
+from tests.support.rollout_bench import RolloutBench
 from tests.support.running import free_port
 
 job = orchestrator_stack.job  # a fixture
@@ -217,6 +219,30 @@ async def test_a_sampler_says_again_that_it_is_there_and_leaves_when_it_drains(
             draining.begin()
             while await store.samplers():
                 await asyncio.sleep(0.01)
+    server.should_exit = True
+    await running
+
+
+async def test_the_rollout_service_is_registered_from_its_start_to_its_end(
+    settings: Settings, redis_url: str, tmp_path: Path
+) -> None:
+    store = Store(redis_url)
+    await store.open()
+    settings = settings.model_copy(update={"rollout_url": "registered"})
+    port = free_port()
+    server = create_service(settings, store).server(port)
+    running = asyncio.create_task(server._serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    orchestrator_url = f"http://127.0.0.1:{port}"
+    bench = RolloutBench(tmp_path, rollout_advertise_url=URL, orchestrator_url=orchestrator_url)
+    app = bench.service.app
+    async with app.router.lifespan_context(app), asyncio.timeout(20):
+        while not (found := await store.samplers()):
+            await asyncio.sleep(0.01)
+        assert [(each.replica, each.url) for each in found] == [("here:1", URL)]
+    assert await store.samplers() == []
+    await bench.client.close()
     server.should_exit = True
     await running
 
