@@ -27,7 +27,8 @@ def write_model(folder: Path) -> None:
     tokenizer: Any = make_tokenizer()
     model.config.max_position_embeddings = 512  # its positions are rotary: no weight changes
     tokenizer.add_special_tokens({"eos_token": "<never>"})
-    model.config.eos_token_id = tokenizer.eos_token_id
+    for config in (model.config, model.generation_config):  # vLLM stops by both
+        config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
