@@ -351,13 +351,16 @@ class Sampler:
                 self._is_base = False
                 assert self._adapters is not None
                 self._adapters.forget()
-                try:
-                    await engine.sleep()
-                except Exception as error:  # whatever it was, the weights are unknown
-                    self._fault = f"going to sleep failed ({_sentence(error)}); PUT /model"
-                    raise StateLost(self._fault) from error
-                self._asleep = True
+                await self._fall_asleep(engine)
         return self.serving
+
+    async def _fall_asleep(self, engine: Engine) -> None:
+        try:
+            await engine.sleep()
+        except Exception as error:  # whatever it was, the weights are unknown
+            self._fault = f"going to sleep failed ({_sentence(error)}); PUT /model"
+            raise StateLost(self._fault) from error
+        self._asleep = True
 
     def _take_over(self, asker: Published | ModelRequest | SleepRequest) -> None:
         """Supersedes all older attempts and epochs, requests under way included. Raises Conflict if
@@ -507,7 +510,9 @@ class Sampler:
                 await engine.wake_cache()
             await engine.set_version(owner, ref.version)
         except NothingReceived as error:  # what served, if anything, goes on serving
-            if not (self._paused or self._fault or self._asleep):
+            if self._asleep:  # the memory of its weights was taken back for them
+                await self._fall_asleep(engine)
+            elif not (self._paused or self._fault):
                 await engine.resume()
             raise Failed(error.detail, code="not_loaded") from error
         except Exception as error:  # whatever it was, the weights are unknown

@@ -96,11 +96,12 @@ async def test_a_trainer_that_sends_nothing_leaves_it_asleep(serving: RolloutBen
     with pytest.raises(Failed, match="did not send"):
         await serving.reload(ref)
     await assert_asleep(serving)
+    assert serving.engine.calls[-4:] == ["sleep", "wake weights", "nccl", "sleep"]
     assert "resume" not in serving.engine.calls
 
 
 async def test_a_sleep_that_failed_ends_in_a_new_engine(serving: RolloutBench) -> None:
-    serving.engine.fail_load = RuntimeError("Memory usage increased after sleeping")
+    serving.engine.fail_sleep = RuntimeError("Memory usage increased after sleeping")
     with pytest.raises(StateLost, match=r"going to sleep failed \(RuntimeError: Memory usage"):
         await sleep(serving)
     await serving.put()

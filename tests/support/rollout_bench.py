@@ -75,6 +75,7 @@ class FakeEngine:
     label: str = "default"
     dead: bool = False
     fail_load: BaseException | None = None
+    fail_sleep: BaseException | None = None
     outcome: tuple[Rollout, ...] = ()
     frozen: asyncio.Event = field(default_factory=asyncio.Event)
     loading: asyncio.Event = field(default_factory=asyncio.Event)
@@ -176,8 +177,8 @@ class FakeEngine:
 
     async def sleep(self) -> None:
         self.calls.append("sleep")
-        if self.fail_load:
-            raise self.fail_load
+        if self.fail_sleep:
+            raise self.fail_sleep
 
     async def wake_weights(self) -> None:
         self.calls.append("wake weights")
