@@ -10,9 +10,9 @@ import pytest
 
 from shared.adapters import adapter_digests
 from shared.digest import digest_of
-from shared.errors import Failed
+from shared.errors import BadRequest, Failed
 from shared.job import Job
-from shared.wire import Canary
+from shared.wire import Canary, Span
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import (
@@ -420,6 +420,42 @@ def test_a_rank_that_runs_out_of_memory_trains_on_in_smaller_micro_batches(
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "disturbed")
     )
     assert after == plain
+
+
+def train_dated(job: Job, examples, version: int) -> tuple[str, dict[str, float]]:
+    """What an update of weights two versions too new for the job raised, and the metrics of
+    one."""
+    engine = an_engine(job)
+    try:
+        with pytest.raises(BadRequest) as refused:
+            engine.update(examples, 1e-2, version=version + 2)
+        return str(refused.value), engine.update(examples, 1e-2, version=version).metrics
+    finally:
+        engine.close()
+
+
+def test_a_token_that_is_too_stale_is_refused_and_the_others_are_told_apart(rank, model, examples):
+    # Of every example the first token is of version 3 and the others of version 4.
+    spans = (Span(version=3, start=0), Span(version=4, start=1))
+    dated = tuple(
+        example.model_copy(update={"spans": spans[: len(example.token_ids)]})
+        for example in examples
+    )
+    job = a_job(model, memory=memory(2), max_staleness=1)
+    error, metrics = rank.call(train_dated, job, dated, 4)
+    assert error == (
+        f"example 0 of {len(examples)} has tokens that version 3 sampled, from 0 on; expected "
+        "versions 5 to 6"
+    )
+    num_tokens = sum(len(example.token_ids) for example in examples)
+    older = len(examples) / num_tokens
+    assert metrics["staleness/older_fraction"] == pytest.approx(older)
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (pytest.approx(older), 1.0)
+    diff = "logprob_diff_mean"
+    assert metrics[f"mismatch/{diff}"] == pytest.approx(
+        older * metrics[f"mismatch/older/{diff}"]
+        + (1 - older) * metrics[f"mismatch/current/{diff}"]
+    )
 
 
 def meet_nan(job: Job, good, bad, folder: Path) -> tuple[str, Any, str]:
