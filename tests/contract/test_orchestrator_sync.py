@@ -14,7 +14,7 @@ from services.orchestrator.loop.syncing import candidates, fuller_than
 from shared.errors import Failed
 from shared.job import Job, LoraSpec
 from shared.packed import Logprobs, TokenIds
-from shared.wire import Canary, Published, ServingWeights
+from shared.wire import Canary, Published, PublishRequest, ServingWeights
 from tests.contract.test_orchestrator_faults import warnings
 from tests.support import orchestrator_stack
 from tests.support.fake_services import logprobs_of
@@ -165,6 +165,21 @@ async def test_what_the_gpus_did_not_bring_goes_by_http_from_then_on(
         'weight sync: the trainer did not send version 3; the weights are pushed again by "http", '
         "as are later ones"
     ]
+
+
+async def test_what_cannot_be_taken_off_the_trainers_gpu_goes_by_http(
+    stack: Stack, job: Job
+) -> None:
+    async def fails(request: PublishRequest) -> None:
+        if request.method == "nccl":
+            raise Failed("2 tensors of the version have another name while they are trained")
+
+    stack.fakes.fault["publish"] = fails
+    stack.fakes.gpus = "GPU-1", ("GPU-2",)
+    job_id = await finished(stack, job)
+    assert {ref.method for ref in stack.fakes.reloads} == {"http"}
+    (warning,) = await warnings(stack, job_id)
+    assert warning.endswith('trained; the weights are pushed again by "http", as are later ones')
 
 
 async def test_a_job_goes_from_gpu_to_gpu_and_says_why(stack: Stack, job: Job) -> None:

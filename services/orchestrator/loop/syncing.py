@@ -168,7 +168,7 @@ async def _push(
     again: bool = False,
 ) -> Synced:
     start = time.monotonic()
-    published = await peers.publish_weights(version, method)
+    published = await _published(peers, version, method)
     fuller = _fuller(published)
     try:
         ref = fuller if again else published
@@ -186,6 +186,17 @@ async def _push(
                 "is paused): only their digest shows that it holds the trainer's weights"
             )
     return Synced(published.root, answers, time.monotonic() - start)
+
+
+async def _published(peers: Peers, version: int, method: SyncMethod) -> WeightsRef:
+    """Returns the reference of the version. Raises SyncFailed where it cannot be taken off the
+    trainer's device, as files can."""
+    try:
+        return await peers.publish_weights(version, method)
+    except Failed as error:
+        if method not in GIVEN_UP or error.code in NOT_OF_THE_SYNC:
+            raise
+        raise SyncFailed(f"weight sync: {error.detail}", code=error.code) from error
 
 
 def _fuller(published: WeightsRef) -> WeightsRef:

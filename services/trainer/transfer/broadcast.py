@@ -48,7 +48,6 @@ class Broadcast:
     def __init__(self, tensors: Mapping[str, Tensor], host: str, deadline_s: float) -> None:
         self.key = secrets.token_hex(16)
         self.port = 0
-        self.num_sent = 0
         self._tensors = tensors
         self._host = host
         self._timeout = timedelta(seconds=deadline_s)
@@ -103,7 +102,6 @@ class Broadcast:
                 try:
                     name, num_ranks = store.get(f"asked/{num_served}").decode().split()
                     self._send(PrefixStore(name, store), int(num_ranks))
-                    self.num_sent += 1
                 except (RuntimeError, ValueError) as error:  # torch's errors of peers that are gone
                     reason = str(error).splitlines()[0]
                     get_logger().warning("weights not sent", port=self.port, reason=reason)

@@ -181,6 +181,11 @@ def test_truncated_sampling_is_refused_unless_it_is_asked_for_by_name(sampling):
         ({"training": {"learning_rate": False}}, "'training.learning_rate': got False; expected a"),
         ({"max_model_len": True}, "'max_model_len': got True; expected a number"),
         ({"training": {"dual_clip": True}}, "'training.dual_clip': got True; expected a number"),
+        (
+            {"weight_sync": "nccl", "memory": {"zero_stage": 3}},
+            "and memory.zero_stage is 3: they are not whole there",
+        ),
+        ({"weight_sync": "ipc", "lora": {"rank": 8}}, "and lora is set: they are not whole there"),
         ({"memory": {"zero_stage": True}}, "'memory.zero_stage': got True; expected"),
     ],
 )
