@@ -15,9 +15,9 @@ memory takes at least. Figures are medians of the repeats.
 
 Part of each load is vLLM's own: its `reload_weights` of the same files, called directly once per
 repeat of `shm`, reads every tensor, copies it into the engine's matrices, and on a CPU packs all of
-them for its kernels. What `shm` takes to copying is given with that and without, and the latter
-also in CPU time of the process of publisher and sampler, which other processes of a busy machine
-change less. The goal is for what is Hone's.
+them for its kernels. The pause is that and a few milliseconds more. What `shm` takes to copying is
+given with the pause and without, and the latter also in CPU time of the process of publisher and
+sampler, which other processes of a busy machine change less. The goal is for what is Hone's.
 
 For `delta` each step changes every float32 master weight by the learning rate, 1e-6, up or down, as
 Adam does about; masters lie anywhere between two bfloat16 numbers, as they do after some training.
@@ -284,10 +284,10 @@ def figures(name: str, found: dict[SyncMethod, list[Measured]]) -> list[Figure]:
 
 def to_copying(label: str, runs: list[Measured]) -> list[Figure]:
     """Returns what publishing and loading takes, as a multiple of copying the same bytes."""
-    ours = [(run.total_s - run.vllm_s) / run.copy_s for run in runs]
+    ours = [(run.total_s - run.pause_s) / run.copy_s for run in runs]
     return [
         _median(f"{label}: to copying", [run.total_s / run.copy_s for run in runs], "x"),
-        _median(f"{label}: to copying, without vLLM's own part", ours, "x", SHM_COPIES),
+        _median(f"{label}: to copying, without the pause", ours, "x", SHM_COPIES),
         _median(f"{label}: the same in CPU time", [r.cpu_s / r.copy_cpu_s for r in runs], "x"),
     ]
 
