@@ -207,7 +207,7 @@ class Settings(BaseSettings):
     stays text."""
 
     max_sessions: int = Field(default=1024, ge=1)
-    """Conversations of agents that the sampler keeps at once. For one more, that which was idle
+    """Sessions (recorded agents) that the sampler keeps at once. For one more, that which was idle
     longest is forgotten. With `max_session_tokens` it bounds their memory: 9 bytes per token."""
 
     max_session_tokens: int = Field(default=262_144, ge=1)

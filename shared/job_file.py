@@ -1,7 +1,7 @@
 """A job file: read, overridden by `--set a.b=c`, the reward files it names inlined, and every
 mistake explained.
 
-A mistake is told with the key, the value and the nearest valid key.
+A mistake is reported with the key, the value and the nearest valid key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     try:
         return _in_file(document, path)
     except BadRequest as error:
-        raise _told(error, of_file, path, overrides) from error
+        raise _attributed(error, of_file, path, overrides) from error
 
 
 def _in_file(document: dict[str, Any], path: Path) -> Job:
@@ -66,7 +66,7 @@ def parse_job(document: dict[str, Any], where: str = "job") -> Job:
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
 
 
-def _told(
+def _attributed(
     error: BadRequest, of_file: dict[str, Any], path: Path, overrides: Sequence[str]
 ) -> BadRequest:
     """Returns the error such that a fault that the file alone does not have is an override's."""
@@ -78,13 +78,13 @@ def _told(
     except BadRequest as own:
         alone = {fault["detail"] for fault in own.errors}
     faults = [
-        fault if fault["detail"] in alone else _said_by(fault, f"{path}: ", overrides)
+        fault if fault["detail"] in alone else _as_override(fault, f"{path}: ", overrides)
         for fault in error.errors
     ]
     return BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults)
 
 
-def _said_by(fault: dict[str, str], where: str, overrides: Sequence[str]) -> dict[str, str]:
+def _as_override(fault: dict[str, str], where: str, overrides: Sequence[str]) -> dict[str, str]:
     """Returns a fault with the override that is nearest to it in place of the file, if any is."""
     at = fault["pointer"].strip("/").split("/")
 

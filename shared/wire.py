@@ -313,11 +313,12 @@ class Conversation(Wire):
 
 
 class SessionRecord(Fencing):
-    """`GET /sessions/{id}`: what was said in a session, by the weights of one job, attempt and
-    epoch; without `job_id`, by weights of no job. `replica` is the sampler that keeps it.
+    """`GET /sessions/{id}`: the conversations of a session, sampled by the weights of one job,
+    attempt and epoch; without `job_id`, by weights of no job. `replica` is the sampler that keeps
+    it.
 
     More than one conversation: the agent's messages did not extend those recorded, as the later
-    one's `because` says. No answer is in two of them as sampled tokens.
+    one's `because` gives. No answer is in two of them as sampled tokens.
     """
 
     id: str
@@ -897,7 +898,7 @@ class Registration(Wire):
 
 
 class RegisteredSampler(Registration):
-    """Registered until `expires_at`, in Unix seconds: `lease_s` seconds from when it said so
+    """Registered until `expires_at`, in Unix seconds: `lease_s` seconds after its lease was renewed
     last."""
 
     replica: str

@@ -213,7 +213,7 @@ def _sandbox(settings: Settings) -> Check:
 
 
 async def examine_stack(settings: Settings, *, weights: bool = False) -> list[Check]:
-    """Returns what the services say of themselves."""
+    """Returns what the services report of themselves."""
     registered = await _registered(settings)
     samplers = _samplers(settings, registered)
     checks = [*await _services(settings, samplers), *map(_lease, registered)]

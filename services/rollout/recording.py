@@ -1,4 +1,4 @@
-"""A conversation as it is recorded: messages as they were said, and the tokens that they are.
+"""A conversation as it is recorded: messages as they were sent, and the tokens that they are.
 
 Tokens are in one row: the prompt, then answers as they were sampled, and between them what the chat
 template made of the messages of tools and users. After each answer the row is a state that the next
@@ -84,7 +84,7 @@ class Recorded:
     def add(
         self, request: ChatRequest, between: Sequence[int], answer: Answer, sampling: Sampling
     ) -> None:
-        """Appends what the request says beyond the last state, `between` in tokens, and its
+        """Appends the request's messages after the last state, `between` in tokens, and its
         answer."""
         self.messages = [*self.messages, *request.messages[len(self.messages) :], answer.message]
         rollout = answer.rollout
@@ -146,16 +146,16 @@ def _num_same(ours: Sequence[Message], theirs: Sequence[Message]) -> int:
 
 
 def _compared(message: Message) -> dict[str, Any]:
-    """Returns what the message says, however a client writes it: nothing said is None, "" or left
-    out; text may be in a list of one part; arguments of calls are JSON, spaced and ordered at
-    will."""
-    said = {name: message.get(name) or "" for name in COMPARED}
-    content = said["content"]
+    """Returns the fields to compare in one form, however a client writes them: nothing is None, ""
+    or left out; text may be in a list of one part; arguments of calls are JSON, spaced and ordered
+    at will."""
+    fields = {name: message.get(name) or "" for name in COMPARED}
+    content = fields["content"]
     if isinstance(content, list) and len(content) == 1:
-        said["content"] = content[0]["text"]
-    if isinstance(said["tool_calls"], list):
-        said["tool_calls"] = [_call(call) for call in said["tool_calls"]]
-    return said
+        fields["content"] = content[0]["text"]
+    if isinstance(fields["tool_calls"], list):
+        fields["tool_calls"] = [_call(call) for call in fields["tool_calls"]]
+    return fields
 
 
 def _call(call: Any) -> Any:

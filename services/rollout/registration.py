@@ -15,13 +15,13 @@ from shared.logs import get_logger
 from shared.wire import RegisteredSampler, Registration, ServingWeights, Unregistered
 
 RETRY_S = 1.0
-"""Seconds until the orchestrator is asked again that refused, or could not be reached."""
+"""Seconds between two attempts while the orchestrator refuses or cannot be reached."""
 
 ANSWER_S = 5.0
 """Seconds that it has to answer."""
 
 GOODBYE_S = 2.0
-"""Seconds in which a sampler that ends says so; else its lease ends later."""
+"""Seconds that unregistering may take when the service ends; after that the lease expires."""
 
 
 @contextlib.asynccontextmanager
@@ -29,7 +29,7 @@ async def registered(
     settings: Settings, serving: Callable[[], ServingWeights], draining: Draining
 ) -> AsyncGenerator[None]:
     """Keeps the sampler registered, if its settings say where it is, until the service drains.
-    `serving` says what serves now, and the sampler's name."""
+    `serving` returns what serves now, and the sampler's name."""
     if settings.rollout_advertise_url is None:
         yield
         return
@@ -57,7 +57,7 @@ async def _stay(
 
 
 async def _renew(orchestrator: Client, url: str, serving: Callable[[], ServingWeights]) -> None:
-    said: str | None = None
+    logged: str | None = None
     while True:
         now = serving()
         body = Registration(url=url, job_id=now.job_id, version=now.version)
@@ -66,14 +66,14 @@ async def _renew(orchestrator: Client, url: str, serving: Callable[[], ServingWe
                 "PUT", _path(now.replica), body, RegisteredSampler, deadline_s=ANSWER_S
             )
         except HoneError as error:
-            if error.detail != said:
+            if error.detail != logged:
                 get_logger().warning("not registered", url=url, reason=error.detail)
-            said = error.detail
+            logged = error.detail
             await asyncio.sleep(RETRY_S)
         else:
-            if said != "":
+            if logged != "":
                 get_logger().info("registered", url=url, at=orchestrator.url)
-            said = ""
+            logged = ""
             await asyncio.sleep(answer.lease_s / 3)
 
 

@@ -35,7 +35,7 @@ class ChatAnswer(RootModel[dict[str, Any]]):
 
 def add_session_routes(service: Service, sessions: Sessions) -> None:
     async def get_session(session_id: str) -> SessionRecord:
-        """What was said in a session, as tokens with their mask, log-probs and weight versions."""
+        """A session's conversations, as tokens with their mask, log-probs and weight versions."""
         return sessions.record(session_id)
 
     async def delete_session(session_id: str) -> SessionDeleted:
@@ -95,17 +95,17 @@ async def answer_turn(service: Service, sessions: Sessions, request: Request) ->
 
 
 def _stream(answer: dict[str, Any], *, with_usage: bool) -> str:
-    """Returns the answer as the chunks of OpenAI's streams: what was said, how it ended, and the
-    usage if it was asked for."""
+    """Returns the answer as the chunks of OpenAI's streams: the message, how it ended, and the
+    usage if it was requested."""
     (choice,) = answer["choices"]
     delta = {name: value for name, value in choice["message"].items() if value is not None}
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    said = {"index": 0, "delta": delta, "logprobs": choice.get("logprobs"), "finish_reason": None}
+    whole = {"index": 0, "delta": delta, "logprobs": choice.get("logprobs"), "finish_reason": None}
     ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
     head = {name: answer[name] for name in ("id", "created", "model")}
     chunks = [
-        {**head, "object": "chat.completion.chunk", "choices": [each]} for each in (said, ended)
+        {**head, "object": "chat.completion.chunk", "choices": [each]} for each in (whole, ended)
     ]
     if with_usage:
         usage = {"choices": [], "usage": answer["usage"]}

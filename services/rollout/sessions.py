@@ -22,8 +22,8 @@ from shared.logs import get_logger
 from shared.wire import ChatRequest, Fencing, Sampling, ServingWeights, SessionRecord
 
 MAX_FORGOTTEN = 65_536
-"""Of how many forgotten sessions it is known why, so that a turn of one is refused: what was said
-before would be missing in its record."""
+"""Of how many forgotten sessions it is known why, so that a turn of one is refused: its earlier
+turns would be missing in the record."""
 
 
 @dataclass
@@ -83,7 +83,8 @@ class Sessions:
                 self._sessions.pop(id, None)
 
     def record(self, id: str) -> SessionRecord:
-        """Returns what was said. Raises NotFound for a session that is not (any more) there."""
+        """Returns the session's conversations. Raises NotFound for a session that is not (any more)
+        there."""
         self._forget_idle()
         session = self._sessions.get(id)
         if session is None or not session.conversations:
@@ -125,7 +126,9 @@ class Sessions:
             self._make_room()
         session.last = (request, answer.body)
         if plan.because:
-            get_logger().info("session begins anew", session=id, because=plan.because)
+            get_logger().info(
+                "session began another conversation", session=id, because=plan.because
+            )
         return answer.body
 
     async def _plan(self, chat: Chat, session: Session, request: ChatRequest) -> Plan:

@@ -1,4 +1,4 @@
-"""Adapters as vLLM is told of them, and how its OpenAI routes find the one that a call names."""
+"""Adapters as vLLM takes them, and how its OpenAI routes find the one that a call names."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from services.rollout.engine import Adapter, Offers
 ALIAS = "policy"
 """What a caller may name the model that serves, whichever it is."""
 
-
 NUMBER = "#"
 """Between an adapter's name and its number, in the name that vLLM knows it by."""
 
 
 def lora_request(adapter: Adapter) -> LoRARequest:
-    """Returns how vLLM is told of the adapter. It keys cached prefixes by this name."""
+    """Returns the adapter as vLLM takes it. It keys cached prefixes by this name."""
     name = f"{adapter.name}{NUMBER}{adapter.number}"
     return LoRARequest(name, adapter.number, str(adapter.folder))
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from fastapi import Query
 
+from services.orchestrator.loop.colocation import check_colocation
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts, load_prompts
-from services.orchestrator.loop.turns import check_turns
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from shared import codec
@@ -94,7 +94,7 @@ async def check_job(job: Job, settings: Settings) -> None:
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
             "2 or more"
         )
-    check_turns(job, settings)
+    check_colocation(job, settings)
     model_folder(job.model)
     prompts = await asyncio.to_thread(load_prompts, job)
     await asyncio.to_thread(_check_prompts, prompts)

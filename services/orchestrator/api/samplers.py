@@ -1,4 +1,4 @@
-"""Samplers that register themselves, for as long as they say so again and again."""
+"""Samplers that register themselves, each for as long as it renews its lease."""
 
 from __future__ import annotations
 

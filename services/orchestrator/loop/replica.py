@@ -47,7 +47,7 @@ class Length:
 
 @dataclass(eq=False)
 class Replica:
-    """`name` is what it calls itself. `up`: it serves what the job published last, `ref`; None:
+    """`name` is the one that it reports. `up`: it serves what the job published last, `ref`; None:
     only the model so far. What is not up gets no groups; `why` says why not. `num_joins` counts how
     often it came up, and `failed_sync` says that it did not load what others did, `by_files` that
     it once did not get what was sent to its GPU. `listed`: it is among those that the settings
@@ -55,9 +55,9 @@ class Replica:
     none. `num_loads` are the versions that it loads at the moment: one, or none.
 
     Its load counts completions. `under_way` are those of all groups that it was given and has not
-    returned; `busy` those that it said it works on, and `sent` those it was given since. It samples
-    `max_num_seqs` of them at once, as far as its cache of `kv_cache_tokens` has room for them at
-    the job's `length`; 0: unknown. `gpus` are the UUIDs of those that it computes on.
+    returned; `busy` those that it reported to work on, and `sent` those it was given since. It
+    samples `max_num_seqs` of them at once, as far as its cache of `kv_cache_tokens` has room for
+    them at the job's `length`; 0: unknown. `gpus` are the UUIDs of those that it computes on.
     """
 
     client: Client
@@ -129,11 +129,11 @@ class Replica:
         self.busy, self.sent = busy, 0
 
     def wants_to_hear_below(self) -> int | None:
-        """Returns below how many completions a full sampler is to say how busy it is."""
+        """Returns below how many completions a full sampler is to report how busy it is."""
         return self.capacity if self.room <= 0 else None
 
     def configure(self, serving: ServingWeights) -> None:
-        """Takes over what it said of itself and of the model's engine."""
+        """Takes over what it reported of itself and of the model's engine."""
         self.name, self.gpus = serving.replica, serving.gpus
         self.max_num_seqs, self.kv_cache_tokens = serving.max_num_seqs, serving.kv_cache_tokens
 

@@ -19,13 +19,13 @@ from typing import Any, Literal
 
 from services.orchestrator.loop.after_step import AfterStep
 from services.orchestrator.loop.batches import Batches
+from services.orchestrator.loop.colocation import check_colocation
 from services.orchestrator.loop.decisions import MAX_RECOVERIES, PAUSES_S, Action, decide
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.loop.tasks import stop, to_the_end
-from services.orchestrator.loop.turns import check_turns
 from services.orchestrator.queue.store import Lease, LeaseLost, Store, StoreUnavailable
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.journal import Journal
@@ -166,7 +166,7 @@ class Run:
 
     async def _begin(self) -> AfterStep:
         """Makes the run folder, and checks what the job names: its data and its rewards."""
-        check_turns(self._job, self._settings)
+        check_colocation(self._job, self._settings)
         await asyncio.to_thread(self._folder.create, self._job)
         prompts = await asyncio.to_thread(load_prompts, self._job)
         await self._peers.validate_rewards(prompts.columns, prompts.for_step(1))

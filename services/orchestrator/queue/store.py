@@ -67,8 +67,8 @@ MAX_FOLLOWERS = 512
 KEY_TTL_S = 24 * 3600
 
 REGISTRATION_S = 15.0
-"""Seconds that a sampler stays registered without saying so again, which it does three times as
-often. Long enough for a pause of its process; what it does not answer meanwhile, others sample."""
+"""Seconds that a registration lasts; a sampler renews it after a third of that. Long enough for a
+pause of its process; what it does not answer meanwhile, others sample."""
 
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 

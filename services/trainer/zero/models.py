@@ -29,7 +29,6 @@ from shared.job import Job
 from shared.models import EXPECTED, model_folder
 
 HUB_TIMEOUT_S = 10.0
-WEIGHT_FILES = ("*.safetensors", "*.bin")
 SAVED_AS = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from services.orchestrator.loop.turns import check_turns
+from services.orchestrator.loop.colocation import check_colocation
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
@@ -82,4 +82,4 @@ async def test_a_job_that_cannot_take_turns_is_refused_when_it_is_submitted(
 def test_several_samplers_cannot_take_turns_with_one_trainer(job: Job) -> None:
     settings = Settings(colocate=True, rollout_url="http://a:1,http://b:1")
     with pytest.raises(BadRequest, match="got HONE_ROLLOUT_URL 'http://a:1,http://b:1'"):
-        check_turns(job, settings)
+        check_colocation(job, settings)

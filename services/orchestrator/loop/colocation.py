@@ -8,7 +8,7 @@ from shared.errors import BadRequest
 from shared.job import Job
 
 
-def check_turns(job: Job, settings: Settings) -> None:
+def check_colocation(job: Job, settings: Settings) -> None:
     """Raises BadRequest for a job that would sample while the trainer has the GPU, or frees the
     sampler's memory by itself."""
     if not settings.colocate:
