@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from services.orchestrator.loop.admission import Admission
 from services.orchestrator.loop.decisions import MustPause, SyncFailed
 from services.orchestrator.loop.discovery import Registered, nobody, sampler_urls
+from services.orchestrator.loop.group_requests import GroupRequests
 from services.orchestrator.loop.replica import Length, Replica
 from services.orchestrator.loop.tasks import all_of, stop
 from shared.client import Client
@@ -28,7 +28,6 @@ from shared.errors import BadRequest, HoneError, StateLost, Unavailable
 from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
 from shared.wire import (
-    Aborted,
     AbortRequest,
     GenerateRequest,
     ModelRequest,
@@ -45,10 +44,6 @@ LOOK_S = 0.25
 DISCOVER_S = 5.0
 """How often the pool looks for samplers that came or left."""
 
-ABORT_S = 2.0
-"""Seconds that a sampler has to end a job's requests. A worker that is stopped does not wait
-longer."""
-
 NUM_ASKED_WHO = 4
 """Times that a sampler is asked who it is before it serves: at once, so on connections of their
 own. A load balancer between two samplers that chooses at random goes unnoticed once in 16 times,
@@ -62,9 +57,6 @@ MAX_CONVERSATIONS = 65_536
 """Of how many conversations, the newest, it is known which sampler has them in its cache."""
 
 STALE = "stale"
-
-HUNG = 1.2
-"""A sampler that has not even ended a group this many deadlines after it was asked, hangs."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +94,7 @@ class Samplers:
         self._pushed: Push | None = None
         self._admission = Admission(self._up, self._nobody)
         self._keeper: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._requests = GroupRequests(settings, self._admission, self._patience_s)
         self._homes: OrderedDict[str, tuple[Replica, WeightsRef | None]] = OrderedDict()
         self._discover_at = self._found_at = 0.0
 
@@ -132,7 +124,7 @@ class Samplers:
         if not self._replicas:
             await self._discover_again()
         every = self._replicas.values()
-        await asyncio.gather(*(self._abort(replica, body) for replica in every))
+        await asyncio.gather(*(self._requests.abort(replica, body) for replica in every))
 
     async def sleep(self, body: SleepRequest) -> None:
         """Makes all samplers free their GPUs until the next version is pushed."""
@@ -321,9 +313,10 @@ class Samplers:
         return replica
 
     async def _stop_keeping(self) -> None:
-        tasks = [*self._tasks, *([self._keeper] if self._keeper else [])]
-        await stop(*tasks)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._requests.close()
+        if self._keeper:
+            await stop(self._keeper)
+            await asyncio.gather(self._keeper, return_exceptions=True)
 
     def _up(self) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.up]
@@ -423,7 +416,7 @@ class Samplers:
             replica = await self._admission.room_for(body.sampling.n, near)
             num_joins = replica.num_joins
             try:
-                return await self._sample(replica, body, key)
+                return await self._requests.sample(replica, body, key)
             except HoneError as error:
                 faults += not isinstance(error, Unavailable) or error.code == "deadline"
                 if faults > MAX_FAULTS or not self._can_do_without(replica, error):
@@ -433,73 +426,6 @@ class Samplers:
             finally:
                 replica.give_back(body.sampling.n)
                 self._admission.admit()
-
-    async def _sample(
-        self, replica: Replica, body: GenerateRequest, key: str
-    ) -> tuple[Replica, RolloutGroup]:
-        """Asks the sampler, and after a while another one too, if one has room. Returns which one
-        sampled the group."""
-        first = asyncio.create_task(self._ask(replica, body, key))
-        asked = {first: replica}
-        try:
-            await asyncio.wait(asked, timeout=self._settings.hedge_s)
-            if not first.done() and (other := self._admission.spare(replica)):
-                asked[asyncio.create_task(self._hedge(other, body, key))] = other
-            waiting = set(asked)
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    if not task.exception():
-                        return asked[task], task.result()
-            return replica, first.result()
-        finally:
-            losers = [asked[task] for task in asked if not task.done()]
-            await stop(*asked)
-            if len(asked) > 1:
-                for loser in losers:
-                    self._end_there(loser, body, key)
-
-    async def _hedge(self, other: Replica, body: GenerateRequest, key: str) -> RolloutGroup:
-        get_logger().info("group sampled twice", key=key, url=other.url)
-        other.take(body.sampling.n)
-        try:
-            return await self._ask(other, body, key)
-        finally:
-            other.give_back(body.sampling.n)
-            self._admission.admit()
-
-    async def _ask(self, replica: Replica, body: GenerateRequest, key: str) -> RolloutGroup:
-        return await replica.client.call(
-            "POST",
-            "/generate",
-            body,
-            RolloutGroup,
-            deadline_s=self._settings.generate_deadline_s * HUNG,
-            key=key,
-            wait_s=0,
-            patience_s=self._patience_s(replica),
-        )
-
-    def _end_there(self, replica: Replica, body: GenerateRequest, key: str) -> None:
-        """Ends what the sampler still does for a group that another one has sampled."""
-        assert body.job_id is not None
-        request = AbortRequest(
-            job_id=body.job_id, attempt=body.attempt, epoch=body.epoch, keys=(key,)
-        )
-        self._start(self._abort(replica, request))
-
-    async def _abort(self, replica: Replica, body: AbortRequest) -> None:
-        try:
-            await replica.client.call("POST", "/abort", body, Aborted, deadline_s=ABORT_S)
-        except HoneError as error:
-            get_logger().warning(
-                "not aborted", job=body.job_id, url=replica.url, reason=error.detail
-            )
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _can_do_without(self, replica: Replica, error: BaseException) -> bool:
         """Returns whether the error is this sampler's alone, and another one is there."""
