@@ -319,7 +319,7 @@ async def test_a_load_balancer_among_the_samplers_costs_no_group(pool: Pool) -> 
     assert "answers as two samplers" in said
 
 
-async def test_two_samplers_of_one_name_behind_one_url_are_told_apart(pool: Pool) -> None:
+async def test_two_samplers_of_one_name_behind_one_url_are_distinguished(pool: Pool) -> None:
     first, second = pool.samplers
     second.name = "r0"
     await second.kill()

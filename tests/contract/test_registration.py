@@ -80,7 +80,7 @@ async def listed(client: Client) -> list[str]:
 # --- who may, and for how long --------------------------------------------------------------------
 
 
-async def test_a_lease_ends_unless_the_sampler_says_so_again(
+async def test_a_lease_ends_unless_the_sampler_renews_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "REGISTRATION_S", 0.5)
@@ -97,7 +97,7 @@ async def test_a_lease_ends_unless_the_sampler_says_so_again(
         await asyncio.sleep(0.01)
 
 
-async def test_two_samplers_of_one_name_are_told_apart_and_the_second_is_refused(
+async def test_the_second_of_two_samplers_of_one_name_is_refused(
     client: Client,
 ) -> None:
     await register(client, "r0")
@@ -185,7 +185,7 @@ async def test_where_no_job_would_use_it_a_sampler_is_refused(
 # --- the sampler's side --------------------------------------------------------------------------
 
 
-async def test_a_sampler_says_again_that_it_is_there_and_leaves_when_it_drains(
+async def test_a_sampler_renews_its_lease_and_unregisters_when_it_drains(
     settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins before the orchestrator does, and is there once that is."""

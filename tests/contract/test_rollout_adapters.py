@@ -330,7 +330,7 @@ async def test_a_sampler_that_slept_wakes_with_the_base_model_and_the_next_adapt
     assert await text(bench, job_id="job", min_version=4) == "job/v4-0.0"
 
 
-async def test_a_load_that_did_nothing_is_told_by_the_canary(bench: Bench) -> None:
+async def test_a_load_that_did_nothing_is_found_by_the_canary(bench: Bench) -> None:
     def published(version: int) -> AdapterWeights:
         ours = Canary(token_ids=(1, 2), logprobs=(-0.1 * version,))
         return bench.publish_adapter(version).model_copy(update={"canary": ours})

@@ -40,7 +40,7 @@ async def assert_asleep(bench: RolloutBench) -> None:
     assert (await bench.raw("GET", "/healthz")).status_code == 200
 
 
-async def test_asleep_nothing_serves_and_whoever_asks_is_to_come_again(
+async def test_asleep_nothing_serves_and_requests_are_to_be_sent_again(
     serving: RolloutBench,
 ) -> None:
     answer = await sleep(serving)

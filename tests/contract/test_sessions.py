@@ -238,7 +238,7 @@ async def test_other_tools_begin_a_new_conversation(bench: RolloutBench) -> None
     )
 
 
-async def test_an_answer_asked_for_anew_keeps_the_tokens_before_it(bench: RolloutBench) -> None:
+async def test_an_answer_requested_again_keeps_the_tokens_before_it(bench: RolloutBench) -> None:
     chat = await serve(bench, "one", "two", "other")
     agent = Agent(bench)
     await agent.say()
@@ -419,7 +419,7 @@ async def test_a_session_is_for_chat_and_has_a_name(bench: RolloutBench) -> None
         await Agent(bench).client.completions.create(model="policy", prompt="a")
 
 
-async def test_the_session_idle_longest_is_forgotten_and_said_to_be(tmp_path: Path) -> None:
+async def test_the_session_idle_longest_is_forgotten_with_the_reason(tmp_path: Path) -> None:
     bench = RolloutBench(tmp_path, max_sessions=2)
     await serve(bench, "one")
     agents = {id: Agent(bench, id) for id in "abc"}

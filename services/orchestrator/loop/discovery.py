@@ -15,7 +15,7 @@ Registered = Callable[[], Awaitable[Sequence[str]]]
 """Returns the URLs of the samplers that are registered now."""
 
 
-async def nobody() -> Sequence[str]:
+async def none_registered() -> Sequence[str]:
     return ()
 
 
@@ -24,7 +24,9 @@ def is_one(places: Sequence[str]) -> bool:
     return len(places) == 1 and places[0] != REGISTERED and not places[0].startswith(DNS_PREFIX)
 
 
-async def sampler_urls(places: Sequence[str], registered: Registered = nobody) -> tuple[str, ...]:
+async def sampler_urls(
+    places: Sequence[str], registered: Registered = none_registered
+) -> tuple[str, ...]:
     """Returns the URL of each sampler, in a fixed order. `dns+http://name:8001` stands for one at
     each address of the name now, "registered" for each that registered itself; either may be
     none."""

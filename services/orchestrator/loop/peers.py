@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.orchestrator.loop.discovery import Registered, is_one, nobody
+from services.orchestrator.loop.discovery import Registered, is_one, none_registered
 from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.samplers import Push, Samplers
 from shared.client import Client
@@ -62,7 +62,7 @@ class Peers:
         job_id: str = "unnamed",
         attempt: int = 0,
         tell: Tell = tell_nobody,
-        registered: Registered = nobody,
+        registered: Registered = none_registered,
     ) -> None:
         self._job = job
         self._who = Fenced(job_id=job_id, attempt=attempt)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from services.orchestrator.loop.admission import Admission
 from services.orchestrator.loop.decisions import MustPause, SyncFailed
-from services.orchestrator.loop.discovery import Registered, nobody, sampler_urls
+from services.orchestrator.loop.discovery import Registered, none_registered, sampler_urls
 from services.orchestrator.loop.group_requests import GroupRequests
 from services.orchestrator.loop.replica import Length, Replica
 from services.orchestrator.loop.tasks import all_of, stop
@@ -84,7 +84,9 @@ class Push:
 class Samplers:
     """All samplers of one job. `open` begins an epoch, `push` makes all serve a version."""
 
-    def __init__(self, settings: Settings, tell: Tell, registered: Registered = nobody) -> None:
+    def __init__(
+        self, settings: Settings, tell: Tell, registered: Registered = none_registered
+    ) -> None:
         self._settings = settings
         self._registered = registered
         self._tell = tell

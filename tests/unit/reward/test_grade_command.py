@@ -155,7 +155,7 @@ def test_grading_that_takes_long_says_so(
     assert "still grading after 5 s: the reward's code is being imported, or runs" in shown
 
 
-def test_a_service_that_went_away_while_grading_is_not_said_to_grade() -> None:
+def test_a_service_that_went_away_is_not_reported_as_grading() -> None:
     async def why() -> str:
         async with Client("reward", "http://127.0.0.1:9") as client:
             return await _why_silent(client, "http://127.0.0.1:9")

@@ -96,7 +96,7 @@ def test_a_mistake_is_named_with_its_value_and_remedy(
     assert sentence in raised.value.detail
 
 
-def test_a_fault_is_told_of_the_override_that_made_it_or_else_of_the_file(tmp_path: Path) -> None:
+def test_a_fault_is_reported_of_its_override_or_else_of_the_file(tmp_path: Path) -> None:
     file = write(tmp_path, MINIMAL.replace("steps = 3", "steps = 0\nstepz = 3"))
     with pytest.raises(BadRequest) as raised:
         load_job(file, ["training.lr=1", "rewards.0.source=x", "rewards.0.weight=2"])
