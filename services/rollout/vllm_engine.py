@@ -74,6 +74,10 @@ RECEIVE_DEADLINES = 3
 LORA_RANKS = sorted(get_args(MaxLoRARanks))
 """What vLLM can be started for."""
 
+LORA_DTYPES = frozenset({"float16", "bfloat16"})
+"""What vLLM's kernels for adapters take on a GPU; they end the engine at another one. Those for a
+CPU take all."""
+
 MAX_OLD_ADAPTERS = 65
 """Versions of one adapter that requests may still name: one for each step of staleness. vLLM keeps
 them in host memory, and gives each a place on the device in its turn."""
@@ -139,7 +143,9 @@ def check_devices(num_ranks: int, num_visible: int) -> None:
 
 
 def takes_adapters(args: AsyncEngineArgs) -> bool:
-    """Returns whether vLLM has LoRA for the model's architecture."""
+    """Returns whether vLLM has LoRA for the model's architecture, and for its dtype here."""
+    if not current_platform.is_cpu() and args.dtype not in LORA_DTYPES:
+        return False
     config = args.create_model_config()
     model, _ = ModelRegistry.resolve_model_cls(config.architectures, config)
     return supports_lora(model)

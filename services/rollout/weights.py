@@ -236,7 +236,7 @@ async def adapter(ref: AdapterWeights, expected: Expected, copies: Copies) -> Pr
     if not expected.max_lora_rank:
         raise Failed(
             f"adapter {ref.adapter!r} cannot be loaded: the engine was started without adapters, "
-            "or vLLM has none for the model's architecture",
+            "or vLLM has none for the model's architecture, or on a GPU for its dtype",
             code="no_adapters",
         )
     copy = await copies.adapter(ref, seen_folder(ref, expected.roots))
