@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from hone.commands.grade import reward_service
+from hone.reward_service import reward_service
 from shared.client import Client
 from shared.errors import BadRequest
 from shared.job import Job

@@ -4,36 +4,25 @@ else one started here for the call."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import secrets
-import socket
-import subprocess
 import sys
-import tempfile
-import time
 import tomllib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from hone import stack
+from hone.reward_service import PING_DEADLINE_S, reward_service
 from hone.shell import REWARDS_ONLY, Output, OutputOption, command, show
 from shared.client import Client
-from shared.config import PREFIX, load_settings
-from shared.errors import BadRequest, Failed, Unavailable
+from shared.errors import BadRequest, Unavailable
 from shared.job import RewardSpec
 from shared.job_file import load_job
-from shared.processes import ending_with_parent
 from shared.wire import Score, ScoreItem, ScoreRequest, ScoreResult, VersionInfo
 
-PING_DEADLINE_S = 1.0
-START_DEADLINE_S = 60.0
 SCORE_DEADLINE_S = 900.0
 
 SILENT_S = 5.0
@@ -189,70 +178,3 @@ async def _why_silent(client: Client, url: str) -> str:
     except Unavailable:
         return AWAY.format(url=url)
     return STILL_GRADING
-
-
-async def _ping(url: str, token: str | None) -> None:
-    async with Client("reward", url, token=token) as client:
-        await client.get("/version", VersionInfo, deadline_s=PING_DEADLINE_S)
-
-
-@contextlib.contextmanager
-def reward_service() -> Generator[tuple[str, str | None]]:
-    """Yields a reward service's URL and token. One that the environment names is the only one
-    tried."""
-    settings = load_settings()
-    named, url = "reward_url" in settings.model_fields_set, stack.located(settings).reward_url
-    try:
-        asyncio.run(_ping(url, settings.bearer()))
-    except Unavailable:
-        if named:
-            raise
-        with _started() as own:
-            yield own
-    else:
-        yield url, settings.bearer()
-
-
-@contextlib.contextmanager
-def _started() -> Generator[tuple[str, str]]:
-    """Yields the URL and token of a service of our own, ended afterwards."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    url, token = f"http://127.0.0.1:{port}", secrets.token_hex(16)
-    own = {
-        "HOST": "127.0.0.1",
-        "REWARD_PORT": str(port),
-        "TOKEN": token,
-        "SANDBOX_SLOTS": "1",
-        "LOG_LEVEL": "error",
-    }
-    environment = os.environ | {PREFIX + name: value for name, value in own.items()}
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.reward"],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            preexec_fn=ending_with_parent(),
-        )
-        try:
-            _wait(process, url, token, log)
-            yield url, token
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def _wait(process: subprocess.Popen[bytes], url: str, token: str, log: IO[bytes]) -> None:
-    """Returns once the service answers. Raises Failed with the end of its log if it ends before, or
-    never does."""
-    end = time.monotonic() + START_DEADLINE_S
-    while process.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(Unavailable):
-            return asyncio.run(_ping(url, token))
-    log.seek(0)
-    raise Failed(
-        "no reward service runs, and none could be started here: "
-        f"{log.read()[-500:].decode(errors='replace').strip()}"
-    )
