@@ -226,7 +226,7 @@ class Settings(BaseSettings):
 
     shm_dir: Path = Path(f"/dev/shm/hone-{os.getuid()}")
     """Folder in shared memory for weights on their way to the sampler (`weight_sync = "shm"`); it
-    holds two versions. Trainer and sampler must see the same one."""
+    holds three versions. Trainer and sampler must see the same one."""
 
     # trainer
 

@@ -38,6 +38,9 @@ ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
 """By default torch ends the process where a peer does not do its part in time: a trainer that dies
 would take the engine along."""
 
+TURN_DEADLINES = 2
+"""So many deadlines a sampler waits until those before it are served, of whom one may hang."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -87,6 +90,7 @@ class BroadcastEngine(WeightTransferEngine[Meeting, Chunk]):
             number = store.add("asked", 1)
             store.set(f"asked/{number}", f"{init_info.name} {init_info.num_ranks}")
         own = PrefixStore(init_info.name, store)
+        own.wait(["turn"], TURN_DEADLINES * self._timeout)
         self._group = self._joined(own, rank + 1, init_info.num_ranks + 1)
 
     def _joined(self, store: Store, rank: int, size: int) -> Any:

@@ -68,8 +68,9 @@ STOP_S = 3.0
 AHEAD = -1
 """vLLM's priority of a request that waits behind none of the samples."""
 
-RECEIVE_DEADLINES = 3
-"""So many of a transfer's deadlines may the whole of it take: to meet, to send, and to load."""
+RECEIVE_DEADLINES = 5
+"""So many of a transfer's deadlines may the whole of it take: two until it is this sampler's turn,
+to meet, to send, and to load."""
 
 LORA_RANKS = sorted(get_args(MaxLoRARanks))
 """What vLLM can be started for."""

@@ -7,6 +7,7 @@ one after another. What they meet by is a store of torch's:
 
     <key>/asked             how many samplers have asked
     <key>/asked/<n>         the n-th one's name and number of ranks: "3f2a 2"
+    <key>/<name>/turn       is there once it is served; until then it waits
     <key>/<name>/...        its group's own
 
 The other side is `services/rollout/transfer.py`, in vLLM's process.
@@ -101,7 +102,9 @@ class Broadcast:
                 num_served += 1
                 try:
                     name, num_ranks = store.get(f"asked/{num_served}").decode().split()
-                    self._send(PrefixStore(name, store), int(num_ranks))
+                    own = PrefixStore(name, store)
+                    own.set("turn", "")
+                    self._send(own, int(num_ranks))
                 except (RuntimeError, ValueError) as error:  # torch's errors of peers that are gone
                     reason = str(error).splitlines()[0]
                     get_logger().warning("weights not sent", port=self.port, reason=reason)
