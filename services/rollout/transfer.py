@@ -9,7 +9,6 @@ by vLLM in both.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,12 +30,10 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from shared.meeting import ASKED, TURN, nth_asked, surviving_peers
+
 BACKENDS = {"nccl": "hone_broadcast", "ipc": "ipc"}
 """The names of the engines in vLLM's table."""
-
-ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
-"""By default torch ends the process where a peer does not do its part in time: a trainer that dies
-would take the engine along."""
 
 TURN_DEADLINES = 2
 """So many deadlines a sampler waits until those before it are served, of whom one may hang."""
@@ -87,10 +84,10 @@ class BroadcastEngine(WeightTransferEngine[Meeting, Chunk]):
             TCPStore(init_info.host, init_info.port, is_master=False, timeout=self._timeout),
         )
         if rank == 0:
-            number = store.add("asked", 1)
-            store.set(f"asked/{number}", f"{init_info.name} {init_info.num_ranks}")
+            number = store.add(ASKED, 1)
+            store.set(nth_asked(number), f"{init_info.name} {init_info.num_ranks}")
         own = PrefixStore(init_info.name, store)
-        own.wait(["turn"], TURN_DEADLINES * self._timeout)
+        own.wait([TURN], TURN_DEADLINES * self._timeout)
         self._group = self._joined(own, rank + 1, init_info.num_ranks + 1)
 
     def _joined(self, store: Store, rank: int, size: int) -> Any:
@@ -98,14 +95,8 @@ class BroadcastEngine(WeightTransferEngine[Meeting, Chunk]):
             return dist.ProcessGroupGloo(store, rank, size, self._timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        before = os.environ.get(ERROR_HANDLING)
-        os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY  # a group reads it when it is made
-        try:
+        with surviving_peers():
             return dist.ProcessGroupNCCL(store, rank, size, options)
-        finally:
-            os.environ.pop(ERROR_HANDLING)
-            if before is not None:
-                os.environ[ERROR_HANDLING] = before
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)

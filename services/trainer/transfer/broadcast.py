@@ -3,12 +3,7 @@ NCCL between GPUs and gloo between CPUs.
 
 Each sampler that asks gets a process group of its own, with this process as rank 0 and its own
 ranks after it, so that one that comes late, dies or hangs is no other's concern. They are served
-one after another. What they meet by is a store of torch's:
-
-    <key>/asked             how many samplers have asked
-    <key>/asked/<n>         the n-th one's name and number of ranks: "3f2a 2"
-    <key>/<name>/turn       is there once it is served; until then it waits
-    <key>/<name>/...        its group's own
+one after another. They meet in a store of torch's (`shared/meeting.py`).
 
 The other side is `services/rollout/transfer.py`, in vLLM's process.
 """
@@ -16,7 +11,6 @@ The other side is `services/rollout/transfer.py`, in vLLM's process.
 from __future__ import annotations
 
 import contextvars
-import os
 import secrets
 import socket
 import threading
@@ -30,16 +24,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore
 
 from shared.logs import get_logger
+from shared.meeting import ASKED, TURN, nth_asked, surviving_peers
 from shared.wire import SentTensor
 
 CHUNK_BYTES = 256 << 20
 """About how much goes at once: both sides hold that much in addition to the weights."""
 
 POLL_S = 0.02
-
-ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
-"""By default torch ends the process where a peer does not do its part in time: a sampler that dies
-would take the trainer along."""
 
 
 class Broadcast:
@@ -98,12 +89,12 @@ class Broadcast:
     def _serve(self, store: Store) -> None:
         num_served = 0
         while not self._stopping.wait(POLL_S):
-            while num_served < store.add("asked", 0) and not self._stopping.is_set():
+            while num_served < store.add(ASKED, 0) and not self._stopping.is_set():
                 num_served += 1
                 try:
-                    name, num_ranks = store.get(f"asked/{num_served}").decode().split()
+                    name, num_ranks = store.get(nth_asked(num_served)).decode().split()
                     own = PrefixStore(name, store)
-                    own.set("turn", "")
+                    own.set(TURN, "")
                     self._send(own, int(num_ranks))
                 except (RuntimeError, ValueError) as error:  # torch's errors of peers that are gone
                     reason = str(error).splitlines()[0]
@@ -131,14 +122,8 @@ def joined(
     torch.cuda.set_device(device)  # this thread has chosen none yet
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    before = os.environ.get(ERROR_HANDLING)
-    os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY  # a group reads it when it is made
-    try:
+    with surviving_peers():
         return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
-    finally:
-        os.environ.pop(ERROR_HANDLING)
-        if before is not None:
-            os.environ[ERROR_HANDLING] = before
 
 
 def chunks(tensors: Mapping[str, Tensor], max_bytes: int = CHUNK_BYTES) -> list[list[str]]:
