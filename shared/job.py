@@ -25,6 +25,10 @@ JOB_ID = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 
 MAX_SOURCE_BYTES = 1 << 20
 
+MAX_KEPT = 1024
+"""Largest `sampling.top_k` with which the sampler says which tokens each one could have been: 4 KB
+per token at most, where a completion's other data is 9 bytes."""
+
 MAY_CHANGE = frozenset(
     {"name", "steps", "weight_sync", "memory", "evaluation", "checkpoints", "rollouts", "wandb"}
 )
@@ -111,7 +115,7 @@ class SamplingSpec(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Samples only from the most likely tokens that together have this probability. 1 samples from
     the whole vocabulary, so the distribution that is sampled is the one that is trained; less needs
-    `correction.truncated_sampling`."""
+    `top_k` too: see `correction.truncated_sampling`."""
 
     top_k: int = Field(default=0, ge=0)
     """Samples only from this many most likely tokens. 0 samples from the whole vocabulary; else as
@@ -367,11 +371,12 @@ class CorrectionSpec(Section):
     "sequence_mask" of the product and 1.01 of the geometric mean."""
 
     truncated_sampling: Literal["refuse", "accept"] = "refuse"
-    """Whether `sampling.top_p` < 1, `sampling.top_k` > 0 or `sampling.min_p` > 0 may be trained on.
-    The sampler's log-probs are then of the tokens it kept, the trainer's of the whole vocabulary,
-    and w is too small by the probability that was cut off. "refuse", because the trained
-    distribution would not be the sampled one; "accept" leaves it to `method` to weigh the
-    difference."""
+    """What becomes of `sampling.top_p` < 1, `sampling.top_k` > 0 or `sampling.min_p` > 0. The
+    sampler's log-probs are then of the tokens that it kept. With `sampling.top_k` from 1 to 1024 it
+    says which these are for each token, and the trainer takes its log-probs over the same tokens,
+    so the trained distribution is the sampled one. "refuse" refuses a job without that bound, and a
+    sampler that cannot say it. "accept" does not ask: the trainer's log-probs are of the whole
+    vocabulary, w is too small by the probability that was cut off, and `method` weighs that."""
 
     @model_validator(mode="after")
     def _corrects_once(self) -> CorrectionSpec:
@@ -655,12 +660,12 @@ class Job(Section):
     @model_validator(mode="after")
     def _whole_vocabulary(self) -> Job:
         top_p, top_k, min_p = self.sampling.top_p, self.sampling.top_k, self.sampling.min_p
-        if (top_p < 1 or top_k or min_p) and self.correction.truncated_sampling == "refuse":
+        if self.needs_masks and not 1 <= top_k <= MAX_KEPT:
             raise ValueError(
-                f"sampling.top_p is {top_p:g}, sampling.top_k {top_k} and sampling.min_p "
-                f"{min_p:g}; expected 1, 0 and 0: the sampler does not say which tokens it could "
-                "have sampled, so the trainer would train another distribution than the one "
-                "sampled from. To train all the same, "
+                f"sampling.top_p is {top_p:g}, sampling.min_p {min_p:g} and sampling.top_k "
+                f"{top_k}, expected a top_k from 1 to {MAX_KEPT} with them: the sampler says for "
+                "each token which ones it could have been, so that the trainer trains the "
+                "distribution sampled from, and top_k bounds how many these are. To train without, "
                 'set correction.truncated_sampling = "accept"'
             )
         return self
@@ -671,6 +676,13 @@ class Job(Section):
         if self.lora is None or self.weight_sync not in ("auto", "lora"):
             return None
         return self.lora.rank if self.lora.rank <= MAX_SERVED_RANK else None
+
+    @property
+    def needs_masks(self) -> bool:
+        """Whether the sampler is to say which tokens it could have sampled."""
+        sampling = self.sampling
+        truncates = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+        return truncates and self.correction.truncated_sampling == "refuse"
 
 
 def _members(annotation: Any) -> set[Any]:

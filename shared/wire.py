@@ -86,6 +86,8 @@ class EngineSpec(Wire):
     `max_model_len` bounds prompt plus completion, in tokens; None takes the model's own. `dtype`
     "auto" takes bfloat16 where the hardware has it and float32 elsewhere. `max_lora_rank` is the
     largest rank of adapters to serve beside the model, if its architecture takes any; None: none.
+    With `sampling_masks` a request that samples from parts of the vocabulary is told which
+    (`Rollout.kept_ids`).
     """
 
     model: str
@@ -94,6 +96,7 @@ class EngineSpec(Wire):
     max_model_len: int | None = Field(default=None, gt=0)
     max_lora_rank: int | None = Field(default=None, ge=1, le=MAX_SERVED_RANK)
     seed: int = 0
+    sampling_masks: bool = False
 
 
 class ModelRequest(EngineSpec, Fencing):
@@ -121,6 +124,11 @@ class Sampling(Wire):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 class GenerateRequest(Fencing):
@@ -176,7 +184,8 @@ class Rollout(Wire):
     sampled it, oldest first; more than one only if a sync happened under way.
 
     `kept_counts` `[T]` is how many tokens could be sampled at each position under `top_p`, `top_k`
-    or `min_p`, and `kept_ids` are those, position by position; empty: the whole vocabulary.
+    or `min_p`, and `kept_ids` are those, position by position. A count of 0, or none at all: the
+    whole vocabulary, as far as is known (`EngineSpec.sampling_masks`).
 
     `messages` are the turns after the prompt of a conversation, whose last answer is `text`. `info`
     is the environment's. A rollout that went wrong has `finish_reason` "error" or "timeout" and

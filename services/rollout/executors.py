@@ -6,24 +6,83 @@ it starts another process to bind OpenMP threads, which we leave unbound. In-pro
 start time, 0.6 GB less, and no hop between processes for each token. Several devices: one process
 each, which vLLM ends when the engine process ends.
 
-The classes add nothing; that they are ours makes a new process import this module before it runs
-anything of vLLM's, when it is handed its executor class. From then on it dies with the service. By
-itself vLLM's engine process outlives a killed service, with all its memory.
+That the classes are ours makes a new process import this module before it runs anything of vLLM's,
+when it is handed its executor class. From then on it dies with the service. By itself vLLM's engine
+process outlives a killed service, with all its memory.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.outputs import SamplingMaskLists
 
 from services.rollout.processes import SERVICE_PID
 from shared.processes import die_with
 
 
+class Masks:
+    """Stands in for the `forward` of vLLM's top-k and top-p sampler, and remembers what it left."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._forward = sampler.forward
+        self.kept_BV: Tensor | None = None
+
+    def __call__(
+        self, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the sampled tokens, and the log-probs of all: -inf for what could not be sampled,
+        whether it was cut off here or before (min-p)."""
+        tokens_B, logprobs_BV = self._forward(logits, generators, k, p)
+        self.kept_BV = logprobs_BV > -torch.inf
+        return tokens_B, logprobs_BV
+
+    def lists(self) -> SamplingMaskLists | None:
+        """Returns the tokens that each row of the step could have been, none for a row that could
+        be any; None for a step that drew none."""
+        if self.kept_BV is None:
+            return None
+        kept_BV = self.kept_BV & ~self.kept_BV.all(1, keepdim=True)
+        ids = kept_BV.nonzero()[:, 1].numpy().astype(np.int32)
+        return SamplingMaskLists(ids, np.concatenate([[0], kept_BV.sum(1).cumsum(0).numpy()]))
+
+
+class MaskingScheduler(Scheduler):
+    """Hands sampling masks on to the requests' outputs. vLLM's own setting would do so, but it is
+    refused with the model runner of the CPU, for which `InProcessExecutor` makes them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.return_sampling_mask = True
+
+
 class InProcessExecutor(UniProcExecutor):
-    """Runs the model in the engine process."""
+    """Runs the model in the engine process, and adds to its output which tokens each one was drawn
+    from, if there is a `MaskingScheduler` to take it."""
+
+    _masks: Masks | None = None
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        if self.vllm_config.scheduler_config.scheduler_cls is MaskingScheduler:
+            sampler = self.driver_worker.model_runner.sampler.topk_topp_sampler
+            self._masks = sampler.forward = Masks(sampler)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        if self._masks is None:
+            return super().sample_tokens(*args, **kwargs)
+        self._masks.kept_BV = None  # of another step, or of vLLM's warm-up
+        output: Any = super().sample_tokens(*args, **kwargs)
+        if output is not None:
+            output.sampling_masks = self._masks.lists()
+        return output
 
 
 class ProcessPerDeviceExecutor(MultiprocExecutor):

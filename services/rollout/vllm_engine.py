@@ -38,7 +38,12 @@ from services.rollout.engine import (
     Offers,
     failed_rollout,
 )
-from services.rollout.executors import InProcessExecutor, ProcessPerDeviceExecutor
+from services.rollout.executors import (
+    InProcessExecutor,
+    MaskingScheduler,
+    ProcessPerDeviceExecutor,
+)
+from services.rollout.masks import bounded, packed
 from services.rollout.openai_routes import openai_app
 from services.rollout.processes import in_daemon_thread, root_cause, stop_children
 from services.rollout.tokenizers import load_tokenizer
@@ -115,6 +120,8 @@ def engine_args(
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
+    if spec.sampling_masks:
+        ask_for_masks(args)
     if current_platform.is_cpu():
         args.enforce_eager = True
         # Where a prompt is computed in parts, vLLM takes back what it drew for it in between, which
@@ -155,6 +162,22 @@ def takes_adapters(args: AsyncEngineArgs) -> bool:
 def can_sleep(settings: Settings) -> bool:
     """Returns whether vLLM allocates memory in the way that lets it free it again."""
     return settings.sleep_mode or settings.colocate
+
+
+def ask_for_masks(args: AsyncEngineArgs) -> None:
+    """Asks for the tokens that each token was drawn from: of vLLM, or on a CPU, where its model
+    runner does not say it, of our executor. Raises BadRequest where neither can."""
+    if not current_platform.is_cpu():
+        args.return_sampling_mask = True
+    elif args.tensor_parallel_size == 1:
+        args.scheduler_cls = MaskingScheduler
+    else:
+        raise BadRequest(
+            "the job samples from parts of the vocabulary (sampling.top_p, top_k or min_p), and on "
+            "a CPU the sampler can say which only with HONE_TENSOR_PARALLEL_SIZE 1; got "
+            f"{args.tensor_parallel_size}. To train without, set "
+            'correction.truncated_sampling = "accept"'
+        )
 
 
 def choose_dtype(asked: Dtype) -> Dtype:
@@ -232,13 +255,21 @@ class VllmEngine:
         name = next(self._request_ids)
         ending = asyncio.create_task(self._end_after(name, deadline_s)) if deadline_s else None
         try:
-            params = sampling_params(sampling)
+            params = sampling_params(self._as_vllm_wants(sampling))
             output = await self._last_output(prompt_token_ids, params, salt, name, adapter=adapter)
         finally:
             if ending:
                 ending.cancel()
         ended_s = deadline_s if ending and ending.done() else None
-        return tuple(rollout(one, owner, adapter, ended_s) for one in output.outputs)
+        masked = self._spec.sampling_masks and sampling.truncates
+        return tuple(rollout(one, owner, adapter, ended_s, masked=masked) for one in output.outputs)
+
+    def _as_vllm_wants(self, sampling: Sampling) -> Sampling:
+        """Returns the same sampling as vLLM's own masks want it of all requests: with a top_k, and
+        no temperature of 0."""
+        if not self._spec.sampling_masks or current_platform.is_cpu():
+            return sampling
+        return bounded(sampling, self.vocab_size)
 
     async def _end_after(self, name: int, deadline_s: float) -> None:
         """Ends a request, which then gives what it has."""
@@ -248,6 +279,7 @@ class VllmEngine:
     async def logprobs(self, token_ids: list[int], adapter: Adapter | None = None) -> list[float]:
         params = SamplingParams(
             max_tokens=1,
+            top_k=1,  # vLLM's masks want a bound; it is of the one token that nobody looks at
             prompt_logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -488,16 +520,22 @@ def rollout(
     owner: str,
     adapter: Adapter | None = None,
     ended_s: float | None = None,
+    *,
+    masked: bool = False,
 ) -> Rollout:
     """Returns the completion as it was sampled, or one that says what went wrong with it: that it
     was ended after `ended_s` seconds, for one. An adapter is of one version from the first token to
-    the last; of other weights vLLM noted it. Raises Failed unless there is one log-prob per
-    token."""
+    the last; of other weights vLLM noted it. Raises Failed unless there is one log-prob per token,
+    and with `masked` one list of the tokens that it could have been."""
     token_ids, logprobs = completion.token_ids, _logprobs(completion)
     if len(logprobs) != len(token_ids):
         raise Failed(
             f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, expected one each"
         )
+    mask = completion.sampling_mask
+    kept_ids, kept_counts = TokenIds(), TokenIds()
+    if masked:
+        kept_ids, kept_counts = packed(mask.token_ids if mask else [], len(token_ids))
     sampled_by = (
         (Span(version=adapter.version, start=0),)
         if adapter
@@ -519,6 +557,8 @@ def rollout(
         finish_reason=reason,
         error=f"not done after {ended_s:g} s" if reason == "timeout" else None,
         spans=sampled_by,
+        kept_ids=kept_ids,
+        kept_counts=kept_counts,
     )
 
 

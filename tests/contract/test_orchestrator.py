@@ -29,6 +29,7 @@ from shared.wire import (
     JobList,
     JobRecord,
     MetricsList,
+    ModelRequest,
     Part,
     RolloutList,
     SubmitRequest,
@@ -98,6 +99,20 @@ async def test_a_repeatable_job_asks_with_the_same_seeds_and_each_completion_has
     assert not seeds & set(other.values())
     groups = [range(seed, seed + 4) for seed in seeds]
     assert len({number for group in groups for number in group}) == 4 * len(seeds) > 4 * 12
+
+
+async def test_a_job_that_truncates_asks_the_sampler_for_masks(stack: Stack) -> None:
+    specs: list[ModelRequest] = []
+
+    async def note(body: ModelRequest) -> None:
+        specs.append(body)
+
+    stack.fakes.fault["model"] = note
+    for top_k in (0, 5):
+        sampling = stack.job.sampling.model_copy(update={"top_k": top_k})
+        job = stack.job.model_copy(update={"steps": 1, "sampling": sampling})
+        assert (await stack.until((await stack.submit(job)).id)).status == "succeeded"
+    assert [spec.sampling_masks for spec in specs] == [False, True]
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])

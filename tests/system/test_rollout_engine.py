@@ -36,6 +36,7 @@ from shared.wire import (
     Aborted,
     AbortRequest,
     Canary,
+    Example,
     Fence,
     FolderWeights,
     GenerateRequest,
@@ -211,7 +212,12 @@ def service(folder: Path) -> Iterator[Running]:
     try:
         with httpx.Client(base_url=running.url, timeout=240) as http:
             answer = http.put(
-                "/model", json={"model": str(running.models / "tied"), "dtype": "float32"}
+                "/model",
+                json={
+                    "model": str(running.models / "tied"),
+                    "dtype": "float32",
+                    "sampling_masks": True,
+                },
             )
             assert answer.status_code == 200, answer.text + running.log.read_text()[-3000:]
         yield running
@@ -344,6 +350,77 @@ async def test_min_p_of_one_leaves_the_likeliest_token(client: Client) -> None:
     greedy = await generate(client, sampling=Sampling(max_tokens=8, temperature=0.0))
     likeliest = await generate(client, sampling=Sampling(n=3, max_tokens=8, min_p=1.0))
     assert {r.token_ids for r in likeliest.rollouts} == {greedy.rollouts[0].token_ids}
+
+
+TRUNCATED = [
+    {"top_p": 0.9},
+    {"top_k": 5},
+    {"min_p": 0.05},
+    {"min_p": 0.5},
+    {"top_p": 0.9, "top_k": 5, "min_p": 0.05, "temperature": 0.7},
+]
+
+
+async def test_each_token_comes_with_those_it_could_have_been(
+    service: Running, client: Client
+) -> None:
+    """While requests that are greedy or sample from the whole vocabulary share the engine's steps:
+    the log-prob is the trainer's over the same tokens, and these are those of Hugging Face's
+    logits."""
+    whole = [{"n": 4}, {"temperature": 0.0, "top_k": 5}]
+    *truncated, free, greedy = await asyncio.gather(
+        *(
+            generate(client, sampling=Sampling(max_tokens=40, **options))
+            for options in (*({"n": 4, **some} for some in TRUNCATED), *whole)
+        )
+    )
+    for group in (free, greedy):
+        assert not any(rollout.kept_ids or rollout.kept_counts for rollout in group.rollouts)
+    for group, options in zip(truncated, TRUNCATED, strict=True):
+        for rollout in group.rollouts:
+            expected = trainers_logprobs(service.models / "tied", group, rollout, **options)
+            assert list(rollout.logprobs) == pytest.approx(expected, abs=1e-4)
+
+
+def trainers_logprobs(
+    model: Path,
+    group: RolloutGroup,
+    rollout: Rollout,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 64,
+    min_p: float = 0.0,
+) -> list[float]:
+    """Returns the trainer's log-probs of the rollout, after checking that it could be sampled from
+    the likeliest tokens by min-p, of these by top-k and of these by top-p."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from services.trainer.learning.batch import collate
+    from services.trainer.learning.policy import Policy
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokens = [*group.prompt_token_ids, *rollout.token_ids]
+    kept = iter(rollout.kept_ids)
+    kept_T = [{next(kept) for _ in range(count)} for count in rollout.kept_counts]
+    with torch.no_grad():
+        probs_TV = torch.softmax(network(torch.tensor([tokens])).logits[0] / temperature, -1)
+        for probs_V, ids in zip(probs_TV[len(group.prompt_token_ids) - 1 :], kept_T, strict=False):
+            sorted_V, ids_V = probs_V.sort(descending=True)
+            sorted_V[sorted_V < min_p * sorted_V[0]] = 0
+            sorted_V[top_k:] = 0
+            sorted_V /= sorted_V.sum()
+            before_V = sorted_V.cumsum(0) - sorted_V
+            left_V = (sorted_V > 0) & ((before_V < top_p) | (top_p == 1))
+            assert (ids or set(ids_V.tolist())) == set(ids_V[left_V].tolist())
+        example = Example(
+            prompt_token_ids=group.prompt_token_ids,
+            token_ids=rollout.token_ids,
+            kept_ids=rollout.kept_ids,
+            kept_counts=rollout.kept_counts,
+            advantage=1.0,
+        )
+        return Policy(network, temperature)(collate([example]))[0].tolist()
 
 
 async def test_a_stop_string_ends_the_text_before_it_and_keeps_its_tokens(client: Client) -> None:

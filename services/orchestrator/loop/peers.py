@@ -134,6 +134,7 @@ class Peers:
             max_model_len=job.max_model_len,
             max_lora_rank=job.served_rank,
             seed=job.seed,
+            sampling_masks=job.needs_masks,
         )
         await self._samplers.open(spec)
 

@@ -159,8 +159,8 @@ def test_a_job_survives_the_wire(tmp_path: Path) -> None:
     assert Job.model_validate_json(job.model_dump_json()) == job
 
 
-@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 50}])
-def test_truncated_sampling_is_refused_unless_it_is_asked_for_by_name(sampling):
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 1025}])
+def test_truncated_sampling_needs_a_bound_unless_it_is_asked_for_by_name(sampling):
     document = {
         "name": "t",
         "model": "m/m",
@@ -171,7 +171,10 @@ def test_truncated_sampling_is_refused_unless_it_is_asked_for_by_name(sampling):
     }
     with pytest.raises(BadRequest, match=r"correction\.truncated_sampling"):
         parse_job(document)
-    parse_job(document | {"correction": {"truncated_sampling": "accept"}})
+    accepted = parse_job(document | {"correction": {"truncated_sampling": "accept"}})
+    bounded = parse_job(document | {"sampling": sampling | {"top_k": 50}})
+    whole = parse_job(document | {"sampling": {}})
+    assert [job.needs_masks for job in (accepted, bounded, whole)] == [False, True, False]
 
 
 @pytest.mark.parametrize(

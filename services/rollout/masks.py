@@ -1,0 +1,33 @@
+"""Which tokens each token was drawn from, under top-p, top-k or min-p: vLLM's sampling masks.
+
+vLLM's newer model runner, which a GPU has, gives them if `return_sampling_mask` is set, for all
+requests or none. On a CPU vLLM has the older one; there `executors.py` adds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shared.errors import Failed
+from shared.packed import TokenIds
+from shared.wire import Sampling
+
+
+def bounded(sampling: Sampling, vocab_size: int) -> Sampling:
+    """Returns a sampling of the same tokens, with the top_k and the temperature above 0 that vLLM's
+    own masks want of every request. Of tokens that are exactly as likely, greedy decoding then
+    takes any."""
+    if sampling.temperature == 0:
+        return sampling.model_copy(update={"temperature": 1.0, "top_k": 1})
+    return sampling.model_copy(update={"top_k": sampling.top_k or vocab_size})
+
+
+def packed(kept_T: Sequence[Sequence[int]], num_tokens: int) -> tuple[TokenIds, TokenIds]:
+    """Returns `kept_ids` and `kept_counts` of a rollout (shared/wire.py). Raises Failed unless
+    there is one mask per token."""
+    if len(kept_T) != num_tokens:
+        raise Failed(
+            f"vLLM gave {len(kept_T)} sampling masks for {num_tokens} tokens, expected one each"
+        )
+    ids = TokenIds([token for kept in kept_T for token in kept])
+    return ids, TokenIds([len(kept) for kept in kept_T])
