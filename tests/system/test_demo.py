@@ -1,5 +1,5 @@
 """The main job, as the README has it: `make demo` from a bare checkout learns, shows it, and leaves
-nothing running."""
+nothing running. Here it has two samplers; `test_loop.py` has the stack of one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ SEED = 2
 @pytest.mark.timeout(900)
 def test_the_demo_takes_held_out_accuracy_from_a_third_to_nine_tenths() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.demo", "--seed", str(SEED)],
+        [sys.executable, "-m", "deploy.demo", "--seed", str(SEED), "--samplers", "2"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    summary = json.loads((ROOT / "runs/demo/summary.json").read_text())
+    run = ROOT / "runs/demo"
+    summary = json.loads((run / "summary.json").read_text())
     assert summary["eval_before"] <= 0.45
     assert summary["eval_after"] >= 0.90
     assert summary["steps"] == 160 and summary["seed"] == SEED
@@ -38,5 +39,8 @@ def test_the_demo_takes_held_out_accuracy_from_a_third_to_nine_tenths() -> None:
     ):
         assert shown in done.stdout
     assert (Path(summary["checkpoint"]) / "config.json").is_file()
-    assert (ROOT / "runs/demo/learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    syncs = [json.loads(line) for line in (run / "weights.jsonl").read_text().splitlines()]
+    assert syncs[-1]["version"] == 160
+    assert all(len({one["replica"] for one in sync["samplers"]}) == 2 for sync in syncs)
+    assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert not (ROOT / ".hone/demo/stack/stack.json").exists()
