@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up down test soak check format lock clean
+.PHONY: help setup demo up down test soak gpu check format lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,9 +28,12 @@ ENGINES := system or engine or gpu
 # More workers than cores: these tests wait for processes and deadlines half of their time.
 BESIDE := -n 4 --dist loadfile
 
-test: $(VENV)/.ready ## every test but the soak tests: unit, contract, and the real stack
+test: $(VENV)/.ready ## every test but soak and gpu tests: unit, contract, and the real stack
 	$(BIN)/python -m pytest $(BESIDE) -m "not ($(ENGINES)) and not soak"
-	$(BIN)/python -m pytest -m "($(ENGINES)) and not soak"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(system or engine) and not gpu and not soak"
+
+gpu: $(VENV)/.ready ## the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu
 
 soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 	$(BIN)/python -m pytest -m soak
