@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pydantic
 import pytest
 
-from services.orchestrator.loop import canary
+from services.orchestrator.loop import canary, syncing
+from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.syncing import candidates, fuller_than
+from shared.client import Client
 from shared.errors import Failed
 from shared.job import Job, LoraSpec
 from shared.packed import Logprobs, TokenIds
-from shared.wire import Canary, Published, PublishRequest, ServingWeights
+from shared.wire import (
+    Canary,
+    CheckedWeights,
+    FolderWeights,
+    Published,
+    PublishRequest,
+    ServingWeights,
+    WeightsRef,
+)
 from tests.contract.test_orchestrator_faults import warnings
 from tests.support import orchestrator_stack
 from tests.support.fake_services import logprobs_of
@@ -48,6 +58,43 @@ def test_the_difference_is_the_mean_over_the_canary() -> None:
 def test_the_tolerance_is_that_of_the_looser_dtype(dtype: str, gap: float, agrees: bool) -> None:
     found = canary.fault(OURS, serving(-1.0 - gap, -2.0 - gap, dtype=dtype))
     assert (found is None) == agrees
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "rounding"),
+    [("bfloat16", 0.199, True), ("bfloat16", 0.201, False), ("float32", 0.002, False)],
+)
+def test_rounding_makes_at_most_a_tenth_of_the_spread(
+    dtype: str, gap: float, rounding: bool
+) -> None:
+    ours = Canary(token_ids=OURS.token_ids, logprobs=Logprobs((-12.0, -16.0)))  # deviation 2
+    assert canary.may_be_rounding(ours, serving(-12.0 - gap, -16.0 + gap, dtype=dtype)) == rounding
+
+
+@pytest.mark.parametrize(
+    ("found", "served"),
+    [({}, True), ({"unread": ("norm",)}, False), ({"differing": ("norm",)}, False)],
+)
+async def test_a_canary_off_by_rounding_needs_every_tensor_read_back(
+    found: dict[str, Any], served: bool
+) -> None:
+    class Sampler:
+        async def call(self, *_: Any, **__: Any) -> CheckedWeights:
+            return CheckedWeights(version=3, replica="", num_tensors=2, **found)
+
+    ours = Canary(token_ids=OURS.token_ids, logprobs=Logprobs((-12.0, -16.0)))
+    ref = FolderWeights(
+        method="shm", path="/w", job_id="j", version=3, digest="d", size_bytes=1, canary=ours
+    )
+    answer = serving(-12.1, -15.9, dtype="bfloat16").model_copy(
+        update={"version": 3, "digest": "d"}
+    )
+    proving = syncing.prove(cast(Client, Sampler()), WeightsRef(ref), answer)
+    if served:
+        await proving
+    else:
+        with pytest.raises(SyncFailed, match="differ by 0"):
+            await proving
 
 
 def lying(stack: Stack, times: int, **changes: Any) -> None:
