@@ -160,7 +160,7 @@ class Client:
                     elif not line and "data" in fields:
                         yield fields.get("id", ""), fields.get("event", "message"), fields["data"]
                         fields = {}
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise self._unreachable(error) from error
 
     def _request(self, ask: _Ask) -> httpx.Request:
@@ -200,7 +200,7 @@ class Client:
                     f"{ask.deadline_s:g} s",
                     code="deadline",
                 ) from error
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 problem = self._unreachable(error)
             if not (isinstance(problem, Unavailable) or problem.code == "no_operation"):
                 raise problem
@@ -245,7 +245,7 @@ class Client:
         problem = cast(dict[str, Any], document) if isinstance(document, dict) else None
         return from_problem(response.status_code, problem, f"{self.name} at {self.url}")
 
-    def _unreachable(self, error: httpx.TransportError) -> Unavailable:
+    def _unreachable(self, error: httpx.RequestError) -> Unavailable:
         why = f"{type(error).__name__}: {str(error) or 'connection lost'}"
         return Unavailable(
             f"cannot reach the {self.name} service at {self.url}: {why}", code="unreachable"

@@ -103,7 +103,7 @@ class Poller:
         """Returns which operations have ended; all of them if the service does not say."""
         try:
             done = await self._ask(ids)
-        except (httpx.TransportError, HoneError):
+        except (httpx.RequestError, HoneError):
             await asyncio.sleep(self._pause_s)
             self._pause_s = min(self._pause_s * 2, MAX_PAUSE_S)
             return ids

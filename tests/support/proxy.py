@@ -16,7 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 Edit = Callable[[bytes], Awaitable[bytes]]
-SKIPPED = {"host", "content-length", "connection", "transfer-encoding"}
+SKIPPED = {"host", "content-length", "content-encoding", "connection", "transfer-encoding"}
+"""Headers that are of one connection, or of a body that httpx has decompressed."""
 
 
 @contextlib.asynccontextmanager

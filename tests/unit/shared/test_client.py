@@ -1,0 +1,41 @@
+"""The client of the services, before answers that no service of ours gives."""
+
+from __future__ import annotations
+
+import httpx2 as httpx
+
+from shared import codec
+from shared.client import Client
+from shared.operations import WAIT_PATH
+from shared.wire import NoBody, PauseState, WaitRequest, WaitResult
+
+
+async def test_an_answer_that_cannot_be_decompressed_is_asked_for_again_after_a_pause() -> None:
+    """As a proxy makes them that decompresses bodies and keeps their headers."""
+    requests: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(request.url.path)
+        if request.url.path == "/pause":
+            return httpx.Response(202, headers={"location": "/operations/a"})
+        body: WaitResult | PauseState = PauseState(paused=True)
+        if request.url.path == WAIT_PATH:
+            body = WaitResult(ids=codec.decode(WaitRequest, request.content).ids)
+        wrong = {"content-encoding": "gzip"} if requests.count(request.url.path) == 1 else {}
+        headers = {"content-type": codec.JSON}
+        return httpx.Response(
+            200, headers=headers | wrong, stream=httpx.ByteStream(codec.encode(body))
+        )
+
+    transport = httpx.MockTransport(answer)
+    async with Client("rollout", "http://localhost", transport=transport) as client:
+        state = await client.call("POST", "/pause", NoBody(), PauseState, deadline_s=20)
+    assert state.paused
+    assert requests == [
+        "/pause",
+        WAIT_PATH,
+        "/operations/a",
+        "/pause",
+        WAIT_PATH,
+        "/operations/a",
+    ]
