@@ -107,7 +107,10 @@ def test_a_bad_job_file_needs_no_stack_to_be_refused(
     shutil.copy(ROOT / "deploy/jobs/demo.toml", tmp_path / "job.toml")
     done = hone(tmp_path, environment, "submit", "job.toml", "--set", "sampling.group_sise=4")
     assert done.returncode == 2
-    assert "job.toml: unknown key 'sampling.group_sise'; did you mean 'group_size'?" in done.stderr
+    assert done.stderr == (
+        "hone: --set 'sampling.group_sise=4': unknown key 'sampling.group_sise'; did you mean "
+        "'group_size'?\n"
+    )
 
 
 def test_doctor_works_without_a_stack(tmp_path: Path, environment: dict[str, str]) -> None:

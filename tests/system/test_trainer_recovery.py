@@ -19,10 +19,14 @@ from services.trainer.engine import Update
 from services.trainer.trainer import Seams, Trainer
 
 class Engine:
-    dtype, device, num_parameters, num_trainable, weights_bytes = "float32", "cpu", 1, 1, 1
+    dtype, device, gpu, weights_bytes = "float32", "cpu", None, 1
+    num_parameters, num_trainable = 1, 1
     def __init__(self, job): pass
+    def live_weights(self): return {}
+    def rest(self): pass
+    def rise(self): pass
     def close(self): pass
-    def update(self, examples, learning_rate, totals=None):
+    def update(self, examples, learning_rate, totals=None, version=None):
         if dist.get_rank() == 1 and "life-0" in sys.argv[1]:
             raise MemoryError("17 bytes short")
         dist.all_reduce(torch.zeros(1))
