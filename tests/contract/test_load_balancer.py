@@ -15,6 +15,8 @@ from shared.service import Service, request_key
 from shared.wire import Aborted, NoBody
 from tests.support.proxy import round_robin
 
+pytestmark = pytest.mark.slow
+
 
 class Worker:
     """Works on one thing at a time until it may end. `done` counts what it finished, by key."""

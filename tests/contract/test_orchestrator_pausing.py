@@ -18,6 +18,8 @@ from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import Stack, orchestrator
 
+pytestmark = pytest.mark.slow
+
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 JUDGE_AWAY = Part(value=None, verdict="error", detail="the judge answered 401")

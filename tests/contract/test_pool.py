@@ -20,6 +20,8 @@ from tests.support.fake_samplers import pool_of
 from tests.support.pool_stack import Pool, finished, pool_stack
 from tests.support.proxy import round_robin
 
+pytestmark = pytest.mark.slow
+
 job = orchestrator_stack.job  # a fixture
 
 

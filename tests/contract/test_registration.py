@@ -40,6 +40,8 @@ from tests.support.pool_stack import Pool, pool_stack
 from tests.support.rollout_bench import RolloutBench
 from tests.support.running import free_port
 
+pytestmark = pytest.mark.slow
+
 job = orchestrator_stack.job  # a fixture
 URL = "http://127.0.0.1:8001"
 

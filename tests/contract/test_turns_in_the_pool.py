@@ -16,6 +16,8 @@ from shared.service import request_key
 from shared.wire import FolderWeights, GenerateRequest, ModelRequest, Sampling, WeightsRef
 from tests.support.fake_samplers import FakeSampler, pool_of
 
+pytestmark = pytest.mark.slow
+
 WHO: dict[str, Any] = {"job_id": "demo-1", "attempt": 1, "epoch": 1}
 BODY = GenerateRequest(**WHO, prompt="a", min_version=1, sampling=Sampling(n=2, max_tokens=4))
 
