@@ -38,7 +38,7 @@ gpu: $(VENV)/.ready ## the tests that need a GPU
 soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 	$(BIN)/python -m pytest -m soak
 
-check: $(VENV)/.ready ## lint, types and the fast tests (about three minutes)
+check: $(VENV)/.ready ## lint, types and the fast tests (a few minutes)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
