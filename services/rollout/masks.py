@@ -23,8 +23,8 @@ def bounded(sampling: Sampling, vocab_size: int) -> Sampling:
 
 
 def packed(kept_T: Sequence[Sequence[int]], num_tokens: int) -> tuple[TokenIds, TokenIds]:
-    """Returns `kept_ids` and `kept_counts` of a rollout (shared/wire.py). Raises Failed unless
-    there is one mask per token."""
+    """Returns `kept_ids` and `kept_counts` of a rollout (shared/wire/rollouts.py). Raises
+    Failed unless there is one mask per token."""
     if len(kept_T) != num_tokens:
         raise Failed(
             f"vLLM gave {len(kept_T)} sampling masks for {num_tokens} tokens, expected one each"

@@ -1,6 +1,6 @@
 """GRPO in the order in which it happens. READ FIRST.
 
-| stage        | type (shared/wire.py) | shape        | done in                              |
+| stage        | type (shared/wire/)   | shape        | done in                              |
 |--------------|-----------------------|--------------|--------------------------------------|
 | job          | Job                   |              | deploy/jobs/*.toml                   |
 | prompts      | Prompt                | [P]          | prompts.py: a function of seed, step |

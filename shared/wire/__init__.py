@@ -1,0 +1,145 @@
+"""Every body that crosses between processes. READ with services/orchestrator/loop/pipeline.py.
+
+    Job -> Prompt -> RolloutGroup -> Score -> (advantages) -> Example -> StepResult -> WeightsRef
+
+| file | bodies |
+|---|---|
+| `base.py` | what all have in common; fences; what every service takes and gives |
+| `rollouts.py` | prompts, `POST /generate`, rollouts |
+| `sessions.py` | recorded conversations of agents |
+| `rewards.py` | `POST /score`, verdicts and scores |
+| `graders.py` | `/graders` and `POST /execute` |
+| `training.py` | batches, examples, the trainer's job, steps and checkpoints |
+| `weights.py` | published versions, one class per way that they go |
+| `samplers.py` | what a sampler serves, and its registration |
+| `jobs.py` | the jobs API: records, events, metrics, stored rollouts |
+
+All are imported from here. All are frozen and refuse unknown keys. Token ids, log-probs and masks
+stay bytes from end to end (`packed.py`): in JSON a list of numbers, in msgpack 4, 4 and 1 bytes per
+token. The job's own sections are in `job.py`. What is stored is read tolerantly, see
+`codec.decode_stored`.
+"""
+
+# what it imports is what it has
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
+
+from shared.wire.base import (
+    Fence,
+    Fenced,
+    Fencing,
+    JobId,
+    Message,
+    NoBody,
+    VersionInfo,
+    WaitRequest,
+    WaitResult,
+    Wire,
+)
+from shared.wire.graders import (
+    ExecuteRequest,
+    Execution,
+    GraderErrors,
+    GraderInfo,
+    GraderList,
+    GraderRun,
+    GraderRunMetadata,
+    GraderRunRequest,
+    Validated,
+    ValidateRequest,
+)
+from shared.wire.jobs import (
+    TERMINAL,
+    Event,
+    EventList,
+    GradedRollout,
+    JobDeleted,
+    JobList,
+    JobRecord,
+    JobState,
+    JobStatus,
+    MetricsList,
+    MetricsRow,
+    RegradedRollout,
+    RegradedStep,
+    RegradeReport,
+    RegradeRequest,
+    ResumeRequest,
+    RolloutList,
+    SubmitRequest,
+)
+from shared.wire.rewards import (
+    MAX_CHECKED_PROMPTS,
+    MAX_COLUMNS,
+    MAX_PARTS,
+    MAX_REWARDS,
+    MAX_SCORED_ITEMS,
+    Part,
+    Score,
+    ScoredGroup,
+    ScoredItem,
+    ScoreItem,
+    ScoreRequest,
+    ScoreResult,
+    Verdict,
+)
+from shared.wire.rollouts import (
+    Aborted,
+    AbortRequest,
+    FinishReason,
+    GenerateRequest,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    Span,
+)
+from shared.wire.samplers import (
+    CheckedWeights,
+    EngineSpec,
+    ModelRequest,
+    PauseState,
+    RegisteredSampler,
+    Registration,
+    SamplerList,
+    ServingWeights,
+    SleepRequest,
+    Unregistered,
+)
+from shared.wire.sessions import (
+    ChatRequest,
+    Conversation,
+    SessionDeleted,
+    SessionRecord,
+    Turn,
+)
+from shared.wire.training import (
+    Batch,
+    Checkpoint,
+    CheckpointList,
+    CheckpointRequest,
+    Example,
+    StepResult,
+    StepTotals,
+    TrainerJob,
+    TrainerState,
+    TrainStepRequest,
+)
+from shared.wire.weights import (
+    AdapterWeights,
+    AnyWeights,
+    BroadcastWeights,
+    Canary,
+    DeltaStep,
+    DeltaWeights,
+    FolderWeights,
+    HttpWeights,
+    Published,
+    PublishRequest,
+    SentTensor,
+    SentWeights,
+    SharedTensor,
+    SharedWeights,
+    WeightFile,
+    WeightsRef,
+)

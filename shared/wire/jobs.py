@@ -1,0 +1,171 @@
+"""The jobs API: a job's record, its events and metrics, its stored rollouts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from shared.job import Job, RewardSpec
+from shared.wire.base import JobId, Message, Wire
+from shared.wire.rewards import Part
+from shared.wire.rollouts import FinishReason
+
+JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
+
+TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+
+
+class SubmitRequest(Wire):
+    """`POST /v1/jobs`. `job` is a whole job file's content; files it names must be readable by the
+    orchestrator."""
+
+    job: Job
+
+
+class JobRecord(Wire):
+    """A job as the API shows it. Times are Unix seconds. `run_dir` holds everything it wrote.
+
+    `error` is a sentence: why it failed, or why it was paused. `recoveries` counts how often it
+    went on after a service had lost its state, and `attempts` how often a worker took it up.
+    """
+
+    id: JobId
+    name: str
+    status: JobStatus
+    created_at: float
+    started_at: float | None = None
+    finished_at: float | None = None
+    step: int = 0
+    steps: int
+    eta_s: float | None = None
+    reward: float | None = None
+    cancel_requested: bool = False
+    pause_requested: bool = False
+    recoveries: int = 0
+    error: str | None = None
+    run_dir: str
+    attempts: int = 0
+    summary: dict[str, Any] | None = None
+    job: Job
+
+
+class JobState(Wire):
+    """What a job's state is once it was cancelled, paused or resumed: fields of its record, which
+    can be told also of a job whose record another version of Hone wrote."""
+
+    id: JobId
+    status: JobStatus
+    cancel_requested: bool = False
+    pause_requested: bool = False
+    error: str | None = None
+
+
+class ResumeRequest(Wire):
+    """`POST /v1/jobs/{id}/resume`: `set` are changes to go on with, as `--set` takes them:
+    "memory.micro_batch_tokens=4096". Only what does not say what is learned can change."""
+
+    set: tuple[str, ...] = ()
+
+
+class JobList(Wire):
+    """Newest first. `next_after` goes back as `?after=` for the next page; None at the end.
+    `unreadable` are the ids of those on the page that another version of Hone wrote and this one
+    cannot read."""
+
+    jobs: tuple[JobRecord, ...]
+    next_after: str | None = None
+    unreadable: tuple[str, ...] = ()
+
+
+class JobDeleted(Wire):
+    """`DELETE /v1/jobs/{id}`: the job is forgotten. `files`: its run folder is removed as well."""
+
+    id: JobId
+    files: bool = False
+
+
+class Event(Wire):
+    """Something that happened to a job, in order. `id` is what `Last-Event-ID` and `?after=` take.
+    `time` is Unix seconds."""
+
+    id: str
+    job_id: JobId
+    time: float
+    type: Literal["status", "log", "step", "eval", "checkpoint"]
+    level: Literal["info", "warning", "error"] = "info"
+    message: str
+    data: dict[str, Any] = {}
+
+
+class EventList(Wire):
+    events: tuple[Event, ...]
+
+
+class MetricsRow(Wire):
+    step: int
+    metrics: dict[str, float]
+
+
+class MetricsList(Wire):
+    rows: tuple[MetricsRow, ...]
+
+
+class GradedRollout(Wire):
+    """A stored rollout as people look at it."""
+
+    prompt_index: int
+    prompt: str | tuple[Message, ...]
+    completion: str
+    finish_reason: FinishReason
+    versions: tuple[int, ...]
+    reward: float | None
+    parts: dict[str, Part]
+    advantage: float | None
+
+
+class RolloutList(Wire):
+    step: int
+    rollouts: tuple[GradedRollout, ...]
+
+
+class RegradeRequest(Wire):
+    """`POST /v1/jobs/{id}/regrade`: what other `rewards` would say of the stored rollouts of
+    `first_step` to `last_step`, both included. Nothing is written to the run. `num_examples` bounds
+    the rollouts shown."""
+
+    first_step: int = Field(ge=1)
+    last_step: int = Field(ge=1)
+    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    num_examples: int = Field(default=10, ge=0, le=1000)
+
+
+class RegradedStep(Wire):
+    """Old and new mean reward of a step (None: no reward at all), how many rollouts have none, how
+    many get another one, and which advantages change their sign, by position in `[P*G]`. The sign
+    of no advantage is 0."""
+
+    step: int
+    num_rollouts: int
+    old_reward: float | None
+    new_reward: float | None
+    old_missing: int
+    new_missing: int
+    num_changed: int
+    flipped: tuple[int, ...]
+
+
+class RegradedRollout(Wire):
+    """A rollout as it was graded, and as it would be."""
+
+    step: int
+    position: int
+    old: GradedRollout
+    new: GradedRollout
+
+
+class RegradeReport(Wire):
+    """What would flip. `examples` are the rollouts whose reward differs most, in that order."""
+
+    steps: tuple[RegradedStep, ...]
+    examples: tuple[RegradedRollout, ...]

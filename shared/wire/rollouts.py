@@ -1,0 +1,145 @@
+"""Prompts, and what the sampler makes of them: `POST /generate`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared.packed import Logprobs, Mask, TokenIds
+from shared.plain import Plain
+from shared.wire.base import Fenced, Fencing, JobId, Message, Wire
+
+
+class Prompt(Wire):
+    """One problem: what the model sees, and the dataset row its graders see. `index` is its row in
+    the dataset."""
+
+    index: int
+    content: str | tuple[Message, ...]
+    row: dict[str, Plain]
+
+
+FinishReason = Literal["stop", "length", "timeout", "error"]
+"""Why a completion ended: of itself, by `max_tokens`, by its deadline, or because it went wrong."""
+
+
+class Sampling(Wire):
+    """How to sample. `n` completions; `temperature` 0 is greedy; `top_k` 0 is the whole vocabulary;
+    `min_p` drops tokens less likely than that share of the likeliest; `seed` makes a request
+    repeatable on one engine."""
+
+    n: int = Field(default=1, ge=1, le=1024)
+    max_tokens: int = Field(default=256, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+class GenerateRequest(Fencing):
+    """`POST /generate`: one prompt's group. Text, chat messages (rendered by the model's template,
+    with `template_args`) or token ids.
+
+    A job names itself and its fence, and is answered only by its own weights of that epoch, of
+    version `min_version` or later. Without `job_id`, whatever serves answers.
+
+    A prompt that is too long is refused, or loses its first tokens with `truncate_prompt`. What is
+    not sampled `deadline_s` seconds after it was asked for ends there, with `finish_reason`
+    "timeout"; None: it takes as long as it takes.
+    """
+
+    job_id: JobId | None = None
+    min_version: int | None = None
+    prompt: str | tuple[Message, ...] | None = None
+    prompt_token_ids: TokenIds | None = None
+    template_args: dict[str, Plain] = {}
+    truncate_prompt: bool = False
+    deadline_s: float | None = Field(default=None, gt=0)
+    sampling: Sampling = Sampling()
+
+
+class AbortRequest(Fenced):
+    """`POST /abort`: ends whatever the job has under way up to this fence, and refuses what comes
+    of it later. With `keys` it ends only the requests that were asked for with these keys, and
+    refuses nothing."""
+
+    keys: tuple[str, ...] = ()
+
+
+class Aborted(Wire):
+    """How many requests were ended."""
+
+    num_requests: int
+
+
+class Span(Wire):
+    """Tokens from index `start` on, up to the next span, were sampled by weights `version`."""
+
+    version: int
+    start: int = Field(ge=0)
+
+
+class Rollout(Wire):
+    """One completion: everything after the prompt, of one turn or of several.
+
+    `token_ids` `[T]` include end-of-sequence tokens, and in a conversation what tools and
+    environment said. `sampled` `[T]` is 1 where the policy sampled the token; empty if it sampled
+    all. `logprobs` `[T]` are of the distribution really sampled from (after temperature), in nats,
+    and 0 where nothing was sampled; empty if they were not measured. `spans` say which weights
+    sampled it, oldest first; more than one only if a sync happened under way.
+
+    `kept_counts` `[T]` is how many tokens could be sampled at each position under `top_p`, `top_k`
+    or `min_p`, and `kept_ids` are those, position by position. A count of 0, or none at all: the
+    whole vocabulary, as far as is known (`EngineSpec.sampling_masks`).
+
+    `messages` are the turns after the prompt of a conversation, whose last answer is `text`. `info`
+    is the environment's. A rollout that went wrong has `finish_reason` "error" or "timeout" and
+    says why.
+    """
+
+    text: str
+    token_ids: TokenIds
+    logprobs: Logprobs = Logprobs()
+    finish_reason: FinishReason
+    error: str | None = None
+    spans: tuple[Span, ...] = ()
+    sampled: Mask = Mask()
+    kept_ids: TokenIds = TokenIds()
+    kept_counts: TokenIds = TokenIds()
+    messages: tuple[Message, ...] = ()
+    info: dict[str, Plain] = {}
+
+    @property
+    def went_wrong(self) -> bool:
+        """Whether it is neither graded nor trained on."""
+        return self.finish_reason in ("error", "timeout")
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weight versions that sampled it, in order and each once."""
+        return tuple(dict.fromkeys(span.version for span in self.spans))
+
+    @property
+    def num_sampled(self) -> int:
+        """How many of its tokens the policy sampled."""
+        return self.sampled.data.count(1) if len(self.sampled) else len(self.token_ids)
+
+
+class RolloutGroup(Wire):
+    """All completions of one prompt: `[G]` rollouts over the same `prompt_token_ids`, by the
+    sampler `replica` ("": none of ours). `overlong`: the prompt was too long, so its first tokens
+    were cut off, or it was refused."""
+
+    prompt_token_ids: TokenIds
+    rollouts: tuple[Rollout, ...]
+    replica: str = ""
+    overlong: bool = False

@@ -1,0 +1,170 @@
+"""Published weights: one version, and where a sampler gets it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, RootModel
+
+from shared.job import SyncMethod
+from shared.packed import Logprobs, TokenIds
+from shared.wire.base import Fenced, Wire
+
+
+class PublishRequest(Fenced):
+    """`POST /publish_weights`: make version `version` (the trainer's step; else 409) loadable by
+    samplers."""
+
+    version: int = Field(ge=0)
+    method: SyncMethod
+
+
+class Canary(Wire):
+    """A fixed sequence and what the trainer's weights of the version give it: `logprobs` `[T - 1]`
+    of all its tokens but the first, in nats, at temperature 1, computed in `dtype`."""
+
+    token_ids: TokenIds
+    logprobs: Logprobs
+    dtype: str = "float32"
+
+
+class Published(Fenced):
+    """What every published version has, whichever way it goes.
+
+    `digest` is of all tensors and `tensors` of each, by name: names, dtypes, shapes and bytes,
+    however they are spread over files (`shared/digest.py`). The sampler that loads it computes it
+    again. `again`: what the sampler holds was found wrong, so it is to load this version even if
+    it serves already.
+    """
+
+    version: int = Field(ge=0)
+    digest: str
+    size_bytes: int
+    tensors: dict[str, str] = {}
+    canary: Canary | None = None
+    again: bool = False
+
+
+class FolderWeights(Published):
+    """Safetensors files in a folder that the sampler sees: in shared memory ("shm") or on a shared
+    volume, loaded in place, after the engine's memory was freed ("reload"), or by a new engine
+    ("restart")."""
+
+    method: Literal["shm", "disk", "reload", "restart"]
+    path: str
+
+
+class WeightFile(Wire):
+    """A file to fetch from the trainer, in ranges if need be. `path` is a path of the trainer's
+    API: where the trainer is, the sampler's own settings say."""
+
+    path: str = Field(pattern=r"^/weights(/[A-Za-z0-9_-][A-Za-z0-9._-]*){3}$")
+    size_bytes: int = Field(ge=0)
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+
+class HttpWeights(Published):
+    """Safetensors files to fetch."""
+
+    method: Literal["http"]
+    files: tuple[WeightFile, ...]
+
+
+class DeltaStep(Wire):
+    """From the version of digest `base_digest` to that of `digest`: a file with the elements whose
+    bits differ (`shared/delta.py`), `num_changed` of `num_elements`."""
+
+    base_digest: str
+    digest: str
+    file: WeightFile
+    num_changed: int
+    num_elements: int
+
+
+class DeltaWeights(Published):
+    """`steps` that lead to this version, oldest first: a sampler begins with the one that its own
+    copy is the base of. `files` are the whole version, for a sampler that has no such copy."""
+
+    method: Literal["delta"]
+    files: tuple[WeightFile, ...]
+    steps: tuple[DeltaStep, ...] = ()
+
+
+class AdapterWeights(Published):
+    """A LoRA adapter as PEFT writes it, in the folder `path` or, for a sampler that does not see
+    that, as `files` to fetch. `adapter` is its name, never used again. `tensors` and `digest` are
+    of its configuration too (`shared/adapters.py`)."""
+
+    method: Literal["lora"]
+    path: str
+    files: tuple[WeightFile, ...] = ()
+    adapter: str
+
+
+class SentTensor(Wire):
+    """A tensor that the trainer sends from its device; `dtype` is torch's name, "bfloat16"."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class SharedTensor(SentTensor):
+    """Where one lies in its GPU's memory: what `torch.multiprocessing.reductions` says of it, bytes
+    in hex."""
+
+    stride: tuple[int, ...]
+    offset: int
+    handle: str
+    storage_size_bytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: str
+    ref_counter_offset: int
+    event_handle: str
+    event_sync_required: bool
+
+
+class SentWeights(Published):
+    """What goes from device to device. Each side waits `deadline_s` seconds for the other. `files`
+    are the same version, for a sampler that did not get it so, or joins later."""
+
+    deadline_s: float = Field(gt=0)
+    files: tuple[WeightFile, ...]
+
+    def as_files(self) -> HttpWeights:
+        """Returns the version as files to fetch."""
+        common = {name: getattr(self, name) for name in Published.model_fields}
+        return HttpWeights(**common, method="http", files=self.files)
+
+
+class BroadcastWeights(SentWeights):
+    """Sent to every sampler that comes to `port` of the trainer's host and knows `key`: each of
+    `chunks` is one packed tensor of bytes."""
+
+    method: Literal["nccl"]
+    port: int
+    key: str
+    chunks: tuple[tuple[SentTensor, ...], ...]
+
+
+class SharedWeights(SentWeights):
+    """Read by the sampler in the trainer's memory, on the GPU with this UUID."""
+
+    method: Literal["ipc"]
+    gpu: str
+    shared: tuple[SharedTensor, ...]
+
+
+AnyWeights = (
+    FolderWeights | HttpWeights | DeltaWeights | AdapterWeights | BroadcastWeights | SharedWeights
+)
+
+
+class WeightsRef(RootModel[Annotated[AnyWeights, Field(discriminator="method")]]):
+    """One published version, told apart by `method`: the answer to `POST /publish_weights` and the
+    body of `POST /reload_weights`. One of a newer fence may be older than what serves."""
+
+    model_config = ConfigDict(frozen=True)
