@@ -37,7 +37,7 @@ async def direct(engine: Any, num_groups: int, sampling: Sampling) -> dict[str, 
     """Returns the tokens and seconds of vLLM's own `generate`, called for all groups at once."""
     from vllm.inputs.engine import TokensInput
 
-    from services.rollout.vllm_engine import sampling_params
+    from services.rollout.on_vllm.engine import sampling_params
 
     async def group(number: int) -> int:
         params = sampling_params(sampling)
@@ -54,10 +54,10 @@ async def direct(engine: Any, num_groups: int, sampling: Sampling) -> dict[str, 
 
 async def serve(folder: Path) -> None:
     from services.rollout.app import create_service
-    from services.rollout.copies import Copies
-    from services.rollout.fetching import Fetcher
+    from services.rollout.on_vllm.starter import VllmStarter
     from services.rollout.sampler import Sampler
-    from services.rollout.starter import VllmStarter
+    from services.rollout.weights.copies import Copies
+    from services.rollout.weights.fetching import Fetcher
 
     settings = Settings(
         runs_dir=folder / "runs", shm_dir=folder / "shm", log_level="error", max_num_seqs=512

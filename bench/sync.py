@@ -42,10 +42,10 @@ import numpy as np
 
 from bench.report import Figure, finish
 from bench.sync_adapter import measure_adapter
-from services.rollout.copies import Copies
-from services.rollout.fetching import Fetcher
+from services.rollout.on_vllm.starter import VllmStarter
 from services.rollout.sampler import Sampler
-from services.rollout.starter import VllmStarter
+from services.rollout.weights.copies import Copies
+from services.rollout.weights.fetching import Fetcher
 from services.trainer.app import create_service
 from services.trainer.disk.weights import KEEP_VERSIONS, Publisher
 from shared.config import Settings

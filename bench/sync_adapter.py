@@ -15,10 +15,10 @@ from statistics import median
 from typing import Any
 
 from bench.report import Figure
-from services.rollout.copies import Copies
-from services.rollout.fetching import Fetcher
+from services.rollout.on_vllm.starter import VllmStarter
 from services.rollout.sampler import Sampler
-from services.rollout.starter import VllmStarter
+from services.rollout.weights.copies import Copies
+from services.rollout.weights.fetching import Fetcher
 from services.trainer.disk.weights import Publisher, Save
 from shared.adapters import CONFIG, PREFIX, WEIGHTS
 from shared.config import Settings

@@ -36,7 +36,7 @@ MAY_CHANGE = frozenset(
 
 SyncMethod = Literal["shm", "disk", "http", "delta", "lora", "reload", "restart", "nccl", "ipc"]
 """How weights get from trainer to sampler. Each method is an entry of two tables: METHODS in
-services/trainer/disk/weights.py, LOADERS in services/rollout/weights.py."""
+services/trainer/disk/weights.py, LOADERS in services/rollout/weights/methods.py."""
 
 SyncChoice = Literal["auto", SyncMethod]
 

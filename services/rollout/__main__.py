@@ -12,10 +12,10 @@ from shared.startup import run_main
 
 def main(settings: Settings) -> None:
     from services.rollout.app import create_service
-    from services.rollout.copies import Copies
-    from services.rollout.fetching import Fetcher
+    from services.rollout.on_vllm.starter import VllmStarter
     from services.rollout.sampler import Sampler
-    from services.rollout.starter import VllmStarter
+    from services.rollout.weights.copies import Copies
+    from services.rollout.weights.fetching import Fetcher
 
     if settings.rollout_model:
         model_folder(settings.rollout_model)

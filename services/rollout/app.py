@@ -1,5 +1,5 @@
 """The rollout service's routes. What they do is in `sampler.py`; how tokens are sampled, in
-`vllm_engine.py`."""
+`on_vllm/engine.py`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from prometheus_client import Counter
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from services.rollout.adapters import one_call
+from services.rollout.conversations.routes import HEADER, add_session_routes, answer_turn
+from services.rollout.conversations.sessions import Sessions
 from services.rollout.registration import registered
 from services.rollout.sampler import Sampler
-from services.rollout.session_routes import HEADER, add_session_routes, answer_turn
-from services.rollout.sessions import Sessions
+from services.rollout.weights.adapters import one_call
 from shared.config import Settings
 from shared.service import Service
 from shared.wire import (

@@ -1,5 +1,5 @@
-"""What the rollout service needs of a sampling engine. The one real engine is in `vllm_engine.py`,
-and what starts it in `starter.py`.
+"""What the rollout service needs of a sampling engine. The one real engine is vLLM's, in
+`on_vllm/engine.py`, and what starts it in `on_vllm/starter.py`.
 
 This seam exists so that the service's own rules (versions, idempotency, faults) are tested without
 loading vLLM, and so that nothing heavy is imported before the settings are known to be good.

@@ -26,13 +26,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.rollout.adapters import Adapters, one_call
-from services.rollout.canary import Seen
-from services.rollout.copies import Copies
 from services.rollout.engine import Answer, BadPrompt, Engine, NothingReceived, Starter
 from services.rollout.fencing import Fences, Requests, not_serving, owner_of, stale
 from services.rollout.prompts import group_without_prompt, prompt_ids
-from services.rollout.weights import (
+from services.rollout.weights.adapters import Adapters, one_call
+from services.rollout.weights.canary import Seen
+from services.rollout.weights.copies import Copies
+from services.rollout.weights.methods import (
     Expected,
     Proven,
     ProvenAdapter,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.adapters import one_call
+from services.rollout.weights.adapters import one_call
 from shared.adapters import CONFIG, WEIGHTS
 from shared.errors import Conflict, Failed, StateLost
 from shared.wire import (

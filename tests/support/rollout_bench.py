@@ -18,11 +18,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from services.rollout.app import create_service
-from services.rollout.copies import Copies
 from services.rollout.engine import Adapter, BadPrompt, Offers
-from services.rollout.fetching import Fetcher
+from services.rollout.on_vllm.versions import label, spans
 from services.rollout.sampler import Sampler
-from services.rollout.versions import label, spans
+from services.rollout.weights.copies import Copies
+from services.rollout.weights.fetching import Fetcher
 from shared.adapters import CONFIG, WEIGHTS, adapter_digests
 from shared.client import Client
 from shared.config import Settings

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from services.rollout.continuing import prompt_tokens, tokens_after
+from services.rollout.conversations.continuing import prompt_tokens, tokens_after
 from services.rollout.engine import Answer
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, NotFound
 from shared.wire import ChatRequest, EngineSpec
 
 if TYPE_CHECKING:
-    from services.rollout.vllm_chat import VllmChat
+    from services.rollout.on_vllm.chat import VllmChat
 
 TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\n# Tools' }}
@@ -84,7 +84,7 @@ class Scripted:
     def __init__(self, folder: Path) -> None:
         from vllm.renderers import renderer_from_config
 
-        from services.rollout.vllm_engine import engine_args
+        from services.rollout.on_vllm.engine import engine_args
 
         settings, spec = Settings(), EngineSpec(model=str(folder), dtype="float32")
         self.vllm_config = engine_args(spec, settings).create_engine_config()
@@ -131,9 +131,9 @@ def engine(folder: Path) -> Scripted:
 
 
 def chat_of(engine: Scripted, tool_parser: str | None = "hermes") -> VllmChat:
-    from services.rollout.openai_routes import openai_app
-    from services.rollout.vllm_chat import VllmChat
-    from services.rollout.vllm_engine import rollout
+    from services.rollout.on_vllm.chat import VllmChat
+    from services.rollout.on_vllm.engine import rollout
+    from services.rollout.on_vllm.openai_routes import openai_app
 
     app = openai_app(cast(Any, engine), "tiny", tool_parser=tool_parser)
     serving = app.state.openai_serving_chat

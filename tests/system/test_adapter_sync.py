@@ -19,12 +19,12 @@ import pytest
 import pytest_asyncio
 
 from services.orchestrator.loop import canary
-from services.rollout.adapters import one_call
-from services.rollout.copies import Copies
 from services.rollout.engine import Adapter
-from services.rollout.fetching import Fetcher
+from services.rollout.on_vllm.starter import VllmStarter
 from services.rollout.sampler import Sampler
-from services.rollout.starter import VllmStarter
+from services.rollout.weights.adapters import one_call
+from services.rollout.weights.copies import Copies
+from services.rollout.weights.fetching import Fetcher
 from services.trainer.disk.weights import Publisher
 from shared.adapters import WEIGHTS
 from shared.config import Settings

@@ -20,10 +20,10 @@ import pytest
 import pytest_asyncio
 
 from services.orchestrator.loop import canary
-from services.rollout.copies import Copies
-from services.rollout.fetching import Fetcher
+from services.rollout.on_vllm.starter import VllmStarter
 from services.rollout.sampler import Sampler
-from services.rollout.starter import VllmStarter
+from services.rollout.weights.copies import Copies
+from services.rollout.weights.fetching import Fetcher
 from services.trainer.disk.weights import Publisher, published_file
 from shared.config import Settings
 from shared.errors import Failed, StateLost, Unavailable
@@ -316,7 +316,7 @@ async def test_where_a_tensor_lies_is_rebuilt_as_torch_takes_it() -> None:
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    from services.rollout.transfer import rebuilt
+    from services.rollout.on_vllm.inside.transfer import rebuilt
 
     tensor = SharedTensor(
         name="w",

@@ -5,7 +5,7 @@ Each sampler that asks gets a process group of its own, with this process as ran
 ranks after it, so that one that comes late, dies or hangs is no other's concern. They are served
 one after another. They meet in a store of torch's (`shared/meeting.py`).
 
-The other side is `services/rollout/transfer.py`, in vLLM's process.
+The other side is `services/rollout/on_vllm/inside/transfer.py`, in vLLM's process.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from bench.sync_adapter import ATTENTION, EVERY, saving
-from services.rollout.adapter_files import adapter_shapes, read_config
-from services.rollout.weights import shapes
+from services.rollout.weights.adapter_files import adapter_shapes, read_config
+from services.rollout.weights.methods import shapes
 from shared.digest import stored_tensors
 
 

@@ -31,10 +31,10 @@ def engine_args(dtype: str) -> Any:
 def test_a_gpu_serves_no_adapters_in_float32(
     dtype: str, on_cpu: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.rollout import vllm_engine
+    from services.rollout.on_vllm import engine
 
     resolve = SimpleNamespace(resolve_model_cls=lambda *_: (object, "Qwen2ForCausalLM"))
-    monkeypatch.setattr(vllm_engine, "ModelRegistry", resolve)
-    monkeypatch.setattr(vllm_engine, "supports_lora", lambda _: True)
-    monkeypatch.setattr(vllm_engine, "current_platform", platform(on_cpu))
-    assert vllm_engine.takes_adapters(engine_args(dtype)) is taken
+    monkeypatch.setattr(engine, "ModelRegistry", resolve)
+    monkeypatch.setattr(engine, "supports_lora", lambda _: True)
+    monkeypatch.setattr(engine, "current_platform", platform(on_cpu))
+    assert engine.takes_adapters(engine_args(dtype)) is taken

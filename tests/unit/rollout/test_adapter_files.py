@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.rollout.adapter_files import AdapterConfig, adapter_shapes
-from services.rollout.copies import Copies
-from services.rollout.fetching import Fetcher
-from services.rollout.weights import Expected, ProvenAdapter, prove
+from services.rollout.weights.adapter_files import AdapterConfig, adapter_shapes
+from services.rollout.weights.copies import Copies
+from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.methods import Expected, ProvenAdapter, prove
 from services.trainer.disk.weights import Publisher, published_file
 from shared.adapters import CONFIG, FILES, WEIGHTS, adapter_digests
 from shared.config import Settings

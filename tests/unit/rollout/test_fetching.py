@@ -10,9 +10,9 @@ import pydantic
 import pytest
 from safetensors.numpy import save
 
-from services.rollout.copies import Copies
-from services.rollout.fetching import Fetcher
-from services.rollout.weights import Expected, prove
+from services.rollout.weights.copies import Copies
+from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.methods import Expected, prove
 from shared.digest import digest, stored_tensors, tensor_digests
 from shared.errors import Failed, Unavailable
 from shared.wire import HttpWeights, WeightFile

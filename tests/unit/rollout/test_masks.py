@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.rollout.masks import bounded, packed
+from services.rollout.on_vllm.masks import bounded, packed
 from shared.errors import Failed
 from shared.wire import Sampling
 

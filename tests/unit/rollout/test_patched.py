@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.rollout.copies import Copies
-from services.rollout.fetching import Fetcher
-from services.rollout.weights import Expected, ProvenFolder, prove
+from services.rollout.weights.copies import Copies
+from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.methods import Expected, ProvenFolder, prove
 from services.trainer.disk.weights import Publisher, published_file
 from shared.config import Settings
 from shared.digest import digest_of

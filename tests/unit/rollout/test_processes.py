@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.processes import (
+from services.rollout.on_vllm.processes import (
     TemporaryFolder,
     in_daemon_thread,
     root_cause,
@@ -36,7 +36,10 @@ def test_the_folder_of_a_killed_service_is_removed_by_the_next(
     live, next = TemporaryFolder(), TemporaryFolder()
     kept = live.make()
     (foreign := tmp_path / "hone-vllm-foreign").mkdir()
-    code = "from services.rollout.processes import TemporaryFolder as F; f = F(); print(f.make())"
+    code = (
+        "from services.rollout.on_vllm.processes import TemporaryFolder as F; "
+        "f = F(); print(f.make())"
+    )
     killed = subprocess.run(
         [sys.executable, "-c", f"{code}; import os; os._exit(9)"],
         env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"},

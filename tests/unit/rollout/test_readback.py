@@ -104,7 +104,7 @@ def split(whole: dict[str, Any], rank: int, size: int, kv_heads: int) -> Any:
 def test_each_device_reads_the_whole_tensors_back(size: int, kv_heads: int) -> None:
     import torch
 
-    from services.rollout import readback
+    from services.rollout.on_vllm.inside import readback
 
     def tensor(*shape: int) -> Any:
         return torch.randn(shape)
@@ -146,7 +146,7 @@ def test_each_device_reads_the_whole_tensors_back(size: int, kv_heads: int) -> N
 
 
 def test_more_devices_than_there_are_is_one_sentence() -> None:
-    from services.rollout.vllm_engine import check_devices
+    from services.rollout.on_vllm.engine import check_devices
 
     check_devices(2, 2)
     with pytest.raises(BadRequest, match=r"SIZE is 4, and the sampler sees 2 GPU\(s\)"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.rollout.versions import label, spans
+from services.rollout.on_vllm.versions import label, spans
 from shared.errors import Conflict
 from shared.wire import Span
 

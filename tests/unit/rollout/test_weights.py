@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.rollout.copies import Copies
-from services.rollout.fetching import Fetcher
-from services.rollout.weights import (
+from services.rollout.weights.copies import Copies
+from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.methods import (
     LOADERS,
     Expected,
     compare,

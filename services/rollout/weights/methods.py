@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.rollout.adapter_files import adapter_shapes, read_config
-from services.rollout.copies import Copies, Copy
 from services.rollout.engine import Engine
+from services.rollout.weights.adapter_files import adapter_shapes, read_config
+from services.rollout.weights.copies import Copies, Copy
 from shared.adapters import CONFIG, FILES, adapter_digests
 from shared.digest import KIND, StoredTensor, digest, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed

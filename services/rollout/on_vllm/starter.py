@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from services.rollout.engine import Engine
-from services.rollout.processes import (
+from services.rollout.on_vllm.processes import (
     TemporaryFolder,
     in_daemon_thread,
     root_cause,
@@ -25,7 +25,7 @@ from shared.models import model_folder
 from shared.wire import EngineSpec, Sampling
 
 if TYPE_CHECKING:
-    from services.rollout.vllm_engine import VllmEngine
+    from services.rollout.on_vllm.engine import VllmEngine
 
 
 class VllmStarter:
@@ -41,7 +41,9 @@ class VllmStarter:
         """Imports vLLM, so that the first engine starts in half the time. Raises Failed if it
         cannot be imported."""
         try:
-            await in_daemon_thread(lambda: importlib.import_module("services.rollout.vllm_engine"))
+            await in_daemon_thread(
+                lambda: importlib.import_module("services.rollout.on_vllm.engine")
+            )
         except ImportError as error:
             raise Failed(f"vLLM cannot be imported: {error}") from error
 
@@ -85,7 +87,7 @@ class VllmStarter:
         self._folder.remove()
 
     def _start(self, spec: EngineSpec, folder: Path) -> VllmEngine:
-        from services.rollout.vllm_engine import VllmEngine
+        from services.rollout.on_vllm.engine import VllmEngine
 
         engine = VllmEngine(spec, folder, self._settings, self._errors)
         if not stored_tensors(folder):

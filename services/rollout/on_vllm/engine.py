@@ -38,18 +38,18 @@ from services.rollout.engine import (
     Offers,
     failed_rollout,
 )
-from services.rollout.executors import (
+from services.rollout.on_vllm.adapters import lora_request
+from services.rollout.on_vllm.chat import VllmChat
+from services.rollout.on_vllm.inside.executors import (
     InProcessExecutor,
     MaskingScheduler,
     ProcessPerDeviceExecutor,
 )
-from services.rollout.masks import bounded, packed
-from services.rollout.openai_routes import openai_app
-from services.rollout.processes import in_daemon_thread, root_cause, stop_children
-from services.rollout.tokenizers import load_tokenizer
-from services.rollout.versions import label, spans
-from services.rollout.vllm_adapters import lora_request
-from services.rollout.vllm_chat import VllmChat
+from services.rollout.on_vllm.masks import bounded, packed
+from services.rollout.on_vllm.openai_routes import openai_app
+from services.rollout.on_vllm.processes import in_daemon_thread, root_cause, stop_children
+from services.rollout.on_vllm.tokenizers import load_tokenizer
+from services.rollout.on_vllm.versions import label, spans
 from shared import dtype as dtypes
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, HoneError, StateLost
@@ -111,7 +111,7 @@ def engine_args(
         distributed_executor_backend=InProcessExecutor
         if settings.tensor_parallel_size == 1
         else ProcessPerDeviceExecutor,
-        worker_extension_cls="services.rollout.worker.WorkerExtension",
+        worker_extension_cls="services.rollout.on_vllm.inside.worker.WorkerExtension",
         logprobs_mode="processed_logprobs",
         # A model's own sampling defaults would be a silent second source of temperature and top_p.
         generation_config="vllm",

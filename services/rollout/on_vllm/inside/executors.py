@@ -24,7 +24,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import SamplingMaskLists
 
-from services.rollout.processes import SERVICE_PID
+from services.rollout.on_vllm.processes import SERVICE_PID
 from shared.processes import die_with
 
 

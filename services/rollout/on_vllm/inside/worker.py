@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from services.rollout import readback, transfer
+from services.rollout.on_vllm.inside import readback, transfer
 
 
 class WorkerExtension:

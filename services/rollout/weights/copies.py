@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.rollout.fetching import Fetcher
+from services.rollout.weights.fetching import Fetcher
 from shared import delta
 from shared.digest import StoredTensor, stored_tensors
 from shared.errors import Failed

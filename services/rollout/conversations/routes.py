@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import RootModel
 
-from services.rollout.sessions import Sessions
+from services.rollout.conversations.sessions import Sessions
 from shared import codec, rendering, streams
 from shared.errors import BadRequest
 from shared.service import Service

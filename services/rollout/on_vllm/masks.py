@@ -1,7 +1,8 @@
 """Which tokens each token was drawn from, under top-p, top-k or min-p: vLLM's sampling masks.
 
 vLLM's newer model runner, which a GPU has, gives them if `return_sampling_mask` is set, for all
-requests or none. On a CPU vLLM has the older one; there `executors.py` adds them.
+requests or none. On a CPU vLLM has the older one; there `inside/executors.py`
+adds them.
 """
 
 from __future__ import annotations

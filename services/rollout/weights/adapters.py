@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from services.rollout.copies import Copies, Copy
 from services.rollout.engine import Adapter, Engine
+from services.rollout.weights.copies import Copies, Copy
 from shared.errors import HoneError
 from shared.logs import get_logger
 from shared.wire import AdapterWeights

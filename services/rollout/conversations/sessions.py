@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.rollout.continuing import CannotContinue, prompt_tokens, tokens_after
+from services.rollout.conversations.continuing import CannotContinue, prompt_tokens, tokens_after
+from services.rollout.conversations.recording import Recorded
 from services.rollout.engine import Chat, Overlong
-from services.rollout.recording import Recorded
 from services.rollout.sampler import Sampler
 from shared.config import Settings
 from shared.errors import BadRequest, Busy, Conflict, NotFound

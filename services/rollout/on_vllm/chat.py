@@ -18,7 +18,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.rollout.engine import Adapter, Answer, BadPrompt
-from services.rollout.vllm_adapters import ALIAS, lora_request
+from services.rollout.on_vllm.adapters import ALIAS, lora_request
 from shared.errors import BadRequest, Failed, NotFound, StateLost
 from shared.wire import ChatRequest, Message, Rollout
 

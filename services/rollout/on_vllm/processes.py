@@ -21,11 +21,11 @@ R = TypeVar("R")
 
 SERVICE_PID = "ROLLOUT_SERVICE_PID"
 """The variable that tells every process below the service which one it must not outlive: see
-`executors.py`."""
+`inside/executors.py`."""
 
 NOISY = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.model_executor.models.utils")
 """Warn at each reload of modules without weights, and of each tensor whose dtype differs;
-`weights.py` compares tensors."""
+tensors are compared before they are loaded."""
 
 
 class TemporaryFolder:

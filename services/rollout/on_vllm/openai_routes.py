@@ -24,8 +24,8 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 
 from services.rollout.engine import Offers
-from services.rollout.vllm_adapters import ALIAS, ServingModels
-from services.rollout.vllm_chat import WatchedChat
+from services.rollout.on_vllm.adapters import ALIAS, ServingModels
+from services.rollout.on_vllm.chat import WatchedChat
 from shared.errors import BadRequest
 
 
