@@ -1,5 +1,5 @@
 """From scores `[P][G]` to advantages `[P][G]`. Pure; the formulas and their sources are those of
-`AdvantageSpec` in shared/job.py.
+`AdvantageSpec` in shared/job/learning.py.
 
 A reward that is missing is missing: baseline and deviation are over what is there, never over an
 invented 0.

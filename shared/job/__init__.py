@@ -1,0 +1,31 @@
+"""The job: what to train, as one TOML file. `job_file.py` reads the file; where the job runs is in
+`config.py`, and the two never mix.
+
+| file | sections |
+|---|---|
+| `job.py` | the job whole: its own keys, how weights are synced |
+| `data.py` | `[data]`, `[sampling]`, `[[rewards]]` |
+| `learning.py` | `[advantages]`, `[training]`, `[correction]`, `[lora]` |
+| `running.py` | `[memory]`, `[evaluation]`, `[checkpoints]`, `[rollouts]`, `[wandb]` |
+| `checks.py` | what the sections must be to each other |
+| `section.py` | what every section is |
+
+All are imported from here. The text under a key is its documentation: `hone explain` and the
+OpenAPI document show it.
+"""
+
+# what it imports is what it has
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
+
+from shared.job.data import MAX_KEPT, MAX_SOURCE_BYTES, DataSpec, RewardSpec, SamplingSpec
+from shared.job.job import MAY_CHANGE, Job, SyncChoice, SyncMethod
+from shared.job.learning import (
+    MAX_SERVED_RANK,
+    AdvantageSpec,
+    CorrectionSpec,
+    LoraSpec,
+    TrainingSpec,
+)
+from shared.job.running import CheckpointSpec, EvaluationSpec, MemorySpec, RolloutsSpec, WandbSpec
+from shared.job.section import JOB_ID, Section

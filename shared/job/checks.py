@@ -1,0 +1,81 @@
+"""What the sections of a job must be to each other. Each check says what was got and expected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared.job.data import MAX_KEPT
+from shared.job.learning import MAX_SERVED_RANK
+
+if TYPE_CHECKING:
+    from shared.job.job import Job
+
+
+def check(job: Job) -> None:
+    """Raises ValueError for the first fault."""
+    _reward_names_differ(job)
+    _keeps_what_is_sampled(job)
+    _sends_what_is_whole(job)
+    _has_an_adapter_to_sync(job)
+    _syncs_in_time(job)
+    _whole_vocabulary(job)
+
+
+def _reward_names_differ(job: Job) -> None:
+    labels = [reward.label for reward in job.rewards]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise ValueError(
+            f'two rewards are called {twice[0]!r}; give one of them another name = "..."'
+        )
+
+
+def _keeps_what_is_sampled(job: Job) -> None:
+    if job.weight_sync in ("reload", "restart") and job.max_staleness:
+        raise ValueError(
+            f'weight_sync is "{job.weight_sync}", which ends what is being sampled, and '
+            f"max_staleness is {job.max_staleness}, expected 0"
+        )
+
+
+def _sends_what_is_whole(job: Job) -> None:
+    if job.weight_sync in ("nccl", "ipc") and not job.has_live_weights:
+        why = "lora is set" if job.lora else "memory.zero_stage is 3"
+        raise ValueError(
+            f'weight_sync is "{job.weight_sync}", which takes weights where they are trained, '
+            f'and {why}: they are not whole there; expected "shm", "disk", "http" or "delta"'
+        )
+
+
+def _has_an_adapter_to_sync(job: Job) -> None:
+    if job.weight_sync == "lora" and job.lora is None:
+        raise ValueError(
+            'weight_sync is "lora" and the job has no [lora], so there is no adapter to sync; '
+            'expected [lora], or weight_sync = "auto"'
+        )
+    if job.weight_sync == "lora" and job.lora and job.lora.rank > MAX_SERVED_RANK:
+        raise ValueError(
+            f'weight_sync is "lora" and lora.rank {job.lora.rank}, expected at most '
+            f'{MAX_SERVED_RANK}, the largest that vLLM serves; "auto" merges larger ones'
+        )
+
+
+def _syncs_in_time(job: Job) -> None:
+    if job.sync_every > job.max_staleness + 1:
+        raise ValueError(
+            f"sync_every is {job.sync_every} and max_staleness {job.max_staleness}; expected "
+            f"sync_every up to {job.max_staleness + 1}: a step may not be sampled by older "
+            "weights"
+        )
+
+
+def _whole_vocabulary(job: Job) -> None:
+    top_p, top_k, min_p = job.sampling.top_p, job.sampling.top_k, job.sampling.min_p
+    if job.needs_masks and not 1 <= top_k <= MAX_KEPT:
+        raise ValueError(
+            f"sampling.top_p is {top_p:g}, sampling.min_p {min_p:g} and sampling.top_k "
+            f"{top_k}, expected a top_k from 1 to {MAX_KEPT} with them: the sampler says for "
+            "each token which ones it could have been, so that the trainer trains the "
+            "distribution sampled from, and top_k bounds how many these are. To train without, "
+            'set correction.truncated_sampling = "accept"'
+        )

@@ -1,0 +1,157 @@
+"""The job whole: its own keys, and its sections."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from shared.job import checks
+from shared.job.data import DataSpec, RewardSpec, SamplingSpec
+from shared.job.learning import (
+    MAX_SERVED_RANK,
+    AdvantageSpec,
+    CorrectionSpec,
+    LoraSpec,
+    TrainingSpec,
+)
+from shared.job.running import (
+    CheckpointSpec,
+    EvaluationSpec,
+    MemorySpec,
+    RolloutsSpec,
+    WandbSpec,
+)
+from shared.job.section import JOB_ID, Section
+
+MAY_CHANGE = frozenset(
+    {"name", "steps", "weight_sync", "memory", "evaluation", "checkpoints", "rollouts", "wandb"}
+)
+"""Keys of a job that do not say what is learned: a job may go on with others than it began with."""
+
+SyncMethod = Literal["shm", "disk", "http", "delta", "lora", "reload", "restart", "nccl", "ipc"]
+"""How weights get from trainer to sampler. Each method is an entry of two tables: METHODS in
+services/trainer/disk/weights.py, LOADERS in services/rollout/weights/methods.py."""
+
+SyncChoice = Literal["auto", SyncMethod]
+
+
+class Job(Section):
+    """Everything that is trained, under one name."""
+
+    name: str = Field(pattern=JOB_ID, max_length=40)
+    """Begins the job's id and its run folder; `runs/<name>` points at the newest run of the name.
+    Lower-case letters, digits, "-" and "_", at most 40."""
+
+    model: str = Field(min_length=1)
+    """The model that training begins with: a folder in Hugging Face format, which trainer and
+    sampler both see, or a Hugging Face id."""
+
+    model_revision: str | None = None
+    """Commit, tag or branch of a Hugging Face model. None: the newest one, so a run that must be
+    repeatable names a commit."""
+
+    steps: int = Field(ge=1)
+    """Batches to train on. Each is one optimizer step unless `training.epochs` or
+    `training.minibatches` make more of it."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seeds the order of prompts, sampling, the deal into minibatches and dropout."""
+
+    max_model_len: int | None = Field(default=None, gt=0)
+    """Most tokens of prompt and completion together. None: what the model was made for. A lower
+    bound lets the sampler's cache hold more sequences."""
+
+    max_staleness: int = Field(default=0, ge=0, le=64)
+    """Most steps by which the weights that sampled a batch may be older than those it trains. 0
+    samples and trains in turn; from 1 on sampling runs while the trainer trains."""
+
+    drain_before_sync: bool = False
+    """Whether a sampler finishes the groups it has under way before it takes new weights, and
+    begins no others meanwhile. False: it stops between two tokens and goes on with the new weights,
+    so a completion may have been sampled by several versions, which `max_staleness` bounds. Without
+    staleness nothing of the job is under way then."""
+
+    weight_sync: SyncChoice = "auto"
+    """How weights reach the samplers. "shm": shared memory of one host. "disk": a folder under
+    `HONE_RUNS_DIR` that the hosts share. "http": from the trainer over the network, with nothing
+    shared. "delta": likewise, and after the first time only the elements that changed. "lora": the
+    adapter of a job with `[lora]` alone, beside the base model, which stays as it is; from shared
+    memory, or over the network where the sampler does not see that. "reload": as "disk", with the
+    engine's memory freed while the weights are exchanged (vLLM's sleep mode, which a CPU does not
+    have). "restart": as "disk", by a new engine, which takes as long as a start: what the other
+    methods are tested against. "nccl": from the trainer's GPU to those of the samplers (between
+    CPUs by gloo). "ipc": read by the sampler in the trainer's memory, on the GPU that both use.
+    These two need `HONE_TRAINER_URL` at the sampler as "http" does, which a version goes by that
+    did not arrive, and neither LoRA nor ZeRO-3.
+
+    "auto" tries, each time the job is loaded, "lora" for a job with `[lora]`, "ipc" or "nccl" where
+    both sides compute on GPUs that allow it, and else "shm" and then "disk" with a sampler that is
+    alone. If it sees neither folder, and with several samplers, it takes "delta" up to a learning
+    rate of 1e-5, beyond which most elements change at each step, and "http" there. The choice and
+    its reason are an event of the job."""
+
+    sync_every: int = Field(default=1, ge=1, le=65)
+    """Steps between two syncs, from 1 to `max_staleness` + 1. 1: after each step. More save time
+    where a sync is long, and make samples older. An evaluation and the last step always sync."""
+
+    data: DataSpec
+    """The problems."""
+
+    sampling: SamplingSpec = SamplingSpec()
+    """How completions are sampled."""
+
+    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    """What completions are rewarded for: at least one, each a `[[rewards]]` table. A rollout's
+    reward is their weighted sum."""
+
+    advantages: AdvantageSpec = AdvantageSpec()
+    """From rewards to advantages."""
+
+    training: TrainingSpec = TrainingSpec()
+    """The update."""
+
+    correction: CorrectionSpec = CorrectionSpec()
+    """What is done about sampler and trainer giving a token different log-probs."""
+
+    lora: LoraSpec | None = None
+    """Low-rank adapters. None: all weights are trained."""
+
+    memory: MemorySpec = MemorySpec()
+    """How an update fits into memory."""
+
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """Held-out accuracy."""
+
+    checkpoints: CheckpointSpec = CheckpointSpec()
+    """When checkpoints are written, and which are kept."""
+
+    rollouts: RolloutsSpec = RolloutsSpec()
+    """Which stored rollouts are kept."""
+
+    wandb: WandbSpec | None = None
+    """Weights & Biases. None: metrics are only in the run folder."""
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Job:
+        checks.check(self)
+        return self
+
+    @property
+    def has_live_weights(self) -> bool:
+        """Whether the weights that serve are those of the trainer's model as it is in memory."""
+        return self.lora is None and self.memory.zero_stage < 3
+
+    @property
+    def served_rank(self) -> int | None:
+        """The rank of the adapters that samplers may be sent; None: they get whole weights."""
+        if self.lora is None or self.weight_sync not in ("auto", "lora"):
+            return None
+        return self.lora.rank if self.lora.rank <= MAX_SERVED_RANK else None
+
+    @property
+    def needs_masks(self) -> bool:
+        """Whether the sampler is to say which tokens it could have sampled."""
+        sampling = self.sampling
+        truncates = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+        return truncates and self.correction.truncated_sampling == "refuse"

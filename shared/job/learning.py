@@ -1,0 +1,212 @@
+"""What is learned of it: `[advantages]`, `[training]`, `[correction]`, `[lora]`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from shared.job.section import Section
+
+MAX_SERVED_RANK = 512
+"""Largest rank of an adapter that vLLM serves apart from the model."""
+
+
+class AdvantageSpec(Section):
+    """From rewards to advantages, `(reward - baseline) / std`, within each prompt's group."""
+
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What is subtracted from a reward: the "mean" of its group (arXiv 2402.03300), or
+    "leave_one_out", the mean of the others in it (RLOO, arXiv 2402.14740). The mean is GRPO's."""
+
+    std: Literal["group", "batch", "none"] = "group"
+    """The standard deviation that the difference is divided by: of the "group", as in GRPO; of the
+    whole "batch" (arXiv 2508.08221); or "none" (Dr.GRPO, arXiv 2503.20783), where groups whose
+    rewards differ little also weigh little."""
+
+    combine: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """With several rewards: their weighted sum is normalized, as in GRPO; or each is normalized in
+    its group and then weighted and summed (GDPO, arXiv 2601.05242)."""
+
+    mask_truncated: bool = False
+    """Whether completions cut off by `sampling.max_tokens` are left out of training (overlong
+    filtering, arXiv 2503.14476). They count in the group's baseline and in the loss's number of
+    sequences, not in its number of tokens. Off: a completion that does not end is a failure to
+    learn from."""
+
+
+class TrainingSpec(Section):
+    """The update: loss, optimizer and learning rate. Defaults are usual ones for 0.5B to 8B models.
+
+    Losses and their equations are in services/trainer/learning/loss.py.
+    """
+
+    loss: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "gspo"] = "dapo"
+    """The policy loss. "dapo" averages over all tokens of the batch, so every token weighs the
+    same."""
+
+    importance: Literal["token", "sequence"] = "token"
+    """The level of the importance ratio: of each token, as in PPO, or one per sequence, the
+    geometric mean over its tokens. "gspo" is always of the sequence."""
+
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The ratio is clipped to at least `1 - clip_low` where the advantage is negative; 0 to below
+    1. 0.2 is PPO's; for "gspo", whose ratios are near 1, 3e-4 is usual. "cispo" and "sapo" have no
+    lower bound."""
+
+    clip_high: float = Field(default=0.28, ge=0)
+    """The ratio is clipped to at most `1 + clip_high` where the advantage is positive; 0 or more.
+    0.28 is DAPO's, above `clip_low` so that unlikely tokens can become likely. Usual are 4e-4 for
+    "gspo" and 3 to 4 for "cispo", which bounds the weight of every token; "sapo" has no bound."""
+
+    dual_clip: float | None = Field(default=None, gt=1)
+    """The loss of a token with a negative advantage is at most this multiple of it (arXiv
+    1912.09729); above 1, 3 is usual. None: no such bound, as in GRPO and DAPO. Not in "cispo" and
+    "sapo"."""
+
+    max_log_ratio: float = Field(default=20.0, gt=0, le=40)
+    """The ratio's logarithm, and the difference of log-probs that the KL divergence is estimated
+    from, are clamped to this on both sides, in nats; up to 40. Beyond it a token has no gradient of
+    the ratio, and of the divergence that of the bound. 20 is far from what training makes, and
+    keeps e to its power finite in float32."""
+
+    tau_positive: float = Field(default=1.0, gt=0)
+    """Temperature of the gate of "sapo" where the advantage is positive, above 0: a larger one
+    fades tokens out sooner as their ratio leaves 1. The default is the paper's (arXiv
+    2511.20347)."""
+
+    tau_negative: float = Field(default=1.05, gt=0)
+    """The same where the advantage is negative. The paper's 1.05 fades these sooner, because their
+    gradient spreads over the whole vocabulary."""
+
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the model that the job began with, 0 or more. 0 loads no
+    reference model and is usual where rewards are verified; 0.001 to 0.04 hold the policy near its
+    start."""
+
+    kl: Literal["k1", "k2", "k3", "k3_true"] = "k3"
+    """How that divergence is estimated (services/trainer/learning/kl.py). "k3" is GRPO's; the
+    gradient of "k1" is zero in expectation, that of "k3_true" the divergence's own."""
+
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each batch, all against the log-probs before the first. 1 trains on-policy, where
+    no bound is ever active."""
+
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per epoch, each on an equal share of the batch. 1: one step on all of it,
+    for the same reason."""
+
+    learning_rate: float = Field(default=1e-6, ge=0)
+    """The peak learning rate. 1e-6 is usual for full weights from 0.5B on; LoRA takes 10 to 100
+    times that."""
+
+    min_learning_rate: float = Field(default=0.0, ge=0)
+    """The rate of the last step, where `schedule` is not "constant"; up to `learning_rate`. 0
+    decays to nothing."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes from its peak to `min_learning_rate`. "constant" stays at the peak, so the
+    number of steps changes nothing of the earlier ones."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the rate rises from 0 to its peak. 0: none, a peak of 1e-6 needs none."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay per step and learning rate. 0: at such rates it would change little."""
+
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of AdamW's mean of gradients, 0 to below 1; PyTorch's default."""
+
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of AdamW's mean of squared gradients, 0 to below 1; PyTorch's default."""
+
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient of an optimizer step is scaled down to at most this L2 norm. 1 is usual."""
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a step whose loss or gradient is NaN or infinite does to the job. It changes no weight
+    in either case; "stop" shows the fault, "skip" counts it and goes on."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations; the optimizer's are float32 always. "auto" takes bfloat16 where
+    the hardware computes in it and float32 elsewhere."""
+
+    @model_validator(mode="after")
+    def _rates_in_order(self) -> TrainingSpec:
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate is {self.min_learning_rate:g}, above learning_rate "
+                f"{self.learning_rate:g}"
+            )
+        return self
+
+
+class CorrectionSpec(Section):
+    """What is done about sampler and trainer giving the same token different log-probs, from w =
+    exp(trainer's log-prob - sampler's) before the first update. The difference is measured always,
+    whatever is done.
+
+    Equations are in services/trainer/learning/correction.py.
+    """
+
+    method: Literal["auto", "none", "token_tis", "sequence_tis", "sequence_mask", "icepop"] = "auto"
+    """Weights on the loss. "token_tis" gives each token w, bounded; "sequence_tis" each sequence W,
+    bounded; "sequence_mask" W, or 0 outside the bounds; "icepop" each token w, or 0 outside the
+    bounds (arXiv 2510.18855). "auto" is "token_tis" where `max_staleness` > 0 and "none" elsewhere,
+    where w is only the engines' rounding."""
+
+    sequence_ratio: Literal["product", "geometric_mean"] = "product"
+    """W of a sequence: the "product" of its w, the unbiased weight, which vanishes or explodes on
+    long completions; or their "geometric_mean", biased, and as near to 1 for a long completion as
+    for a short one."""
+
+    ratio_base: Literal["trainer", "sampler"] = "trainer"
+    """What the loss's importance ratio is taken to. With the "trainer"'s own log-probs before the
+    first update, the ratio of that update is exactly 1 and bounds hold only what training changed.
+    With the "sampler"'s, the ratio is also the correction, so `method` must be "auto" or "none",
+    and noise between the engines is clipped as if it were a change."""
+
+    low: float | None = Field(default=None, ge=0)
+    """Lower bound of the weight, 0 or more. None: 0.5 for "icepop", 0.99 for "sequence_mask" of the
+    geometric mean, else 0."""
+
+    high: float | None = Field(default=None, gt=0)
+    """Upper bound of the weight, above 0. None: 2 for the two TIS, 5 for "icepop", 3 for
+    "sequence_mask" of the product and 1.01 of the geometric mean."""
+
+    truncated_sampling: Literal["refuse", "accept"] = "refuse"
+    """What becomes of `sampling.top_p` < 1, `sampling.top_k` > 0 or `sampling.min_p` > 0. The
+    sampler's log-probs are then of the tokens that it kept. With `sampling.top_k` from 1 to 1024 it
+    says which these are for each token, and the trainer takes its log-probs over the same tokens,
+    so the trained distribution is the sampled one. "refuse" refuses a job without that bound, and a
+    sampler that cannot say it. "accept" does not ask: the trainer's log-probs are of the whole
+    vocabulary, w is too small by the probability that was cut off, and `method` weighs that."""
+
+    @model_validator(mode="after")
+    def _corrects_once(self) -> CorrectionSpec:
+        if self.ratio_base == "sampler" and self.method not in ("auto", "none"):
+            raise ValueError(
+                f'ratio_base is "sampler" and method {self.method!r}: the mismatch would be '
+                'corrected twice; expected method "auto" or "none"'
+            )
+        return self
+
+
+class LoraSpec(Section):
+    """Trains low-rank adapters (arXiv 2106.09685) in place of the model's own weights."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank r of the update B A that is added to each target layer's weight."""
+
+    alpha: float = Field(default=32.0, gt=0)
+    """The update is scaled by alpha / rank. The default is twice the default rank, as is usual."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability with which an input of an adapter is dropped in training. 0: the policy that is
+    trained is exactly the one that was sampled. With several optimizer steps per batch the noise of
+    dropout is in the ratios of all but the first, where bounds as narrow as those of "gspo" clip
+    it."""
+
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the layers that get adapters, for example ["q_proj", "v_proj"]. "all-linear": every
+    linear layer but the output head."""

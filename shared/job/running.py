@@ -1,0 +1,105 @@
+"""What changes nothing that is learned: `[memory]`, `[evaluation]`, `[checkpoints]`, `[rollouts]`,
+`[wandb]`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from shared.job.section import Section
+
+
+class MemorySpec(Section):
+    """How an update fits into memory. Nothing here changes its result, rounding apart."""
+
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Most tokens in one forward and backward pass of a rank, padding included. It is halved by
+    itself when memory runs out. A single sequence that is longer has a pass of its own."""
+
+    chunk_tokens: int = Field(default=1024, ge=1)
+    """Tokens whose logits exist at a time: a chunk of them by a part of the vocabulary, in
+    float32."""
+
+    gradient_checkpointing: bool = True
+    """Keeps only each layer's input and computes the layer again in the backward pass: about a
+    third more time, and a fraction of the activation memory, which at 16,384 tokens and 7B
+    parameters would be about 120 GB. Set false for small models and short sequences."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What the ranks share out, each stage including those before (arXiv 1910.02054): 0 nothing, 1
+    optimizer state, 2 gradients, 3 weights."""
+
+    offload_optimizer: bool = False
+    """Keeps master weights and optimizer state in host memory, and updates them there with
+    DeepSpeed's CPU Adam. Needs `zero_stage` 1, 2 or 3 and a C++ compiler."""
+
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Puts several sequences into one row instead of padding. "auto": where the model runs flash
+    attention, which keeps the sequences of a row apart at no cost."""
+
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """The attention implementation, by its name in transformers. "auto": the one that transformers
+    chooses for the model."""
+
+    deepspeed: dict[str, Any] = {}
+    """Merged over the configuration given to DeepSpeed, key by key. Only keys that change where
+    things lie, when they are sent and what is logged are taken; others are refused."""
+
+
+class EvaluationSpec(Section):
+    """Held-out accuracy: the mean reward of problems of `data.eval`, before training, every `every`
+    steps and after the last."""
+
+    every: int = Field(default=50, ge=1)
+    """Steps between two evaluations."""
+
+    num_prompts: int | None = Field(default=None, ge=1)
+    """How many problems, from the first row on. None: all of them."""
+
+    samples: int = Field(default=1, ge=1)
+    """Completions per problem. More than 1 needs a `temperature` above 0 to make a difference."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """Divides the logits. 0: greedy decoding, which gives the same answer each time."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion, in tokens. None: that of training, `sampling.max_tokens`."""
+
+
+class CheckpointSpec(Section):
+    """Checkpoints: Hugging Face folders from which training also goes on."""
+
+    every: int = Field(default=50, ge=0)
+    """Steps between two checkpoints. The last step always has one; 0: only the last."""
+
+    keep_last: int = Field(default=2, ge=1)
+    """How many of the newest checkpoints are kept. The default survives damage to the newest."""
+
+    keep_every: int = Field(default=0, ge=0)
+    """Of older checkpoints, those whose step is divisible by this are kept too. 0: none."""
+
+
+class RolloutsSpec(Section):
+    """Stored rollouts: what was sampled and how it was graded, a file for each step."""
+
+    keep_last: int = Field(default=1000, ge=0)
+    """Of how many of the newest steps rollouts are kept, at least; older ones cannot be looked at
+    or regraded any more. Those that a restart from any of the newest `checkpoints.keep_last`
+    checkpoints replays are always kept. 0: all. The default bounds a run's disk at a few GB."""
+
+
+class WandbSpec(Section):
+    """Logs metrics to Weights & Biases as well. The key is the orchestrator's WANDB_API_KEY."""
+
+    project: str
+    """Project to log to."""
+
+    entity: str | None = None
+    """User or team that owns the project. None: the default of the key."""
+
+    mode: Literal["online", "offline"] = "online"
+    """"offline" writes to the run folder only, and needs no key."""
+
+    tags: tuple[str, ...] = ()
+    """Tags of the run."""

@@ -1,0 +1,36 @@
+"""A section of the job: frozen, with no unknown keys."""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+JOB_ID = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+"""Ids and names end up in paths and URLs, so they are made of these characters only."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_is_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic would take true for 1."""
+        if isinstance(value, bool):
+            taken = _members(cls.model_fields[info.field_name or ""].annotation)
+            if bool not in taken and taken & {int, float}:
+                raise ValueError("expected a number")
+        return value
+
+
+def _members(annotation: Any) -> set[Any]:
+    """Returns the types that an annotation is a union of, and of which literals' values are."""
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    if get_origin(annotation) in (Union, UnionType):
+        return {member for part in get_args(annotation) for member in _members(part)}
+    return {annotation}
