@@ -41,8 +41,9 @@ soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 check: $(VENV)/.ready ## lint, types and the fast tests (a few minutes)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
-	$(BIN)/python -m pytest -q $(BESIDE) -m "not ($(ENGINES)) and not slow and not soak"
+	$(BIN)/pyright & types=$$!; \
+	$(BIN)/python -m pytest -q $(BESIDE) -m "not ($(ENGINES)) and not slow and not soak"; \
+	tests=$$?; wait $$types && exit $$tests
 
 format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .

@@ -17,6 +17,8 @@ from shared.config import Settings
 from shared.service import Service
 from shared.wire import Checkpoint, CheckpointRequest
 
+pytestmark = pytest.mark.slow
+
 BODY = b'{"job_id": "job", "step": 3}'
 HEAD = b"POST /checkpoints HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY

@@ -130,7 +130,7 @@ async def test_sampling_runs_ahead_by_exactly_the_staleness_allowed(
         row.metrics["staleness"] for row in RunFolder(Path(record.run_dir)).metrics() if row.step
     ]
     assert max(staleness) == max_staleness and staleness[0] == 0
-    assert stack.fakes.calls["generate"] == 8 * 6 + 3 * 12, "nothing sampled is thrown away"
+    assert stack.fakes.calls["generate"] == 8 * 6 + 3 * 4, "nothing sampled is thrown away"
 
 
 async def test_groups_without_signal_are_replaced_by_the_same_fresh_prompts_each_time(

@@ -223,7 +223,7 @@ async def test_a_prompt_that_cannot_be_sampled_is_counted_and_stops_nothing(stac
     assert record.status == "succeeded" and await warnings(stack, record.id) == []
     folder = stack.folder(record.id)
     rows = folder.metrics()
-    assert rows[0].metrics["eval/errored_rollouts"] == pytest.approx(1 / 12)
+    assert rows[0].metrics["eval/errored_rollouts"] == pytest.approx(1 / 4)
     shares = [round(row.metrics["errored_rollouts"] * 6) for row in rows if row.step]
     assert sum(shares) in (2, 3), "8 steps of 6 prompts take each of 20 twice or three times"
     assert all(row.metrics["missing_rewards"] == 0.0 for row in rows if row.step)

@@ -62,7 +62,7 @@ class Stack:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    for name, count in (("train", 20), ("test", 12)):
+    for name, count in (("train", 20), ("test", 4)):
         (tmp_path / f"{name}.jsonl").write_text(
             "".join(json.dumps({"prompt": f"{i}?", "answer": i}) + "\n" for i in range(count))
         )

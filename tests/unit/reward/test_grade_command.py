@@ -20,6 +20,8 @@ from shared.client import Client
 
 OWN = """
 import hone
+
+pytestmark = pytest.mark.slow
 class Lines(hone.Reward):
     def score(self, prompt, completion, wanted):
         print("looking at", completion)

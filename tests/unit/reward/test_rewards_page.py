@@ -20,6 +20,8 @@ from shared.job import RewardSpec
 from shared.wire import Execution
 from tests.support.reward_helpers import ScriptedSandbox
 
+pytestmark = pytest.mark.slow
+
 DOCS = (Path(__file__).parents[3] / "docs/rewards.md").read_text()
 COMMANDS = re.findall(r"^(hone grade .*?) +# (\S+)$", DOCS, re.MULTILINE)
 
