@@ -14,9 +14,10 @@ from hone.commands.doctor import examine_stack
 from services.orchestrator.app import create_service
 from services.orchestrator.loop import samplers as samplers_module
 from services.orchestrator.loop.discovery import is_one, sampler_urls
-from services.orchestrator.queue import store as store_module
+from services.orchestrator.queue import registrations
+from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import Store, StoreUnavailable
+from services.orchestrator.queue.store import Store
 from services.rollout import registration
 from services.rollout.registration import registered
 from shared.client import Client
@@ -85,17 +86,17 @@ async def listed(client: Client) -> list[str]:
 async def test_a_lease_ends_unless_the_sampler_renews_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "REGISTRATION_S", 0.5)
+    monkeypatch.setattr(registrations, "REGISTRATION_S", 0.5)
     body = Registration(url=URL)
-    first = await store.register("stays", body)
-    await store.register("goes", Registration(url="http://127.0.0.1:8002"))
-    assert await store.sampler_urls() == ["http://127.0.0.1:8002", URL]
-    while len(found := await store.samplers()) > 1:
-        last = await store.register("stays", body)
+    first = await store.samplers.register("stays", body)
+    await store.samplers.register("goes", Registration(url="http://127.0.0.1:8002"))
+    assert await store.samplers.urls() == ["http://127.0.0.1:8002", URL]
+    while len(found := await store.samplers.all()) > 1:
+        last = await store.samplers.register("stays", body)
         await asyncio.sleep(0.01)
     assert [each.replica for each in found] == ["stays"]
     assert last.expires_at > first.expires_at
-    while await store.samplers():
+    while await store.samplers.all():
         await asyncio.sleep(0.01)
 
 
@@ -192,7 +193,7 @@ async def test_a_sampler_renews_its_lease_and_unregisters_when_it_drains(
 ) -> None:
     """It begins before the orchestrator does, and is there once that is."""
     monkeypatch.setattr(registration, "RETRY_S", 0.05)
-    monkeypatch.setattr(store_module, "REGISTRATION_S", 0.6)
+    monkeypatch.setattr(registrations, "REGISTRATION_S", 0.6)
     port = free_port()
     own = settings.model_copy(
         update={
@@ -209,17 +210,17 @@ async def test_a_sampler_renews_its_lease_and_unregisters_when_it_drains(
     async with registered(own, lambda: serving[0], draining):
         running = asyncio.create_task(server._serve())
         async with asyncio.timeout(20):
-            while not (found := await store.samplers()):
+            while not (found := await store.samplers.all()):
                 await asyncio.sleep(0.01)
             assert (found[0].replica, found[0].url, found[0].version) == ("r0", URL, None)
             serving[0] = ServingWeights(replica="r0", job_id="demo-1", version=7)
-            while (await store.samplers())[0].version != 7:
+            while (await store.samplers.all())[0].version != 7:
                 await asyncio.sleep(0.01)
             checks = {check.name: check for check in await examine_stack(own)}
             assert checks["lease of r0"].detail.endswith("serves version 7 of demo-1")
             assert checks["rollout r0"].detail.startswith(f"not running at {URL}")
             draining.begin()
-            while await store.samplers():
+            while await store.samplers.all():
                 await asyncio.sleep(0.01)
     server.should_exit = True
     await running
@@ -240,10 +241,10 @@ async def test_the_rollout_service_is_registered_from_its_start_to_its_end(
     bench = RolloutBench(tmp_path, rollout_advertise_url=URL, orchestrator_url=orchestrator_url)
     app = bench.service.app
     async with app.router.lifespan_context(app), asyncio.timeout(20):
-        while not (found := await store.samplers()):
+        while not (found := await store.samplers.all()):
             await asyncio.sleep(0.01)
         assert [(each.replica, each.url) for each in found] == [("here:1", URL)]
-    assert await store.samplers() == []
+    assert await store.samplers.all() == []
     await bench.client.close()
     server.should_exit = True
     await running
@@ -264,7 +265,7 @@ async def test_a_sampler_that_does_not_say_where_it_is_registers_nowhere(
 async def pool(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[Pool]:
-    monkeypatch.setattr(store_module, "REGISTRATION_S", 600.0)  # nobody says it again here
+    monkeypatch.setattr(registrations, "REGISTRATION_S", 600.0)  # nobody says it again here
     async with (
         pool_of(2, settings) as all_,
         pool_stack(settings, redis_url, job, all_, monkeypatch, "registered") as pool,

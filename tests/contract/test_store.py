@@ -15,18 +15,12 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.queue import heartbeat, keys, scripts
-from services.orchestrator.queue import store as store_module
+from services.orchestrator.queue import connection, heartbeat, keys, scripts
+from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.ids import new_job_id
+from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import (
-    MAX_TRIES,
-    Lease,
-    LeaseLost,
-    Store,
-    StoreUnavailable,
-    Unreadable,
-)
+from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import Job
 from tests.support.stream_proxy import StreamProxy
@@ -354,7 +348,7 @@ async def test_a_short_silence_of_redis_costs_nothing(store: Store, raw: Any) ->
 async def test_followers_do_not_keep_heartbeats_waiting(
     store: Store, monkeypatch: pytest.MonkeyPatch, redis_url: str
 ) -> None:
-    monkeypatch.setattr(store_module, "MAX_FOLLOWERS", 5)
+    monkeypatch.setattr(connection, "MAX_FOLLOWERS", 5)
     crowded = Store(redis_url)
     job_id = await submit(crowded)
     lease = await take(crowded)
@@ -393,7 +387,7 @@ def test_ids_have_65_random_bits_and_sort_by_time(monkeypatch: pytest.MonkeyPatc
 async def test_an_id_that_is_another_jobs_is_never_answered_as_that_job(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "new_job_id", lambda name: f"{name}-same")
+    monkeypatch.setattr(f"{Store.__module__}.new_job_id", lambda name: f"{name}-same")
     first = await store.submit(JOB, RUNS, None)
     for job in (JOB, JOB.model_copy(update={"steps": 3})):
         with pytest.raises(Conflict, match="there is a job 'demo-same' already"):
@@ -643,8 +637,8 @@ async def test_of_the_events_the_newest_are_kept(redis_url: str) -> None:
 
 
 def test_scripts_keep_a_calls_answer_longer_than_it_is_retried() -> None:
-    attempts = store_module.RETRIES + 1
-    assert attempts * (store_module.SOCKET_TIMEOUT_S + 5 + 2.0) < scripts.CALL_TTL_S
+    attempts = connection.RETRIES + 1
+    assert attempts * (connection.SOCKET_TIMEOUT_S + 5 + 2.0) < scripts.CALL_TTL_S
 
 
 async def test_a_redis_that_is_away_is_unavailable(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import Annotated
 from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from services.orchestrator.queue.store import MAX_FOLLOWERS, Store, check_event_id
+from services.orchestrator.queue.connection import MAX_FOLLOWERS
+from services.orchestrator.queue.records import check_event_id
+from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.graded import graded
 from shared.errors import Busy

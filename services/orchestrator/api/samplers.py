@@ -23,18 +23,18 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
     async def register(replica: Name, registration: Registration) -> RegisteredSampler:
         """Registers a sampler, or renews its lease. Running jobs find it within seconds."""
         _check(replica, registration, settings)
-        return await store.register(replica, registration)
+        return await store.samplers.register(replica, registration)
 
     @app.delete("/v1/samplers/{replica}")
     async def unregister(replica: Name) -> Unregistered:
         """Ends a sampler's registration. Running jobs give it no further groups."""
-        await store.unregister(replica)
+        await store.samplers.unregister(replica)
         return Unregistered(replica=replica)
 
     @app.get("/v1/samplers")
     async def list_samplers() -> SamplerList:
         """The samplers that are registered, until when, and what they serve."""
-        return SamplerList(samplers=tuple(await store.samplers()))
+        return SamplerList(samplers=tuple(await store.samplers.all()))
 
 
 def _check(replica: str, registration: Registration, settings: Settings) -> None:

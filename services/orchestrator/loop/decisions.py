@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from services.orchestrator.queue.store import LeaseLost, StoreUnavailable
+from services.orchestrator.queue.connection import StoreUnavailable
+from services.orchestrator.queue.store import LeaseLost
 from services.orchestrator.record.folder import BatchExists
 from shared.errors import (
     BadRequest,

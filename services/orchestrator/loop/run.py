@@ -26,7 +26,8 @@ from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.loop.tasks import stop, to_the_end
-from services.orchestrator.queue.store import Lease, LeaseLost, Store, StoreUnavailable
+from services.orchestrator.queue.connection import StoreUnavailable
+from services.orchestrator.queue.store import Lease, LeaseLost, Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.journal import Journal
 from services.orchestrator.record.progress import Progress
@@ -63,7 +64,7 @@ class Run:
             record.id,
             lease.attempt,
             self._journal.presence,
-            store.sampler_urls,
+            store.samplers.urls,
         )
         self._tracker = Tracker(record.job, record.id, self._folder.path)
         self._after: AfterStep | None = None

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from services.orchestrator.queue.store import Asked, Lease, LeaseLost, Store, StoreUnavailable
+from services.orchestrator.queue.connection import StoreUnavailable
+from services.orchestrator.queue.store import Asked, Lease, LeaseLost, Store
 from shared.logs import get_logger
 
 MAX_INTERVAL_S = 1.0

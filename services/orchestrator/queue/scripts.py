@@ -19,7 +19,7 @@ from __future__ import annotations
 from services.orchestrator.queue import keys
 
 CALL_TTL_S = 900
-"""Longer than a caller goes on retrying (store.py)."""
+"""Longer than a caller goes on retrying (connection.py)."""
 
 _KEYS = f"""
 local JOBS, QUEUE, ENDED = '{keys.JOBS}', '{keys.QUEUE}', '{keys.ENDED}'

@@ -1,5 +1,5 @@
 """Jobs in Redis. Truth is a job's hash; every change is one atomic script (scripts.py), which a
-retry does not repeat. The keys are in keys.py.
+retry does not repeat. The keys are in keys.py; how Redis is reached, in connection.py.
 
 A worker that takes a job gets a lease on one trainer, which expires unless `beat` renews it. With
 the lease comes an attempt, a number that grows with every lease given to anybody. A worker that
@@ -11,21 +11,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import redis.asyncio as redis
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff, NoBackoff
-from redis.exceptions import RedisError, ResponseError
-
 from services.orchestrator.queue import keys, scripts
+from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.ids import new_job_id
-from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
+from services.orchestrator.queue.records import (
+    SCHEMA,
+    Unreadable,
+    check_event_id,
+    event_of,
+    record_of,
+    state_of,
+)
+from services.orchestrator.queue.registrations import Registrations
+from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import JOB_ID, Job
 from shared.logs import get_logger
 from shared.wire import (
@@ -36,12 +40,7 @@ from shared.wire import (
     JobList,
     JobRecord,
     JobState,
-    RegisteredSampler,
-    Registration,
 )
-
-SCHEMA = 1
-"""Version of what is written into a job's hash. Readers ignore fields that they do not know."""
 
 MAX_TRIES = 20
 """Attempts in a row, without a step done that was not done before, after which a job pauses: it
@@ -49,47 +48,16 @@ probably kills its workers itself."""
 
 PAUSED_ON_REQUEST = "paused on request"
 
-SOCKET_TIMEOUT_S = 30.0
-"""More than a follower waits for events, and than a slow disk delays an answer."""
-
-RETRIES = 6
-"""With SOCKET_TIMEOUT_S below scripts.CALL_TTL_S in all."""
-
-MAX_CONNECTIONS = 64
-"""For everything but heartbeats and followers. A caller that finds none free waits for one."""
-
-MAX_BEAT_CONNECTIONS = 2
-"""Heartbeats have connections of their own, so that nobody keeps them waiting."""
-
-MAX_FOLLOWERS = 512
-"""Clients that follow jobs' events at a time. Each holds a connection while it waits."""
-
 KEY_TTL_S = 24 * 3600
-
-REGISTRATION_S = 15.0
-"""Seconds that a registration lasts; a sampler renews it after a third of that. Long enough for a
-pause of its process; what it does not answer meanwhile, others sample."""
 
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
-EVENT_ID = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?")
-MAX_ID_PART = 2**64 - 1
-"""An event's id is two whole numbers of 64 bits: Unix milliseconds, and one that counts."""
-
 Asked = Literal["cancel", "pause"]
-
-
-class StoreUnavailable(Unavailable):
-    """Redis is away. Whoever works on a job stops; the job goes on once Redis is back."""
 
 
 class LeaseLost(Exception):
     """The lease expired or another worker took the job over; this one must stop at once and change
     nothing more."""
-
-
-class Unreadable(Failed):
-    """What is stored of a job is not what this version of Hone can read."""
 
 
 @dataclass(frozen=True)
@@ -104,28 +72,25 @@ class Lease:
 
 
 class Store:
-    """All of the orchestrator's state. Every method raises StoreUnavailable when Redis cannot be
-    reached. Of the jobs that ended the newest `keep_jobs` are kept, and of each job the newest
-    `keep_events` events or some more."""
+    """All of the orchestrator's state; `samplers` are those that registered. Every method raises
+    StoreUnavailable when Redis cannot be reached. Of the jobs that ended the newest `keep_jobs` are
+    kept, and of each job the newest `keep_events` events or some more."""
 
     def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
-        self._limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
-        patient = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=RETRIES)
-        self._redis = _client(url, MAX_CONNECTIONS, patient)
-        self._beats = _client(url, MAX_BEAT_CONNECTIONS, Retry(NoBackoff(), retries=0))
-        self._followers = _client(url, MAX_FOLLOWERS, patient)
+        limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
+        self._connection = connection = Connection(url, limits)
+        self.samplers = Registrations(connection)
+        self._redis, self._followers = connection.client, connection.followers
+        self._call, self._do, self._hash = connection.call, connection.do, connection.hash
         self._submit = self._redis.register_script(scripts.SUBMIT)
         self._take = self._redis.register_script(scripts.TAKE)
-        self._beat = self._beats.register_script(scripts.BEAT)
+        self._beat = connection.beats.register_script(scripts.BEAT)
         self._report = self._redis.register_script(scripts.REPORT)
         self._halt = self._redis.register_script(scripts.HALT)
         self._pause = self._redis.register_script(scripts.PAUSE)
         self._resume = self._redis.register_script(scripts.RESUME)
         self._cancel = self._redis.register_script(scripts.CANCEL)
         self._delete = self._redis.register_script(scripts.DELETE)
-        self._register = self._redis.register_script(scripts.REGISTER)
-        self._unregister = self._redis.register_script(scripts.UNREGISTER)
-        self._registered = self._redis.register_script(scripts.REGISTERED)
 
     async def open(self) -> None:
         """Checks that Redis keeps what it accepts, and that every job that waits is in the queue.
@@ -140,8 +105,7 @@ class Store:
         await self._call(self._redis.register_script(scripts.OPEN))
 
     async def close(self) -> None:
-        for client in (self._redis, self._beats, self._followers):
-            await client.aclose()
+        await self._connection.close()
 
     async def ping(self) -> None:
         await self._do(self._redis.ping())
@@ -190,7 +154,7 @@ class Store:
         fields = await self._hash(keys.job(job_id)) if re.fullmatch(JOB_ID, job_id) else {}
         if not fields:
             raise _no_job(job_id)
-        return _record(job_id, fields)
+        return record_of(job_id, fields)
 
     async def status(self, job_id: str) -> str | None:
         """Returns the job's status, or None if there is no such job (any more)."""
@@ -285,42 +249,13 @@ class Store:
         streams = await self._do(
             client.xread({keys.events(job_id): after}, count=count, block=block)
         )
-        return [_event(job_id, id, fields) for id, fields in (streams[0][1] if streams else [])]
+        return [event_of(job_id, id, fields) for id, fields in (streams[0][1] if streams else [])]
 
     async def checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Returns all checkpoints that were ever reported, by step."""
         found = [json.loads(text) for text in (await self._hash(keys.checkpoints(job_id))).values()]
         checkpoints = [Checkpoint.model_validate(data, extra="ignore") for data in found]
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
-
-    # --- by samplers
-
-    async def register(self, replica: str, registration: Registration) -> RegisteredSampler:
-        """Registers a sampler for REGISTRATION_S seconds. Raises Conflict while another one, at
-        another URL, has the name."""
-        text = registration.model_dump_json()
-        lease_ms = int(REGISTRATION_S * 1000)
-        answer = await self._call(
-            self._register, replica=replica, registration=text, lease_ms=lease_ms
-        )
-        if answer != "ok":
-            raise Conflict(
-                f"sampler {replica!r} is registered at {answer}, got {registration.url}; give each "
-                "sampler a name of its own (HONE_ROLLOUT_REPLICA), or wait until the lease of the "
-                f"other one ends ({REGISTRATION_S:g} s)"
-            )
-        return _registered(replica, text, lease_ms)
-
-    async def unregister(self, replica: str) -> None:
-        await self._call(self._unregister, replica=replica)
-
-    async def samplers(self) -> list[RegisteredSampler]:
-        """Returns the samplers whose registration has not expired, by name."""
-        found = json.loads(await self._call(self._registered))
-        return [_registered(*each) for each in sorted(found)]
-
-    async def sampler_urls(self) -> list[str]:
-        return [sampler.url for sampler in await self.samplers()]
 
     # --- by a worker
 
@@ -393,81 +328,16 @@ class Store:
         if await self._call(script, **_by(lease), **arguments) == "lost":
             raise LeaseLost(lease.job_id)
 
-    # --- Redis
-
-    async def _call(self, script: Any, **arguments: Any) -> str:
-        """Runs the script. Redis's client sends it again, the same call, where its connection
-        breaks."""
-        call = _texts({"now": time.time(), **self._limits, **arguments})
-        key = keys.CALL + secrets.token_hex(12)
-        return await self._do(script(keys=[key], args=[json.dumps(call)]))
-
     async def _state(self, job_id: str) -> JobState:
         """Reads no more of the record than it returns."""
         fields = await self._hash(keys.job(job_id))
         if not fields:
             raise _no_job(job_id)
-        try:
-            return JobState.model_validate(fields, extra="ignore")
-        except ValueError as error:
-            raise _unreadable(job_id, fields, error) from error
-
-    async def _hash(self, key: str) -> dict[str, str]:
-        """Returns the hash; raises Unreadable for a key that is not a hash."""
-        try:
-            return await self._redis.hgetall(key)
-        except ResponseError as error:
-            raise Unreadable(f"{key!r} in Redis is not what Hone keeps there: {error}") from error
-        except RedisError as error:
-            raise _unavailable(error) from error
-
-    async def _do(self, command: Any) -> Any:
-        try:
-            return await command
-        except RedisError as error:
-            raise _unavailable(error) from error
-
-
-def check_event_id(id: str, name: str) -> None:
-    """Raises BadRequest, naming the parameter, for what Redis would not take for an event's id."""
-    found = EVENT_ID.fullmatch(id)
-    if not found or any(int(part or 0) > MAX_ID_PART for part in found.groups()):
-        raise BadRequest(f"{name} is {id!r}; expected an event's id such as '1763700000000-0'")
-
-
-def _client(url: str, max_connections: int, retry: Retry) -> Any:
-    pool = redis.BlockingConnectionPool.from_url(
-        url,
-        max_connections=max_connections,
-        timeout=SOCKET_TIMEOUT_S,
-        decode_responses=True,
-        retry=retry,
-        socket_timeout=SOCKET_TIMEOUT_S,
-        socket_connect_timeout=5,
-    )
-    return redis.Redis.from_pool(pool)
+        return state_of(job_id, fields)
 
 
 def _by(lease: Lease) -> dict[str, Any]:
     return {"id": lease.job_id, "attempt": lease.attempt}
-
-
-def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a script takes: texts, in tables of one level; no None."""
-    return {name: _text(value) for name, value in values.items() if value is not None}
-
-
-def _text(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _field(value) for name, value in value.items() if value is not None}
-    return _field(value)
-
-
-def _field(value: Any) -> str:
-    """Returns the value as a hash keeps it. A lone surrogate, which is no text, becomes `?`."""
-    if isinstance(value, dict | Sequence) and not isinstance(value, str):
-        return json.dumps(value)
-    return str(value).encode(errors="replace").decode()
 
 
 def _known(job_id: str) -> str:
@@ -487,54 +357,3 @@ def _not_ended(job_id: str, status: str) -> Conflict:
 
 def _has(status: str) -> str:
     return f"was {status}" if status == "cancelled" else f"has {status}"
-
-
-def _unavailable(error: RedisError) -> StoreUnavailable:
-    return StoreUnavailable(f"Redis cannot be used: {error}; check that it runs at HONE_REDIS_URL")
-
-
-def _record(job_id: str, fields: dict[str, str]) -> JobRecord:
-    try:
-        shown: dict[str, Any] = {**fields, "job": json.loads(fields["job"])}
-        if "summary" in fields:
-            shown["summary"] = json.loads(fields["summary"])
-        return JobRecord.model_validate(shown, extra="ignore")
-    except (KeyError, ValueError) as error:  # ValueError is also pydantic's and json's
-        raise _unreadable(job_id, fields, error) from error
-
-
-def _unreadable(job_id: str, fields: dict[str, str], error: Exception) -> Unreadable:
-    return Unreadable(
-        f"the record of job {job_id!r} (schema {fields.get('schema', '0')}) cannot be read by "
-        f"this version of Hone (schema {SCHEMA}): {_first_line(error)}; use the version that "
-        f"wrote it, or `hone cancel {job_id}` and `hone rm {job_id}`"
-    )
-
-
-def _event(job_id: str, id: str, fields: dict[str, str]) -> Event:
-    """Returns the event; one that cannot be read is shown as such, at its place."""
-    try:
-        shown = {**fields, "id": id, "job_id": job_id, "data": json.loads(fields["data"])}
-        return Event.model_validate(shown, extra="ignore")
-    except (KeyError, ValueError) as error:
-        message = f"this event cannot be read by this version of Hone: {_first_line(error)}"
-        time_s = int(id.split("-")[0]) / 1000
-        return Event(
-            id=id, job_id=job_id, time=time_s, type="log", level="warning", message=message
-        )
-
-
-def _registered(replica: str, text: str, left_ms: int) -> RegisteredSampler:
-    return RegisteredSampler.model_validate(
-        {
-            **json.loads(text),
-            "replica": replica,
-            "lease_s": REGISTRATION_S,
-            "expires_at": time.time() + left_ms / 1000,
-        },
-        extra="ignore",
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -16,13 +16,9 @@ import time
 from services.orchestrator.loop.run import Outcome, Run
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import heartbeat
+from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import (
-    Lease,
-    LeaseLost,
-    Store,
-    Unreadable,
-)
+from services.orchestrator.queue.store import Lease, LeaseLost, Store
 from shared.config import Settings
 from shared.errors import NotFound, Unavailable
 from shared.logs import get_logger

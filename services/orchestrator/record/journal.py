@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.orchestrator.queue.store import Lease, LeaseLost, Store, StoreUnavailable
+from services.orchestrator.queue.connection import StoreUnavailable
+from services.orchestrator.queue.store import Lease, LeaseLost, Store
 from shared.logs import get_logger
 from shared.wire import Checkpoint, MetricsRow, TrainerState
 

@@ -13,7 +13,9 @@ from services.orchestrator.loop.decisions import (
     SyncFailed,
     decide,
 )
-from services.orchestrator.queue.store import LeaseLost, StoreUnavailable, Unreadable
+from services.orchestrator.queue.connection import StoreUnavailable
+from services.orchestrator.queue.records import Unreadable
+from services.orchestrator.queue.store import LeaseLost
 from services.orchestrator.record.folder import BatchExists
 from shared.errors import (
     CODES,

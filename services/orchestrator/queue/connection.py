@@ -1,0 +1,112 @@
+"""Redis as the orchestrator uses it: scripts that run once, patience while it is away, and errors
+that say what to check."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+from services.orchestrator.queue import keys
+from services.orchestrator.queue.records import Unreadable
+from shared.errors import Unavailable
+
+SOCKET_TIMEOUT_S = 30.0
+"""More than a follower waits for events, and than a slow disk delays an answer."""
+
+RETRIES = 6
+"""With SOCKET_TIMEOUT_S below scripts.CALL_TTL_S in all."""
+
+MAX_CONNECTIONS = 64
+"""For everything but heartbeats and followers. A caller that finds none free waits for one."""
+
+MAX_BEAT_CONNECTIONS = 2
+"""Heartbeats have connections of their own, so that nobody keeps them waiting."""
+
+MAX_FOLLOWERS = 512
+"""Clients that follow jobs' events at a time. Each holds a connection while it waits."""
+
+
+class StoreUnavailable(Unavailable):
+    """Redis is away. Whoever works on a job stops; the job goes on once Redis is back."""
+
+
+class Connection:
+    """Each method raises StoreUnavailable when Redis cannot be reached. `client` is for all but
+    heartbeats (`beats`) and what waits for events (`followers`). Scripts are told `limits`."""
+
+    def __init__(self, url: str, limits: Mapping[str, str]) -> None:
+        self._limits = limits
+        patient = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=RETRIES)
+        self.client = _client(url, MAX_CONNECTIONS, patient)
+        self.beats = _client(url, MAX_BEAT_CONNECTIONS, Retry(NoBackoff(), retries=0))
+        self.followers = _client(url, MAX_FOLLOWERS, patient)
+
+    async def close(self) -> None:
+        for client in (self.client, self.beats, self.followers):
+            await client.aclose()
+
+    async def call(self, script: Any, **arguments: Any) -> str:
+        """Runs the script. Redis's client sends it again, the same call, where its connection
+        breaks."""
+        call = _texts({"now": time.time(), **self._limits, **arguments})
+        key = keys.CALL + secrets.token_hex(12)
+        return await self.do(script(keys=[key], args=[json.dumps(call)]))
+
+    async def hash(self, key: str) -> dict[str, str]:
+        """Returns the hash; raises Unreadable for a key that is not a hash."""
+        try:
+            return await self.client.hgetall(key)
+        except ResponseError as error:
+            raise Unreadable(f"{key!r} in Redis is not what Hone keeps there: {error}") from error
+        except RedisError as error:
+            raise _unavailable(error) from error
+
+    async def do(self, command: Any) -> Any:
+        """Returns what a command of one of the clients gives."""
+        try:
+            return await command
+        except RedisError as error:
+            raise _unavailable(error) from error
+
+
+def _client(url: str, max_connections: int, retry: Retry) -> Any:
+    pool = redis.BlockingConnectionPool.from_url(
+        url,
+        max_connections=max_connections,
+        timeout=SOCKET_TIMEOUT_S,
+        decode_responses=True,
+        retry=retry,
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=5,
+    )
+    return redis.Redis.from_pool(pool)
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a script takes: texts, in tables of one level; no None."""
+    return {name: _text(value) for name, value in values.items() if value is not None}
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _field(value) for name, value in value.items() if value is not None}
+    return _field(value)
+
+
+def _field(value: Any) -> str:
+    """Returns the value as a hash keeps it. A lone surrogate, which is no text, becomes `?`."""
+    if isinstance(value, dict | Sequence) and not isinstance(value, str):
+        return json.dumps(value)
+    return str(value).encode(errors="replace").decode()
+
+
+def _unavailable(error: RedisError) -> StoreUnavailable:
+    return StoreUnavailable(f"Redis cannot be used: {error}; check that it runs at HONE_REDIS_URL")

@@ -1,0 +1,70 @@
+"""What is stored of a job, read as what the API shows. The writer may have been another version."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from shared.errors import BadRequest, Failed
+from shared.wire import Event, JobRecord, JobState
+
+SCHEMA = 1
+"""Version of what is written into a job's hash. Readers ignore fields that they do not know."""
+
+EVENT_ID = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?")
+MAX_ID_PART = 2**64 - 1
+"""An event's id is two whole numbers of 64 bits: Unix milliseconds, and one that counts."""
+
+
+class Unreadable(Failed):
+    """What is stored of a job is not what this version of Hone can read."""
+
+
+def record_of(job_id: str, fields: dict[str, str]) -> JobRecord:
+    try:
+        shown: dict[str, Any] = {**fields, "job": json.loads(fields["job"])}
+        if "summary" in fields:
+            shown["summary"] = json.loads(fields["summary"])
+        return JobRecord.model_validate(shown, extra="ignore")
+    except (KeyError, ValueError) as error:  # ValueError is also pydantic's and json's
+        raise _unreadable(job_id, fields, error) from error
+
+
+def state_of(job_id: str, fields: dict[str, str]) -> JobState:
+    try:
+        return JobState.model_validate(fields, extra="ignore")
+    except ValueError as error:
+        raise _unreadable(job_id, fields, error) from error
+
+
+def _unreadable(job_id: str, fields: dict[str, str], error: Exception) -> Unreadable:
+    return Unreadable(
+        f"the record of job {job_id!r} (schema {fields.get('schema', '0')}) cannot be read by "
+        f"this version of Hone (schema {SCHEMA}): {_first_line(error)}; use the version that "
+        f"wrote it, or `hone cancel {job_id}` and `hone rm {job_id}`"
+    )
+
+
+def event_of(job_id: str, id: str, fields: dict[str, str]) -> Event:
+    """Returns the event; one that cannot be read is shown as such, at its place."""
+    try:
+        shown = {**fields, "id": id, "job_id": job_id, "data": json.loads(fields["data"])}
+        return Event.model_validate(shown, extra="ignore")
+    except (KeyError, ValueError) as error:
+        message = f"this event cannot be read by this version of Hone: {_first_line(error)}"
+        time_s = int(id.split("-")[0]) / 1000
+        return Event(
+            id=id, job_id=job_id, time=time_s, type="log", level="warning", message=message
+        )
+
+
+def check_event_id(id: str, name: str) -> None:
+    """Raises BadRequest, naming the parameter, for what Redis would not take for an event's id."""
+    found = EVENT_ID.fullmatch(id)
+    if not found or any(int(part or 0) > MAX_ID_PART for part in found.groups()):
+        raise BadRequest(f"{name} is {id!r}; expected an event's id such as '1763700000000-0'")
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
