@@ -13,6 +13,14 @@ import structlog
 from shared.config import Settings
 from tests.support.running import running_redis
 
+LONGEST_FILES = ("test_loop.py", "test_demo.py", "test_rollout_engine.py", "test_trainer_resume.py")
+"""Minutes each: they begin first, so that no worker is left alone with one at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: first.get(item.path.name, len(first)))
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
