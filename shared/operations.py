@@ -115,10 +115,11 @@ class Operations:
 
     async def wait_any(self, wanted: WaitRequest, busy: Callable[[], int]) -> WaitResult:
         """Returns which of the operations have ended, unknown ones included, as soon as one has,
-        or `busy()` is below `busy_below`, or the time is over, or the service drains."""
+        or `busy()` is below `busy_below` and the caller was not told so, or the time is over, or
+        the service drains."""
         tasks = [self._by_id[id].task for id in wanted.ids if id in self._by_id]
         if len(tasks) == len(wanted.ids) and not any(task.done() for task in tasks):
-            few = _until_below(busy, wanted.busy_below) if wanted.busy_below else None
+            few = _until_below(busy, wanted.busy_below, wanted.busy) if wanted.busy_below else None
             await first_of(tasks, self._draining.wait(), few, timeout_s=wanted.wait_s)
         ended = tuple(
             id for id in wanted.ids if id not in self._by_id or self._by_id[id].task.done()
@@ -215,9 +216,11 @@ async def first_of(
             watch.cancel()
 
 
-async def _until_below(busy: Callable[[], int], limit: int) -> None:
-    """Returns once `busy()` is below the limit, but not at once: what was just asked for may not
-    have begun."""
+async def _until_below(busy: Callable[[], int], limit: int, told: int | None) -> None:
+    """Returns once `busy()` is no longer what the caller was told, and below the limit; but not at
+    once: what was just asked for may not have begun."""
     await asyncio.sleep(BUSY_CHECK_S)
+    while busy() == told:
+        await asyncio.sleep(BUSY_CHECK_S)
     while busy() >= limit:
         await asyncio.sleep(BUSY_CHECK_S)

@@ -42,6 +42,7 @@ class Poller:
         self._asked: set[str] = set()
         self._polls: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._busy: int | None = None
         self.heard_at = 0.0
         self.busy_below: Callable[[], int | None] = lambda: None
         self.heard: Callable[[int], None] = lambda _: None
@@ -109,11 +110,14 @@ class Poller:
             return ids
         self._pause_s = FIRST_PAUSE_S
         self.heard_at = time.monotonic()
+        self._busy = done.busy
         self.heard(done.busy)
         return done.ids
 
     async def _ask(self, ids: tuple[str, ...]) -> WaitResult:
-        wanted = WaitRequest(ids=ids, wait_s=self._wait_s, busy_below=self.busy_below())
+        wanted = WaitRequest(
+            ids=ids, wait_s=self._wait_s, busy_below=self.busy_below(), busy=self._busy
+        )
         headers = {"content-type": codec.JSON, "accept": codec.JSON}
         response = await self._http.post(WAIT_PATH, content=codec.encode(wanted), headers=headers)
         if response.status_code != 200:

@@ -61,11 +61,13 @@ class VersionInfo(BaseModel):
 
 class WaitRequest(Wire):
     """`POST /operations/wait`: wait until one of the operations `ids` has ended, or fewer than
-    `busy_below` pieces of work are under way, at most `wait_s` seconds."""
+    `busy_below` pieces of work are under way, at most `wait_s` seconds. Of `busy`, which the caller
+    was told last, it is not told again before that changes."""
 
     ids: tuple[str, ...] = Field(max_length=65_536)
     wait_s: float = Field(default=0.0, ge=0, le=60)
     busy_below: int | None = Field(default=None, ge=1)
+    busy: int | None = None
 
 
 class WaitResult(Wire):

@@ -22,7 +22,7 @@ from shared.errors import (
     Unauthorized,
     Unavailable,
 )
-from shared.operations import Operations
+from shared.operations import BUSY_CHECK_S, Operations
 from shared.packed import Logprobs, TokenIds
 from shared.service import Service
 from shared.wire import (
@@ -230,6 +230,42 @@ async def test_who_polls_for_a_result_is_told_when_there_is_room_for_more(
     while not heard:
         await asyncio.sleep(0.01)
     assert heard == [2] and not task.done()
+    end.set()
+    assert (await task).step == 1
+    await client.close()
+
+
+async def test_who_knows_that_there_is_room_is_told_again_only_of_a_change(
+    settings: Settings,
+) -> None:
+    busy = [2]
+    service = Service("rollout", settings, busy=lambda: busy[0])
+    end = asyncio.Event()
+
+    async def work(request: CheckpointRequest) -> Checkpoint:
+        await end.wait()
+        return Checkpoint(step=request.step, path="/x", size_bytes=1)
+
+    service.operation("POST", "/checkpoints", work)
+    transport = Counting(httpx.ASGITransport(app=service.app))
+    client = Client("rollout", "http://localhost", transport=transport)
+    heard: list[int] = []
+    client.poller.busy_below, client.poller.heard = lambda: 3, heard.append
+    body = CheckpointRequest(job_id="j", step=1)
+    task = asyncio.create_task(
+        client.call("POST", "/checkpoints", body, Checkpoint, deadline_s=60, wait_s=0)
+    )
+    while not heard:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(5 * BUSY_CHECK_S)
+    assert heard == [2] and transport.polls == 2
+    busy[0] = 4
+    await asyncio.sleep(5 * BUSY_CHECK_S)
+    assert heard == [2]
+    busy[0] = 2
+    while len(heard) < 2:
+        await asyncio.sleep(0.01)
+    assert heard == [2, 2] and not task.done()
     end.set()
     assert (await task).step == 1
     await client.close()
