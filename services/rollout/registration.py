@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncGenerator, Callable
 from urllib.parse import quote
 
@@ -44,31 +45,37 @@ async def registered(
 async def _stay(
     settings: Settings, serving: Callable[[], ServingWeights], draining: Draining
 ) -> None:
-    url, token = settings.rollout_advertise_url, settings.bearer()
+    url, token, boot_id = settings.rollout_advertise_url, settings.bearer(), secrets.token_hex(8)
     assert url is not None
     async with Client(
         "orchestrator", settings.orchestrator_url, token=token, patience_s=0.0
     ) as orchestrator:
-        renewing = asyncio.create_task(_renew(orchestrator, url, serving))
+        renewing = asyncio.create_task(_renew(orchestrator, url, boot_id, serving))
         await draining.wait()
         renewing.cancel()
         await asyncio.wait({renewing}, timeout=GOODBYE_S)
-        await _leave(orchestrator, serving().replica)
+        await _leave(orchestrator, serving().replica, boot_id)
 
 
-async def _renew(orchestrator: Client, url: str, serving: Callable[[], ServingWeights]) -> None:
+async def _renew(
+    orchestrator: Client, url: str, boot_id: str, serving: Callable[[], ServingWeights]
+) -> None:
     logged: str | None = None
     while True:
-        now = serving()
-        body = Registration(url=url, job_id=now.job_id, version=now.version)
         try:
+            now = serving()
+            body = Registration(url=url, job_id=now.job_id, version=now.version, boot_id=boot_id)
             answer = await orchestrator.call(
                 "PUT", _path(now.replica), body, RegisteredSampler, deadline_s=ANSWER_S
             )
-        except HoneError as error:
-            if error.detail != logged:
-                get_logger().warning("not registered", url=url, reason=error.detail)
-            logged = error.detail
+        except Exception as error:  # the last resort of a task that nobody waits for
+            is_known = isinstance(error, HoneError)
+            reason = error.detail if is_known else f"{type(error).__name__}: {error}"
+            if reason != logged:
+                get_logger().warning(
+                    "not registered", url=url, reason=reason, exc_info=not is_known
+                )
+            logged = reason
             await asyncio.sleep(RETRY_S)
         else:
             if logged != "":
@@ -77,9 +84,10 @@ async def _renew(orchestrator: Client, url: str, serving: Callable[[], ServingWe
             await asyncio.sleep(answer.lease_s / 3)
 
 
-async def _leave(orchestrator: Client, replica: str) -> None:
+async def _leave(orchestrator: Client, replica: str, boot_id: str) -> None:
+    path = f"{_path(replica)}?boot_id={boot_id}"
     try:
-        await orchestrator.call("DELETE", _path(replica), None, Unregistered, deadline_s=GOODBYE_S)
+        await orchestrator.call("DELETE", path, None, Unregistered, deadline_s=GOODBYE_S)
     except HoneError as error:
         get_logger().warning("not unregistered", reason=error.detail)
 

@@ -93,11 +93,12 @@ class PauseState(Wire):
 class Registration(Wire):
     """`PUT /v1/samplers/{replica}` at the orchestrator: the sampler `replica` is at `url`, until
     its lease ends. Registering again renews the lease. `version` of `job_id` serves; None: no
-    version of a job."""
+    version of a job. `boot_id` names this life of the sampler."""
 
     url: Annotated[str, AfterValidator(check_service_url)]
     job_id: JobId | None = None
     version: int | None = None
+    boot_id: str = Field(default="", max_length=100)
 
 
 class RegisteredSampler(Registration):
@@ -116,6 +117,7 @@ class SamplerList(Wire):
 
 
 class Unregistered(Wire):
-    """`DELETE /v1/samplers/{replica}`: it gets no further groups."""
+    """`DELETE /v1/samplers/{replica}`: it gets no further groups. With `?boot_id=` only that life
+    of the sampler is unregistered, and not the next one of its name."""
 
     replica: str

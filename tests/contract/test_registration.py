@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,10 @@ async def register(client: Client, replica: str, url: str = URL, **more: Any) ->
     return await client.call("PUT", path, body, RegisteredSampler, deadline_s=10)
 
 
-async def unregister(client: Client, replica: str) -> Unregistered:
-    return await client.call("DELETE", f"/v1/samplers/{replica}", None, Unregistered, deadline_s=10)
+async def unregister(client: Client, replica: str, of: str = "") -> Unregistered:
+    return await client.call(
+        "DELETE", f"/v1/samplers/{replica}{of}", None, Unregistered, deadline_s=10
+    )
 
 
 async def listed(client: Client) -> list[str]:
@@ -117,6 +120,20 @@ async def test_registering_and_leaving_twice_is_doing_so_once(client: Client) ->
     assert await listed(client) == ["host:8001"]
     for _ in range(2):
         assert (await unregister(client, "host:8001")).replica == "host:8001"
+    assert await listed(client) == []
+
+
+async def test_an_earlier_life_of_a_sampler_does_not_unregister_the_next_one(
+    client: Client,
+) -> None:
+    await register(client, "r0", boot_id="first")
+    await register(client, "r0", boot_id="second")
+    await unregister(client, "r0", "?boot_id=first")
+    assert await listed(client) == ["r0"]
+    await unregister(client, "r0", "?boot_id=second")
+    assert await listed(client) == []
+    await register(client, "r0", boot_id="third")
+    await unregister(client, "r0")
     assert await listed(client) == []
 
 
@@ -224,6 +241,69 @@ async def test_a_sampler_renews_its_lease_and_unregisters_when_it_drains(
                 await asyncio.sleep(0.01)
     server.should_exit = True
     await running
+
+
+@contextlib.asynccontextmanager
+async def serving_orchestrator(settings: Settings, store: Store) -> AsyncGenerator[Settings]:
+    """Yields the settings of a sampler that registers there."""
+    await store.open()
+    port = free_port()
+    own = settings.model_copy(
+        update={
+            "rollout_advertise_url": URL,
+            "rollout_url": "registered",
+            "orchestrator_url": f"http://127.0.0.1:{port}",
+        }
+    )
+    server = create_service(own, store).server(port)
+    running = asyncio.create_task(server._serve())
+    yield own
+    server.should_exit = True
+    await running
+
+
+async def test_whatever_goes_wrong_at_a_renewal_the_next_one_comes(
+    settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "RETRY_S", 0.05)
+    monkeypatch.setattr(registrations, "REGISTRATION_S", 0.6)
+    store, version, faults = Store(redis_url), 1, [RuntimeError("of no kind that is known")]
+
+    def serving() -> ServingWeights:
+        if version == 2 and faults:
+            raise faults.pop()
+        return ServingWeights(replica="r0", job_id="demo-1", version=version)
+
+    async with (
+        serving_orchestrator(settings, store) as own,
+        registered(own, serving, Draining("rollout")),
+        asyncio.timeout(20),
+    ):
+        while not await store.samplers.all():
+            await asyncio.sleep(0.01)
+        version = 2
+        while faults or [each.version for each in await store.samplers.all()] != [2]:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_sampler_that_was_refused_leaves_the_other_one_of_its_name_registered(
+    settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "RETRY_S", 0.05)
+    store = Store(redis_url)
+    asked: list[str] = []
+
+    def serving() -> ServingWeights:
+        asked.append("r0")
+        return ServingWeights(replica="r0")
+
+    async with serving_orchestrator(settings, store) as own, asyncio.timeout(20):
+        other = "http://127.0.0.1:8002"
+        taken = await store.samplers.register("r0", Registration(url=other))
+        async with registered(own, serving, Draining("rollout")):
+            while len(asked) < 3:
+                await asyncio.sleep(0.01)
+        assert [each.url for each in await store.samplers.all()] == [taken.url]
 
 
 async def test_the_rollout_service_is_registered_from_its_start_to_its_end(

@@ -26,9 +26,10 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         return await store.samplers.register(replica, registration)
 
     @app.delete("/v1/samplers/{replica}")
-    async def unregister(replica: Name) -> Unregistered:
-        """Ends a sampler's registration. Running jobs give it no further groups."""
-        await store.samplers.unregister(replica)
+    async def unregister(replica: Name, boot_id: str | None = None) -> Unregistered:
+        """Ends a sampler's registration, with `boot_id` only if that life of the sampler has it.
+        Running jobs give it no further groups."""
+        await store.samplers.unregister(replica, boot_id)
         return Unregistered(replica=replica)
 
     @app.get("/v1/samplers")

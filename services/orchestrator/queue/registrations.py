@@ -41,8 +41,9 @@ class Registrations:
             )
         return _registered(replica, text, lease_ms)
 
-    async def unregister(self, replica: str) -> None:
-        await self._call(self._unregister, replica=replica)
+    async def unregister(self, replica: str, boot_id: str | None = None) -> None:
+        """Ends the registration; with `boot_id` only if that life of the sampler has it."""
+        await self._call(self._unregister, replica=replica, boot_id=boot_id)
 
     async def all(self) -> list[RegisteredSampler]:
         """Returns those whose registration has not expired, by name."""

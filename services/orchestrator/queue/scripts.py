@@ -356,12 +356,15 @@ return 'ok'
 UNREGISTER = (
     _SHARED
     + """
+local known = redis.call('GET', SAMPLER .. call.replica)
+if known and call.boot_id and cjson.decode(known).boot_id ~= call.boot_id then return 'other' end
 redis.call('SREM', SAMPLERS, call.replica)
 redis.call('DEL', SAMPLER .. call.replica)
 return 'ok'
 """
 )
-"""call: replica. Returns 'ok', also if it was not registered."""
+"""call: replica; perhaps boot_id. Returns 'ok', also if it was not registered; 'other' if another
+life of it than `boot_id` has the registration, which stays."""
 
 REGISTERED = (
     _SHARED
