@@ -202,7 +202,9 @@ class FakeServices:
             failed = Rollout(text="", token_ids=TokenIds(), finish_reason="error", error=error)
             rollouts = (failed,) * body.sampling.n
             return RolloutGroup(prompt_token_ids=PROMPT_IDS, rollouts=rollouts)
-        right = [self._random.random() < version / 10 for _ in range(body.sampling.n)]
+        seed = body.sampling.seed
+        draws = self._random if seed is None else random.Random(seed)
+        right = [draws.random() < version / 10 for _ in range(body.sampling.n)]
         rollouts = tuple(
             Rollout(
                 text="right" if r else "wrong",

@@ -1,9 +1,13 @@
-"""A step's scored batch: prompts, sampled and graded group by group, or what a crash left of it."""
+"""A step's scored batch: prompts, sampled and graded group by group, or what a crash left of it.
+
+Each group is on disk as soon as it is finished, and is not sampled again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from services.orchestrator.loop.clock import Stopwatch
@@ -17,9 +21,11 @@ from services.orchestrator.loop.groups import (
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.loop.seeds import group_seed
-from services.orchestrator.loop.tasks import all_of
+from services.orchestrator.loop.tasks import all_of, to_the_end
+from services.orchestrator.record.finished import Damaged, FinishedGroup, Place, learned
 from services.orchestrator.record.folder import RunFolder
 from shared.job import Job
+from shared.logs import get_logger
 from shared.wire import Batch, Prompt, RolloutGroup, Score
 
 MAX_RESAMPLED = 2
@@ -38,10 +44,15 @@ class Sampled:
 
 @dataclass
 class _Round:
-    """What is counted while a step is sampled."""
+    """What is counted while a step is sampled. `num_found` groups were on disk."""
 
     watch: Stopwatch
     num_resampled: int = 0
+    num_found: int = 0
+
+
+async def warn_nobody(_message: str) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,7 @@ class Batches:
     peers: Peers
     folder: RunFolder
     max_missing: float  # share of rewards, beyond which a batch is not trained on
+    warn: Callable[[str], Awaitable[None]] = warn_nobody
 
     async def get(self, step: int) -> Sampled:
         """Returns the stored batch of the step if there is one, else a new one. Raises MustPause if
@@ -61,6 +73,10 @@ class Batches:
         if stored and stored.graded:
             return Sampled(stored, {})
         batch = await self._graded(stored) if stored else await self._sample(step, count)
+        if count.num_found:
+            get_logger().info(
+                "groups found on disk", job=self.job_id, step=step, groups=count.num_found
+            )
         count.watch.lap("reward")
         if reason := too_many_missing(batch, self.max_missing):
             ungraded = batch.model_copy(update={"graded": False})
@@ -88,14 +104,51 @@ class Batches:
         sampled, while others still are."""
 
         async def sample_group(prompt: Prompt, position: int) -> GradedGroup:
+            place = (round, position)
+            if found := await self._found(step, place, prompt):
+                count.num_found += 1
+                return found
             group = await self._in_bounds(prompt, step, f"{round}:{position}", count)
             count.watch.lap("generate")
-            return GradedGroup(prompt, group, await self._score(prompt, group))
+            graded = GradedGroup(prompt, group, await self._score(prompt, group))
+            await self._keep(step, place, graded)
+            return graded
 
         prompts = self.prompts.for_step(step, round)[:num_prompts]
         return await all_of(
             sample_group(prompt, position) for position, prompt in enumerate(prompts)
         )
+
+    async def _found(self, step: int, place: Place, prompt: Prompt) -> GradedGroup | None:
+        """Returns the group, if it is on disk and may be trained on: of this prompt, by this job's
+        settings, and within the staleness bound."""
+        try:
+            found = await asyncio.to_thread(self.folder.group, step, place)
+        except Damaged as error:
+            await self.warn(f"step {step}: {error}; it is sampled again")
+            return None
+        if not found or not found.is_of(self.job, prompt):
+            return None
+        oldest, newest = self._bounds(step)
+        if not all(oldest <= version <= newest for version in found.versions):
+            return None
+        return GradedGroup(prompt, found.group, found.scores)
+
+    async def _keep(self, step: int, place: Place, graded: GradedGroup) -> None:
+        """Stores the group, unless nothing of it was sampled: that is asked for again. A write that
+        began has ended when the step is left."""
+        group = FinishedGroup(
+            learned=learned(self.job),
+            prompt=graded.prompt,
+            group=graded.group,
+            scores=graded.scores,
+        )
+        if group.versions:
+            await to_the_end(asyncio.to_thread(self.folder.write_group, step, place, group))
+
+    def _bounds(self, step: int) -> tuple[int, int]:
+        """Returns the oldest and the newest version that may sample for the step."""
+        return max(step - 1 - self.job.max_staleness, 0), step - 1
 
     async def _in_bounds(
         self, prompt: Prompt, step: int, position: str, count: _Round
@@ -104,7 +157,7 @@ class Batches:
         those that the step is taken from, and by none that come after. Keys carry the epoch: what
         was under way in an older one is never joined. Raises MustPause if the sampler answers with
         other versions again and again."""
-        oldest, newest = max(step - 1 - self.job.max_staleness, 0), step - 1
+        oldest, newest = self._bounds(step)
         versions: set[int] = set()
         seed = group_seed(self.job, step, position, prompt.index)
         for again in range(MAX_RESAMPLED + 1):

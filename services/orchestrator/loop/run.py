@@ -217,7 +217,8 @@ class Run:
     def _pipeline(self, prompts: Prompts) -> Pipeline:
         peers, folder = self._peers, self._folder
         max_missing = self._settings.max_missing_rewards
-        batches = Batches(self._record.id, self._job, prompts, peers, folder, max_missing)
+        warn = self._journal.warn
+        batches = Batches(self._record.id, self._job, prompts, peers, folder, max_missing, warn)
         return Pipeline(self._job, batches, peers, folder, self._journal)
 
     def _note_progress(self, step: int) -> None:

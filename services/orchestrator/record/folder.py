@@ -4,6 +4,7 @@
                metrics.jsonl      one line per step
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
                rollouts/000012.ungraded.msgpack   the same before it was graded, if that must wait
+               rollouts/000012.groups/            finished groups of a step that has no batch yet
                checkpoints/       Hugging Face checkpoints, written by the trainer
                summary.json       written once, at the end
     runs/<name>                   points at the newest job of that name
@@ -25,6 +26,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+from services.orchestrator.record import finished
+from services.orchestrator.record.finished import FinishedGroup, Place
 from shared import codec, disk
 from shared.errors import Failed, NotFound
 from shared.job import Job
@@ -51,7 +54,10 @@ class RunFolder:
 
     def start_at(self, last_step: int) -> int | None:
         """Returns the last recorded step up to `last_step`, or None if there is none. Drops what
-        was recorded of later ones, which will be done again."""
+        was recorded of later ones, which will be done again, and the groups that weights of later
+        ones sampled."""
+        with _disk(self.path):
+            finished.forget_newer(self._rollouts, last_step)
         rows = [row for row in self.metrics() if row.step <= last_step]
         self._write("metrics.jsonl", b"".join(_metrics_line(row) for row in rows))
         return rows[-1].step if rows else None
@@ -89,6 +95,7 @@ class RunFolder:
         with _disk(self.path):
             if not batch.graded:
                 disk.write_file(ungraded, data)
+                finished.forget(self._rollouts, batch.step)
                 return
             try:
                 disk.create_file(path, data)
@@ -100,6 +107,7 @@ class RunFolder:
                         f"another batch of step {batch.step} is stored in {str(path)!r}"
                     ) from error
             ungraded.unlink(missing_ok=True)
+            finished.forget(self._rollouts, batch.step)
 
     def batch(self, step: int) -> Batch:
         """Returns the scored batch of `step`, else the ungraded one; raises NotFound naming the
@@ -122,6 +130,23 @@ class RunFolder:
                 if step < first_step:
                     path.unlink(missing_ok=True)
 
+    def write_group(self, step: int, place: Place, group: FinishedGroup) -> None:
+        """Stores a finished group of a step that has no batch yet."""
+        with _disk(self.path):
+            finished.write(self._rollouts, step, place, group)
+
+    def group(self, step: int, place: Place) -> FinishedGroup | None:
+        """Returns the step's finished group at that place, if it is stored. Raises Damaged, once,
+        for one that is not as it was written: it is removed."""
+        path = finished.find(self._rollouts, step, place)
+        if path is None:
+            return None
+        try:
+            return finished.read(path)
+        except finished.Damaged:
+            path.unlink(missing_ok=True)
+            raise
+
     def remove(self) -> None:
         """Removes the folder, and the name that points at it. Doing it again changes nothing."""
         with _disk(self.path):
@@ -133,6 +158,10 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write("summary.json", json.dumps(summary, indent=2).encode())
+
+    @property
+    def _rollouts(self) -> Path:
+        return self.path / "rollouts"
 
     def _batch_path(self, step: int) -> Path:
         return self.path / f"rollouts/{step:06d}.msgpack"

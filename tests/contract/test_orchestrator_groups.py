@@ -1,0 +1,171 @@
+"""Finished groups outlive the orchestrator that asked for them, and none is sampled twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator.queue.store import Store
+from services.orchestrator.record.folder import RunFolder
+from shared.client import Client
+from shared.config import Settings
+from shared.job import Job
+from shared.wire import TERMINAL, Batch, GenerateRequest, JobRecord, SubmitRequest, TrainStepRequest
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import finish, orchestrator
+
+pytestmark = pytest.mark.slow
+
+job = orchestrator_stack.job  # a fixture
+
+STEPS, PROMPTS = 5, 6
+
+
+@pytest.fixture
+async def fakes(settings: Settings) -> AsyncGenerator[tuple[FakeServices, Settings]]:
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as running:
+        yield fakes, running
+
+
+def small(job: Job, **changes: Any) -> Job:
+    """A job of few steps that is not evaluated, and draws the same samples each time."""
+    data = job.data.model_copy(update={"eval": None})
+    sampling = job.sampling.model_copy(update={"repeatable": True})
+    changes = {"steps": STEPS, "data": data, "sampling": sampling, **changes}
+    return job.model_copy(update=changes)
+
+
+def stop_at(fakes: FakeServices, call: int) -> asyncio.Event:
+    """Lets no group finish from that call of the sampler on, until the fault is cleared; the event
+    says that it came."""
+    reached = asyncio.Event()
+
+    async def hold(_: GenerateRequest) -> None:
+        if fakes.calls["generate"] >= call:
+            reached.set()
+            while fakes.fault:
+                await asyncio.sleep(0.01)
+
+    fakes.fault["generate"] = hold
+    return reached
+
+
+async def killed(settings: Settings, redis_url: str, job: Job, when: asyncio.Event) -> JobRecord:
+    """Submits the job, and kills its orchestrator when the event is set and what had been sampled
+    by then is written; its lease ends with it."""
+    async with orchestrator(settings, redis_url) as (store, transport):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        body = SubmitRequest(job=job)
+        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        await asyncio.wait_for(when.wait(), 20)
+        await asyncio.sleep(0.1)
+        assert await store.status(record.id) == "running"
+    store = Store(redis_url)
+    for lease in [key async for key in store._redis.scan_iter("hone:lease:*")]:
+        await store._redis.delete(lease)
+    await store.close()
+    return record
+
+
+async def goes_on(settings: Settings, redis_url: str, job_id: str) -> JobRecord:
+    async with orchestrator(settings, redis_url) as (store, _), asyncio.timeout(60):
+        while (found := await store.get(job_id)).status not in TERMINAL:
+            await asyncio.sleep(0.02)
+    return found
+
+
+def group_files(record: JobRecord) -> list[Path]:
+    return sorted(Path(record.run_dir).glob("rollouts/*.groups/*.msgpack"))
+
+
+def batches(record: JobRecord) -> list[Batch]:
+    folder = RunFolder(Path(record.run_dir))
+    return [folder.batch(step) for step in folder.batch_steps()]
+
+
+@pytest.mark.parametrize("call", [3, PROMPTS * 2 + 5])
+async def test_a_killed_orchestrator_samples_only_what_was_under_way_again(
+    fakes: tuple[FakeServices, Settings], redis_url: str, job: Job, call: int
+) -> None:
+    services, settings = fakes
+    async with orchestrator(settings, redis_url) as (_, transport):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        undisturbed = await finish(client, small(job))
+    assert services.calls.pop("generate") == STEPS * PROMPTS
+    services.lose_trainer()
+    record = await killed(settings, redis_url, small(job), stop_at(services, call))
+    at_kill, finished = services.calls["generate"], len(group_files(record))
+    assert finished == (call - 1) % PROMPTS, "each group before that one is on disk"
+    services.fault.clear()
+    found = await goes_on(settings, redis_url, record.id)
+    assert (found.status, found.attempts) == ("succeeded", 2)
+    under_way = at_kill - finished - (call - 1) // PROMPTS * PROMPTS
+    assert services.calls["generate"] == STEPS * PROMPTS + under_way
+    assert batches(found) == batches(undisturbed), "as if nothing had died"
+    assert group_files(found) == [], "a batch takes the place of its groups"
+
+
+async def test_groups_of_steps_ahead_are_kept_and_stay_within_the_staleness_bound(
+    fakes: tuple[FakeServices, Settings], redis_url: str, job: Job
+) -> None:
+    services, settings = fakes
+    when = stop_at(services, PROMPTS * 3 + 2)
+
+    async def hold(body: TrainStepRequest) -> None:
+        while body.step == 2 and services.fault:
+            await asyncio.sleep(0.01)
+
+    services.fault["train_step"] = hold
+    record = await killed(settings, redis_url, small(job, max_staleness=2), when)
+    done, files = len(batches(record)), group_files(record)
+    at_kill = services.calls["generate"]
+    assert sorted({file.parent.name for file in files}) == ["000003.groups", "000004.groups"]
+    services.fault.clear()
+    found = await goes_on(settings, redis_url, record.id)
+    assert found.status == "succeeded"
+    under_way = at_kill - len(files) - done * PROMPTS
+    assert services.calls["generate"] == STEPS * PROMPTS + under_way
+    assert all(0 <= batch.step - 1 - batch.version <= 2 for batch in batches(found))
+
+
+async def test_groups_of_versions_that_a_rewind_undid_are_sampled_again(
+    fakes: tuple[FakeServices, Settings], redis_url: str, job: Job
+) -> None:
+    services, settings = fakes
+    record = await killed(settings, redis_url, small(job), stop_at(services, PROMPTS * 3 + 4))
+    assert len(group_files(record)) == 3, "sampled by version 3"
+    services.fault.clear()
+    services.restart_trainer()  # without a checkpoint: back to version 0
+    sampled = services.calls["generate"]
+    found = await goes_on(settings, redis_url, record.id)
+    assert found.status == "succeeded"
+    assert services.calls["generate"] - sampled == 2 * PROMPTS, "steps 4 and 5, whole"
+
+
+async def test_a_damaged_group_is_named_and_sampled_again(
+    fakes: tuple[FakeServices, Settings], redis_url: str, job: Job
+) -> None:
+    services, settings = fakes
+    record = await killed(settings, redis_url, small(job), stop_at(services, 4))
+    first, *others = group_files(record)
+    first.write_bytes(first.read_bytes().replace(b"wrong", b"right"))
+    aside = first.with_name(f".{first.name}.0a1b2c3d")  # what a crash leaves of a write
+    aside.write_bytes(b"half")
+    services.fault.clear()
+    sampled = services.calls["generate"]
+    async with orchestrator(settings, redis_url) as (store, _), asyncio.timeout(60):
+        while (await store.get(record.id)).status not in TERMINAL:
+            await asyncio.sleep(0.02)
+        events = await store.events(record.id, "0")
+    assert [event.message for event in events if event.level == "warning"] == [
+        f"step 1: the stored group {str(first)!r} is damaged: its checksum differs; "
+        "it is sampled again"
+    ]
+    assert services.calls["generate"] - sampled == STEPS * PROMPTS - len(others)
+    assert not first.parent.exists()
