@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,18 +64,22 @@ def discard(folder: Path) -> None:
 def reuse(spare: Path, folder: Path) -> None:
     """Moves the weight files of `spare`, if it is there, into `folder`, to be written over, and
     removes what else is in it. A file that some process still reads or maps is removed too: that
-    process goes on with what it was."""
+    process goes on with what it was. Moved first, so that nobody can open it by the name that it
+    had once it was found to be unused."""
     for file in spare.glob("*.safetensors"):
-        if _is_unused(file):
-            file.rename(folder / file.name)
+        moved = file.rename(folder / file.name)
+        if not _is_unused(moved):
+            moved.unlink()
     shutil.rmtree(spare, ignore_errors=True)
 
 
 def _is_unused(file: Path) -> bool:
     """Returns whether nobody has the file open: only then the kernel gives a write lease on it
-    (fcntl(2), F_SETLEASE)."""
+    (fcntl(2), F_SETLEASE). To whoever has the lease while another process opens the file it sends a
+    signal: SIGURG, which does nothing, in the place of SIGIO, which ends the process."""
     with file.open("r+b") as stream:
         try:
+            fcntl.fcntl(stream, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(stream, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(stream, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         except OSError:

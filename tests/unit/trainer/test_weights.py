@@ -3,6 +3,8 @@ recompute."""
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -238,6 +240,65 @@ def test_what_somebody_still_maps_is_not_written_over(settings):
     for version in range(1, 5):
         publisher.publish(request(version, "shm"), 5, saving_tensor(b"version %d" % version))
     assert bytes(mapped.tolist()) == b"version 0"
+
+
+OPENED_MEANWHILE = """
+import fcntl, os, sys
+from pathlib import Path
+from services.trainer.disk import folders
+
+spare, folder, moment = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+real, calls = fcntl.fcntl, 0
+
+
+def reader(stream, command, *argument):
+    global calls
+    if command == fcntl.F_SETLEASE:
+        calls += 1
+        if calls == moment:
+            for file in (*spare.glob("*.safetensors"), *folder.glob("*.safetensors")):
+                try:
+                    os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+                except BlockingIOError:
+                    pass
+    return real(stream, command, *argument)
+
+
+fcntl.fcntl = reader
+folders.reuse(spare, folder)
+"""
+
+
+@pytest.mark.parametrize("moment", [1, 2], ids=["before the lease", "under the lease"])
+def test_a_reader_that_opens_while_memory_is_taken_over_ends_no_trainer(tmp_path, moment):
+    """To break a lease, the kernel sends its holder SIGIO, which ends a process."""
+    spare, folder = tmp_path / "spare", tmp_path / "new"
+    for made in (spare, folder):
+        made.mkdir()
+    (spare / "model.safetensors").write_bytes(b"old")
+    command = [sys.executable, "-c", OPENED_MEANWHILE, str(spare), str(folder), str(moment)]
+    assert subprocess.run(command, cwd=Path(__file__).parents[3]).returncode == 0
+    assert [*folder.iterdir()] == ([folder / "model.safetensors"] if moment == 2 else [])
+    assert not spare.exists()
+
+
+def test_what_is_opened_by_its_old_name_is_never_written_over(tmp_path, monkeypatch):
+    """Nobody finds the file by that name any more when it is looked whether it is unused."""
+    spare, folder = tmp_path / "spare", tmp_path / "new"
+    for made in (spare, folder):
+        made.mkdir()
+    file = spare / "model.safetensors"
+    file.write_bytes(b"old")
+    is_unused = folders._is_unused
+
+    def opened_right_after(path):
+        unused = is_unused(path)
+        assert not file.exists(), "it could be opened now, and be written over"
+        return unused
+
+    monkeypatch.setattr(folders, "_is_unused", opened_right_after)
+    folders.reuse(spare, folder)
+    assert (folder / "model.safetensors").read_bytes() == b"old"
 
 
 def test_a_smaller_version_leaves_nothing_of_the_larger_one_behind_it(settings):
