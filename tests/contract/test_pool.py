@@ -332,6 +332,62 @@ async def test_two_samplers_of_one_name_behind_one_url_are_distinguished(pool: P
     assert "answers as two engines of the name 'r0'" in (record.error or "")
 
 
+@pytest.mark.parametrize("count", [1])
+@pytest.mark.parametrize("name", ["r0", "r7"])
+async def test_a_sampler_started_anew_while_it_is_asked_who_it_is_gets_the_model_again(
+    pool: Pool, name: str
+) -> None:
+    """It is no load balancer: what has died does not answer again."""
+    (sampler,) = pool.samplers
+
+    async def die(_: Any) -> None:
+        if sampler.calls["weights"] == 3:
+            sampler.name = name
+            sampler.forget()
+
+    sampler.fault["weights"] = die
+    record = await finished(pool)
+    pool.check_groups(record)
+    assert record.recoveries == 0
+    assert sampler.calls["model"] == 2 and sampler.serving.version == 4
+
+
+@pytest.mark.parametrize("count", [1])
+async def test_a_sampler_that_dies_whenever_it_has_the_model_pauses_the_job_in_the_end(
+    pool: Pool,
+) -> None:
+    (sampler,) = pool.samplers
+
+    async def die(_: Any) -> None:
+        sampler.forget()
+
+    sampler.fault["weights"] = die
+    record = await pool.stack.until((await pool.stack.submit()).id, "paused", "succeeded")
+    assert record.status == "paused"
+    assert f"{sampler.url} was started anew 3 times while it was given the model" in str(
+        record.error
+    )
+
+
+@pytest.mark.parametrize("count", [1])
+async def test_a_new_engine_of_the_same_name_is_out_until_it_has_the_jobs_model(pool: Pool) -> None:
+    """A service that starts an engine by itself (HONE_ROLLOUT_MODEL) starts it as no job asked."""
+    (sampler,) = pool.samplers
+    engines: list[str] = []
+
+    async def start_anew(ref: Any) -> None:
+        engines.append(sampler.serving.boot_id)
+        if ref.version == 2 and len(engines) == 3:
+            another = {"boot_id": "by itself", "model": "of the settings"}
+            sampler.serving = sampler.serving.model_copy(update=another)
+
+    sampler.fault["reload"] = start_anew
+    record = await finished(pool)
+    pool.check_groups(record)
+    assert sampler.calls["model"] == 2 and sampler.serving.version == 4
+    assert sampler.serving.boot_id not in ("by itself", engines[0])
+
+
 async def test_another_sampler_at_the_same_url_is_out_until_it_has_the_model(pool: Pool) -> None:
     _, second = pool.samplers
 

@@ -61,8 +61,8 @@ class FakeSampler:
 
     async def start(self) -> None:
         """Serves, without a model, on the port it had before."""
-        self.serving = ServingWeights(replica=self.name, **self._room)
-        self.fence, self.busy = (0, 0), 0
+        self.forget()
+        self.busy = 0
         service = self._service = Service("rollout", self._settings, busy=lambda: self.busy)
         service.operation("PUT", "/model", self._put_model, key=lambda _: "")
         service.operation("POST", "/generate", self._generate)
@@ -74,6 +74,11 @@ class FakeSampler:
         while not self._server.started:
             await asyncio.sleep(0.001)
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
+
+    def forget(self) -> None:
+        """Is what it would be if it had been killed and started again just now."""
+        self.serving = ServingWeights(replica=self.name, **self._room)
+        self.fence = (0, 0)
 
     async def kill(self) -> None:
         """Ends it as SIGKILL does: connections break, and what was under way is lost."""
@@ -107,6 +112,7 @@ class FakeSampler:
         return self.serving
 
     async def _weights(self) -> ServingWeights:
+        await self._note("weights", None)
         return self.serving
 
     async def _reload(self, request: WeightsRef) -> ServingWeights:

@@ -47,12 +47,13 @@ class Length:
 
 @dataclass(eq=False)
 class Replica:
-    """`name` is the one that it reports. `up`: it serves what the job published last, `ref`; None:
-    only the model so far. What is not up gets no groups; `why` says why not. `num_joins` counts how
-    often it came up, and `failed_sync` says that it did not load what others did, `by_files` that
-    it once did not get what was sent to its GPU. `listed`: it is among those that the settings
-    name now. `held`: it gets no further groups until a sync is done; `idle` is set while it has
-    none. `num_loads` are the versions that it loads at the moment: one, or none.
+    """`name` is the one that it reports, `boot_id` its engine's life. `up`: it serves what the job
+    published last, `ref`; None: only the model so far. What is not up gets no groups; `why` says
+    why not. `num_joins` counts how often it came up, and `failed_sync` says that it did not load
+    what others did, `by_files` that it once did not get what was sent to its GPU. `listed`: it is
+    among those that the settings name now. `held`: it gets no further groups until a sync is done;
+    `idle` is set while it has none. `num_loads` are the versions that it loads at the moment: one,
+    or none.
 
     Its load counts completions. `under_way` are those of all groups that it was given and has not
     returned; `busy` those that it reported to work on, and `sent` those it was given since. It
@@ -63,6 +64,7 @@ class Replica:
     client: Client
     length: Length = field(default_factory=Length)
     name: str = ""
+    boot_id: str = ""
     up: bool = False
     ref: WeightsRef | None = None
     why: str = "it was not asked yet"
@@ -134,7 +136,7 @@ class Replica:
 
     def configure(self, serving: ServingWeights) -> None:
         """Takes over what it reported of itself and of the model's engine."""
-        self.name, self.gpus = serving.replica, serving.gpus
+        self.name, self.boot_id, self.gpus = serving.replica, serving.boot_id, serving.gpus
         self.max_num_seqs, self.kv_cache_tokens = serving.max_num_seqs, serving.kv_cache_tokens
 
     def begin(self, ref: WeightsRef | None) -> None:

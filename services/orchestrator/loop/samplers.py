@@ -49,6 +49,9 @@ NUM_ASKED_WHO = 4
 own. A load balancer between two samplers that chooses at random goes unnoticed once in 16 times,
 and then at the latest when weights are loaded."""
 
+NUM_LIVES = 3
+"""Times that a sampler is given the model, if each time it dies before it says who it is."""
+
 MAX_FAULTS = 3
 """Samplers that may fail over one group, by more than being away, before its error is the job's: a
 prompt that ends every engine must not take the whole pool along again and again."""
@@ -175,16 +178,7 @@ class Samplers:
     async def _join(self, replica: Replica, patience_s: float) -> None:
         """Brings the sampler to the model and to the version that serve now."""
         assert self._spec is not None, "the pool was opened"
-        serving = await replica.client.call(
-            "PUT",
-            "/model",
-            self._spec,
-            ServingWeights,
-            deadline_s=self._settings.start_deadline_s,
-            patience_s=patience_s,
-        )
-        await self._check_it_is_one(replica, serving, patience_s)
-        replica.configure(serving)
+        replica.configure(await self._give_model(replica, self._spec, patience_s))
         while (pushed := self._pushed) is not None:
             ref = pushed.for_sampler(replica, late=True)
             await self._load(replica, pushed, ref, patience_s)
@@ -193,11 +187,45 @@ class Samplers:
         replica.begin(pushed.ref if pushed else None)
         self._admission.admit()
 
-    async def _check_it_is_one(
+    async def _give_model(
+        self, replica: Replica, spec: ModelRequest, patience_s: float
+    ) -> ServingWeights:
+        """Returns what the one sampler at this URL answered that serves the model. Raises MustPause
+        if different samplers answer there: each has a model and weights of its own, and only one of
+        them would get what all need. One that died meanwhile, and answers as another, is given the
+        model again."""
+        for _ in range(NUM_LIVES):
+            serving = await replica.client.call(
+                "PUT",
+                "/model",
+                spec,
+                ServingWeights,
+                deadline_s=self._settings.start_deadline_s,
+                patience_s=patience_s,
+            )
+            others = await self._others(replica, serving, patience_s)
+            if not others:
+                return serving
+            again = await self._others(replica, serving, patience_s)
+            if len(again) < NUM_ASKED_WHO:  # what has died does not answer again
+                other = others[0]
+                names = (
+                    f"as two samplers {serving.replica!r} and {other.replica!r}"
+                    if other.replica != serving.replica
+                    else f"as two engines of the name {serving.replica!r}"
+                )
+                raise MustPause(
+                    f"{replica.url} answers {names}, as a load balancer does; name each sampler in "
+                    "HONE_ROLLOUT_URL, or a DNS name of them all as dns+http://<name>:<port>"
+                )
+        raise StateLost(
+            f"{replica.url} was started anew {NUM_LIVES} times while it was given the model"
+        )
+
+    async def _others(
         self, replica: Replica, serving: ServingWeights, patience_s: float
-    ) -> None:
-        """Raises MustPause if different samplers answer at this URL: each has a model and weights
-        of its own, and only one of them would get what all need."""
+    ) -> list[ServingWeights]:
+        """Returns those of NUM_ASKED_WHO answers that are not of this life of this sampler."""
         answers = await all_of(
             replica.client.call(
                 "GET",
@@ -209,17 +237,8 @@ class Samplers:
             )
             for _ in range(NUM_ASKED_WHO)
         )
-        for answer in answers:
-            if (answer.replica, answer.boot_id) != (serving.replica, serving.boot_id):
-                names = (
-                    f"as two samplers {serving.replica!r} and {answer.replica!r}"
-                    if answer.replica != serving.replica
-                    else f"as two engines of the name {serving.replica!r}"
-                )
-                raise MustPause(
-                    f"{replica.url} answers {names}, as a load balancer does; name each sampler in "
-                    "HONE_ROLLOUT_URL, or a DNS name of them all as dns+http://<name>:<port>"
-                )
+        who = serving.replica, serving.boot_id
+        return [answer for answer in answers if (answer.replica, answer.boot_id) != who]
 
     async def _keep(self) -> None:
         """Asks samplers that are away again, and finds those that came or left."""
@@ -380,6 +399,11 @@ class Samplers:
                 raise StateLost(
                     f"sampler {serving.replica!r} answers at {replica.url}, and {replica.name!r} "
                     "did when the model was loaded"
+                )
+            if serving.boot_id != replica.boot_id:
+                raise StateLost(
+                    f"sampler {replica.name!r} has another engine than the one that the job's "
+                    "model was loaded into"
                 )
             await push.prove(replica.client, ref, serving)
             return serving
