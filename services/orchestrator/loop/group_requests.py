@@ -61,6 +61,7 @@ class GroupRequests:
         finally:
             losers = [asked[task] for task in asked if not task.done()]
             await stop(*asked)
+            await asyncio.gather(*asked, return_exceptions=True)  # the loser's error is nobody's
             if len(asked) > 1:
                 for loser in losers:
                     self._end_there(loser, body, key)
