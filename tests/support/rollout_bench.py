@@ -223,10 +223,10 @@ class RolloutBench:
     )
     """The tensors of the model."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, *, replica: str = "here:1", **settings: Any) -> None:
         self.model = folder / "model"
-        self.runs = folder / "runs"
-        self.model.mkdir()
+        self.runs = settings.setdefault("runs_dir", folder / "runs")
+        self.model.mkdir(parents=True)
         (self.model / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
         save_file(dict(self.base), self.model / "model.safetensors")
         self.engines: list[FakeEngine] = []
@@ -235,8 +235,8 @@ class RolloutBench:
         self.may_start.set()
         self.copies = folder / "copies"
         copies = Copies(self.copies, Fetcher("http://127.0.0.1:9"))
-        self.sampler = Sampler(self, (self.runs,), copies, replica="here:1", max_adapters=2)
-        self.service = create_service(Settings(runs_dir=self.runs, **settings), self.sampler)
+        self.sampler = Sampler(self, (self.runs,), copies, replica=replica, max_adapters=2)
+        self.service = create_service(Settings(**settings), self.sampler)
         self.transport = httpx.ASGITransport(app=self.service.app)
         self.client = Client("rollout", "http://localhost", binary=True, transport=self.transport)
 
