@@ -313,6 +313,7 @@ async def test_a_load_balancer_among_the_samplers_costs_no_group(pool: Pool) -> 
     first, second, third = pool.samplers
     async with round_robin(first.url, second.url) as url:
         pool.stack.settings.__dict__["rollout_url"] = f"{url},{third.url}"
+        pool.stack.settings.__dict__["replica_patience_s"] = 10.0
         record = await finished(pool)
     pool.check_groups(record)
     assert record.recoveries == 0
