@@ -1,0 +1,270 @@
+"""Nothing that was accepted is lost and nothing is done twice: orchestrators that die, are stopped
+or cut off, and what they find in Redis and on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator.loop.run import Outcome, Run
+from services.orchestrator.queue import worker
+from services.orchestrator.queue.resources import resource
+from services.orchestrator.queue.store import Lease, Store
+from services.orchestrator.record.folder import RunFolder
+from shared.client import Client
+from shared.config import Settings
+from shared.job import Job
+from shared.wire import (
+    TERMINAL,
+    JobRecord,
+    SubmitRequest,
+)
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import Stack, finish, orchestrator
+from tests.support.stream_proxy import StreamProxy
+
+job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
+
+
+async def test_an_orchestrator_that_dies_loses_nothing(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    """The first one is cut off at step 5; the second takes the job up where the trainer is, before
+    the next one in the queue, and trains no step twice."""
+    fakes = FakeServices(settings)
+    reached = asyncio.Event()
+
+    async def block(body: Any) -> None:
+        if body.step == 5 and not reached.is_set():
+            reached.set()
+            await asyncio.sleep(0.2)
+
+    fakes.fault["train_step"] = block
+    settings = settings.model_copy(update={"lease_s": 3.0})
+    async with fakes.running(settings) as settings:
+        async with orchestrator(settings, redis_url) as (_, transport):
+            client = Client("orchestrator", "http://localhost", transport=transport)
+            record = await client.call(
+                "POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60
+            )
+            waiting = await client.call(
+                "POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60
+            )
+            await asyncio.wait_for(reached.wait(), 20)
+        await asyncio.sleep(0.3)
+        async with orchestrator(settings, redis_url) as (_, transport):
+            client = Client("orchestrator", "http://localhost", transport=transport)
+            async with asyncio.timeout(90):
+                while (
+                    await client.get(f"/v1/jobs/{waiting.id}", JobRecord)
+                ).status not in TERMINAL:
+                    await asyncio.sleep(0.05)
+            found = await client.get(f"/v1/jobs/{record.id}", JobRecord)
+    assert (found.status, found.attempts, found.step) == ("succeeded", 2, 8)
+    assert [(request.job_id, request.step) for request in fakes.trained] == [
+        (job_id, step) for job_id in (record.id, waiting.id) for step in range(1, 9)
+    ]
+    assert [row.step for row in RunFolder(Path(found.run_dir)).metrics()] == list(range(9))
+
+
+async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    fakes = FakeServices(settings)
+    async with (
+        fakes.running(settings) as settings,
+        orchestrator(settings, redis_url) as (_, transport),
+    ):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        record = await finish(client, job)
+        first, fakes.trained = fakes.trained, []
+        fakes.job = None  # the trainer lost everything and starts from the beginning
+        sampled = fakes.calls["generate"]
+        lease = Lease(record.id, first[0].attempt, resource(settings.trainer_url), 30)
+        await Run(record, lease, SilentStore(), settings).run()  # type: ignore[arg-type]
+        assert fakes.trained == first
+        assert fakes.calls["generate"] == sampled, (
+            "nothing was sampled again, nor evaluated: the keys are the same"
+        )
+
+
+class NoSamplers:
+    async def urls(self) -> list[str]:
+        return []
+
+
+class SilentStore:
+    """A store that a run reports to when no worker holds its lease."""
+
+    samplers = NoSamplers()
+
+    async def report(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+async def test_an_orchestrator_that_is_stopped_gives_its_job_back_at_once(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    """With a lease of 30 s, another one goes on at once; the step under way is not trained
+    twice."""
+    fakes = FakeServices(settings)
+    reached, released = asyncio.Event(), asyncio.Event()
+
+    async def block(body: Any) -> None:
+        if body.step == 3:
+            reached.set()
+            await released.wait()
+
+    fakes.fault["train_step"] = block
+    async with fakes.running(settings) as settings:
+        async with orchestrator(settings, redis_url, stopped=True) as (_, transport):
+            client = Client("orchestrator", "http://localhost", transport=transport)
+            body = SubmitRequest(job=job)
+            record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+            await asyncio.wait_for(reached.wait(), 20)
+        released.set()
+        async with orchestrator(settings, redis_url) as (store, _):
+            async with asyncio.timeout(10):
+                while (found := await store.get(record.id)).attempts < 2:
+                    await asyncio.sleep(0.02)
+            async with asyncio.timeout(90):
+                while (found := await store.get(record.id)).status not in TERMINAL:
+                    await asyncio.sleep(0.02)
+    assert (found.status, found.attempts, found.step) == ("succeeded", 2, 8)
+    assert [request.step for request in fakes.trained] == list(range(1, 9))
+
+
+async def test_a_worker_cut_off_from_redis_stops_before_another_one_takes_over(
+    settings: Settings,
+    redis_url: str,
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It still reaches the trainer; its connections to Redis hang and do not break."""
+    began: dict[int, float] = {}
+    ended: dict[int, float] = {}
+
+    class Noted(Run):
+        async def run(self) -> Outcome:
+            attempt = self._peers.attempt
+            began[attempt] = time.monotonic()
+            try:
+                return await super().run()
+            finally:
+                ended[attempt] = time.monotonic()
+
+    async def block(body: Any) -> None:
+        if body.step == 3 and body.attempt == min(began):
+            reached.set()
+            await released.wait()
+
+    monkeypatch.setattr(worker, "Run", Noted)
+    reached, released = asyncio.Event(), asyncio.Event()
+    fakes = FakeServices(settings)
+    fakes.fault["train_step"] = block
+    settings = settings.model_copy(update={"lease_s": 3.0})
+    async with (
+        fakes.running(settings) as settings,
+        StreamProxy(redis_url.removeprefix("unix://"), tmp_path / "proxy.sock") as proxy,
+        orchestrator(settings, f"unix://{proxy.path}") as (_, transport),
+    ):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        body = SubmitRequest(job=job)
+        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        await asyncio.wait_for(reached.wait(), 20)
+        proxy.stall()
+        cut_at = time.monotonic()
+        async with orchestrator(settings, redis_url) as (store, _), asyncio.timeout(90):
+            while len(began) < 2:
+                await asyncio.sleep(0.02)
+            first, second = sorted(began)
+            assert ended[first] < cut_at + 3.0 and ended[first] < began[second]
+            proxy.go_on()
+            released.set()
+            while (found := await store.get(record.id)).status not in TERMINAL:
+                await asyncio.sleep(0.02)
+            messages = [event.message for event in await store.events(record.id, "0")]
+    assert (found.status, found.attempts) == ("succeeded", 2)
+    assert messages.count("running") == 2 and messages.count("succeeded") == 1
+    assert [text[:6] for text in messages if ": reward" in text] == [
+        f"step {step}" for step in range(1, 9)
+    ]
+
+
+async def test_the_event_of_a_step_that_a_crash_left_out_is_there_after_it(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as settings:
+        async with orchestrator(settings, redis_url) as (store, transport):
+            report, cut = store.report, asyncio.Event()
+
+            async def cut_off(lease: Lease, type: str, *rest: Any, **fields: Any) -> None:
+                if type == "eval" and rest[1]["step"] == 4:
+                    cut.set()
+                    await asyncio.Event().wait()
+                await report(lease, type, *rest, **fields)
+
+            store.report = cut_off  # type: ignore[method-assign]
+            client = Client("orchestrator", "http://localhost", transport=transport)
+            body = SubmitRequest(job=job)
+            record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+            await asyncio.wait_for(cut.wait(), 30)
+        folder = RunFolder(Path(record.run_dir))
+        assert [row.step for row in folder.metrics()] == [0, 1, 2, 3, 4], "written, not yet said"
+        settings = settings.model_copy(update={"lease_s": 3.0})
+        store = Store(redis_url)
+        for lease_key in [key async for key in store._redis.scan_iter("hone:lease:*")]:
+            await store._redis.delete(lease_key)
+        await store.close()
+        async with orchestrator(settings, redis_url) as (store, _):
+            async with asyncio.timeout(90):
+                while (await store.get(record.id)).status not in TERMINAL:
+                    await asyncio.sleep(0.02)
+            events = await store.events(record.id, "0")
+    steps = [event.data["step"] for event in events if event.type == "step"]
+    evals = [event.data["step"] for event in events if event.type == "eval"]
+    assert steps == list(range(1, 9)) and evals == [0, 4, 8]
+
+
+async def test_another_workers_batch_ends_the_work_and_not_the_job(stack: Stack) -> None:
+    """As if a worker that was superseded had stored its batch at the last moment."""
+
+    async def slip_in(_: Any) -> None:
+        if stack.fakes.step == 3 and stack.fakes.job:
+            del stack.fakes.fault["generate"]
+            folder = stack.folder(stack.fakes.job.job_id)
+            folder.write_batch(folder.batch(3).model_copy(update={"step": 4}))
+
+    stack.settings.__dict__["lease_s"] = 3.0
+    stack.fakes.fault["generate"] = slip_in
+    record = await stack.until((await stack.submit()).id)
+    assert record.status == "succeeded" and record.attempts >= 2
+    stored = stack.folder(record.id).batch(4)
+    assert stored.groups == stack.folder(record.id).batch(3).groups, "what was there first"
+
+
+async def test_a_job_that_cannot_be_read_is_paused_and_the_next_one_runs(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    store = Store(redis_url)
+    await store.open()
+    ids = [(await store.submit(job, settings.runs_dir, None)).id for _ in range(2)]
+    await store._redis.hset(f"hone:job:{ids[0]}", "job", '{"name": "demo"}')
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as settings, orchestrator(settings, redis_url):
+        async with asyncio.timeout(90):
+            while (await store.get(ids[1])).status not in TERMINAL:
+                await asyncio.sleep(0.02)
+        assert await store.status(ids[0]) == "paused"
+        last = (await store.events(ids[0], "0"))[-1]
+        assert last.level == "warning" and "cannot be read by this version" in last.message
+        page = await store.list(None, 10)
+    assert page.unreadable == (ids[0],) and [record.id for record in page.jobs] == [ids[1]]
+    await store.close()

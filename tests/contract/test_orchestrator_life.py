@@ -1,0 +1,144 @@
+"""A job's life as the API shows it: it runs, fails, hangs, is listed, cancelled and deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator.record.folder import RunFolder
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import BadRequest, NotFound
+from shared.job import Job
+from shared.wire import (
+    JobList,
+    JobRecord,
+)
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import Stack, finish, orchestrator
+
+job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
+
+
+async def test_a_job_runs_to_its_end_and_leaves_everything_in_its_folder(
+    stack: Stack, tmp_path: Path
+) -> None:
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.step, record.error) == ("succeeded", 8, None)
+    assert (
+        record.summary is not None
+        and record.summary["eval_after"] > record.summary["eval_before"] == 0.0
+    )
+    folder = RunFolder(Path(record.run_dir))
+    assert folder.path == (tmp_path / "runs" / record.id).resolve()
+    assert [row.step for row in folder.metrics()] == list(range(9))
+    assert folder.batch_steps() == list(range(1, 9))
+    on_disk = json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())
+    assert on_disk == record.summary
+    assert {"eval_before", "eval_after", "steps", "train_s", "wall_s", "versions"} <= set(on_disk)
+    assert stack.fakes.calls["train_step"] == 8 and stack.fakes.calls["reload"] == 9
+
+
+async def test_a_reward_service_that_refuses_the_job_fails_it_with_the_reason(stack: Stack) -> None:
+    async def broken(_: Any) -> None:
+        raise BadRequest("grader 'exact_match' needs the column 'answer'")
+
+    stack.fakes.fault["score"] = broken
+    record = await stack.until((await stack.submit()).id)
+    assert (
+        record.status == "failed"
+        and record.error == "grader 'exact_match' needs the column 'answer'"
+    )
+
+
+async def test_a_service_that_hangs_pauses_the_job_by_its_deadline(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    fakes, released = FakeServices(settings), asyncio.Event()
+    fakes.fault["train_step"] = lambda _: released.wait()
+    settings = settings.model_copy(update={"train_deadline_s": 0.3})
+    async with (
+        fakes.running(settings) as settings,
+        orchestrator(settings, redis_url) as (_, transport),
+    ):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        found = await finish(client, job, "paused", "failed")
+        released.set()
+    assert found.status == "paused" and found.error is not None
+    assert found.error.startswith("trainer at http://127.0.0.1:")
+    assert "did not finish POST /train_step within 0.3 s" in found.error
+
+
+async def test_jobs_are_listed_newest_first_in_pages(stack: Stack) -> None:
+    ids = [(await stack.submit()).id for _ in range(3)]
+    page = await stack.client.get("/v1/jobs?limit=2", JobList)
+    assert [record.id for record in page.jobs] == ids[:0:-1] and page.next_after == ids[1]
+    rest = await stack.client.get(f"/v1/jobs?limit=2&after={page.next_after}", JobList)
+    assert [record.id for record in rest.jobs] == ids[:1] and rest.next_after is None
+
+
+async def test_an_unknown_job_is_not_found(stack: Stack) -> None:
+    for path in ("", "/events", "/metrics", "/rollouts", "/checkpoints"):
+        with pytest.raises(NotFound, match="no job 'nope'"):
+            await stack.client.get(f"/v1/jobs/nope{path}", JobRecord)
+
+
+async def test_a_queued_job_is_cancelled_at_once_and_a_running_one_within_seconds(
+    stack: Stack,
+) -> None:
+    blocked = asyncio.Event()
+    stack.fakes.fault["train_step"] = lambda _: blocked.wait()
+    running, queued = (await stack.submit()).id, (await stack.submit()).id
+    await stack.until(running, "running")
+    assert (await stack.http.post(f"/v1/jobs/{queued}/cancel")).json()["status"] == "cancelled"
+    await stack.http.post(f"/v1/jobs/{running}/cancel")
+    assert (await stack.until(running)).status == "cancelled"
+    again = await stack.http.post(f"/v1/jobs/{running}/cancel")
+    assert again.status_code == 200
+    blocked.set()
+    stack.fakes.fault.clear()
+    assert (await stack.until((await stack.submit()).id)).status == "succeeded", (
+        "the worker is free again"
+    )
+
+
+async def test_an_ended_job_cannot_be_cancelled(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    response = await stack.http.post(f"/v1/jobs/{record.id}/cancel")
+    assert response.status_code == 409 and "has succeeded" in response.json()["detail"]
+
+
+async def test_a_deleted_job_is_gone_and_its_files_stay_unless_they_are_asked_for(
+    stack: Stack,
+) -> None:
+    kept, removed = [await stack.until((await stack.submit()).id) for _ in range(2)]
+    for record, query, files in ((kept, "", False), (removed, "?files=true", True)):
+        for _ in range(2):
+            response = await stack.http.delete(f"/v1/jobs/{record.id}{query}")
+            assert response.status_code == 200
+            assert response.json() == {"id": record.id, "files": files}
+        assert Path(record.run_dir).exists() is not files
+        for path in ("", "/events", "/metrics", "/rollouts", "/checkpoints"):
+            assert (await stack.http.get(f"/v1/jobs/{record.id}{path}")).status_code == 404
+    assert (await stack.client.get("/v1/jobs", JobList)).jobs == ()
+    assert (await stack.http.delete("/v1/jobs/nope")).status_code == 404
+
+
+async def test_a_job_that_has_not_ended_is_not_deleted(stack: Stack) -> None:
+    blocked = asyncio.Event()
+    stack.fakes.fault["train_step"] = lambda _: blocked.wait()
+    running, queued = (await stack.submit()).id, (await stack.submit()).id
+    await stack.until(running, "running")
+    for job_id, status in ((running, "running"), (queued, "queued")):
+        response = await stack.http.delete(f"/v1/jobs/{job_id}?files=true")
+        assert response.status_code == 409
+        assert f"job {job_id!r} is {status}; cancel it" in response.json()["detail"]
+    assert stack.folder(running).path.exists()
+    await stack.post(f"{queued}/cancel")
+    assert (await stack.http.delete(f"/v1/jobs/{queued}")).status_code == 200
+    blocked.set()

@@ -1,0 +1,112 @@
+"""Submitting jobs: once for each key, and only what can run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.orchestrator.loop.prompts import load_prompts
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import BadRequest, Conflict
+from shared.job import Job
+from shared.wire import (
+    JobList,
+    JobRecord,
+    SubmitRequest,
+    ValidateRequest,
+)
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import Stack, orchestrator
+
+job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
+
+
+async def test_submitting_twice_with_a_key_is_submitting_once(stack: Stack) -> None:
+    first = await stack.submit(key="k1")
+    assert (await stack.submit(key="k1")).id == first.id
+    assert len((await stack.client.get("/v1/jobs", JobList)).jobs) == 1
+    with pytest.raises(Conflict):
+        await stack.submit(stack.job.model_copy(update={"steps": 3}), key="k1")
+    assert (await stack.submit(key="k2")).id != first.id
+
+
+async def test_a_key_is_free_again_once_its_job_was_deleted(stack: Stack) -> None:
+    first = await stack.submit(key="mine")
+    await stack.until(first.id)
+    assert (await stack.submit(key="mine")).status == "succeeded", "as it is now"
+    (await stack.http.delete(f"/v1/jobs/{first.id}")).raise_for_status()
+    second = await stack.submit(key="mine")
+    assert second.id != first.id and (await stack.get(second.id)).id == second.id
+
+
+async def test_a_key_is_remembered_across_a_restart(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    fakes, ids = FakeServices(settings), []
+    async with fakes.running(settings) as settings:
+        for _ in range(2):
+            async with orchestrator(settings, redis_url) as (_store, transport):
+                client = Client("orchestrator", "http://localhost", transport=transport)
+                body = SubmitRequest(job=job)
+                ids.append(
+                    (
+                        await client.call(
+                            "POST", "/v1/jobs", body, JobRecord, deadline_s=60, key="same"
+                        )
+                    ).id
+                )
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"data": {"train": "/nope/train.jsonl"}}, "no dataset file at '/nope/train.jsonl'"),
+        ({"data": {"train": "TRAIN", "prompt_column": "question"}}, "has no column 'question'"),
+        ({"model": "/nope/model"}, "there is no folder '/nope/model' here"),
+        ({"model": "/"}, "the folder '/' has no config.json"),
+        (
+            {"sampling": {"group_size": 1}},
+            "sampling.group_size is 1: a lone completion has nothing to be compared with",
+        ),
+        ({"rewards": [{"grader": "lenght"}]}, "unknown grader 'lenght'; did you mean 'length'?"),
+    ],
+)
+async def test_a_job_that_cannot_run_is_refused_when_it_is_submitted(
+    stack: Stack, changes: dict[str, Any], sentence: str
+) -> None:
+    document = stack.job.model_dump(mode="json") | changes
+    if document["data"]["train"] == "TRAIN":
+        document["data"]["train"] = stack.job.data.train
+    with pytest.raises(BadRequest) as raised:
+        await stack.submit(Job.model_validate(document))
+    assert sentence in raised.value.detail
+    assert (await stack.client.get("/v1/jobs", JobList)).jobs == ()
+
+
+async def test_the_rewards_of_a_job_are_tried_on_the_first_rows_of_its_data(stack: Stack) -> None:
+    tried: list[ValidateRequest] = []
+
+    async def note(body: ValidateRequest) -> None:
+        tried.append(body)
+
+    stack.fakes.fault["validate"] = note
+    await stack.until((await stack.submit()).id)
+    of_submission, of_beginning = tried
+    assert of_submission == of_beginning
+    prompts = load_prompts(stack.job).for_step(1)
+    assert of_submission.prompts == prompts[:8] and len(prompts) >= 2
+
+
+async def test_an_unknown_key_in_a_posted_job_names_the_nearest(stack: Stack) -> None:
+    document = stack.job.model_dump(mode="json")
+    document["training"]["lerning_rate"] = 1
+    response = await stack.http.post("/v1/jobs", json={"job": document})
+    assert response.status_code == 422
+    assert (
+        "unknown key 'job.training.lerning_rate'; did you mean 'learning_rate'?"
+        in response.json()["detail"]
+    )
