@@ -37,7 +37,7 @@ async def direct(engine: Any, num_groups: int, sampling: Sampling) -> dict[str, 
     """Returns the tokens and seconds of vLLM's own `generate`, called for all groups at once."""
     from vllm.inputs.engine import TokensInput
 
-    from services.rollout.on_vllm.engine import sampling_params
+    from services.rollout.on_vllm.completions import sampling_params
 
     async def group(number: int) -> int:
         params = sampling_params(sampling)

@@ -2,7 +2,8 @@
 
     __main__.py     starts the service
     app.py          routes
-    sampler.py      READ FIRST: which engine runs, and which weights serve
+    sampler.py      READ FIRST: which engine runs, and what it is asked for
+    running.py      the engine that runs, and what is known of the weights in it
     fencing.py      who may ask, and how what they have under way ends
     prompts.py      a request -> the prompt's token ids
     registration.py registers the sampler at the orchestrator

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shared.errors import Conflict, HoneError
+from shared.errors import Conflict, HoneError, StateLost
 from shared.service import request_key
 from shared.wire import (
     AbortRequest,
@@ -131,6 +131,10 @@ class Requests:
     ) -> int:
         """Ends the requests that `which` picks, each with its error. Returns how many."""
         return self._end(lambda entry: which(entry.request), error)
+
+    def lose(self, why: str) -> None:
+        """Ends all requests: what would answer them is gone."""
+        self.end(lambda _: True, lambda _: StateLost(why))
 
     def end_keys(self, request: AbortRequest) -> int:
         """Ends the job's requests that were asked for with `request.keys`. Returns how many."""

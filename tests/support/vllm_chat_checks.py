@@ -84,7 +84,7 @@ class Scripted:
     def __init__(self, folder: Path) -> None:
         from vllm.renderers import renderer_from_config
 
-        from services.rollout.on_vllm.engine import engine_args
+        from services.rollout.on_vllm.arguments import engine_args
 
         settings, spec = Settings(), EngineSpec(model=str(folder), dtype="float32")
         self.vllm_config = engine_args(spec, settings).create_engine_config()
@@ -132,7 +132,7 @@ def engine(folder: Path) -> Scripted:
 
 def chat_of(engine: Scripted, tool_parser: str | None = "hermes") -> VllmChat:
     from services.rollout.on_vllm.chat import VllmChat
-    from services.rollout.on_vllm.engine import rollout
+    from services.rollout.on_vllm.completions import rollout
     from services.rollout.on_vllm.openai_routes import openai_app
 
     app = openai_app(cast(Any, engine), "tiny", tool_parser=tool_parser)

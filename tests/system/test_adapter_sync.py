@@ -137,8 +137,8 @@ class Bench:
         return serving
 
     def adapter(self, job_id: str | None = None) -> Adapter | None:
-        assert self.sampler._adapters is not None
-        return self.sampler._adapters.find(job_id)
+        assert self.sampler._running is not None
+        return self.sampler._running.adapters.find(job_id)
 
     async def largest_gap(self, trainer: Trainer) -> float:
         """Returns by how much a log-prob of 64 sequences, by the job's weights, differs at most

@@ -1,5 +1,4 @@
-"""The real engine: vLLM's AsyncLLM, with the arguments that make its log-probs those the trainer
-needs.
+"""The real engine: vLLM's AsyncLLM.
 
 Importing this module imports vLLM (about 15 s), so only `VllmStarter` does, in a thread.
 """
@@ -8,52 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
-import secrets
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import torch
 from starlette.types import ASGIApp
 from vllm import SamplingParams
-from vllm.config.lora import MaxLoRARanks
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import TokensInput
 from vllm.logprobs import FlatLogprobs
-from vllm.model_executor.models import ModelRegistry, supports_lora
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.rollout.engine import (
-    Adapter,
-    BadPrompt,
-    Chat,
-    NothingReceived,
-    Offers,
-    failed_rollout,
-)
+from services.rollout.engine import Adapter, BadPrompt, Chat, NothingReceived, Offers
 from services.rollout.on_vllm.adapters import lora_request
+from services.rollout.on_vllm.arguments import can_sleep, engine_args
 from services.rollout.on_vllm.chat import VllmChat
-from services.rollout.on_vllm.inside.executors import (
-    InProcessExecutor,
-    MaskingScheduler,
-    ProcessPerDeviceExecutor,
-)
-from services.rollout.on_vllm.masks import bounded, packed
+from services.rollout.on_vllm.completions import rollout, sampling_params
+from services.rollout.on_vllm.masks import bounded
 from services.rollout.on_vllm.openai_routes import openai_app
 from services.rollout.on_vllm.processes import in_daemon_thread, root_cause, stop_children
+from services.rollout.on_vllm.receiving import meeting, sent_dtypes, updates
 from services.rollout.on_vllm.tokenizers import load_tokenizer
-from services.rollout.on_vllm.versions import label, spans
-from shared import dtype as dtypes
+from services.rollout.on_vllm.versions import label
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, HoneError, StateLost
-from shared.packed import Logprobs, TokenIds
 from shared.wire import (
     BroadcastWeights,
     EngineSpec,
@@ -61,12 +43,10 @@ from shared.wire import (
     Rollout,
     Sampling,
     SharedWeights,
-    Span,
 )
 
 R = TypeVar("R")
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 STOP_S = 3.0
 
@@ -77,119 +57,9 @@ RECEIVE_DEADLINES = 5
 """So many of a transfer's deadlines may the whole of it take: two until it is this sampler's turn,
 to meet, to send, and to load."""
 
-LORA_RANKS = sorted(get_args(MaxLoRARanks))
-"""What vLLM can be started for."""
-
-LORA_DTYPES = frozenset({"float16", "bfloat16"})
-"""What vLLM's kernels for adapters take on a GPU; they end the engine at another one. Those for a
-CPU take all."""
-
-MAX_OLD_ADAPTERS = 65
-"""Versions of one adapter that requests may still name: one for each step of staleness. vLLM keeps
-them in host memory, and gives each a place on the device in its turn."""
 
 LIFE_CHECK_S = 0.25
 """How often a call that vLLM's process has to answer checks that the process lives."""
-
-
-def engine_args(
-    spec: EngineSpec, settings: Settings, weights: Path | None = None
-) -> AsyncEngineArgs:
-    """Returns vLLM's arguments for `spec` on this machine, with the model in `weights`, if given,
-    in the place of its own."""
-    args = AsyncEngineArgs(
-        model=str(weights) if weights else spec.model,
-        revision=None if weights else spec.revision,
-        tokenizer=spec.model,
-        tokenizer_revision=spec.revision,
-        dtype=choose_dtype(spec.dtype),
-        # vLLM's own default is None too
-        max_model_len=spec.max_model_len,  # pyright: ignore[reportArgumentType]
-        seed=spec.seed,
-        max_num_seqs=settings.max_num_seqs,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        distributed_executor_backend=InProcessExecutor
-        if settings.tensor_parallel_size == 1
-        else ProcessPerDeviceExecutor,
-        worker_extension_cls="services.rollout.on_vllm.inside.worker.WorkerExtension",
-        logprobs_mode="processed_logprobs",
-        # A model's own sampling defaults would be a silent second source of temperature and top_p.
-        generation_config="vllm",
-        enable_prefix_caching=True,
-        scheduling_policy="priority",  # for the canary
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-    )
-    if spec.sampling_masks:
-        ask_for_masks(args)
-    if current_platform.is_cpu():
-        args.enforce_eager = True
-        # Where a prompt is computed in parts, vLLM takes back what it drew for it in between, which
-        # the generators of seeded requests cannot do on a CPU: the engine would die.
-        args.enable_chunked_prefill = False
-        args.kv_cache_memory_bytes = settings.kv_cache_gib << 30
-    else:
-        check_devices(settings.tensor_parallel_size, torch.cuda.device_count())
-        args.gpu_memory_utilization = settings.gpu_memory_utilization
-        args.enable_sleep_mode = can_sleep(settings)
-    if spec.max_lora_rank and takes_adapters(args):
-        args.enable_lora = True
-        args.max_lora_rank = min(rank for rank in LORA_RANKS if rank >= spec.max_lora_rank)
-        args.max_loras = settings.rollout_adapters + 1
-        args.max_cpu_loras = args.max_loras + MAX_OLD_ADAPTERS
-    return args
-
-
-def check_devices(num_ranks: int, num_visible: int) -> None:
-    """Raises BadRequest where the model would be split over more GPUs than there are. That the
-    model can be split so, vLLM checks."""
-    if num_ranks > num_visible:
-        raise BadRequest(
-            f"HONE_TENSOR_PARALLEL_SIZE is {num_ranks}, and the sampler sees {num_visible} GPU(s); "
-            "lower it, or name more in CUDA_VISIBLE_DEVICES"
-        )
-
-
-def takes_adapters(args: AsyncEngineArgs) -> bool:
-    """Returns whether vLLM has LoRA for the model's architecture, and for its dtype here."""
-    if not current_platform.is_cpu() and args.dtype not in LORA_DTYPES:
-        return False
-    config = args.create_model_config()
-    model, _ = ModelRegistry.resolve_model_cls(config.architectures, config)
-    return supports_lora(model)
-
-
-def can_sleep(settings: Settings) -> bool:
-    """Returns whether vLLM allocates memory in the way that lets it free it again."""
-    return settings.sleep_mode or settings.colocate
-
-
-def ask_for_masks(args: AsyncEngineArgs) -> None:
-    """Asks for the tokens that each token was drawn from: of vLLM, or on a CPU, where its model
-    runner does not say it, of our executor. Raises BadRequest where neither can."""
-    if not current_platform.is_cpu():
-        args.return_sampling_mask = True
-    elif args.tensor_parallel_size == 1:
-        args.scheduler_cls = MaskingScheduler
-    else:
-        raise BadRequest(
-            "the job samples from parts of the vocabulary (sampling.top_p, top_k or min_p), and on "
-            "a CPU the sampler can say which only with HONE_TENSOR_PARALLEL_SIZE 1; got "
-            f"{args.tensor_parallel_size}. To train without, set "
-            'correction.truncated_sampling = "accept"'
-        )
-
-
-def choose_dtype(asked: Dtype) -> Dtype:
-    """Returns the dtype to serve in on this hardware: `shared/dtype.py`, as in the trainer."""
-    capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
-    chosen = dtypes.choose_dtype(
-        asked,
-        capability=None if capability is None else (capability.major, capability.minor),
-        cpu_multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported()
-        or torch.cpu._is_amx_tile_supported(),
-    )
-    return cast(Dtype, chosen)
 
 
 class VllmEngine:
@@ -457,115 +327,3 @@ class VllmEngine:
     def _why_it_died(self) -> str:
         cause = root_cause(self._errors) or "it was killed"
         return f"the engine process died ({cause}); PUT /model starts a new one"
-
-
-def sent_dtypes(ref: BroadcastWeights | SharedWeights) -> set[str]:
-    """Returns the dtypes of what is sent, by torch's names."""
-    if isinstance(ref, SharedWeights):
-        return {tensor.dtype for tensor in ref.shared}
-    return {tensor.dtype for chunk in ref.chunks for tensor in chunk}
-
-
-def meeting(ref: BroadcastWeights | SharedWeights, host: str, num_ranks: int) -> dict[str, Any]:
-    """Returns what each of vLLM's processes begins with: `transfer.Meeting`, or the arguments of
-    vLLM's IPC engine."""
-    if isinstance(ref, SharedWeights):
-        return {"packed": False}
-    return {
-        "host": host,
-        "port": ref.port,
-        "key": ref.key,
-        "name": secrets.token_hex(8),
-        "num_ranks": num_ranks,
-        "deadline_s": ref.deadline_s,
-    }
-
-
-def updates(ref: BroadcastWeights | SharedWeights) -> list[dict[str, Any]]:
-    """Returns what it then loads, in order: `transfer.Chunk`s, or where all tensors lie."""
-    if isinstance(ref, SharedWeights):
-        tensors = [tensor.model_dump(mode="json") for tensor in ref.shared]
-        return [{"gpu": ref.gpu, "shared": tensors}]
-    return [
-        {
-            "names": [tensor.name for tensor in chunk],
-            "dtypes": [tensor.dtype for tensor in chunk],
-            "shapes": [list(tensor.shape) for tensor in chunk],
-        }
-        for chunk in ref.chunks
-    ]
-
-
-def sampling_params(sampling: Sampling) -> SamplingParams:
-    """Returns vLLM's parameters. `logprobs=0` is the sampled token's alone; flat ones are lists,
-    not one object per token."""
-    return SamplingParams(
-        n=sampling.n,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        seed=sampling.seed,
-        logprobs=0,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def rollout(
-    completion: CompletionOutput,
-    owner: str,
-    adapter: Adapter | None = None,
-    ended_s: float | None = None,
-    *,
-    masked: bool = False,
-) -> Rollout:
-    """Returns the completion as it was sampled, or one that says what went wrong with it: that it
-    was ended after `ended_s` seconds, for one. An adapter is of one version from the first token to
-    the last; of other weights vLLM noted it. Raises Failed unless there is one log-prob per token,
-    and with `masked` one list of the tokens that it could have been."""
-    token_ids, logprobs = completion.token_ids, _logprobs(completion)
-    if len(logprobs) != len(token_ids):
-        raise Failed(
-            f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens, expected one each"
-        )
-    mask = completion.sampling_mask
-    kept_ids, kept_counts = TokenIds(), TokenIds()
-    if masked:
-        kept_ids, kept_counts = packed(mask.token_ids if mask else [], len(token_ids))
-    sampled_by = (
-        (Span(version=adapter.version, start=0),)
-        if adapter
-        else spans(completion.weight_versions or (), owner)
-    )
-    reason = completion.finish_reason
-    if reason == "abort" and ended_s is not None:
-        reason = "timeout"
-    if reason != "stop" and reason != "length" and reason != "timeout":
-        return failed_rollout(f"vLLM ended it with {reason!r} after {len(token_ids)} tokens")
-    if not math.isfinite(math.fsum(logprobs)):
-        return failed_rollout(
-            f"vLLM gave a log-prob that is not finite among those of {len(token_ids)} tokens"
-        )
-    return Rollout(
-        text=completion.text,
-        token_ids=TokenIds(token_ids),
-        logprobs=Logprobs(logprobs),
-        finish_reason=reason,
-        error=f"not done after {ended_s:g} s" if reason == "timeout" else None,
-        spans=sampled_by,
-        kept_ids=kept_ids,
-        kept_counts=kept_counts,
-    )
-
-
-def _logprobs(completion: CompletionOutput) -> Sequence[float]:
-    """Returns those of the sampled tokens, as vLLM keeps them for us or for its OpenAI routes."""
-    assert completion.logprobs is not None
-    if isinstance(completion.logprobs, FlatLogprobs):
-        return completion.logprobs.logprobs
-    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    return [candidates[token].logprob for token, candidates in pairs]

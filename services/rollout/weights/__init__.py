@@ -1,6 +1,9 @@
 """Published versions on their way into the engine.
 
-methods.py        READ FIRST: a version -> proven and loaded, one entry per method
+loading.py        READ FIRST: a version into the engine that runs
+methods.py        the ways in which versions arrive, one entry each
+proofs.py         whether a version is what was published, and fits the model
+folders.py        where a version's files lie, if the sampler sees them
 fetching.py       files of versions, fetched from the trainer
 copies.py         the sampler's own copies of versions, kept for deltas
 canary.py         whether a load changed what the engine computes

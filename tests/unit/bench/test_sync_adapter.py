@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from bench.sync_adapter import ATTENTION, EVERY, saving
 from services.rollout.weights.adapter_files import adapter_shapes, read_config
-from services.rollout.weights.methods import shapes
+from services.rollout.weights.proofs import shapes
 from shared.digest import stored_tensors
 
 

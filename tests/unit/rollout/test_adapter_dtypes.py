@@ -31,10 +31,10 @@ def engine_args(dtype: str) -> Any:
 def test_a_gpu_serves_no_adapters_in_float32(
     dtype: str, on_cpu: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.rollout.on_vllm import engine
+    from services.rollout.on_vllm import arguments
 
     resolve = SimpleNamespace(resolve_model_cls=lambda *_: (object, "Qwen2ForCausalLM"))
-    monkeypatch.setattr(engine, "ModelRegistry", resolve)
-    monkeypatch.setattr(engine, "supports_lora", lambda _: True)
-    monkeypatch.setattr(engine, "current_platform", platform(on_cpu))
-    assert engine.takes_adapters(engine_args(dtype)) is taken
+    monkeypatch.setattr(arguments, "ModelRegistry", resolve)
+    monkeypatch.setattr(arguments, "supports_lora", lambda _: True)
+    monkeypatch.setattr(arguments, "current_platform", platform(on_cpu))
+    assert arguments.takes_adapters(engine_args(dtype)) is taken

@@ -11,7 +11,8 @@ from safetensors.numpy import save_file
 from services.rollout.weights.adapter_files import AdapterConfig, adapter_shapes
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import Expected, ProvenAdapter, prove
+from services.rollout.weights.methods import ProvenAdapter, prove
+from services.rollout.weights.proofs import Expected
 from services.trainer.disk.weights import Publisher, published_file
 from shared.adapters import CONFIG, FILES, WEIGHTS, adapter_digests
 from shared.config import Settings

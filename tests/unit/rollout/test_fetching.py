@@ -12,7 +12,8 @@ from safetensors.numpy import save
 
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import Expected, prove
+from services.rollout.weights.methods import prove
+from services.rollout.weights.proofs import Expected
 from shared.digest import digest, stored_tensors, tensor_digests
 from shared.errors import Failed, Unavailable
 from shared.wire import HttpWeights, WeightFile

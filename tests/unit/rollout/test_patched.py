@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import Expected, ProvenFolder, prove
+from services.rollout.weights.methods import ProvenFolder, prove
+from services.rollout.weights.proofs import Expected
 from services.trainer.disk.weights import Publisher, published_file
 from shared.config import Settings
 from shared.digest import digest_of

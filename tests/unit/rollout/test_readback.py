@@ -146,7 +146,7 @@ def test_each_device_reads_the_whole_tensors_back(size: int, kv_heads: int) -> N
 
 
 def test_more_devices_than_there_are_is_one_sentence() -> None:
-    from services.rollout.on_vllm.engine import check_devices
+    from services.rollout.on_vllm.arguments import check_devices
 
     check_devices(2, 2)
     with pytest.raises(BadRequest, match=r"SIZE is 4, and the sampler sees 2 GPU\(s\)"):

@@ -13,14 +13,13 @@ from safetensors.numpy import save_file
 
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import (
-    LOADERS,
+from services.rollout.weights.folders import published_folder
+from services.rollout.weights.methods import LOADERS, prove
+from services.rollout.weights.proofs import (
     Expected,
     compare,
     expected_of,
     has_tied_embeddings,
-    prove,
-    published_folder,
 )
 from shared.digest import digest_of, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed

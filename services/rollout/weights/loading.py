@@ -1,0 +1,203 @@
+"""A proven version into the engine that runs: between two tokens, or an adapter beside the model
+while sampling goes on. Until a version is proven nothing changes, and what fails halfway leaves
+weights that nothing is sampled from."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+from services.rollout.engine import NothingReceived
+from services.rollout.fencing import Requests, not_serving, owner_of
+from services.rollout.running import EXCHANGING, Running, sentence
+from services.rollout.weights.canary import Seen
+from services.rollout.weights.copies import Copies
+from services.rollout.weights.methods import Proven, ProvenAdapter, prove
+from services.rollout.weights.proofs import tensors_of
+from shared.errors import Failed, StateLost, Unavailable
+from shared.logs import get_logger
+from shared.packed import Logprobs
+from shared.wire import AdapterWeights, AnyWeights, ServingWeights
+
+
+@dataclass(frozen=True)
+class Load:
+    """The load of one version, `ref`. `requests` are those under way meanwhile."""
+
+    running: Running
+    requests: Requests
+    ref: AnyWeights
+
+    async def run(self, copies: Copies) -> ServingWeights:
+        """Returns what serves once the version does."""
+        start, running, ref = time.monotonic(), self.running, self.ref
+        proven = await prove(ref, running.expected, copies)
+        if isinstance(proven, ProvenAdapter):
+            assert isinstance(ref, AdapterWeights)
+            paused_s = await self._load_adapter(ref, proven)
+        else:
+            paused_s = await self._load_weights(proven)
+        running.serving = running.nothing.model_copy(
+            update={
+                "job_id": ref.job_id,
+                "attempt": ref.attempt,
+                "epoch": ref.epoch,
+                "version": ref.version,
+                "digest": proven.digest,
+                "load_s": time.monotonic() - start,
+                "paused_s": paused_s,
+                "received_bytes": proven.received_bytes,
+            }
+        )
+        await self._measure_canary()
+        seconds = round(running.serving.load_s, 4)
+        get_logger().info("weights loaded", job=ref.job_id, version=ref.version, seconds=seconds)
+        return running.serving
+
+    # --- weights in the place of the model's -----------------------------------------------------
+
+    async def _load_weights(self, proven: Proven) -> float:
+        """Loads between two tokens, and returns for how many seconds nothing was sampled. Jobs
+        other than the version's are ended."""
+        running, engine = self.running, self.running.engine
+        self._end_others()
+        start = time.monotonic()
+        has_adapters = running.adapters.num_jobs > 0
+        if has_adapters:
+            self._exchange()
+        try:
+            await self._stop_sampling(abort=has_adapters)
+            running.lose_base()
+            await proven.load(engine)
+            await self._wake_cache()
+            await engine.set_version(owner_of(self.ref), self.ref.version)
+        except NothingReceived as error:
+            await self._go_on_as_before()
+            raise Failed(error.detail, code="not_loaded") from error
+        except BaseException as error:  # whatever it was, the weights are unknown
+            await self._give_up(error)
+            raise
+        finally:
+            running.is_exchanging = False
+        running.fault, running.is_asleep = None, False
+        running.published = self.ref.tensors
+        await self._go_on()
+        return time.monotonic() - start
+
+    async def _go_on_as_before(self) -> None:
+        """What served, if anything, goes on serving."""
+        if self.running.is_asleep:  # the memory of its weights was taken back for them
+            await self.running.fall_asleep()
+        elif not self.running.fault:
+            await self._go_on()
+
+    # --- an adapter beside it --------------------------------------------------------------------
+
+    async def _load_adapter(self, ref: AdapterWeights, proven: ProvenAdapter) -> float:
+        """Loads while sampling goes on: requests under way keep the adapter that they began with.
+        Returns for how many seconds nothing was sampled, if the model's own weights had to come
+        back."""
+        running, start = self.running, time.monotonic()
+        if is_base := running.is_base:
+            await running.adapters.load(ref, proven.copy)
+        else:
+            await self._bring_base_back(ref, proven)
+        self._end_others()
+        if running.fault and is_base:
+            await self._go_on()
+        running.fault, running.published = None, tensors_of(ref)
+        return 0.0 if is_base else time.monotonic() - start
+
+    async def _bring_base_back(self, ref: AdapterWeights, proven: ProvenAdapter) -> None:
+        """The same after other weights have taken the place of the model's own."""
+        running = self.running
+        self._exchange()
+        try:
+            await self._stop_sampling(abort=True)
+            await running.engine.load_files(running.engine.folder)
+            await self._wake_cache()
+            await running.adapters.load(ref, proven.copy)
+            await self._go_on()
+            running.is_base, running.is_asleep = True, False
+        except BaseException as error:  # whatever it was, the weights are unknown
+            await self._give_up(error)
+            raise
+        finally:
+            running.is_exchanging = False
+
+    # --- the steps of both -----------------------------------------------------------------------
+
+    async def _stop_sampling(self, *, abort: bool) -> None:
+        if self.running.is_asleep:
+            await self.running.engine.wake_weights()
+        else:
+            await self.running.engine.pause(abort=abort)
+
+    async def _wake_cache(self) -> None:
+        if self.running.is_asleep:
+            await self.running.engine.wake_cache()
+
+    async def _go_on(self) -> None:
+        """Lets the engine sample again, unless it was paused by hand."""
+        if not self.running.is_paused:
+            await self.running.engine.resume()
+
+    def _exchange(self) -> None:
+        """Ends what is under way, and refuses what comes: it would be sampled by the model's
+        weights with the adapter of others, or without its own. Clients ask for it again."""
+        self.running.is_exchanging = True
+        self.requests.end(lambda _: True, lambda _: Unavailable(EXCHANGING))
+
+    def _end_others(self) -> None:
+        """Ends what is under way of other jobs, attempts and epochs."""
+        self.requests.end(
+            lambda asker: asker.job_id is not None and owner_of(asker) != owner_of(self.ref),
+            lambda asker: not_serving(asker, self.ref),
+        )
+
+    # --- when it fails ---------------------------------------------------------------------------
+
+    async def _give_up(self, error: BaseException) -> None:
+        """Refuses to sample, and raises why: as Failed, code "not_loaded", where another way to
+        load may do, else as StateLost. What is no Exception, as the end of the service, is the
+        caller's to raise."""
+        reason = await self._distrust(error)
+        if isinstance(error, Failed) and error.code == "not_loaded":
+            raise Failed(reason, code=error.code) from error
+        if isinstance(error, Exception):
+            raise StateLost(reason) from error
+
+    async def _distrust(self, error: BaseException) -> str:
+        """Refuses to sample, ends what was under way, and returns why."""
+        running, ref = self.running, self.ref
+        running.fault = (
+            f"loading version {ref.version} of job {ref.job_id!r} failed halfway "
+            f"({sentence(error)}), so the weights it "
+            "left in the engine are unknown; reload a version, or PUT /model"
+        )
+        running.serving = running.nothing
+        get_logger().error(
+            "weights unknown", job=ref.job_id, version=ref.version, error=sentence(error)
+        )
+        self.requests.lose(running.fault)
+        with contextlib.suppress(StateLost):  # a dead engine has nothing under way
+            await running.engine.pause(abort=True)
+        return running.fault
+
+    # --- the canary ------------------------------------------------------------------------------
+
+    async def _measure_canary(self) -> None:
+        """Notes what the weights that serve give the canary, the adapter's if it is one. Raises
+        Failed if it is what others gave it before: the load did nothing."""
+        running, canary = self.running, self.ref.canary
+        if canary is None or running.is_paused:
+            return
+        with running.serving_adapter() as adapter:
+            logprobs = await running.engine.logprobs(list(canary.token_ids), adapter)
+        seen = Seen(canary, Logprobs(logprobs))
+        if running.seen and seen.stands_still(running.seen):
+            why = Failed("the engine's log-probs of the canary did not change at all")
+            raise Failed(await self._distrust(why), code="not_loaded")
+        running.seen = seen
+        running.serving = running.serving.model_copy(update={"canary_logprobs": seen.logprobs})
