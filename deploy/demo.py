@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deploy import local
+from deploy import local, supervisor
 from deploy.plot import plot_learning_curve
 from hone import Client, Job, load_job
 from hone.rollout_view import rollout_table
@@ -59,7 +59,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        if local.running(STACK):
+        if supervisor.running(STACK):
             raise BadRequest(
                 f"another demo runs in {STACK}; wait for it, or stop it: .venv/bin/hone down --dir "
                 f"{STACK}"

@@ -1,9 +1,8 @@
 """The laptop stack: Redis and the four services as processes of this machine, under one supervisor.
 
-`python -m deploy.local up` (what `hone up` runs) starts the supervisor in a session of its own,
-shows its progress, and returns when every service is ready. `down` ends it and everything it
-started. The supervisor starts a service again if it dies, and if the supervisor itself is killed,
-the kernel ends what it started.
+`python -m deploy.local up` (what `hone up` runs) starts the supervisor (`supervisor.py`) in a
+session of its own, shows its progress, and returns when every service is ready. `down` ends it and
+everything it started.
 
 Left out: more than one machine.
 """
@@ -11,304 +10,17 @@ Left out: more than one machine.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
-import hashlib
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
-from urllib.parse import quote
+from typing import Any
 
-import httpx2 as httpx
-
-from deploy import devices, redis_server
-from shared.config import Settings, load_settings
+from deploy.supervisor import STOP_DEADLINE_S, running
 from shared.errors import BadRequest, Failed, HoneError
-from shared.ports import check_port
-from shared.processes import ending_with_parent
-
-SERVICES = ("reward", "trainer", "rollout", "orchestrator")
-"""In the order of starting; stopped the other way round."""
-
-START_DEADLINE_S = 180.0
-STOP_DEADLINE_S = 30.0
-MAX_RESTARTS = 5
-RESTART_WINDOW_S = 600.0
-
-STACK_LINK = "of-stack"
-"""Beside the weights that a stack has in shared memory: a link to the folder of that stack."""
-
-
-@dataclass
-class Child:
-    """A process of the stack, its log, and when it was started again."""
-
-    name: str
-    command: list[str]
-    environment: dict[str, str]
-    log: Path
-    process: subprocess.Popen[bytes] | None = None
-    restarts: list[float] = field(default_factory=list)
-
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=ending_with_parent(),
-            )
-
-    def exit_code(self) -> int | None:
-        return self.process.poll() if self.process else None
-
-    def signal(self, number: int) -> None:
-        """Signals the child's whole process group, or what is left of it."""
-        if self.process:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-
-    def why(self) -> str:
-        """Returns the last line it logged, which for a service that refused to start is the
-        reason."""
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it logged nothing"
-
-
-class Supervisor:
-    """Owns the stack's processes from first to last. `folder` holds their logs, Redis's data and
-    `stack.json`."""
-
-    def __init__(self, settings: Settings, folder: Path) -> None:
-        self._settings = settings
-        self._folder = folder
-        self._children: list[Child] = []
-        self._stopping = False
-
-    def run(self, report: IO[str]) -> None:
-        """Starts everything, says `ready` on `report`, and stays until SIGTERM. Leaves nothing
-        behind, however it ends."""
-        signal.signal(signal.SIGTERM, self._stop_soon)
-        signal.signal(signal.SIGINT, self._stop_soon)
-        (self._folder / "logs").mkdir(parents=True, exist_ok=True)
-        with self._lock():
-            try:
-                self._check_ports()
-                self._own_shared_memory()
-                self._start_redis()
-                self._say_devices(report)
-                for name in SERVICES:
-                    self._start_service(name)
-                self._wait_until_ready(report)
-                _say(report, "ready", **self._state())
-                self._detach(report)
-                while not self._stopping:
-                    self._restart_the_dead()
-                    time.sleep(0.25)
-            finally:
-                self._stop_all()
-                shutil.rmtree(self._shm(), ignore_errors=True)
-                (self._folder / "stack.json").unlink(missing_ok=True)
-
-    def _stop_soon(self, _number: int, _frame: FrameType | None) -> None:
-        self._stopping = True
-
-    @contextlib.contextmanager
-    def _lock(self) -> Generator[None]:
-        with (self._folder / "lock").open("a+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise BadRequest(
-                    f"a stack already runs in {str(self._folder)!r}; `hone down --dir "
-                    f"{self._folder}` stops it"
-                ) from error
-            (self._folder / "stack.json").write_text(json.dumps(self._state()))
-            yield
-
-    def _state(self) -> dict[str, Any]:
-        urls = {name: self._url(self._port(name)) for name in SERVICES}
-        urls |= {_sampler(port): self._url(port) for port in self._sampler_ports()[1:]}
-        return {"pid": os.getpid(), "urls": urls, "logs": str(self._folder / "logs")}
-
-    def _shm(self) -> Path:
-        """Returns where this stack's weights are in shared memory: a folder of its own, removed
-        with it."""
-        digest = hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:12]
-        return self._settings.shm_dir / digest
-
-    def _own_shared_memory(self) -> None:
-        """Makes that folder, with a link to the stack's, and removes those of stacks that were
-        killed before they could: what is in memory would stay there until the machine starts
-        again."""
-        own = self._shm()
-        shutil.rmtree(own, ignore_errors=True)
-        try:
-            own.mkdir(parents=True)
-            (own / STACK_LINK).symlink_to(self._folder)
-        except OSError as error:
-            raise BadRequest(
-                f"no weights can be put into {str(own)!r}: {error.strerror}; HONE_SHM_DIR names "
-                "another folder in shared memory"
-            ) from error
-        for other in own.parent.iterdir():
-            link = other / STACK_LINK
-            if other != own and link.is_symlink() and running(link.readlink()) is None:
-                shutil.rmtree(other, ignore_errors=True)
-
-    def _port(self, name: str) -> int:
-        return int(getattr(self._settings, f"{name}_port"))
-
-    def _sampler_ports(self) -> range:
-        first = self._settings.rollout_port
-        return range(first, first + self._settings.rollout_replicas)
-
-    def _url(self, port: int) -> str:
-        return f"http://{_reachable(self._settings.host)}:{port}"
-
-    def _check_ports(self) -> None:
-        """Raises for a port in use before anything is started."""
-        for name in SERVICES:
-            check_port(self._settings.host, self._port(name), name)
-        for port in self._sampler_ports()[1:]:
-            check_port(self._settings.host, port, "rollout")
-
-    def _start_redis(self) -> None:
-        if self._settings.redis_url is not None:
-            return
-        data = self._folder / "redis"
-        data.mkdir(exist_ok=True)
-        self._add("redis", redis_server.command(data), dict(os.environ))
-        path = redis_server.socket_path(data)
-        self._wait_for("redis", lambda: _connects(path))
-
-    def _start_service(self, name: str) -> None:
-        environment = dict(os.environ) | {
-            f"HONE_{other.upper()}_URL": self._url(self._port(other)) for other in SERVICES
-        }
-        environment["HONE_ROLLOUT_URL"] = ",".join(map(self._url, self._sampler_ports()))
-        environment["HONE_RUNS_DIR"] = str(self._settings.runs_dir.resolve())
-        environment["HONE_SHM_DIR"] = str(self._shm())
-        if self._settings.redis_url is None:
-            environment["HONE_REDIS_URL"] = (
-                f"unix://{quote(str(redis_server.socket_path(self._folder / 'redis')))}"
-            )
-        plan = devices.plan(devices.visible_devices(), self._settings)
-        if plan is not None:
-            environment |= plan.environment(name)
-            if self._settings.rollout_replicas > 1:
-                raise BadRequest(
-                    f"HONE_ROLLOUT_REPLICAS is {self._settings.rollout_replicas} on a machine with "
-                    "GPUs; expected 1: start further samplers by hand, each with its own GPUs, and "
-                    "name them all in HONE_ROLLOUT_URL"
-                )
-        command = [sys.executable, "-m", f"services.{name}"]
-        self._add(name, command, environment)
-        if name == "rollout":
-            for port in self._sampler_ports()[1:]:
-                self._add(_sampler(port), command, environment | {"HONE_ROLLOUT_PORT": str(port)})
-
-    def _say_devices(self, report: IO[str]) -> None:
-        plan = devices.plan(devices.visible_devices(), self._settings)
-        if plan is not None:
-            _say(
-                report,
-                "devices",
-                rollout=plan.rollout,
-                trainer=plan.trainer,
-                gpu_memory_utilization=plan.gpu_memory_utilization,
-            )
-
-    def _add(self, name: str, command: list[str], environment: dict[str, str]) -> None:
-        child = Child(name, command, environment, self._folder / "logs" / f"{name}.log")
-        child.log.write_bytes(b"")
-        self._children.append(child)
-        child.start()
-
-    def _wait_until_ready(self, report: IO[str]) -> None:
-        token = self._settings.bearer()
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        with httpx.Client(headers=headers, timeout=5.0, trust_env=False) as client:
-            for name in SERVICES:
-                url = f"{self._url(self._port(name))}/readyz"
-                self._wait_for(name, lambda url=url: _is_ready(client, url))
-                _say(report, "started", service=name)
-            for port in self._sampler_ports()[1:]:
-                url = f"{self._url(port)}/readyz"
-                self._wait_for(_sampler(port), lambda url=url: _is_ready(client, url))
-
-    def _wait_for(self, name: str, ready: Any) -> None:
-        deadline = time.monotonic() + START_DEADLINE_S
-        while not ready():
-            if self._stopping:
-                raise Failed("stopped while starting")
-            for child in self._children:
-                if (code := child.exit_code()) is not None:
-                    raise Failed(
-                        f"{child.name} ended with exit code {code} at start: {child.why()} (log: "
-                        f"{child.log})"
-                    )
-            if time.monotonic() > deadline:
-                log = self._folder / "logs" / f"{name}.log"
-                raise Failed(f"{name} was not ready after {START_DEADLINE_S:g} s (log: {log})")
-            time.sleep(0.1)
-
-    def _detach(self, report: IO[str]) -> None:
-        """From now on nobody reads `report`; what is written goes to the stack's own log."""
-        report.flush()
-        log = os.open(self._folder / "logs" / "stack.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for stream in (1, 2):
-            os.dup2(log, stream)
-        os.close(log)
-
-    def _restart_the_dead(self) -> None:
-        for child in self._children:
-            code = child.exit_code()
-            if code is None or self._stopping:
-                continue
-            now = time.monotonic()
-            child.restarts = [at for at in child.restarts if now - at < RESTART_WINDOW_S]
-            child.signal(signal.SIGKILL)
-            if len(child.restarts) >= MAX_RESTARTS:
-                continue
-            _say(sys.stdout, "restarted", service=child.name, exit_code=code, time=time.time())
-            child.restarts.append(now)
-            child.start()
-
-    def _stop_all(self) -> None:
-        """Ends the services, then Redis, which outlives them because they still write to it."""
-        for group in (
-            [c for c in self._children if c.name != "redis"],
-            [c for c in self._children if c.name == "redis"],
-        ):
-            for child in reversed(group):
-                child.signal(signal.SIGTERM)
-            deadline = time.monotonic() + STOP_DEADLINE_S
-            for child in group:
-                if child.process:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        child.process.wait(max(deadline - time.monotonic(), 0.1))
-                child.signal(signal.SIGKILL)
-                if child.process:
-                    child.process.wait()
-
-
-def _sampler(port: int) -> str:
-    """Names a sampler beside the first one, and its log."""
-    return f"rollout-{port}"
 
 
 def up(folder: Path, *, quiet: bool = False) -> dict[str, Any]:
@@ -320,7 +32,7 @@ def up(folder: Path, *, quiet: bool = False) -> dict[str, Any]:
         raise BadRequest(
             f"no folder can be made at {str(folder)!r}: {error.strerror}; --dir names another"
         ) from error
-    command = [sys.executable, "-m", "deploy.local", "supervise", "--dir", str(folder)]
+    command = [sys.executable, "-m", "deploy.supervisor", str(folder)]
     errors = folder / "supervisor.err"
     with errors.open("wb") as stderr:
         supervisor = subprocess.Popen(
@@ -380,47 +92,9 @@ def down(folder: Path) -> bool:
     return True
 
 
-def running(folder: Path) -> dict[str, Any] | None:
-    """Returns the state of the stack that runs in `folder`, or None. What tells is the supervisor's
-    lock, not a stale file."""
-    try:
-        with (folder / "lock").open("a+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return None
-    except FileNotFoundError:
-        return None
-    except BlockingIOError:
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            return json.loads((folder / "stack.json").read_text())
-        return None
-
-
-def _say(stream: IO[str], event: str, **fields: Any) -> None:
-    stream.write(json.dumps({"event": event, **fields}) + "\n")
-    stream.flush()
-
-
-def _reachable(host: str) -> str:
-    """Returns how a URL names a service that listens on `host`."""
-    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{near}]" if ":" in near else near
-
-
-def _connects(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(str(path)) == 0
-
-
-def _is_ready(client: httpx.Client, url: str) -> bool:
-    try:
-        return client.get(url).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.local", description=__doc__)
-    parser.add_argument("action", choices=("up", "down", "supervise"))
+    parser.add_argument("action", choices=("up", "down"))
     parser.add_argument(
         "--dir",
         type=Path,
@@ -432,9 +106,7 @@ def main() -> None:
     folder = arguments.dir.resolve()
     as_json = arguments.output == "json"
     try:
-        if arguments.action == "supervise":
-            _supervise(folder)
-        elif arguments.action == "up":
+        if arguments.action == "up":
             _show_state(up(folder, quiet=as_json), as_json)
         else:
             stopped = down(folder)
@@ -457,17 +129,6 @@ def _show_state(state: dict[str, Any], as_json: bool) -> None:
         f"up: jobs go to {state['urls']['orchestrator']}; logs are in {state['logs']}; `hone down` "
         "stops it"
     )
-
-
-def _supervise(folder: Path) -> None:
-    """Runs the supervisor; a failure goes to the parent as its last line."""
-    report = os.fdopen(os.dup(1), "w")
-    try:
-        Supervisor(load_settings(), folder).run(report)
-    except HoneError as error:
-        with contextlib.suppress(BrokenPipeError):
-            _say(report, "failed", detail=error.detail)
-        sys.exit(1)
 
 
 if __name__ == "__main__":
