@@ -25,6 +25,7 @@ from shared.wire import (
     JobRecord,
     JobState,
     MetricsList,
+    Recovered,
     RegradeReport,
     RegradeRequest,
     ResumeRequest,
@@ -37,6 +38,7 @@ SUBMIT_DEADLINE_S = 1800.0
 REGRADE_DEADLINE_S = 3600.0
 DELETE_DEADLINE_S = 600.0
 CHANGE_DEADLINE_S = 30.0
+RECOVER_DEADLINE_S = 600.0
 RECONNECT_S = 60.0
 PING_DEADLINE_S = 1.0
 
@@ -117,6 +119,14 @@ class Client:
                 deadline_s=DELETE_DEADLINE_S,
             ),
         )
+
+    def recover(self) -> Recovered:
+        """Rebuilds the records of jobs from their run folders, after Redis lost its data. Doing it
+        again changes nothing."""
+        call = self._client.call(
+            "POST", "/v1/recover", None, Recovered, deadline_s=RECOVER_DEADLINE_S
+        )
+        return self._background.run(call)
 
     def metrics(self, job: str, after_step: int = -1) -> MetricsList:
         return self._background.run(

@@ -4,11 +4,11 @@ line for a running job."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -66,6 +66,13 @@ def time_split(metrics: dict[str, float]) -> str:
     if any(stage == "generate" for stage, _ in shown):
         shown = [(stage, seconds) for stage, seconds in shown if stage != "wait_for_batch"]
     return " ".join(f"{stage} {seconds:.2f}" for stage, seconds in shown) + " s"
+
+
+def job_list(records: Sequence[JobRecord]) -> Group:
+    """Returns the table of jobs, and below it why those are paused that wait for a person."""
+    paused = [record for record in records if record.status == "paused" and record.error]
+    why = [f"{record.id} is paused: {record.error}" for record in paused]
+    return Group(job_table(records), *(Text(line, style=COLOURS["paused"]) for line in why))
 
 
 def job_table(records: Iterable[JobRecord]) -> Table:

@@ -35,6 +35,7 @@ CODES = {
     "conflict": "not possible in the present state",
     "body_differs": "the same key came before with another body",
     "stale": "a newer attempt or epoch took over; the caller has to stop",
+    "emptied": "Redis is not the one that had the jobs; `hone recover`, or bring its file back",
     "out_of_order": "another call has to come first; the detail says which",
     # StateLost
     "state_lost": "the model or the job is not loaded here (any more); load it again",

@@ -72,7 +72,7 @@ def ls(
     """List jobs, newest first."""
     with connect() as client:
         listed = client.list(limit)
-    show(output, listed.jobs, lambda: view.job_table(listed.jobs) if listed.jobs else NO_JOBS)
+    show(output, listed.jobs, lambda: view.job_list(listed.jobs) if listed.jobs else NO_JOBS)
     if listed.unreadable:
         err.print(
             f"not shown, for this version of Hone cannot read them: {', '.join(listed.unreadable)}",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
-from services.orchestrator.api import history, jobs, regrade, samplers
+from services.orchestrator.api import history, jobs, recover, regrade, samplers
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue.store import Store
 from services.orchestrator.queue.worker import Worker
@@ -21,6 +21,8 @@ def create_service(settings: Settings, store: Store) -> Service:
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
+        with contextlib.suppress(Unavailable):  # the worker waits for Redis, and checks then
+            await store.check(settings.runs_dir)
         leaving = asyncio.create_task(_work(Worker(store, settings), service.draining))
         try:
             yield
@@ -40,6 +42,7 @@ def create_service(settings: Settings, store: Store) -> Service:
     jobs.add_routes(service, settings, store)
     history.add_routes(service, store)
     regrade.add_route(service, settings, store)
+    recover.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
     return service
 

@@ -60,6 +60,8 @@ from shared.wire.jobs import (
     JobStatus,
     MetricsList,
     MetricsRow,
+    Recovered,
+    RecoveredJob,
     RegradedRollout,
     RegradedStep,
     RegradeReport,

@@ -85,6 +85,24 @@ class JobDeleted(Wire):
     files: bool = False
 
 
+class RecoveredJob(Wire):
+    """A run folder, and the status that its job's record has now; `known`: it had one before. None:
+    `problem` says why there is none."""
+
+    id: str
+    status: JobStatus | None = None
+    step: int = 0
+    steps: int | None = None
+    known: bool = False
+    problem: str | None = None
+
+
+class Recovered(Wire):
+    """`POST /v1/recover`: every run folder, by id."""
+
+    jobs: tuple[RecoveredJob, ...]
+
+
 class Event(Wire):
     """Something that happened to a job, in order. `id` is what `Last-Event-ID` and `?after=` take.
     `time` is Unix seconds."""

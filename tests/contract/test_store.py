@@ -16,7 +16,7 @@ import pytest
 import redis.asyncio as redis
 
 from services.orchestrator.queue import connection, heartbeat, keys, scripts
-from services.orchestrator.queue.connection import StoreUnavailable
+from services.orchestrator.queue.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.queue.ids import new_job_id
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
@@ -155,7 +155,7 @@ def test_a_lease_is_on_the_same_service_however_its_url_is_spelt(
 
 
 async def test_attempts_grow_over_all_jobs_and_over_an_emptied_redis(
-    store: Store, raw: Any
+    store: Store, raw: Any, tmp_path: Path
 ) -> None:
     before = int(time.time())
     attempts: list[int] = []
@@ -166,7 +166,7 @@ async def test_attempts_grow_over_all_jobs_and_over_an_emptied_redis(
         await finish(store, lease)
     assert attempts[0] >= before and attempts == sorted(set(attempts))
     await raw.flushall()
-    assert await store.take("w", TRAINER, 30) is None
+    assert await store.check(tmp_path) is None, "no run folder says that it had jobs"
     while time.time() < attempts[-1] + 1:  # in the long run, leases are rarer than one per second
         await asyncio.sleep(0.1)
     await submit(store)
@@ -543,18 +543,25 @@ async def test_jobs_that_fell_out_of_the_lists_are_put_back_at_the_start(
     assert (await take(store)).job_id == ids[0]
 
 
-async def test_an_emptied_redis_is_said_and_jobs_run_again(
-    store: Store, raw: Any, capsys: pytest.CaptureFixture[str]
+async def test_an_emptied_redis_is_asked_for_nothing_until_it_is_accepted(
+    store: Store, raw: Any, tmp_path: Path
 ) -> None:
-    lease_before = await submit(store)
+    before = await submit(store)
     lease = await take(store)
     await raw.flushall()
-    with pytest.raises(LeaseLost):
-        await store.report(lease, "log", "late")
-    with pytest.raises(NotFound):
-        await store.get(lease_before)
-    assert await store.take("w", TRAINER, 30) is None
-    assert capsys.readouterr().out.count("Redis was emptied") == 1
+    for act in (
+        lambda: store.report(lease, "log", "late"),
+        lambda: store.beat(lease),
+        lambda: store.take("w", TRAINER, 30),
+        lambda: submit(store),
+        lambda: store.get(before),
+        lambda: store.list(None, 10),
+        lambda: store.samplers.all(),
+    ):
+        with pytest.raises(StoreEmptied, match="Redis was emptied"):
+            await act()
+    assert await raw.keys("*") == []
+    assert await store.check(tmp_path) is None
     job_id = await submit(store)
     assert (await take(store)).job_id == job_id
 
@@ -606,7 +613,7 @@ async def test_an_ended_job_is_deleted_with_all_its_keys(store: Store, raw: Any)
         assert (await store.delete(record.id)).id == record.id
     left = set(await raw.keys("*"))
     calls = {key for key in left if key.startswith(keys.CALL)}
-    assert left - calls == {keys.ATTEMPTS, keys.DELETED + record.id}
+    assert left - calls == {keys.STORE, keys.ATTEMPTS, keys.DELETED + record.id}
     with pytest.raises(NotFound):
         await store.get(record.id)
     again = await store.submit(JOB, Path("/runs"), "key-1")

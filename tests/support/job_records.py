@@ -14,7 +14,7 @@ JOB = Job(
 )
 
 
-def record(status: str) -> JobRecord:
+def record(status: str, error: str | None = None) -> JobRecord:
     return JobRecord.model_validate(
         {
             "id": "demo-1",
@@ -25,5 +25,6 @@ def record(status: str) -> JobRecord:
             "created_at": 1.0,
             "step": 3,
             "steps": 9,
+            "error": error,
         }
     )

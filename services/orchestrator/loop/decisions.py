@@ -42,7 +42,7 @@ class SyncFailed(Failed):
 
 class Action(Enum):
     STOP = "stop"
-    """Without a word: another worker has the job, or the store is away."""
+    """Without a word: another worker has the job, or the store is away or another one."""
     RECOVER = "recover"
     """Load the job into trainer and sampler again, and go on from what the trainer has."""
     PAUSE = "pause"
@@ -81,7 +81,7 @@ RULES = (
     Rule(BatchExists, Action.STOP),
     Rule(StoreUnavailable, Action.STOP),
     Rule(MustPause, Action.PAUSE),
-    Rule(Conflict, Action.STOP, codes=_codes("stale")),
+    Rule(Conflict, Action.STOP, codes=_codes("stale", "emptied")),
     Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order")),
     Rule(Conflict, Action.PAUSE),
     Rule(StateLost, Action.RECOVER, LOOK),

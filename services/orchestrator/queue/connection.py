@@ -16,7 +16,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from services.orchestrator.queue import keys
 from services.orchestrator.queue.records import Unreadable
-from shared.errors import Unavailable
+from shared.errors import Conflict, Unavailable
 
 SOCKET_TIMEOUT_S = 30.0
 """More than a follower waits for events, and than a slow disk delays an answer."""
@@ -34,16 +34,30 @@ MAX_FOLLOWERS = 512
 """Clients that follow jobs' events at a time. Each holds a connection while it waits."""
 
 
+EMPTIED = "emptied"
+"""How every script answers in a Redis that is not the one accepted."""
+
+
 class StoreUnavailable(Unavailable):
     """Redis is away. Whoever works on a job stops; the job goes on once Redis is back."""
 
 
+class StoreEmptied(Conflict):
+    """This Redis is not the one that had the jobs. It is asked for nothing until a person has
+    decided what becomes of them."""
+
+    default_code = "emptied"
+
+
 class Connection:
-    """Each method raises StoreUnavailable when Redis cannot be reached. `client` is for all but
+    """Each method raises StoreUnavailable when Redis cannot be reached, and StoreEmptied once it is
+    found to be another one than was accepted; `refused` says why. `client` is for all but
     heartbeats (`beats`) and what waits for events (`followers`). Scripts are told `limits`."""
 
     def __init__(self, url: str, limits: Mapping[str, str]) -> None:
         self._limits = limits
+        self._identity: str | None = None
+        self.refused: str | None = None
         patient = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=RETRIES)
         self.client = _client(url, MAX_CONNECTIONS, patient)
         self.beats = _client(url, MAX_BEAT_CONNECTIONS, Retry(NoBackoff(), retries=0))
@@ -53,15 +67,29 @@ class Connection:
         for client in (self.client, self.beats, self.followers):
             await client.aclose()
 
+    def accept(self, identity: str) -> None:
+        """Lets scripts run in the Redis of this identity, and in no other."""
+        self._identity, self.refused = identity, None
+
+    def refuse(self, why: str) -> None:
+        """Lets nothing be asked of Redis any more."""
+        self.refused = why
+
     async def call(self, script: Any, **arguments: Any) -> str:
         """Runs the script. Redis's client sends it again, the same call, where its connection
         breaks."""
-        call = _texts({"now": time.time(), **self._limits, **arguments})
+        store = self._identity
+        call = _texts({"now": time.time(), "store": store, **self._limits, **arguments})
         key = keys.CALL + secrets.token_hex(12)
-        return await self.do(script(keys=[key], args=[json.dumps(call)]))
+        answer = await self.do(script(keys=[key], args=[json.dumps(call)]))
+        if answer == EMPTIED:
+            self.refuse("Redis was emptied, or replaced by another one, while it was used")
+            raise StoreEmptied(str(self.refused))
+        return answer
 
     async def hash(self, key: str) -> dict[str, str]:
         """Returns the hash; raises Unreadable for a key that is not a hash."""
+        self._check()
         try:
             return await self.client.hgetall(key)
         except ResponseError as error:
@@ -72,9 +100,22 @@ class Connection:
     async def do(self, command: Any) -> Any:
         """Returns what a command of one of the clients gives."""
         try:
+            self._check()
+        except StoreEmptied:
+            command.close()
+            raise
+        return await self.reach(command)
+
+    async def reach(self, command: Any) -> Any:
+        """Returns what a command gives, whichever Redis it is."""
+        try:
             return await command
         except RedisError as error:
             raise _unavailable(error) from error
+
+    def _check(self) -> None:
+        if self.refused:
+            raise StoreEmptied(self.refused)
 
 
 def _client(url: str, max_connections: int, retry: Retry) -> Any:

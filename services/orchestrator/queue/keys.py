@@ -1,5 +1,6 @@
 """Every key that the orchestrator has in Redis.
 
+    hone:store                   string  the identity of this Redis (identity.py)
     hone:jobs                    zset    every job id by creation time
     hone:queue                   zset    the to-do list: ids of queued and running jobs, by position
     hone:ended                   zset    ids of ended jobs by the time they ended, for retention
@@ -29,6 +30,7 @@ A job's hash has the fields of `wire.JobRecord`, and besides:
 
 from __future__ import annotations
 
+STORE = "hone:store"
 JOBS = "hone:jobs"
 QUEUE = "hone:queue"
 ENDED = "hone:ended"

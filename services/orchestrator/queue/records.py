@@ -6,7 +6,9 @@ import json
 import re
 from typing import Any
 
+from services.orchestrator.record.found import FoundRun
 from shared.errors import BadRequest, Failed
+from shared.job import Job
 from shared.wire import Event, JobRecord, JobState
 
 SCHEMA = 1
@@ -29,6 +31,24 @@ def record_of(job_id: str, fields: dict[str, str]) -> JobRecord:
         return JobRecord.model_validate(shown, extra="ignore")
     except (KeyError, ValueError) as error:  # ValueError is also pydantic's and json's
         raise _unreadable(job_id, fields, error) from error
+
+
+def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
+    """Returns the fields of a record that is rebuilt from the run folder of `job`."""
+    return {
+        "schema": SCHEMA,
+        "id": run.id,
+        "name": job.name,
+        "created_at": run.created_at,
+        "finished_at": run.finished_at,
+        "steps": job.steps,
+        "step": run.step,
+        "furthest": run.step,
+        "reward": run.reward,
+        "run_dir": run.path,
+        "summary": run.summary,
+        "job": job.model_dump_json(),
+    }
 
 
 def state_of(job_id: str, fields: dict[str, str]) -> JobState:

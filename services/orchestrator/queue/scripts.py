@@ -9,7 +9,8 @@
 A worker shows its lease: the job, the trainer and the attempt. Once the trainer's lease has expired
 or is another's, or the job does not run any more, nothing is changed.
 
-A script's arguments are one JSON object of texts, `call` in the script. A script of `once` changes
+A script's arguments are one JSON object of texts, `call` in the script. It answers 'emptied', and
+does nothing, in another Redis than that of `call.store`. A script of `once` changes
 things once however often it is sent: `hone:call:<call>` keeps its answer for the retries of a
 caller whose connection broke before the answer came.
 """
@@ -23,6 +24,7 @@ CALL_TTL_S = 900
 
 _KEYS = f"""
 local JOBS, QUEUE, ENDED = '{keys.JOBS}', '{keys.QUEUE}', '{keys.ENDED}'
+local STORE = '{keys.STORE}'
 local ATTEMPTS, LEASE = '{keys.ATTEMPTS}', '{keys.LEASE}'
 local KEY, DELETED = '{keys.KEY}', '{keys.DELETED}'
 local SAMPLERS, SAMPLER = '{keys.SAMPLERS}', '{keys.SAMPLER}'
@@ -35,6 +37,9 @@ _SHARED = (
     _KEYS
     + """
 local call = cjson.decode(ARGV[1])
+
+-- Nothing is changed in a Redis that is not the one accepted.
+if call.store and redis.call('GET', STORE) ~= call.store then return 'emptied' end
 
 local function field(id, name) return redis.call('HGET', job(id), name) end
 local function set(id, ...) redis.call('HSET', job(id), ...) end
@@ -150,7 +155,6 @@ return answer
 OPEN = (
     _SHARED
     + """
-redis.call('SETNX', ATTEMPTS, 0)
 for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
   local status = is_job(id) and field(id, 'status')
   if (status == 'queued' or status == 'running') and not redis.call('ZSCORE', QUEUE, id) then
@@ -179,10 +183,6 @@ SUBMIT = once("""
 job that the key made, or 'taken' if the id is another job's."""
 
 TAKE = once("""
-  if redis.call('EXISTS', ATTEMPTS) == 0 then
-    redis.call('SET', ATTEMPTS, 0)
-    return 'emptied'
-  end
   local resources = call.trainer .. ' ' .. call.samplers
   for name in string.gmatch(resources, '%S+') do
     if redis.call('EXISTS', LEASE .. name) == 1 then return '' end
@@ -219,9 +219,8 @@ TAKE = once("""
 """)
 """call: owner, trainer, samplers (with blanks between them), lease_ms, max_tries. Gives the first
 job that nobody has to a worker that can have the trainer and the samplers; one that was cut off too
-often pauses. Returns attempt and job id; '' if any of them is taken or nothing waits; or 'emptied',
-once, if Redis lost what it had. Attempts are at least the Unix seconds, so that none is given twice
-even if Redis is emptied."""
+often pauses. Returns attempt and job id; '' if any of them is taken or nothing waits. Attempts are
+at least the Unix seconds, so that none is given twice even if Redis is emptied."""
 
 BEAT = (
     _SHARED
@@ -337,6 +336,26 @@ DELETE = once("""
 """)
 """call: id, deleted_ttl_s. Returns 'deleted', also if it was before; the status if the job has not
 ended; '' if there is no such job."""
+
+RECOVER = once("""
+  if is_job(call.id) then return field(call.id, 'status') or '?' end
+  if redis.call('EXISTS', DELETED .. call.id) == 1 then return 'deleted' end
+  for name, value in pairs(call.fields) do set(call.id, name, value) end
+  for step, checkpoint in pairs(call.checkpoints) do
+    redis.call('HSET', checkpoints(call.id), step, checkpoint)
+  end
+  redis.call('ZADD', JOBS, call.fields.created_at, call.id)
+  if call.why then
+    pause(call.id, 'warning', call.why)
+    return 'new paused'
+  end
+  become(call.id, 'succeeded', 'info', 'succeeded')
+  redis.call('ZADD', ENDED, call.fields.finished_at, call.id)
+  return 'new succeeded'
+""")
+"""call: id, fields, checkpoints (step -> JSON); perhaps why. Makes the record of a job that has
+none: paused for the reason why, or else succeeded. Returns 'new ' and its status; the status that
+it has already; or 'deleted' if the job was deleted."""
 
 REGISTER = (
     _SHARED

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from services.orchestrator.queue import keys, scripts
+from services.orchestrator.queue import identity, keys, scripts
 from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.ids import new_job_id
 from services.orchestrator.queue.records import (
@@ -26,12 +26,13 @@ from services.orchestrator.queue.records import (
     check_event_id,
     event_of,
     record_of,
+    recovered_fields,
     state_of,
 )
 from services.orchestrator.queue.registrations import Registrations
+from services.orchestrator.record.found import FoundRun
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import JOB_ID, Job
-from shared.logs import get_logger
 from shared.wire import (
     TERMINAL,
     Checkpoint,
@@ -40,6 +41,7 @@ from shared.wire import (
     JobList,
     JobRecord,
     JobState,
+    RecoveredJob,
 )
 
 MAX_TRIES = 20
@@ -47,6 +49,13 @@ MAX_TRIES = 20
 probably kills its workers itself."""
 
 PAUSED_ON_REQUEST = "paused on request"
+
+RECOVERED = (
+    "its record was lost with Redis's data and rebuilt from its run folder, which does not say "
+    "whether it was running, paused, failed or cancelled; `hone resume {id}` goes on after step "
+    "{step}"
+)
+"""Why a job is paused whose record was rebuilt."""
 
 KEY_TTL_S = 24 * 3600
 
@@ -73,7 +82,8 @@ class Lease:
 
 class Store:
     """All of the orchestrator's state; `samplers` are those that registered. Every method raises
-    StoreUnavailable when Redis cannot be reached. Of the jobs that ended the newest `keep_jobs` are
+    StoreUnavailable when Redis cannot be reached, and StoreEmptied when it is not the one with the
+    jobs. Of the jobs that ended the newest `keep_jobs` are
     kept, and of each job the newest `keep_events` events or some more."""
 
     def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
@@ -91,10 +101,12 @@ class Store:
         self._resume = self._redis.register_script(scripts.RESUME)
         self._cancel = self._redis.register_script(scripts.CANCEL)
         self._delete = self._redis.register_script(scripts.DELETE)
+        self._recover = self._redis.register_script(scripts.RECOVER)
 
     async def open(self) -> None:
         """Checks that Redis keeps what it accepts, and that every job that waits is in the queue.
-        Raises Unavailable if Redis cannot be reached, BadRequest if it is set up to lose data."""
+        From then on nothing is done in a Redis that lost its data. Raises Unavailable if Redis
+        cannot be reached, BadRequest if it is set up to lose data."""
         for key, wanted in REQUIRED.items():
             found = (await self._do(self._redis.config_get(key))).get(key)
             if found != wanted:
@@ -102,13 +114,23 @@ class Store:
                     f"Redis has {key} {found!r}, so it can lose jobs; set '{key} {wanted}' and "
                     "start again"
                 )
+        self._connection.accept(await identity.identify(self._connection))
         await self._call(self._redis.register_script(scripts.OPEN))
+
+    async def check(self, runs_dir: Path) -> str | None:
+        """Returns why this Redis is not to be used, if it is not the one that has the jobs of
+        `runs_dir`; nothing is asked of it then."""
+        refused = self._connection.refused
+        found = await identity.check(self._connection, runs_dir)
+        if refused and not found:
+            await self._call(self._redis.register_script(scripts.OPEN))
+        return found
 
     async def close(self) -> None:
         await self._connection.close()
 
     async def ping(self) -> None:
-        await self._do(self._redis.ping())
+        await self._connection.reach(self._redis.ping())
 
     # --- by the API
 
@@ -238,6 +260,41 @@ class Store:
             raise _not_ended(job_id, before)
         return JobDeleted(id=job_id)
 
+    async def recover(self, runs: Sequence[FoundRun], runs_dir: Path) -> list[RecoveredJob]:
+        """Makes a record for each run folder whose job has none, and notes this Redis as the one
+        that has the jobs of `runs_dir`; not before all have one, so a crash in between is no loss.
+        """
+        found = await identity.identify(self._connection)
+        self._connection.accept(found)
+        jobs = [await self._recover_one(run) for run in runs]
+        await self._call(self._redis.register_script(scripts.OPEN))
+        identity.adopt(self._connection, found, runs_dir)
+        return jobs
+
+    async def _recover_one(self, run: FoundRun) -> RecoveredJob:
+        if run.job is None:
+            return RecoveredJob(id=run.id, problem=run.problem)
+        why = None if run.summary else RECOVERED.format(id=run.id, step=run.step)
+        answer = await self._call(
+            self._recover,
+            id=run.id,
+            fields=recovered_fields(run, run.job),
+            checkpoints={str(each.step): each.model_dump_json() for each in run.checkpoints},
+            why=why,
+        )
+        new, _, status = answer.rpartition(" ")
+        if status == "deleted":
+            return RecoveredJob(id=run.id, problem="was deleted; its run folder is left")
+        return RecoveredJob.model_validate(
+            {
+                "id": run.id,
+                "status": status,
+                "step": run.step,
+                "steps": run.job.steps,
+                "known": not new,
+            }
+        )
+
     async def events(
         self, job_id: str, after: str, *, block_s: float | None = None, count: int = 1000
     ) -> list[Event]:
@@ -273,9 +330,7 @@ class Store:
             lease_ms=int(lease_s * 1000),
             max_tries=MAX_TRIES,
         )
-        if answer == "emptied":
-            get_logger().error("Redis was emptied: the jobs it had are not known any more")
-        if answer in ("", "emptied"):
+        if not answer:
             return None
         attempt, job_id = answer.split(" ")
         return Lease(job_id, int(attempt), trainer, lease_s)

@@ -16,6 +16,7 @@ import time
 from services.orchestrator.loop.run import Outcome, Run
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import heartbeat
+from services.orchestrator.queue.connection import StoreEmptied
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import Lease, LeaseLost, Store
@@ -45,6 +46,7 @@ class Worker:
     async def run_forever(self) -> None:
         """Works until cancelled. While Redis is away it waits; a job that this interrupted is taken
         up again later."""
+        await self._until_known()
         while True:
             try:
                 asked_at = time.monotonic()
@@ -60,6 +62,8 @@ class Worker:
                 await asyncio.sleep(PAUSE_S)
             except LeaseLost as error:
                 get_logger().warning("lease lost", reason=str(error))
+            except StoreEmptied:
+                await self._until_known()
 
     async def leave(self) -> None:
         """Gives back the lease of the work that was cancelled, so that another worker need not wait
@@ -72,6 +76,21 @@ class Worker:
                 await self._store.halt(lease, None)
         except (LeaseLost, Unavailable, TimeoutError) as error:
             get_logger().warning("lease not given back", job=lease.job_id, reason=repr(error))
+
+    async def _until_known(self) -> None:
+        """Waits until the Redis is that of the runs again, or a person has decided that it is."""
+        said = None
+        while True:
+            try:
+                why = await self._store.check(self._settings.runs_dir)
+                if why is None:
+                    return
+                if why != said:
+                    get_logger().error("no job is accepted or run", reason=why)
+                said = why
+            except Unavailable as error:
+                get_logger().warning("queue unavailable", reason=error.detail)
+            await asyncio.sleep(PAUSE_S)
 
     async def _work(self, lease: Lease, taken_at: float) -> None:
         get_logger().info("job started", job=lease.job_id, attempt=lease.attempt)

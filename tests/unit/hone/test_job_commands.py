@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hone.cli import app
-from hone.commands import jobs
+from hone.commands import jobs, recover
 from shared.errors import NotFound
-from shared.wire import JobDeleted, JobList, JobRecord, JobState
+from shared.wire import JobDeleted, JobList, JobRecord, JobState, Recovered, RecoveredJob
 from tests.support.job_records import record
 
 
@@ -20,7 +20,7 @@ class Orchestrator:
     """Answers as `hone.Client` does, for a job in one state."""
 
     def __init__(self, status: str) -> None:
-        self.record = record(status)
+        self.record = record(status, "gave up after 20 attempts" if status == "paused" else None)
 
     def list(self, limit: int) -> JobList:
         return JobList(jobs=(self.record,)[:limit], unreadable=("old-1",)[:limit])
@@ -35,6 +35,11 @@ class Orchestrator:
 
     cancel = pause = resume = change
 
+    def recover(self) -> Recovered:
+        broken = RecoveredJob(id="broken-1", problem="it cannot be read: [no] JSON")
+        job = RecoveredJob(id="demo-1", status="paused", step=3, steps=9)
+        return Recovered(jobs=(broken, job, job.model_copy(update={"known": True})))
+
     def delete(self, job: str, *, files: bool) -> JobDeleted:
         return JobDeleted(id=self.get(job).id, files=files)
 
@@ -44,7 +49,8 @@ def run(monkeypatch: pytest.MonkeyPatch, status: str, *arguments: str) -> tuple[
     def connect() -> Iterator[Orchestrator]:
         yield Orchestrator(status)
 
-    monkeypatch.setattr(jobs, "connect", connect)
+    for module in (jobs, recover):
+        monkeypatch.setattr(module, "connect", connect)
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     return result.exit_code, result.output
 
@@ -88,3 +94,18 @@ def test_a_job_is_removed_with_its_files_or_without(monkeypatch: pytest.MonkeyPa
 def test_an_error_is_one_sentence_and_exit_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
     code, shown = run(monkeypatch, "queued", "get", "other")
     assert (code, shown) == (2, "hone: no job 'other'\n")
+
+
+def test_a_paused_job_is_listed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, shown = run(monkeypatch, "paused", "ls")
+    assert shown.splitlines()[2] == "demo-1 is paused: gave up after 20 attempts"
+
+
+def test_what_was_rebuilt_is_shown_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, shown = run(monkeypatch, "paused", "recover")
+    assert code == 0 and [" ".join(line.split()) for line in shown.splitlines()] == [
+        "job status step",
+        "broken-1 it cannot be read: [no] JSON",
+        "demo-1 paused 3/9 rebuilt from its run folder",
+        "demo-1 paused 3/9 was known already",
+    ]

@@ -42,6 +42,7 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (Conflict, "conflict"): PAUSE,
     (Conflict, "body_differs"): PAUSE,
     (Conflict, "stale"): STOP,
+    (Conflict, "emptied"): STOP,
     (Conflict, "out_of_order"): RECOVER,
     (StateLost, "state_lost"): RECOVER,
     (Unavailable, "unavailable"): RECOVER,

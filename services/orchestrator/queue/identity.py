@@ -1,0 +1,61 @@
+"""Which Redis has the jobs of a folder of runs. Both have a note of it, so that a Redis which lost
+its data, or another one, is not taken for the one that had the jobs."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from services.orchestrator.queue import keys
+from services.orchestrator.queue.connection import Connection
+from shared import disk
+from shared.errors import Failed
+
+NOTE = ".redis"
+"""The file in the folder of runs with the identity of the Redis that has their jobs."""
+
+
+async def identify(connection: Connection) -> str:
+    """Returns the identity of this Redis, which it keeps; a new one has one from now on."""
+    client = connection.client
+    await connection.reach(client.set(keys.STORE, secrets.token_hex(16), nx=True))
+    return str(await connection.reach(client.get(keys.STORE)))
+
+
+async def check(connection: Connection, runs_dir: Path) -> str | None:
+    """Returns why the jobs of `runs_dir` are not to be looked for in this Redis, if so; from then
+    on the connection is refused. Else it is opened, and the Redis is noted as theirs."""
+    found, noted = await identify(connection), _noted(runs_dir)
+    num_runs = sum(not file.parent.is_symlink() for file in runs_dir.glob("*/job.json"))
+    if noted not in (None, found) and num_runs:
+        connection.refuse(_sentence(runs_dir, num_runs))
+    else:
+        adopt(connection, found, runs_dir)
+    return connection.refused
+
+
+def adopt(connection: Connection, found: str, runs_dir: Path) -> None:
+    """Notes that the Redis of this identity has the jobs of `runs_dir`."""
+    try:
+        if _noted(runs_dir) != found:
+            disk.make_folder(runs_dir)
+            disk.write_file(runs_dir / NOTE, found.encode())
+    except OSError as error:
+        raise Failed(
+            f"cannot write to {str(runs_dir)!r}: {error.strerror}; check HONE_RUNS_DIR"
+        ) from error
+    connection.accept(found)
+
+
+def _noted(runs_dir: Path) -> str | None:
+    path = runs_dir / NOTE
+    return path.read_text().strip() if path.is_file() else None
+
+
+def _sentence(runs_dir: Path, num_runs: int) -> str:
+    return (
+        f"the Redis at HONE_REDIS_URL is not the one that had the jobs of {str(runs_dir)!r} "
+        f"({num_runs} run folder(s)): it was emptied, or it is another one; bring its file back "
+        "(its folder appendonlydir) and start it again, or let `hone recover` rebuild the jobs "
+        "from their run folders; until then no job is accepted, shown or run"
+    )

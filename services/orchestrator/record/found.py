@@ -1,0 +1,75 @@
+"""What run folders say of their jobs: enough for a record, where the job's own was lost."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.orchestrator.record.folder import RunFolder
+from shared import codec
+from shared.errors import HoneError
+from shared.job import JOB_ID, Job
+from shared.wire import Checkpoint
+
+CHECKPOINT = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A job's run folder. `job` None: `problem` says why it cannot be read. `summary` None: the job
+    did not end well, or not yet. Times are Unix seconds; `reward` is that of the last step."""
+
+    id: str
+    path: Path
+    job: Job | None = None
+    problem: str | None = None
+    created_at: float = 0.0
+    step: int = 0
+    reward: float | None = None
+    summary: dict[str, Any] | None = None
+    finished_at: float | None = None
+    checkpoints: list[Checkpoint] = field(default_factory=list[Checkpoint])
+
+
+def find_runs(runs_dir: Path) -> list[FoundRun]:
+    """Returns the run folders in `runs_dir`, by id; links to them are none."""
+    folders = sorted(path.parent for path in runs_dir.resolve().glob("*/job.json"))
+    return [
+        _read(folder)
+        for folder in folders
+        if not folder.is_symlink() and re.fullmatch(JOB_ID, folder.name)
+    ]
+
+
+def _read(path: Path) -> FoundRun:
+    file, ended = path / "job.json", path / "summary.json"
+    try:
+        job = codec.decode_stored(Job, file.read_bytes())
+        rows = RunFolder(path).metrics()
+        summary = json.loads(ended.read_bytes()) if ended.exists() else None
+        return FoundRun(
+            id=path.name,
+            path=path,
+            job=job,
+            created_at=file.stat().st_mtime,
+            step=rows[-1].step if rows else 0,
+            reward=rows[-1].metrics.get("reward") if rows else None,
+            summary=summary,
+            finished_at=ended.stat().st_mtime if summary else None,
+            checkpoints=list(_checkpoints(path / "checkpoints")),
+        )
+    except (OSError, ValueError, KeyError, HoneError) as error:
+        reason = error.detail if isinstance(error, HoneError) else f"{error!r}"
+        return FoundRun(path.name, path, problem=f"{str(path)!r} cannot be read: {reason}")
+
+
+def _checkpoints(folder: Path) -> Iterator[Checkpoint]:
+    """Yields those that are complete: the trainer gives them their names last."""
+    for path in sorted(folder.glob("step-*")):
+        if found := CHECKPOINT.fullmatch(path.name):
+            size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            yield Checkpoint(step=int(found[1]), path=str(path), size_bytes=size_bytes)

@@ -1,0 +1,196 @@
+"""A Redis that lost its data, or is another one: nothing is done in it until a person has decided,
+and `hone recover` rebuilds the jobs from their run folders."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio as redis
+
+from services.orchestrator.queue import worker
+from services.orchestrator.queue.store import Store
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import Conflict
+from shared.job import Job
+from shared.wire import (
+    CheckpointList,
+    JobList,
+    JobRecord,
+    JobState,
+    Recovered,
+    SubmitRequest,
+)
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import finish, orchestrator
+from tests.support.running import running_redis
+
+pytestmark = pytest.mark.slow
+
+job = orchestrator_stack.job  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "PAUSE_S", 0.05)
+
+
+async def empty(redis_url: str) -> None:
+    client = redis.from_url(redis_url)
+    await client.flushall()
+    await client.aclose()
+
+
+def client_of(transport: Any) -> Client:
+    return Client("orchestrator", "http://localhost", transport=transport)
+
+
+async def submit(client: Client, job: Job) -> JobRecord:
+    return await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60)
+
+
+async def listed(client: Client) -> dict[str, str]:
+    page = await client.get("/v1/jobs", JobList)
+    return {record.id: record.status for record in page.jobs}
+
+
+async def recover(client: Client) -> Recovered:
+    return await client.call("POST", "/v1/recover", None, Recovered, deadline_s=60)
+
+
+async def resume(client: Client, job_id: str) -> JobState:
+    return await client.call("POST", f"/v1/jobs/{job_id}/resume", None, JobState, deadline_s=30)
+
+
+async def until(get: Callable[[], Awaitable[Any]], wanted: Any) -> None:
+    async with asyncio.timeout(30):
+        while await get() != wanted:
+            await asyncio.sleep(0.02)
+
+
+def blocking(fakes: FakeServices, step: int) -> asyncio.Event:
+    """The trainer does not answer at that step, until the fault is cleared."""
+    reached = asyncio.Event()
+
+    async def block(body: Any) -> None:
+        if body.step == step:
+            reached.set()
+            while fakes.fault:
+                await asyncio.sleep(0.01)
+
+    fakes.fault["train_step"] = block
+    return reached
+
+
+async def test_an_emptied_redis_is_refused_and_the_jobs_are_rebuilt_from_their_folders(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as settings:
+        async with orchestrator(settings, redis_url) as (_, transport):
+            ended = await finish(client_of(transport), job)
+            reached = blocking(fakes, 3)
+            cut_off = await submit(client_of(transport), job)
+            await asyncio.wait_for(reached.wait(), 20)
+            checkpoints = Path(ended.run_dir) / "checkpoints"
+            (checkpoints / "step-000008").mkdir(parents=True)
+            (checkpoints / "step-000008/model.safetensors").write_bytes(b"12345")
+        await empty(redis_url)
+        fakes.fault.clear()
+        async with asyncio.timeout(10):
+            while fakes.trained[-1].step < 3:  # what the trainer had under way
+                await asyncio.sleep(0.01)
+        folder = Path(settings.runs_dir) / "broken-1"
+        folder.mkdir()
+        (folder / "job.json").write_text("{")
+        trained = len(fakes.trained)
+        async with orchestrator(settings, redis_url) as (_, transport):
+            client = client_of(transport)
+            for call in (lambda: listed(client), lambda: submit(client, job)):
+                with pytest.raises(Conflict, match="`hone recover`") as refusal:
+                    await call()
+                assert refusal.value.code == "emptied"
+            assert "(3 run folder(s))" in refusal.value.detail
+            found = await recover(client)
+            shown = [(each.id, each.status, each.step, each.known) for each in found.jobs]
+            assert shown == [
+                ("broken-1", None, 0, False),
+                (ended.id, "succeeded", 8, False),
+                (cut_off.id, "paused", 2, False),
+            ]
+            assert found.jobs[0].problem is not None and "cannot be read" in found.jobs[0].problem
+            assert await listed(client) == {ended.id: "succeeded", cut_off.id: "paused"}
+            rebuilt = await client.get(f"/v1/jobs/{ended.id}", JobRecord)
+            assert (rebuilt.summary, rebuilt.job) == (ended.summary, ended.job)
+            kept = await client.get(f"/v1/jobs/{ended.id}/checkpoints", CheckpointList)
+            assert [(each.step, each.size_bytes) for each in kept.checkpoints] == [(8, 5)]
+            again = await recover(client)
+            assert [each.known for each in again.jobs] == [False, True, True]
+            assert len(fakes.trained) == trained, "nothing runs by itself"
+            await resume(client, cut_off.id)
+            await until(lambda: listed(client), {ended.id: "succeeded", cut_off.id: "succeeded"})
+        steps = [body.step for body in fakes.trained if body.job_id == cut_off.id]
+        assert steps == list(range(1, 9)), "it went on where it was"
+        async with orchestrator(settings, redis_url) as (_, transport):
+            assert len(await listed(client_of(transport))) == 2, "it is theirs from now on"
+
+
+async def test_another_redis_is_refused_and_the_old_one_is_taken_again(
+    settings: Settings, redis_url: str, job: Job, tmp_path: Path
+) -> None:
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as settings:
+        async with orchestrator(settings, redis_url) as (_, transport):
+            record = await finish(client_of(transport), job.model_copy(update={"steps": 1}))
+        with running_redis(tmp_path / "other") as other_url:
+            async with orchestrator(settings, other_url) as (_, transport):
+                with pytest.raises(Conflict, match="is not the one that had the jobs of"):
+                    await listed(client_of(transport))
+        async with orchestrator(settings, redis_url) as (_, transport):
+            assert await listed(client_of(transport)) == {record.id: "succeeded"}
+
+
+async def test_a_redis_that_is_emptied_in_mid_job_stops_the_job_at_once(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    fakes = FakeServices(settings)
+    reached = blocking(fakes, 3)
+    async with (
+        fakes.running(settings) as settings,
+        orchestrator(settings, redis_url) as (_, transport),
+    ):
+        client = client_of(transport)
+        record = await submit(client, job)
+        await asyncio.wait_for(reached.wait(), 20)
+        await empty(redis_url)
+
+        async def refused() -> bool:
+            try:
+                return not await listed(client)
+            except Conflict as error:
+                return "(1 run folder(s))" in error.detail
+
+        await until(refused, True)
+        fakes.fault.clear()
+        await recover(client)
+        assert await listed(client) == {record.id: "paused"}
+        assert fakes.trained[-1].step <= 3
+        await resume(client, record.id)
+        await until(lambda: listed(client), {record.id: "succeeded"})
+    assert [body.step for body in fakes.trained] == list(range(1, 9))
+
+
+async def test_an_emptied_redis_without_run_folders_has_lost_nothing(
+    settings: Settings, redis_url: str
+) -> None:
+    for _ in range(2):
+        store = Store(redis_url)
+        await store.open()
+        assert await store.check(settings.runs_dir) is None
+        await store.close()
+        await empty(redis_url)
