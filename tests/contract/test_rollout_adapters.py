@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.rollout.engine import NothingReceived
 from services.rollout.weights.adapters import one_call
 from shared.adapters import CONFIG, WEIGHTS
 from shared.errors import Conflict, Failed, StateLost
@@ -25,6 +26,7 @@ from shared.wire import (
     SessionRecord,
     SleepRequest,
 )
+from tests.contract.test_rollout_transfer import sent
 from tests.support.rollout_bench import RolloutBench
 
 A, B = (f"base_model.model.layer.w.lora_{which}.weight" for which in "AB")
@@ -289,6 +291,21 @@ async def test_merged_weights_end_what_an_adapter_samples_and_the_client_asks_ag
     assert bench.engine.calls == ["job/v3-0.0", "abort", "v4", 4, "resume"]
     assert bench.engine.offers is not None and bench.engine.offers.names() == {}
     await until_held(bench)
+
+
+async def test_merged_weights_that_were_never_sent_leave_the_adapter_that_serves(
+    bench: Bench,
+) -> None:
+    await bench.reload(bench.publish_adapter(3))
+    shapes = {name: value.shape for name, value in bench.base.items()}
+    bench.engine.fail_load = NothingReceived("the trainer did not send version 4")
+    with pytest.raises(Failed, match="did not send version 4"):
+        await bench.reload(sent(bench, 4, shapes, **bench.base))
+    bench.engine.fail_load = None
+    assert held(bench) == ["job/v3-0.0"]
+    assert await text(bench, job_id="job", min_version=3) == "job/v3-0.0"
+    await bench.reload(bench.publish_adapter(4))
+    assert bench.engine.calls == ["job/v3-0.0", "abort", "nccl", "resume", "job/v4-0.0"]
 
 
 async def test_after_merged_weights_an_adapter_brings_the_models_own_back(bench: Bench) -> None:

@@ -12,7 +12,7 @@ from services.rollout.engine import NothingReceived
 from shared.errors import Conflict, Failed, StateLost, Unavailable
 from shared.wire import ModelRequest, ServingWeights, SleepRequest
 from tests.contract.test_rollout_transfer import sent
-from tests.support.rollout_bench import RolloutBench
+from tests.support.rollout_bench import SPEC, RolloutBench
 
 SLEEPS = "the sampler sleeps while the trainer has its GPU; it wakes with the next weights"
 
@@ -58,6 +58,25 @@ async def test_the_next_version_wakes_weights_first_and_the_cache_last(
     assert answer.version == 2
     assert serving.engine.calls == ["sleep", "wake weights", "v2", "wake cache", 2, "resume"]
     assert (await serving.generate()).rollouts[0].spans[0].version == 2
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+async def test_the_next_jobs_first_version_wakes_what_a_cancelled_job_left_asleep(
+    serving: RolloutBench, takes_turns: bool
+) -> None:
+    await sleep(serving)
+    await serving.abort()
+    who = {"job_id": "next", "attempt": 1, "epoch": 1}
+    await serving.put(SPEC.model_copy(update=who))
+    if takes_turns:
+        body = SleepRequest.model_validate(who)
+        await serving.client.call("POST", "/sleep", body, ServingWeights, deadline_s=2)
+    await assert_asleep(serving)
+    await serving.reload(serving.publish(0, "next", fence=(1, 1)))
+    assert serving.engine.calls == ["sleep", "wake weights", "v0", "wake cache", 0, "resume"]
+    assert (await serving.raw("GET", "/readyz")).status_code == 200
+    (rollout,) = (await serving.generate(**who, min_version=0)).rollouts
+    assert rollout.versions == (0,)
 
 
 async def test_the_version_that_served_before_is_loaded_again(serving: RolloutBench) -> None:

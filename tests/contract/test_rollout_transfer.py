@@ -3,7 +3,7 @@ anything is sampled, and what was not changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +28,13 @@ async def serving(tmp_path: Path) -> AsyncIterator[RolloutBench]:
 
 
 def sent(
-    bench: RolloutBench, version: int, shapes: dict[str, tuple[int, ...]] = SHAPES
+    bench: RolloutBench,
+    version: int,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    **tensors: np.ndarray,
 ) -> BroadcastWeights:
     """Returns a version that the engine holds once it was received."""
-    folder = Path(bench.publish(version).path)
+    folder = Path(bench.publish(version, **tensors).path)
     bench.engine.loaded = tensor_digests(stored_tensors(folder))
     return BroadcastWeights(
         job_id="job",

@@ -68,7 +68,6 @@ class Load:
             self._exchange()
         try:
             await self._stop_sampling(abort=has_adapters)
-            running.lose_base()
             await proven.load(engine)
             await self._wake_cache()
             await engine.set_version(owner_of(self.ref), self.ref.version)
@@ -76,10 +75,12 @@ class Load:
             await self._go_on_as_before()
             raise Failed(error.detail, code="not_loaded") from error
         except BaseException as error:  # whatever it was, the weights are unknown
+            running.lose_base()
             await self._give_up(error)
             raise
         finally:
             running.is_exchanging = False
+        running.lose_base()
         running.fault, running.is_asleep = None, False
         running.published = self.ref.tensors
         await self._go_on()
