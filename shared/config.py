@@ -208,7 +208,14 @@ class Settings(BaseSettings):
 
     max_sessions: int = Field(default=1024, ge=1)
     """Sessions (recorded agents) that the sampler keeps at once. For one more, that which was idle
-    longest is forgotten. With `max_session_tokens` it bounds their memory: 9 bytes per token."""
+    longest is forgotten."""
+
+    sessions_mib: int = Field(default=2048, ge=1)
+    """Memory, in MiB, that all sessions may take together: tokens with their log-probs (13 bytes
+    per token), what each token was drawn from under `top_p`, `top_k` or `min_p` (4 bytes for each
+    of these), messages, and the last answers. Beyond it those idle longest are forgotten, and a
+    session that takes all of it gets no further turn. The default holds 1,024 sessions of 100,000
+    tokens without masks."""
 
     max_session_tokens: int = Field(default=262_144, ge=1)
     """Tokens that one session may have, those of tools and users included. Beyond it the next turn

@@ -119,6 +119,30 @@ async def test_an_agents_tool_call_becomes_an_example_with_a_mask(bench: Rollout
     assert example.old_logprobs == rollout.logprobs
 
 
+async def test_what_each_token_was_drawn_from_is_recorded_for_the_answers_alone(
+    bench: RolloutBench,
+) -> None:
+    chat = await serve(bench, "yes.", "no", "ok")
+    agent = Agent(bench)
+    chat.kept = 2
+    await agent.say(top_p=0.9)
+    chat.kept = 0
+    await agent.say("and?")
+    chat.kept = 3
+    await agent.say("so?", top_p=0.9)
+    recorded = await only(bench)
+    drawn = [(turn.start, turn.start + turn.num_tokens) for turn in recorded.turns]
+    (_, end), _, (start, whole) = drawn
+    ids = recorded.rollout.token_ids
+    assert recorded.rollout.kept_counts == [2] * end + [0] * (start - end) + [3] * (whole - start)
+    assert recorded.rollout.kept_ids == [
+        *(id + more for id in ids[:end] for more in range(2)),
+        *(id + more for id in ids[start:] for more in range(3)),
+    ]
+    example = example_of(recorded)
+    check((example,), PAIR * 2, 2000)
+
+
 async def test_messages_are_the_same_however_a_client_writes_them(bench: RolloutBench) -> None:
     await serve(bench, CALL, "ok")
     agent = Agent(bench)
@@ -473,6 +497,29 @@ async def test_a_session_of_too_many_tokens_is_refused_its_next_turn(tmp_path: P
     ):
         await agent.say("more")
     assert len((await only(bench)).turns) == 1
+
+
+async def test_messages_and_masks_count_in_the_memory_of_all_sessions(tmp_path: Path) -> None:
+    bench = RolloutBench(tmp_path, sessions_mib=1)
+    chat = await serve(bench, "one")
+    bench.engine.max_model_len = 1_000_000
+    agents = {id: Agent(bench, id) for id in "abc"}
+    await agents["a"].say("x" * 100_000)
+    await agents["b"].say("x" * 100_000)
+    why = (
+        "session 'a' was forgotten: it was idle longest when all took more than 1 MiB (setting "
+        "HONE_SESSIONS_MIB); begin another one"
+    )
+    assert (await bench.raw("GET", "/sessions/a")).json()["detail"] == why
+    assert len((await only(bench, "b")).turns) == 1
+    chat.kept = 100_000
+    await agents["c"].say("short", top_p=0.9)
+    assert (await bench.raw("GET", "/sessions/b")).status_code == 404
+    with pytest.raises(
+        openai.UnprocessableEntityError, match=r"takes 1\.\d MiB, and at most 1 MiB is kept of all"
+    ):
+        await agents["c"].say("more")
+    assert "hone_rollout_session_bytes 1" in (await bench.raw("GET", "/metrics")).text
 
 
 async def delete(bench: RolloutBench, session: str = "s") -> None:

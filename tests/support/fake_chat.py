@@ -41,13 +41,15 @@ def text_of(ids: Sequence[int]) -> str:
 class FakeChat:
     """Answers with `replies` in turn. `asked` are the prompts it answered, as tokens; `sample`
     samples them, and says by which weights. If it `forgets`, its template renders an answer
-    otherwise once messages follow, before the answer's text and, if `forgets` "after", behind."""
+    otherwise once messages follow, before the answer's text and, if `forgets` "after", behind. Each
+    token was drawn from `kept` tokens, itself and those after it; 0: from all."""
 
     sample: Callable[[list[int], str, Adapter | None], Awaitable[tuple[Span, ...]]]
     replies: list[str] = field(default_factory=list)
     asked: list[list[int]] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
     forgets: Literal["", "before", "after"] = ""
+    kept: int = 0
 
     async def render(
         self, request: ChatRequest, messages: Sequence[Message], *, answering: bool
@@ -104,5 +106,7 @@ class FakeChat:
             logprobs=[-0.25 * (index % 4) for index in range(len(ids))],
             finish_reason=self.finish_reason,
             spans=spans,
+            kept_ids=[id + more for id in ids for more in range(self.kept)],
+            kept_counts=[self.kept] * len(ids) if self.kept else [],
         )
         return Answer(body, message, rollout)

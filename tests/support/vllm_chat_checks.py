@@ -16,6 +16,7 @@ import pytest
 
 from services.rollout.conversations.continuing import prompt_tokens, tokens_after
 from services.rollout.engine import Answer
+from services.rollout.on_vllm.masks import Masking
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, NotFound
 from shared.wire import ChatRequest, EngineSpec
@@ -40,6 +41,7 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 ADD = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": ADD}
+NO_MASKS = Masking(asked=False, vocab_size=300, on_cpu=True)
 CALL = 'Well.\n<tool_call>\n{"name": "add", "arguments": {"b":3, "a":2}}\n</tool_call>'
 
 
@@ -94,6 +96,8 @@ class Scripted:
         self.replies: list[str] = []
         self.asked: list[list[int]] = []
         self.reason = "stop"
+        self.params: Any = None
+        self.mask: list[list[int]] | None = None
 
     def check_admission(self, _: int) -> None: ...
 
@@ -102,9 +106,10 @@ class Scripted:
 
     async def generate(self, prompt: Any, params: Any, *_: Any, **__: Any) -> AsyncIterator[Any]:
         from vllm.logprobs import Logprob
-        from vllm.outputs import CompletionOutput, RequestOutput
+        from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
 
         assert params.logprobs == 0 and prompt["cache_salt"] == "salt"
+        self.params = params
         text = self.replies[len(self.asked)]
         self.asked.append(prompt["prompt_token_ids"])
         ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -115,6 +120,7 @@ class Scripted:
             cumulative_logprob=None,
             logprobs=[{id: Logprob(-id / 8)} for id in ids],
             finish_reason=self.reason,
+            sampling_mask=None if self.mask is None else SamplingMask(self.mask),
             weight_versions=[SimpleNamespace(version="job:0:0/4", start=0)],
         )
         yield RequestOutput("1", None, prompt["prompt_token_ids"], None, [completion], True)
@@ -130,14 +136,15 @@ def engine(folder: Path) -> Scripted:
     return Scripted(folder)
 
 
-def chat_of(engine: Scripted, tool_parser: str | None = "hermes") -> VllmChat:
+def chat_of(
+    engine: Scripted, tool_parser: str | None = "hermes", masking: Masking = NO_MASKS
+) -> VllmChat:
     from services.rollout.on_vllm.chat import VllmChat
-    from services.rollout.on_vllm.completions import rollout
     from services.rollout.on_vllm.openai_routes import openai_app
 
     app = openai_app(cast(Any, engine), "tiny", tool_parser=tool_parser)
     serving = app.state.openai_serving_chat
-    return VllmChat(serving, engine.tokenizer, rollout, lambda: "it died")
+    return VllmChat(serving, engine.tokenizer, masking, lambda: "it died")
 
 
 async def answer(chat: VllmChat, request: ChatRequest, ids: list[int]) -> Answer:
@@ -173,6 +180,24 @@ async def test_calls_of_tools_are_found_and_what_follows_is_the_templates(engine
     assert (said.message["content"], engine.asked[1]) == ("It is 5.", ids)
     cut = await tokens_after(chat, second, 2, called.rollout.token_ids[3])
     assert engine.tokenizer.decode(cut) == "<|im_end|>" + engine.tokenizer.decode(between)
+
+
+async def test_an_answer_says_what_its_tokens_were_drawn_from_if_it_was_asked_for(
+    engine: Scripted,
+) -> None:
+    engine.replies, engine.mask = ["ab", "ab", "ab", "ab"], [[68, 69], [69]]
+    asked = ChatRequest(messages=({"role": "user", "content": "a"},), top_p=0.9, temperature=0.7)
+    on_cpu, on_gpu = (Masking(asked=True, vocab_size=300, on_cpu=cpu) for cpu in (True, False))
+    drawn = (await answer(chat_of(engine, masking=on_cpu), asked, [5])).rollout
+    assert (drawn.kept_ids, drawn.kept_counts) == ([68, 69, 69], [2, 1])
+    assert (engine.params.top_p, engine.params.top_k, engine.params.temperature) == (0.9, 0, 0.7)
+    await answer(chat_of(engine, masking=on_gpu), asked, [5])
+    assert (engine.params.top_p, engine.params.top_k, engine.params.temperature) == (0.9, 300, 0.7)
+    plain = asked.model_copy(update={"top_p": None})
+    assert (await answer(chat_of(engine, masking=on_cpu), plain, [5])).rollout.kept_counts == []
+    engine.mask = None
+    with pytest.raises(Failed, match="vLLM gave 0 sampling masks for 2 tokens"):
+        await answer(chat_of(engine, masking=on_cpu), asked, [5])
 
 
 async def test_a_session_is_rendered_as_the_route_renders_by_itself(engine: Scripted) -> None:

@@ -8,6 +8,7 @@ request may go on from, if its messages begin with those of that state.
 from __future__ import annotations
 
 import json
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,10 +45,26 @@ class Recorded:
         self._token_ids = array("i")
         self._logprobs = array("f")
         self._sampled = array("B")
+        self._kept_ids = array("i")
+        self._kept_counts = array("i")
         self._spans: list[Span] = []
         self._turns: list[Turn] = []
         self._last: Rollout | None = None
         self._because = because
+        self._messages_bytes = json_bytes(self.messages) + json_bytes(self._tools)
+
+    @property
+    def size_bytes(self) -> int:
+        """About the memory that it takes."""
+        columns = (
+            self._prompt_token_ids,
+            self._token_ids,
+            self._logprobs,
+            self._sampled,
+            self._kept_ids,
+            self._kept_counts,
+        )
+        return self._messages_bytes + sum(len(column) * column.itemsize for column in columns)
 
     @property
     def num_tokens(self) -> int:
@@ -86,15 +103,20 @@ class Recorded:
     ) -> None:
         """Appends the request's messages after the last state, `between` in tokens, and its
         answer."""
-        self.messages = [*self.messages, *request.messages[len(self.messages) :], answer.message]
+        new = [*request.messages[len(self.messages) :], answer.message]
+        self.messages = [*self.messages, *new]
+        self._messages_bytes += json_bytes(new)
         rollout = answer.rollout
         self._token_ids.extend(between)
         self._logprobs.extend([0.0] * len(between))
         self._sampled.extend([0] * len(between))
+        self._kept_counts.extend([0] * len(between))
         start = len(self._token_ids)
         self._token_ids.extend(rollout.token_ids)
         self._logprobs.extend(rollout.logprobs)
         self._sampled.extend([1] * len(rollout.token_ids))
+        self._kept_ids.extend(rollout.kept_ids)
+        self._kept_counts.extend(rollout.kept_counts or [0] * len(rollout.token_ids))
         for span in rollout.spans:
             if not self._spans or self._spans[-1].version != span.version:
                 self._spans.append(Span(version=span.version, start=start + span.start))
@@ -123,6 +145,8 @@ class Recorded:
                 finish_reason=self._last.finish_reason,
                 spans=tuple(self._spans),
                 sampled=Mask(self._sampled),
+                kept_ids=TokenIds(self._kept_ids),
+                kept_counts=TokenIds(self._kept_counts if self._kept_ids else ()),
                 messages=tuple(self.messages[self._num_prompt_messages :]),
             ),
             turns=tuple(self._turns),
@@ -134,6 +158,16 @@ class Recorded:
             return "the tools"
         other = (request.chat_template_kwargs or {}) != self._template_args
         return "the template arguments" if other else ""
+
+
+def json_bytes(value: Any) -> int:
+    """Returns about the memory that a JSON value takes."""
+    parts: tuple[Any, ...] = ()
+    if isinstance(value, dict):
+        parts = (*value.keys(), *value.values())
+    elif isinstance(value, list | tuple):
+        parts = tuple(value)
+    return sys.getsizeof(value) + sum(map(json_bytes, parts))
 
 
 def _num_same(ours: Sequence[Message], theirs: Sequence[Message]) -> int:

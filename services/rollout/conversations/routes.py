@@ -57,6 +57,9 @@ def add_session_routes(service: Service, sessions: Sessions) -> None:
     )
     service.app.add_api_route(path, delete_session, methods=["DELETE"])
     service.gauge("sessions", "Recorded sessions that are kept").set_function(lambda: len(sessions))
+    service.gauge("session_bytes", "Memory that they take").set_function(
+        lambda: sessions.size_bytes
+    )
 
 
 async def answer_turn(service: Service, sessions: Sessions, request: Request) -> Response:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.rollout.conversations.continuing import CannotContinue, prompt_tokens, tokens_after
-from services.rollout.conversations.recording import Recorded
+from services.rollout.conversations.recording import Recorded, json_bytes
 from services.rollout.engine import Chat, Overlong
 from services.rollout.sampler import Sampler
 from shared.config import Settings
@@ -35,12 +35,21 @@ class Session:
     used_at: float
     conversations: list[Recorded] = field(default_factory=list)
     last: tuple[ChatRequest, dict[str, Any]] | None = None
+    last_bytes: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_waiting: int = 0
 
     @property
     def num_tokens(self) -> int:
         return sum(recorded.num_tokens for recorded in self.conversations)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.last_bytes + sum(recorded.size_bytes for recorded in self.conversations)
+
+    def answered(self, request: ChatRequest, body: dict[str, Any]) -> None:
+        self.last = (request, body)
+        self.last_bytes = json_bytes(request.messages) + json_bytes(body)
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,10 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(session.size_bytes for session in self._sessions.values())
 
     async def answer(self, id: str, request: ChatRequest, *, again: bool) -> dict[str, Any]:
         """Returns the answer in OpenAI's shape, once it is recorded. `again`: the client sends the
@@ -123,8 +136,8 @@ class Sessions:
         recorded.add(request, plan.between, answer, sampling)
         if plan.goes_on is None:
             session.conversations.append(recorded)
-            self._make_room()
-        session.last = (request, answer.body)
+        session.answered(request, answer.body)
+        self._make_room()
         if plan.because:
             get_logger().info(
                 "session began another conversation", session=id, because=plan.because
@@ -171,6 +184,11 @@ class Sessions:
                 f"{name} has {session.num_tokens} tokens and would get {num_new} more "
                 f"before its answer; at most {limit} are kept (setting HONE_MAX_SESSION_TOKENS)"
             )
+        if session.size_bytes >= self._settings.sessions_mib << 20:
+            raise BadRequest(
+                f"{name} takes {session.size_bytes / (1 << 20):.1f} MiB, and at most "
+                f"{self._settings.sessions_mib} MiB is kept of all (setting HONE_SESSIONS_MIB)"
+            )
 
     # --- how many are kept -----------------------------------------------------------------------
 
@@ -182,7 +200,14 @@ class Sessions:
             raise NotFound(self._forgotten[id])
         if id not in self._sessions:
             limit = self._settings.max_sessions
-            if sum(each.num_waiting > 0 for each in self._sessions.values()) >= limit:
+            under_way = [each for each in self._sessions.values() if each.num_waiting]
+            mib = self._settings.sessions_mib
+            if sum(each.size_bytes for each in under_way) >= mib << 20:
+                raise Busy(
+                    f"{len(under_way)} sessions with turns under way take all of the {mib} MiB "
+                    "that is kept (setting HONE_SESSIONS_MIB)"
+                )
+            if len(under_way) >= limit:
                 raise Busy(
                     f"turns of {limit} sessions are under way, as many as are kept (setting "
                     "HONE_MAX_SESSIONS)"
@@ -192,17 +217,21 @@ class Sessions:
 
     def _make_room(self) -> None:
         """Forgets those that were idle longest, if a session with its first answer is one too
-        many."""
-        limit = self._settings.max_sessions
+        many, or all take too much memory."""
         idle = [id for id, each in self._sessions.items() if not each.num_waiting]
-        oldest_first = sorted(idle, key=lambda id: self._sessions[id].used_at)
-        num_recorded = sum(bool(each.conversations) for each in self._sessions.values())
-        for id in oldest_first[: max(num_recorded - limit, 0)]:
-            self._forget(
-                id,
-                f"it was idle longest when another one began, and {limit} are kept (setting "
-                "HONE_MAX_SESSIONS)",
-            )
+        for id in sorted(idle, key=lambda id: self._sessions[id].used_at):
+            if (why := self._too_much()) is None:
+                return
+            self._forget(id, f"it was idle longest when {why}")
+
+    def _too_much(self) -> str | None:
+        """Returns which bound those that are kept exceed."""
+        limit, mib = self._settings.max_sessions, self._settings.sessions_mib
+        if sum(bool(each.conversations) for each in self._sessions.values()) > limit:
+            return f"another one began, and {limit} are kept (setting HONE_MAX_SESSIONS)"
+        if self.size_bytes > mib << 20:
+            return f"all took more than {mib} MiB (setting HONE_SESSIONS_MIB)"
+        return None
 
     def _forget_idle(self) -> None:
         idle_s = self._settings.session_idle_s

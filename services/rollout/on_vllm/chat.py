@@ -14,13 +14,15 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.rollout.engine import Adapter, Answer, BadPrompt
 from services.rollout.on_vllm.adapters import ALIAS, lora_request
+from services.rollout.on_vllm.completions import rollout as to_rollout
+from services.rollout.on_vllm.masks import Masking
 from shared.errors import BadRequest, Failed, NotFound, StateLost
-from shared.wire import ChatRequest, Message, Rollout
+from shared.wire import ChatRequest, Message, Sampling
 
 NOT_FOR_VLLM = {"user", "metadata", "store", "stream", "stream_options"}
 """What means nothing here, and what the route sees to."""
@@ -61,19 +63,19 @@ class WatchedChat(OpenAIServingChat):
 
 
 class VllmChat:
-    """`serving` answers; `to_rollout` makes the rollout of a completion and an owner, and
-    `why_dead` says why the engine died."""
+    """`serving` answers; `masking` says which answers come with masks, and `why_dead` why the
+    engine died."""
 
     def __init__(
         self,
         serving: WatchedChat,
         tokenizer: Any,
-        to_rollout: Callable[[CompletionOutput, str, Adapter | None], Rollout],
+        masking: Masking,
         why_dead: Callable[[], str],
     ) -> None:
         self._serving = serving
         self._tokenizer = tokenizer
-        self._to_rollout = to_rollout
+        self._masking = masking
         self._why_dead = why_dead
 
     async def render(
@@ -111,9 +113,12 @@ class VllmChat:
         salt: str,
         adapter: Adapter | None = None,
     ) -> Answer:
+        fields = {"temperature", "top_p", "top_k", "min_p"}
+        sampling = Sampling.model_validate(request.model_dump(include=fields, exclude_none=True))
         asked = self._vllm_request(
             request,
             request.messages,
+            **self._masking.wanted(sampling).model_dump(include=fields),
             logprobs=True,
             cache_salt=salt,
             kv_transfer_params={"prompt_token_ids": prompt_token_ids},
@@ -142,7 +147,8 @@ class VllmChat:
                 f"got model {request.model!r}, and a recorded session is of what serves; leave "
                 "'model' out, or name the job whose adapter serves"
             )
-        rollout = self._to_rollout(output.outputs[0], owner, adapter)
+        masked = self._masking.gives(sampling)
+        rollout = to_rollout(output.outputs[0], owner, adapter, masked=masked)
         if rollout.went_wrong:
             raise Failed(rollout.error or rollout.finish_reason)
         body = response.model_dump()

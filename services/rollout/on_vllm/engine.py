@@ -28,7 +28,7 @@ from services.rollout.on_vllm.adapters import lora_request
 from services.rollout.on_vllm.arguments import can_sleep, engine_args
 from services.rollout.on_vllm.chat import VllmChat
 from services.rollout.on_vllm.completions import rollout, sampling_params
-from services.rollout.on_vllm.masks import bounded
+from services.rollout.on_vllm.masks import Masking
 from services.rollout.on_vllm.openai_routes import openai_app
 from services.rollout.on_vllm.processes import in_daemon_thread, root_cause, stop_children
 from services.rollout.on_vllm.receiving import meeting, sent_dtypes, updates
@@ -80,6 +80,8 @@ class VllmEngine:
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
         lora = self._llm.vllm_config.lora_config
         self.max_lora_rank: int = lora.max_lora_rank if lora else 0
+        on_cpu = current_platform.is_cpu()
+        self._masking = Masking(spec.sampling_masks, self.vocab_size, on_cpu)
         self._offers: Offers | None = None
         self.openai: ASGIApp
         self.chat: Chat
@@ -125,21 +127,14 @@ class VllmEngine:
         name = next(self._request_ids)
         ending = asyncio.create_task(self._end_after(name, deadline_s)) if deadline_s else None
         try:
-            params = sampling_params(self._as_vllm_wants(sampling))
+            params = sampling_params(self._masking.wanted(sampling))
             output = await self._last_output(prompt_token_ids, params, salt, name, adapter=adapter)
         finally:
             if ending:
                 ending.cancel()
         ended_s = deadline_s if ending and ending.done() else None
-        masked = self._spec.sampling_masks and sampling.truncates
+        masked = self._masking.gives(sampling)
         return tuple(rollout(one, owner, adapter, ended_s, masked=masked) for one in output.outputs)
-
-    def _as_vllm_wants(self, sampling: Sampling) -> Sampling:
-        """Returns the same sampling as vLLM's own masks want it of all requests: with a top_k, and
-        no temperature of 0."""
-        if not self._spec.sampling_masks or current_platform.is_cpu():
-            return sampling
-        return bounded(sampling, self.vocab_size)
 
     async def _end_after(self, name: int, deadline_s: float) -> None:
         """Ends a request, which then gives what it has."""
@@ -276,7 +271,7 @@ class VllmEngine:
     def _entrypoints(self) -> tuple[ASGIApp, VllmChat]:
         app = openai_app(self._llm, self._spec.model, self._offers, self._settings.tool_parser)
         serving = app.state.openai_serving_chat
-        return app, VllmChat(serving, self._tokenizer, rollout, self._why_it_died)
+        return app, VllmChat(serving, self._tokenizer, self._masking, self._why_it_died)
 
     async def _last_output(
         self,

@@ -8,19 +8,34 @@ adds them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shared.errors import Failed
 from shared.packed import TokenIds
 from shared.wire import Sampling
 
 
-def bounded(sampling: Sampling, vocab_size: int) -> Sampling:
-    """Returns a sampling of the same tokens, with the top_k and the temperature above 0 that vLLM's
-    own masks want of every request. Of tokens that are exactly as likely, greedy decoding then
-    takes any."""
-    if sampling.temperature == 0:
-        return sampling.model_copy(update={"temperature": 1.0, "top_k": 1})
-    return sampling.model_copy(update={"top_k": sampling.top_k or vocab_size})
+@dataclass(frozen=True)
+class Masking:
+    """Whether an engine of `vocab_size` tokens is `asked` for masks, by `EngineSpec`."""
+
+    asked: bool
+    vocab_size: int
+    on_cpu: bool
+
+    def gives(self, sampling: Sampling) -> bool:
+        """Returns whether there is to be a mask for each token that is sampled so."""
+        return self.asked and sampling.truncates
+
+    def wanted(self, sampling: Sampling) -> Sampling:
+        """Returns a sampling of the same tokens, with the top_k and the temperature above 0 that
+        vLLM's own masks want of every request. Of tokens that are exactly as likely, greedy
+        decoding then takes any."""
+        if not self.asked or self.on_cpu:
+            return sampling
+        if sampling.temperature == 0:
+            return sampling.model_copy(update={"temperature": 1.0, "top_k": 1})
+        return sampling.model_copy(update={"top_k": sampling.top_k or self.vocab_size})
 
 
 def packed(kept_T: Sequence[Sequence[int]], num_tokens: int) -> tuple[TokenIds, TokenIds]:

@@ -1,8 +1,10 @@
 """vLLM's sampling masks as a rollout has them."""
 
+from dataclasses import replace
+
 import pytest
 
-from services.rollout.on_vllm.masks import bounded, packed
+from services.rollout.on_vllm.masks import Masking, packed
 from shared.errors import Failed
 from shared.wire import Sampling
 
@@ -15,10 +17,13 @@ def test_masks_are_packed_token_by_token_and_one_that_is_missing_is_an_error():
 
 
 def test_what_vllm_wants_with_masks_samples_the_same_tokens():
-    greedy = bounded(Sampling(temperature=0, top_p=0.9), vocab_size=64)
+    on_gpu = Masking(asked=True, vocab_size=64, on_cpu=False)
+    greedy = on_gpu.wanted(Sampling(temperature=0, top_p=0.9))
     assert (greedy.temperature, greedy.top_k) == (1.0, 1)
-    assert bounded(Sampling(top_p=0.9), vocab_size=64) == Sampling(top_p=0.9, top_k=64)
-    assert bounded(Sampling(top_k=5), vocab_size=64) == Sampling(top_k=5)
+    assert on_gpu.wanted(Sampling(top_p=0.9)) == Sampling(top_p=0.9, top_k=64)
+    assert on_gpu.wanted(Sampling(top_k=5)) == Sampling(top_k=5)
+    for other in (replace(on_gpu, on_cpu=True), replace(on_gpu, asked=False)):
+        assert other.wanted(Sampling(top_p=0.9)) == Sampling(top_p=0.9)
 
 
 @pytest.mark.parametrize(
