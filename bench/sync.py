@@ -15,9 +15,12 @@ memory takes at least. Figures are medians of the repeats.
 
 Part of each load is vLLM's own: its `reload_weights` of the same files, called directly once per
 repeat of `shm`, reads every tensor, copies it into the engine's matrices, and on a CPU packs all of
-them for its kernels. The pause is that and a few milliseconds more. What `shm` takes to copying is
-given with the pause and without, and the latter also in CPU time of the process of publisher and
-sampler, which other processes of a busy machine change less. The goal is for what is Hone's.
+them for its kernels. The pause is that and a few milliseconds more. The packing alone, by vLLM's
+function, of the matrices as they lie in the files, is measured too: on a CPU vLLM keeps a matrix in
+no other form, so no way of loading does without it, and none writes into it what is not packed.
+What `shm` takes to copying is given with the pause and without, and the latter also in CPU time of
+the process of publisher and sampler, which other processes of a busy machine change less. The goal
+is for what is Hone's.
 
 For `delta` each step changes every float32 master weight by the learning rate, 1e-6, up or down, as
 Adam does about; masters lie anywhere between two bfloat16 numbers, as they do after some training.
@@ -162,7 +165,7 @@ class Measured:
     """Seconds for publishing and for loading, the pause among the latter, and bytes: those that
     moved, and those of the whole version. `cpu_s` are CPU seconds of this process for both, and
     `copy_cpu_s` those of copying as many bytes in `copy_s`; `vllm_s` is vLLM's own part of the
-    load. `changed` is a delta's share of elements."""
+    load, and `pack_s` of that the packing of matrices. `changed` is a delta's share of elements."""
 
     publish_s: float
     load_s: float
@@ -172,6 +175,7 @@ class Measured:
     whole_bytes: int
     changed: float | None
     vllm_s: float = 0.0
+    pack_s: float = 0.0
     copy_s: float = 0.0
     copy_cpu_s: float = 0.0
 
@@ -204,8 +208,9 @@ async def sync_once(
     if not (isinstance(ref, FolderWeights) and method == "shm"):
         return found
     vllm_s = await reload_by_vllm(sampler, ref.path)
+    packed_s = await asyncio.to_thread(pack_s, Path(ref.path))
     copied_s, copied_cpu_s = await asyncio.to_thread(copy_s, ref.size_bytes)
-    return replace(found, vllm_s=vllm_s, copy_s=copied_s, copy_cpu_s=copied_cpu_s)
+    return replace(found, vllm_s=vllm_s, pack_s=packed_s, copy_s=copied_s, copy_cpu_s=copied_cpu_s)
 
 
 async def reload_by_vllm(sampler: Sampler, folder: str) -> float:
@@ -253,12 +258,33 @@ def copy_s(size_bytes: int) -> tuple[float, float]:
     return time.monotonic() - start, time.thread_time() - cpu_before
 
 
+def pack_s(folder: Path) -> float:
+    """Returns the seconds that vLLM takes to pack all matrices of these files for its kernels."""
+    import torch
+    from safetensors.torch import load_file
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    seconds = 0.0
+    layers: dict[str, torch.nn.Module] = {}
+    tensors = load_file(folder / "model.safetensors")
+    for _ in range(2):  # the second time into memory that was used before, as in the engine
+        start = time.monotonic()
+        for name, tensor in tensors.items():
+            if tensor.ndim == 2:
+                layers[name] = torch.nn.Module()
+                layers[name].weight = torch.nn.Parameter(tensor, requires_grad=False)
+                dispatch_cpu_unquantized_gemm(layers[name], remove_weight=False)
+        seconds = time.monotonic() - start
+    return seconds
+
+
 def figures(name: str, found: dict[SyncMethod, list[Measured]]) -> list[Figure]:
     """Returns what is reported of one model."""
     shm = found["shm"]
     result = [
         _median(f"{name}: memory copied out and in", [run.copy_s for run in shm], "s"),
         _median(f"{name}: vLLM's own part of a load", [run.vllm_s for run in shm], "s"),
+        _median(f"{name}: of it the packing of matrices", [run.pack_s for run in shm], "s"),
     ]
     for method, runs in found.items():
         label = f"{name} {method}"
@@ -288,7 +314,8 @@ def to_copying(label: str, runs: list[Measured]) -> list[Figure]:
     return [
         _median(f"{label}: to copying", [run.total_s / run.copy_s for run in runs], "x"),
         _median(f"{label}: to copying, without the pause", ours, "x", SHM_COPIES),
-        _median(f"{label}: the same in CPU time", [r.cpu_s / r.copy_cpu_s for r in runs], "x"),
+        _median(f"{label}: that in CPU time", [r.cpu_s / r.copy_cpu_s for r in runs], "x"),
+        _median(f"{label}: packing to copying", [run.pack_s / run.copy_s for run in runs], "x"),
     ]
 
 

@@ -2,7 +2,9 @@
 and how many bytes that is of the whole: the rows of `bench.sync` for `weight_sync = "lora"`.
 
 Once with adapters in the attention layers and once in every linear layer, each of random values in
-bfloat16. What counts is the share of bytes: 32 (in + out) for each layer beside 2 (in x out).
+bfloat16. What counts is the share of bytes, which rank and shapes give: for each matrix 2 x 16 x
+(in + out) bytes beside 2 x in x out. It stands beside the share that was found, which has the
+configuration and the files' headers too.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +35,17 @@ layers are small beside its vocabulary, it is 0.018 by arithmetic."""
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EVERY = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+def share_by_shapes(model: Path, targets: tuple[str, ...]) -> float:
+    """Returns the elements of the adapter's matrices as a share of the model's."""
+    shapes = {name: tensor.shape for name, tensor in stored_tensors(model).items()}
+    adapted = [
+        RANK * sum(shape)
+        for name, shape in shapes.items()
+        if name.removesuffix(".weight").rpartition(".")[2] in targets and len(shape) == 2
+    ]
+    return sum(adapted) / sum(map(prod, shapes.values()))
 
 
 def saving(model: Path, targets: tuple[str, ...], seed: int) -> Save:
@@ -95,6 +109,7 @@ async def measure_adapter(name: str, model: Path, settings: Settings, repeats: i
                 Figure(
                     f"{label}: bytes of the whole", size_bytes / whole_bytes, "share", goal, "max"
                 ),
+                Figure(f"{label}: the same by shapes", share_by_shapes(model, targets), "share"),
             ]
     finally:
         await sampler.close()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
-from bench.sync_adapter import ATTENTION, EVERY, saving
+from bench.sync_adapter import ATTENTION, EVERY, saving, share_by_shapes
 from services.rollout.weights.adapter_files import adapter_shapes, read_config
 from services.rollout.weights.proofs import shapes
 from shared.digest import stored_tensors
@@ -27,3 +28,6 @@ def test_an_adapter_has_32_bytes_for_each_row_and_column_of_its_layers(tmp_path:
         stored = stored_tensors(folder)
         assert sum(tensor.size_bytes for tensor in stored.values()) == num_bytes
         assert shapes(stored) == adapter_shapes(read_config(folder), layers)
+    # of 4 x 8 + 12 x 8 + 8 elements
+    assert share_by_shapes(model, ATTENTION) == pytest.approx(16 * (4 + 8) / 136)
+    assert share_by_shapes(model, EVERY) == pytest.approx(16 * (4 + 8 + 12 + 8) / 136)
