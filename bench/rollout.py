@@ -3,10 +3,12 @@
     python -m bench.rollout [--quick] [--repeats 5]
 
 Both sides use the same engine, in one process: the service's requests reach it over HTTP from
-this process, by the client that the orchestrator has; the direct ones are made beside it. They
-alternate, so a busy machine slows both. The demo's model, untrained: with so small a model the
-service's own work is the largest share that it can be. Groups are of 8 completions of 64 or 256
-tokens, all groups asked for at once.
+this process, by the client that the orchestrator has; the direct ones are made beside it, with the
+text that vLLM makes. Each repeat measures both, in turns the one first and the other, and what
+counts is the median of the repeats' ratios: a busy machine slows both. The CPU seconds of the
+service's process, without the engine's, are told of both too. The demo's model, untrained: with so
+small a model the service's own work is the largest share that it can be. Groups are of 8
+completions of 64 or 256 tokens, all groups asked for at once.
 
 Wire bytes are those of all bodies as sent, requests and polls included, per sampled token. Before
 compression 8 of them are the token's id and log-prob, the others its text (about 1 for each token
@@ -20,11 +22,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from string import ascii_lowercase
@@ -34,6 +38,7 @@ import httpx2 as httpx
 
 from bench.report import Figure, finish
 from bench.rollout_side import PROMPT, write_model
+from bench.scale_side import quiet
 from shared import codec, rendering
 from shared.client import Client
 from shared.packed import Logprobs, TokenIds
@@ -42,8 +47,28 @@ from shared.wire import GenerateRequest, Rollout, RolloutGroup, Sampling, Span
 LOADS = {64: (1, 8, 64), 256: (1, 8)}
 """Numbers of groups, by the tokens of each completion."""
 
+LEAST_TOKENS = 4096
+"""So many are sampled for each measurement, in as many rounds as that takes."""
+
 MOST_BYTES = 9.0
 VOCABULARY = 151_936
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Tokens, the seconds they took, and the CPU seconds of the service's process among them."""
+
+    num_tokens: int
+    seconds: float
+    cpu_s: float
+
+    @property
+    def rate(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def cpu_us(self) -> float:
+        return self.cpu_s / self.num_tokens * 1e6
 
 
 class Counted(httpx.AsyncHTTPTransport):
@@ -89,25 +114,56 @@ async def measure(side: subprocess.Popen[str], repeats: int) -> list[Figure]:
         await over_http(client, 8, 64)  # the first requests of an engine are slow
         for num_tokens, counts in LOADS.items():
             for num_groups in counts:
-                rates: dict[str, list[float]] = {"/generate": [], "vLLM": []}
-                transport.num_bytes = tokens = 0
-                for _ in range(repeats):
-                    count, seconds = await over_http(client, num_groups, num_tokens)
-                    rates["/generate"].append(count / seconds)
-                    tokens += count
-                    rates["vLLM"].append(await directly(side, num_groups, num_tokens))
+                transport.num_bytes = 0
+                found = await compare(side, client, num_groups, num_tokens, repeats)
+                tokens = sum(one.num_tokens for one in found["/generate"])
                 label = f"{num_groups} group{'s' * (num_groups > 1)} of 8 x {num_tokens} tokens"
-                figures += figures_of(label, rates, transport.num_bytes / tokens)
+                figures += figures_of(label, found, transport.num_bytes / tokens)
     return [*figures, *made_up()]
 
 
-def figures_of(label: str, rates: dict[str, list[float]], wire_bytes: float) -> list[Figure]:
-    ratios = [ours / theirs for ours, theirs in zip(rates["/generate"], rates["vLLM"], strict=True)]
+async def compare(
+    side: subprocess.Popen[str], client: Client, num_groups: int, num_tokens: int, repeats: int
+) -> dict[str, list[Measured]]:
+    """Returns what was measured of both, by name, once per repeat."""
+    ways = {
+        "/generate": lambda: over_http(client, num_groups, num_tokens),
+        "vLLM": lambda: directly(side, num_groups, num_tokens),
+    }
+    rounds = max(LEAST_TOKENS // (num_groups * 8 * num_tokens), 1)
+    found: dict[str, list[Measured]] = {name: [] for name in ways}
+    for repeat in range(repeats):
+        for name in sorted(ways, reverse=repeat % 2 == 1):
+            cpu_before = cpu_s(side.pid)
+            counts = [await ways[name]() for _ in range(rounds)]
+            tokens, seconds = map(sum, zip(*counts, strict=True))
+            found[name].append(Measured(int(tokens), seconds, cpu_s(side.pid) - cpu_before))
+    return found
+
+
+def figures_of(label: str, found: dict[str, list[Measured]], wire_bytes: float) -> list[Figure]:
+    ratios = [
+        ours.rate / theirs.rate
+        for ours, theirs in zip(found["/generate"], found["vLLM"], strict=True)
+    ]
     return [
         _figure(f"{label}: tokens per second, to vLLM", ratios, "x", 0.95),
         Figure(f"{label}: wire bytes per token", wire_bytes, "B", MOST_BYTES, "max"),
-        *[_figure(f"{label}: {name}", found, "/s") for name, found in rates.items()],
+        *[
+            _figure(f"{label}: {name}", [one.rate for one in of], "/s")
+            for name, of in found.items()
+        ],
+        *[
+            _figure(f"{label}: {name}, CPU time per token", [one.cpu_us for one in of], "us")
+            for name, of in found.items()
+        ],
     ]
+
+
+def cpu_s(pid: int) -> float:
+    """Returns the CPU seconds that a process has used, without its children's."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def made_up() -> list[Figure]:
@@ -156,14 +212,16 @@ def sampling(num_tokens: int) -> Sampling:
     return Sampling(n=8, max_tokens=num_tokens)
 
 
-async def directly(side: subprocess.Popen[str], num_groups: int, num_tokens: int) -> float:
-    """Returns tokens per second of vLLM alone."""
+async def directly(
+    side: subprocess.Popen[str], num_groups: int, num_tokens: int
+) -> tuple[int, float]:
+    """Returns the same of vLLM alone."""
     assert side.stdin
     asked = {"num_groups": num_groups, "sampling": sampling(num_tokens).model_dump()}
     side.stdin.write(json.dumps(asked) + "\n")
     side.stdin.flush()
     told: dict[str, Any] = json.loads(await _line(side))
-    return told["tokens"] / told["seconds"]
+    return told["tokens"], told["seconds"]
 
 
 async def _line(side: subprocess.Popen[str]) -> str:
@@ -180,4 +238,5 @@ def _figure(name: str, values: list[float], unit: str, goal: float | None = None
 
 
 if __name__ == "__main__":
+    quiet()
     sys.exit(main())
