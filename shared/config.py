@@ -267,7 +267,8 @@ class Settings(BaseSettings):
     transfer_deadline_s: float = Field(default=60.0, gt=0)
     """Seconds that trainer and sampler wait for each other while weights go from GPU to GPU
     (`weight_sync` "nccl" and "ipc"). Then the version goes by "http". Longer than the largest
-    model takes, for sampling waits meanwhile."""
+    model takes, for sampling waits meanwhile. At most a fifth of `sync_deadline_s`: a sampler takes
+    up to five of them, until it is its turn, to meet, to receive and to load."""
 
     # reward
 

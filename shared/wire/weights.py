@@ -127,12 +127,22 @@ class SharedTensor(SentTensor):
     event_sync_required: bool
 
 
+TRANSFER_DEADLINES = 5
+"""So many of a transfer's deadlines may the whole of it take: two until it is this sampler's turn,
+to meet, to send, and to load."""
+
+
 class SentWeights(Published):
     """What goes from device to device. Each side waits `deadline_s` seconds for the other. `files`
     are the same version, for a sampler that did not get it so, or joins later."""
 
     deadline_s: float = Field(gt=0)
     files: tuple[WeightFile, ...]
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds after which a sampler that still receives is ended."""
+        return TRANSFER_DEADLINES * self.deadline_s
 
     def as_files(self) -> HttpWeights:
         """Returns the version as files to fetch."""

@@ -27,7 +27,7 @@ from shared.wire import (
 )
 from tests.contract.test_orchestrator_faults import warnings
 from tests.support import orchestrator_stack
-from tests.support.fake_services import logprobs_of
+from tests.support.fake_services import WHERE, logprobs_of
 from tests.support.orchestrator_stack import Stack
 
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
@@ -227,6 +227,20 @@ async def test_what_cannot_be_taken_off_the_trainers_gpu_goes_by_http(
     assert {ref.method for ref in stack.fakes.reloads} == {"http"}
     (warning,) = await warnings(stack, job_id)
     assert warning.endswith('trained; the weights are pushed again by "http", as are later ones')
+
+
+async def test_a_transfer_that_may_take_longer_than_it_is_waited_for_goes_by_http(
+    stack: Stack, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WHERE, "nccl", {**WHERE["nccl"], "deadline_s": 300.0})
+    job_id = await finished(stack, job.model_copy(update={"weight_sync": "nccl"}))
+    assert {ref.method for ref in stack.fakes.reloads} == {"http"}
+    assert await warnings(stack, job_id) == [
+        "weight sync: HONE_TRANSFER_DEADLINE_S of the trainer is 300 s, so a sampler may take "
+        "1500 s to receive a version, and the orchestrator waits 600 s for it "
+        "(HONE_SYNC_DEADLINE_S); lower the one, or raise the other; the weights are pushed again "
+        'by "http", as are later ones'
+    ]
 
 
 async def test_a_job_goes_from_gpu_to_gpu_and_says_why(stack: Stack, job: Job) -> None:

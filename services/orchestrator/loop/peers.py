@@ -11,6 +11,7 @@ from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.samplers import Push, Samplers
 from shared.client import Client
 from shared.config import Settings
+from shared.errors import Failed
 from shared.job import Job, SyncMethod
 from shared.presence import Tell, tell_nobody
 from shared.wire import (
@@ -30,6 +31,7 @@ from shared.wire import (
     ScoreItem,
     ScoreRequest,
     ScoreResult,
+    SentWeights,
     ServingWeights,
     SleepRequest,
     StepResult,
@@ -221,6 +223,17 @@ class Peers:
         return await self._trainer.call(
             "POST", "/publish_weights", body, WeightsRef, deadline_s=deadline_s
         )
+
+    def check_transfer(self, ref: SentWeights) -> None:
+        """Raises Failed where a sampler would still receive when its answer is not waited for any
+        more."""
+        deadline_s = self._settings.sync_deadline_s
+        if ref.bound_s > deadline_s:
+            raise Failed(
+                f"HONE_TRANSFER_DEADLINE_S of the trainer is {ref.deadline_s:g} s, so a sampler "
+                f"may take {ref.bound_s:g} s to receive a version, and the orchestrator waits "
+                f"{deadline_s:g} s for it (HONE_SYNC_DEADLINE_S); lower the one, or raise the other"
+            )
 
     async def push_weights(self, push: Push) -> list[ServingWeights]:
         """Makes every sampler serve what is pushed; returns what each answered."""

@@ -191,9 +191,12 @@ async def _push(
 
 async def _published(peers: Peers, version: int, method: SyncMethod) -> WeightsRef:
     """Returns the reference of the version. Raises SyncFailed where it cannot be taken off the
-    trainer's device, as files can."""
+    trainer's device, as files can, or could take longer than it is waited for."""
     try:
-        return await peers.publish_weights(version, method)
+        published = await peers.publish_weights(version, method)
+        if isinstance(published.root, SentWeights):
+            peers.check_transfer(published.root)
+        return published
     except Failed as error:
         if method not in GIVEN_UP or error.code in NOT_OF_THE_SYNC:
             raise

@@ -53,10 +53,6 @@ STOP_S = 3.0
 AHEAD = -1
 """vLLM's priority of a request that waits behind none of the samples."""
 
-RECEIVE_DEADLINES = 5
-"""So many of a transfer's deadlines may the whole of it take: two until it is this sampler's turn,
-to meet, to send, and to load."""
-
 
 LIFE_CHECK_S = 0.25
 """How often a call that vLLM's process has to answer checks that the process lives."""
@@ -201,13 +197,12 @@ class VllmEngine:
             "receive_published", args=(ref.method, meeting(ref, host, num_ranks), updates(ref))
         )
         try:
-            bound_s = RECEIVE_DEADLINES * ref.deadline_s
-            outcomes = await asyncio.wait_for(self._answer(call), bound_s)
+            outcomes = await asyncio.wait_for(self._answer(call), ref.bound_s)
         except TimeoutError as error:
             await self.stop()
             raise StateLost(
-                f"the engine was ended, for it hung for {bound_s:g} s while it received weights; "
-                "PUT /model starts a new one"
+                f"the engine was ended, for it hung for {ref.bound_s:g} s while it received "
+                "weights; PUT /model starts a new one"
             ) from error
         if problem := next((problem for _, problem in outcomes if problem), None):
             if not any(began for began, _ in outcomes):
