@@ -255,7 +255,7 @@ async def loop(load: Load, urls: dict[str, str], settings: Settings, folder: Pat
     job = _job(load, folder)
     run = RunFolder(folder / "run")
     run.create(job)
-    prompts = load_prompts(job)
+    prompts = load_prompts(job, settings)
     peers = Peers(job, settings.model_copy(update=urls), "scale", 1)
     journal = cast(Journal, Silent())
     peers.new_epoch()

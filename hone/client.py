@@ -18,6 +18,7 @@ from shared.job import JOB_ID, Job, RewardSpec
 from shared.wire import (
     TERMINAL,
     CheckpointList,
+    DryRun,
     Event,
     EventList,
     JobDeleted,
@@ -80,6 +81,15 @@ class Client:
         body = SubmitRequest(job=job)
         call = self._client.call(
             "POST", "/v1/jobs", body, JobRecord, deadline_s=SUBMIT_DEADLINE_S, key=key
+        )
+        return self._background.run(call)
+
+    def dry_run(self, job: Job) -> DryRun:
+        """Checks a job as a submission does, and returns what it would send; nothing is submitted.
+        Raises BadRequest with a sentence for each fault."""
+        body = SubmitRequest(job=job)
+        call = self._client.call(
+            "POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=SUBMIT_DEADLINE_S
         )
         return self._background.run(call)
 

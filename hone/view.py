@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shared.wire import Event, JobRecord, MetricsRow
+from shared.wire import DryRun, Event, JobRecord, MetricsRow, PreviewedPrompt
 
 COLUMNS = {
     "reward": "reward",
@@ -115,6 +115,31 @@ def job_details(record: JobRecord) -> Table:
         if value is not None:
             table.add_row(name, escape(str(value)))
     return table
+
+
+def dry_run(tried: DryRun) -> Text:
+    """Returns what a job would train on, and its first prompts as the model would read them."""
+    train = "a stream of problems" if tried.num_train is None else f"{tried.num_train} problems"
+    sources = ", ".join(f"{name} {version}" for name, version in tried.data.items())
+    lines = [
+        f"job {tried.job.name!r} is valid: {train}, {tried.num_held_out} held out; nothing was "
+        "submitted",
+        f"columns: {', '.join(tried.columns)}",
+        *([f"data: {sources}"] if sources else []),
+        *([f"tokens are not counted: {tried.not_counted}"] if tried.not_counted else []),
+    ]
+    for prompt in tried.prompts:
+        size = "" if prompt.num_tokens is None else f", {prompt.num_tokens} tokens"
+        lines += ["", f"row {prompt.index}{size}:", _shown(prompt)]
+    return Text("\n".join(lines))
+
+
+def _shown(prompt: PreviewedPrompt) -> str:
+    if prompt.text is not None:
+        return prompt.text
+    if isinstance(prompt.content, str):
+        return prompt.content
+    return "\n".join(f"{said['role']}: {said.get('content')}" for said in prompt.content)
 
 
 def metrics_table(rows: Iterable[MetricsRow]) -> Table:

@@ -73,6 +73,14 @@ class Settings(BaseSettings):
     """Where jobs leave their results, one folder per job. Orchestrator, trainer and sampler share
     it."""
 
+    data_dirs: Annotated[tuple[Path, ...] | None, NoDecode] = None
+    """Folders below which the data files lie that jobs may name, with commas between several. None:
+    any file that the orchestrator can read while it listens on this machine only, and none
+    otherwise; a file that is not allowed can be uploaded."""
+
+    max_file_mib: int = Field(default=512, gt=0)
+    """Largest uploaded file, in MiB. The default is OpenAI's. `max_body_mib` bounds it too."""
+
     # where each service is, for those that call it and for itself (its port)
 
     orchestrator_url: str = f"http://127.0.0.1:{PORTS['orchestrator']}"
@@ -311,6 +319,11 @@ class Settings(BaseSettings):
     def _names(cls, value: Any) -> Any:
         """In the environment they are one text: "numpy,sympy"."""
         return tuple(_split(value)) if isinstance(value, str) else value
+
+    @field_validator("data_dirs", mode="before")
+    @classmethod
+    def _folders(cls, value: Any) -> Any:
+        return tuple(map(Path, _split(value))) if isinstance(value, str) else value
 
     @field_validator("rollout_url")
     @classmethod

@@ -165,3 +165,12 @@ def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 def _no_safetensors(file: Path, why: str) -> Failed:
     return Failed(f"{str(file)!r} is not a whole safetensors file: {why}")
+
+
+def digest_of_file(path: Path) -> str:
+    """Returns the digest of a file's bytes, whatever they are. Raises OSError."""
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            state.update(block)
+    return KIND + state.hexdigest()

@@ -10,7 +10,6 @@ import typer
 
 from hone import view
 from hone.commands.logs import follow
-from hone.dry_run import DryRun, dry_run
 from hone.shell import JobArgument, Output, OutputOption, command, connect, err, out, show
 from shared.job_file import load_job
 from shared.wire import TERMINAL
@@ -32,17 +31,17 @@ def submit(
     ] = None,
     dry: Annotated[
         bool,
-        typer.Option("--dry-run", help="only check the job, and its rewards on the first rows"),
+        typer.Option("--dry-run", help="only check the job, and show its first prompts"),
     ] = False,
     output: OutputOption = Output.table,
 ) -> None:
     """Submit a job."""
     job = load_job(file, overrides or [])
-    if dry:
-        tried = dry_run(job)
-        show(output, tried, lambda: _dry(tried))
-        return
     with connect() as client:
+        if dry:
+            tried = client.dry_run(job)
+            show(output, tried, lambda: view.dry_run(tried))
+            return
         record = client.submit(job, key=key)
         if output is Output.json and not following:
             view.as_json(out, record)
@@ -55,13 +54,6 @@ def submit(
         else:
             out.print(f"  hone logs -f {record.id}    to watch it", highlight=False)
             out.print(f"  hone cancel {record.id}     to stop it", highlight=False)
-
-
-def _dry(tried: DryRun) -> str:
-    what = tried.not_tried or (
-        f"its rewards {', '.join(tried.rewards)} can grade the first {tried.rows_tried} rows"
-    )
-    return f"job {tried.job!r} is valid; {what}; nothing was submitted"
 
 
 @command

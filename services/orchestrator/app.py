@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
-from services.orchestrator.api import history, jobs, recover, regrade, samplers
+from services.orchestrator.api import files, history, jobs, recover, regrade, samplers
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue.store import Store
 from services.orchestrator.queue.worker import Worker
@@ -44,6 +44,7 @@ def create_service(settings: Settings, store: Store) -> Service:
     regrade.add_route(service, settings, store)
     recover.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
+    files.add_routes(service, settings, store)
     return service
 
 

@@ -4,7 +4,8 @@
 | file | sections |
 |---|---|
 | `job.py` | the job whole: its own keys, how weights are synced |
-| `data.py` | `[data]`, `[sampling]`, `[[rewards]]` |
+| `dataset.py` | `[data]` |
+| `data.py` | `[sampling]`, `[[rewards]]` |
 | `learning.py` | `[advantages]`, `[training]`, `[correction]`, `[lora]` |
 | `running.py` | `[memory]`, `[evaluation]`, `[checkpoints]`, `[rollouts]`, `[wandb]` |
 | `checks.py` | what the sections must be to each other |
@@ -18,7 +19,8 @@ OpenAPI document show it.
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
-from shared.job.data import MAX_KEPT, MAX_SOURCE_BYTES, DataSpec, RewardSpec, SamplingSpec
+from shared.job.data import MAX_KEPT, MAX_SOURCE_BYTES, RewardSpec, SamplingSpec
+from shared.job.dataset import UPLOADED, DataSpec, Source, TemplateMessage
 from shared.job.job import MAY_CHANGE, Job, SyncChoice, SyncMethod
 from shared.job.learning import (
     MAX_SERVED_RANK,

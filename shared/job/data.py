@@ -1,4 +1,4 @@
-"""What is sampled and what for: `[data]`, `[sampling]`, `[[rewards]]`."""
+"""How it is sampled and what for: `[sampling]`, `[[rewards]]`."""
 
 from __future__ import annotations
 
@@ -14,41 +14,6 @@ MAX_SOURCE_BYTES = 1 << 20
 MAX_KEPT = 1024
 """Largest `sampling.top_k` with which the sampler says which tokens each one could have been: 4 KB
 per token at most, where a completion's other data is 9 bytes."""
-
-
-class DataSpec(Section):
-    """Training and held-out problems, one per row. The columns beside the prompt go to the
-    graders."""
-
-    train: str = Field(min_length=1)
-    """The training problems: a `.jsonl`, `.json`, `.csv` or `.parquet` file on the orchestrator's
-    host, or a Hugging Face dataset id. Each pass takes them in another order."""
-
-    train_split: str = "train"
-    """Split of a Hugging Face dataset to train on. Files have none."""
-
-    eval: str | None = Field(default=None, min_length=1)
-    """The held-out problems, never trained on: a file or a dataset id, as for `train`. None: the
-    job does no evaluation."""
-
-    eval_split: str = "test"
-    """Split of a Hugging Face dataset to evaluate on. Files have none."""
-
-    config: str | None = None
-    """Configuration of a Hugging Face dataset that has several, for example "main" of
-    openai/gsm8k. It counts for `train` and `eval`."""
-
-    revision: str | None = None
-    """Commit, tag or branch of a Hugging Face dataset, for `train` and `eval`. None: the newest
-    one, so a run that must be repeatable names a commit."""
-
-    prompt_column: str = "prompt"
-    """The column with the prompt: text, or a list of chat messages (`role`, `content`). Text goes
-    to the model as it is; messages go through the model's chat template."""
-
-    system_prompt: str | None = None
-    """A system message before every prompt. Prompts that are text become a user message after it,
-    so they go through the chat template too. None: no system message is added."""
 
 
 class SamplingSpec(Section):

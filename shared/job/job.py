@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from shared.job import checks
-from shared.job.data import DataSpec, RewardSpec, SamplingSpec
+from shared.job.data import RewardSpec, SamplingSpec
+from shared.job.dataset import DataSpec
 from shared.job.learning import (
     MAX_SERVED_RANK,
     AdvantageSpec,

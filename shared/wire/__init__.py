@@ -13,6 +13,7 @@
 | `weights.py` | published versions, one class per way that they go |
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: records, events, metrics, stored rollouts |
+| `files.py` | files that were uploaded |
 
 All are imported from here. All are frozen and refuse unknown keys. Token ids, log-probs and masks
 stay bytes from end to end (`packed.py`): in JSON a list of numbers, in msgpack 4, 4 and 1 bytes per
@@ -36,6 +37,7 @@ from shared.wire.base import (
     WaitResult,
     Wire,
 )
+from shared.wire.files import FileDeleted, FileList, Purpose, UploadedFile
 from shared.wire.graders import (
     ExecuteRequest,
     Execution,
@@ -50,6 +52,7 @@ from shared.wire.graders import (
 )
 from shared.wire.jobs import (
     TERMINAL,
+    DryRun,
     Event,
     EventList,
     GradedRollout,
@@ -60,6 +63,7 @@ from shared.wire.jobs import (
     JobStatus,
     MetricsList,
     MetricsRow,
+    PreviewedPrompt,
     Recovered,
     RecoveredJob,
     RegradedRollout,

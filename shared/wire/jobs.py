@@ -28,6 +28,8 @@ class JobRecord(Wire):
 
     `error` is a sentence: why it failed, or why it was paused. `recoveries` counts how often it
     went on after a service had lost its state, and `attempts` how often a worker took it up.
+    `data` says which content the job's data has, by "train" and "eval": a file's digest, or a
+    dataset's commit on the Hub. It goes on with that content only.
     """
 
     id: JobId
@@ -47,7 +49,33 @@ class JobRecord(Wire):
     run_dir: str
     attempts: int = 0
     summary: dict[str, Any] | None = None
+    data: dict[str, str] = {}
     job: Job
+
+
+class PreviewedPrompt(Wire):
+    """A prompt as a job would send it: `index` is its row, `content` what the row became. `text` is
+    what the model reads, chat template included, in `num_tokens` tokens; None where its tokenizer
+    is not known here."""
+
+    index: int
+    content: str | tuple[Message, ...]
+    text: str | None = None
+    num_tokens: int | None = None
+
+
+class DryRun(Wire):
+    """`POST /v1/jobs/dry_run`: the job as it would run, and its first prompts. `num_train` is None
+    for a stream; `data` are the versions as in a job's record. `not_counted` says why prompts have
+    no `num_tokens`."""
+
+    job: Job
+    columns: tuple[str, ...]
+    num_train: int | None
+    num_held_out: int
+    data: dict[str, str]
+    prompts: tuple[PreviewedPrompt, ...]
+    not_counted: str = ""
 
 
 class JobState(Wire):

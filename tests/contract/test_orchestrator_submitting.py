@@ -65,7 +65,10 @@ async def test_a_key_is_remembered_across_a_restart(
     ("changes", "sentence"),
     [
         ({"data": {"train": "/nope/train.jsonl"}}, "no dataset file at '/nope/train.jsonl'"),
-        ({"data": {"train": "TRAIN", "prompt_column": "question"}}, "has no column 'question'"),
+        (
+            {"data": {"train": "TRAIN", "columns": {"prompt": "question"}}},
+            "has no column 'question'",
+        ),
         ({"model": "/nope/model"}, "there is no folder '/nope/model' here"),
         ({"model": "/"}, "the folder '/' has no config.json"),
         (
@@ -97,7 +100,7 @@ async def test_the_rewards_of_a_job_are_tried_on_the_first_rows_of_its_data(stac
     await stack.until((await stack.submit()).id)
     of_submission, of_beginning = tried
     assert of_submission == of_beginning
-    prompts = load_prompts(stack.job).for_step(1)
+    prompts = load_prompts(stack.job, stack.settings).for_step(1)
     assert of_submission.prompts == prompts[:8] and len(prompts) >= 2
 
 

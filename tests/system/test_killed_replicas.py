@@ -169,7 +169,7 @@ async def test_every_job_ends_with_each_group_once(seed: int, tmp_path: Path) ->
                 await kill_while_sampling(stack, port, choose)
         enough.set()
         await working
-    prompts = load_prompts(stack.job)
+    prompts = load_prompts(stack.job, stack.settings)
     said: list[str] = []
     for record, events in ended:
         assert (record.status, record.error, record.recoveries) == ("succeeded", None, 0)

@@ -19,7 +19,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"msgpack", "pydantic_settings", "prometheus_client", "structlog", "uvicorn", "xxhash"}
     | {"numpy", "zstandard"},  # in delta.py, which only trainer and sampler import
     "hone": WIRE | {"typer", "rich"},
-    "services/orchestrator": WIRE | {"redis", "wandb", "datasets", "xxhash"},
+    "services/orchestrator": WIRE
+    | {"redis", "wandb", "datasets", "huggingface_hub", "jinja2", "tokenizers", "xxhash"},
     "services/rollout": WIRE
     | {"numpy", "vllm", "torch", "transformers", "safetensors", "prometheus_client", "uvicorn"},
     "services/trainer": WIRE

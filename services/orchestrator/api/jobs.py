@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import Query
 
+from services.orchestrator.data.preview import preview
 from services.orchestrator.loop.colocation import check_colocation
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts, load_prompts
@@ -20,10 +21,12 @@ from shared.job_file import changed
 from shared.models import model_folder
 from shared.service import Service, request_key
 from shared.wire import (
+    DryRun,
     JobDeleted,
     JobList,
     JobRecord,
     JobState,
+    Prompt,
     ResumeRequest,
     SubmitRequest,
 )
@@ -33,10 +36,18 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
     async def submit(request: SubmitRequest) -> JobRecord:
         """Accepts a job once its data, rewards and model have been checked. Accepted, it is on
         disk."""
-        await check_job(request.job, settings)
-        return await store.submit(request.job, settings.runs_dir, request_key.get())
+        prompts = await check_job(request.job, settings)
+        return await store.submit(
+            request.job, settings.runs_dir, request_key.get(), prompts.versions
+        )
+
+    async def dry_run(request: SubmitRequest) -> DryRun:
+        """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
+        prompts = await check_job(request.job, settings)
+        return await asyncio.to_thread(_dry_run, request.job, prompts)
 
     service.operation("POST", "/v1/jobs", submit, durable=True)
+    service.operation("POST", "/v1/jobs/dry_run", dry_run)
     app = service.app
 
     @app.get("/v1/jobs")
@@ -85,10 +96,10 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         return await store.resume(job_id, job)
 
 
-async def check_job(job: Job, settings: Settings) -> None:
-    """Raises a sentence for what would fail the job later, or let it learn nothing: data that
-    cannot be read, a model folder that is not one, groups of one, rewards that the reward service
-    does not know or that need columns the data lacks."""
+async def check_job(job: Job, settings: Settings) -> Prompts:
+    """Returns the job's prompts. Raises a sentence for what would fail the job later, or let it
+    learn nothing: data that cannot be read, a model folder that is not one, groups of one, rewards
+    that the reward service does not know or that need columns the data lacks."""
     if job.sampling.group_size == 1:
         raise BadRequest(
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
@@ -96,18 +107,35 @@ async def check_job(job: Job, settings: Settings) -> None:
         )
     check_colocation(job, settings)
     model_folder(job.model)
-    prompts = await asyncio.to_thread(load_prompts, job)
-    await asyncio.to_thread(_check_prompts, prompts)
+    prompts = await asyncio.to_thread(load_prompts, job, settings)
+    first = await asyncio.to_thread(_check_prompts, prompts)
     peers = Peers(job, settings)
     try:
-        await peers.validate_rewards(prompts.columns, prompts.for_step(1))
+        await peers.validate_rewards(prompts.columns, first)
+        return prompts
     except Failed as error:
         raise Unavailable(error.detail) from error
     finally:
         await peers.close()
 
 
-def _check_prompts(prompts: Prompts) -> None:
-    """Makes the first step's and all held-out prompts, and tries whether they can be sent."""
-    for prompt in (*prompts.for_step(1), *prompts.held_out()):
+def _check_prompts(prompts: Prompts) -> tuple[Prompt, ...]:
+    """Makes the first step's and all held-out prompts, and tries whether they can be sent. Returns
+    the first step's."""
+    first = prompts.for_step(1)
+    for prompt in (*first, *prompts.held_out()):
         codec.encode(prompt, codec.MSGPACK)
+    return first
+
+
+def _dry_run(job: Job, prompts: Prompts) -> DryRun:
+    shown, why = preview(job, prompts.for_step(1))
+    return DryRun(
+        job=job,
+        columns=prompts.columns,
+        num_train=prompts.num_train,
+        num_held_out=prompts.num_held_out,
+        data=prompts.versions,
+        prompts=shown,
+        not_counted=why,
+    )

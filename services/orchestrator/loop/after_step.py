@@ -59,7 +59,8 @@ class AfterStep:
 
     async def _evaluate(self, version: int) -> dict[str, float]:
         start = time.monotonic()
-        metrics = await evaluate(self.job, self.prompts.held_out(), self.peers, version)
+        held_out = await asyncio.to_thread(self.prompts.held_out)
+        metrics = await evaluate(self.job, held_out, self.peers, version)
         return metrics | {"time/eval": time.monotonic() - start} if metrics else {}
 
     async def _record(self, number: int, metrics: dict[str, float], eta_s: float | None) -> None:

@@ -114,9 +114,9 @@ class Batches:
             await self._keep(step, place, graded)
             return graded
 
-        prompts = self.prompts.for_step(step, round)[:num_prompts]
+        prompts = await asyncio.to_thread(self.prompts.for_step, step, round)
         return await all_of(
-            sample_group(prompt, position) for position, prompt in enumerate(prompts)
+            sample_group(prompt, position) for position, prompt in enumerate(prompts[:num_prompts])
         )
 
     async def _found(self, step: int, place: Place, prompt: Prompt) -> GradedGroup | None:

@@ -48,7 +48,7 @@ async def refill(
     """
     kept, dropped = list(groups_P), list[GradedGroup]()
     refills, drops = job.sampling.refills, job.sampling.overlong_prompts == "drop"
-    for round in range(1, max(refills, DROP_ROUNDS if drops else 0) + 1):
+    for round in range(1, num_rounds(job) + 1):
         flat = [
             position
             for position, graded in enumerate(kept)
@@ -64,6 +64,12 @@ async def refill(
             dropped.append(kept[position])
             kept[position] = graded
     return kept, dropped
+
+
+def num_rounds(job: Job) -> int:
+    """Returns how many rounds of fresh prompts a step may have at most."""
+    drops = job.sampling.overlong_prompts == "drop"
+    return max(job.sampling.refills, DROP_ROUNDS if drops else 0)
 
 
 def to_batch(

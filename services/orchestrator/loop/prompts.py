@@ -1,48 +1,65 @@
-"""The job's problems. Which ones a step takes is a pure function of (job seed, step, round):
-resuming needs no saved position."""
+"""The job's prompts, made of the rows of its data. Which ones a step takes is a pure function of
+(job seed, step, round): resuming needs no saved position."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-import random
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from shared.errors import BadRequest, Unavailable
-from shared.job import DataSpec, Job
+from services.orchestrator.data.choosing import (
+    PROMPT,
+    Columns,
+    Problem,
+    chosen,
+    looked_at,
+    streamed,
+    unrenderable,
+)
+from services.orchestrator.data.order import InStream, InTable, Order
+from services.orchestrator.data.rendering import RENDERER, CannotRender
+from services.orchestrator.data.sources import Ask, open_source
+from services.orchestrator.data.tables import Table
+from services.orchestrator.loop.groups import num_rounds
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.job import DataSpec, Job, TemplateMessage
 from shared.wire import Prompt
 
-FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-
-
-class Rows(Protocol):
-    """A table as `datasets.Dataset` is one."""
-
-    @property
-    def column_names(self) -> list[str]: ...
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
+Content = str | tuple[dict[str, Any], ...]
 
 
 class Prompts:
-    """Training prompts by step, and the held-out ones."""
+    """Training prompts by step, and the held-out ones. Making them may wait for a disk, the Hub or
+    a template: call the methods off the event loop.
 
-    def __init__(self, job: Job, train: Rows, evaluation: Rows | None) -> None:
+    `columns` are those that every problem has, held-out ones included; `versions` say which content
+    the sources have, by "train" and "eval", as far as that is known. `num_train` is None for a
+    stream.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        order: Order,
+        held_out: Sequence[Problem] = (),
+        *,
+        columns: tuple[str, ...] = (),
+        names: tuple[str, str] = ("data.train", "data.eval"),
+        versions: Mapping[str, str] | None = None,
+        num_train: int | None = None,
+    ) -> None:
         self._job = job
-        self._train = train
-        self._evaluation = evaluation
+        self._order = order
+        self._held_out = held_out
+        self._names = names
+        self.columns = columns
+        self.versions = dict(versions or {})
+        self.num_train = num_train
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that every problem has, held-out ones included."""
-        held_out = (
-            self._evaluation.column_names
-            if self._evaluation is not None
-            else self._train.column_names
-        )
-        return tuple(name for name in self._train.column_names if name in held_out)
+    def num_held_out(self) -> int:
+        return len(self._held_out)
 
     def for_step(self, step: int, round: int = 0) -> tuple[Prompt, ...]:
         """Returns the step's `[P]` prompts. Each pass over the data has another order; step 1 is
@@ -52,117 +69,131 @@ class Prompts:
         earlier round of the step could have taken, so fewer than `[P]` once a small data set has no
         more.
         """
-        source = self._job.data.train
-        return tuple(
-            self._prompt(self._train, source, index) for index in self._indices(step, round)
-        )
+        return make_prompts(self._order.take(step, round), self._job.data, self._names[0])
 
     def held_out(self) -> tuple[Prompt, ...]:
         """Returns the evaluation problems, the same ones each time; empty without `data.eval`."""
-        if self._evaluation is None:
-            return ()
-        count = min(
-            self._job.evaluation.num_prompts or len(self._evaluation), len(self._evaluation)
+        return make_prompts(self._held_out, self._job.data, self._names[1])
+
+
+def load_prompts(
+    job: Job, settings: Settings, versions: Mapping[str, str] | None = None
+) -> Prompts:
+    """Returns the job's prompts. With the `versions` that its data had when it was submitted, these
+    and no others.
+
+    Raises BadRequest for a source that is missing, not allowed, empty or unreadable, and for a
+    column that is not there; MustPause for a file that is not what it was; Unavailable while the
+    Hub cannot be reached. Takes as long as reading the files; call it off the event loop.
+    """
+    spec, wanted = job.data, versions or {}
+    train = open_source(
+        Ask("data.train", spec.train, spec.train_split, spec, settings, wanted.get("train"))
+    )
+    found = {"train": train.version}
+    columns, order, num_train = _ordered(job, train)
+    names, eval_name = columns.names, "data.eval"
+    held_out: Sequence[Problem] = ()
+    if spec.eval is not None:
+        table = open_source(
+            Ask("data.eval", spec.eval, spec.eval_split, spec, settings, wanted.get("eval"))
         )
-        source = str(self._job.data.eval)
-        return tuple(self._prompt(self._evaluation, source, index) for index in range(count))
-
-    def _indices(self, step: int, round: int) -> list[int]:
-        count, rows = self._job.sampling.prompts_per_step, range(len(self._train))
-        indices = [self._index(position) for position in range((step - 1) * count, step * count)]
-        taken = set(indices)
-        for earlier in range(1, round + 1):
-            drawn = random.Random(f"{self._job.seed}:{step}:{earlier}").sample(
-                rows, min(count + len(taken), len(rows))
-            )
-            indices = [index for index in drawn if index not in taken][:count]
-            taken.update(indices)
-        return indices
-
-    def _index(self, position: int) -> int:
-        epoch, offset = divmod(position, len(self._train))
-        return _shuffled(len(self._train), self._job.seed, epoch)[offset]
-
-    def _prompt(self, rows: Rows, source: str, index: int) -> Prompt:
-        row = rows[index]
-        where = f"row {index} of dataset {source!r}"
-        return Prompt(index=index, content=_content(row, self._job.data, where), row=row)
+        of_eval, held_out = _held_out(job, table)
+        names = tuple(name for name in names if name in of_eval.names)
+        found["eval"], eval_name = table.version, table.name
+    return Prompts(
+        job,
+        order,
+        held_out,
+        columns=names,
+        names=(train.name, eval_name),
+        versions={name: version for name, version in found.items() if version},
+        num_train=num_train,
+    )
 
 
-def load_prompts(job: Job) -> Prompts:
-    """Returns the job's problems. Raises BadRequest for a file that is missing, empty or
-    unreadable, and for a column that is not there; Unavailable while the Hub cannot be reached.
-    Takes as long as reading the files; call it off the event loop."""
-    train = _load(job.data.train, job.data.train_split, job.data)
-    evaluation = _load(job.data.eval, job.data.eval_split, job.data) if job.data.eval else None
-    return Prompts(job, train, evaluation)
+def _ordered(job: Job, table: Table) -> tuple[Columns, Order, int | None]:
+    if not job.data.streaming:
+        columns, problems = chosen(table, job.data, job.data.max_samples)
+        return columns, InTable(job, problems), len(problems)
+    columns = looked_at(table, job.data)
+    order = InStream(job, lambda: streamed(table, columns, job.data), num_rounds(job))
+    return columns, order, None
 
 
-def _load(source: str, split: str, spec: DataSpec) -> Rows:
-    import datasets
+def _held_out(job: Job, table: Table) -> tuple[Columns, Sequence[Problem]]:
+    limit = job.evaluation.num_prompts
+    if not job.data.streaming:
+        return chosen(table, job.data, limit)
+    columns = looked_at(table, job.data)
+    problems = streamed(table, columns, job.data)
+    return columns, list(itertools.islice(problems, limit))
 
-    path = Path(source)
-    rows: Any
+
+def make_prompts(problems: Sequence[Problem], spec: DataSpec, where: str) -> tuple[Prompt, ...]:
+    """Returns the prompt of each problem. Raises BadRequest, with the row, for one that cannot be
+    made."""
+    problems = list(problems)
+    if spec.template is not None:
+        texts = _rendered("data.template", spec.template, problems, where)
+        contents: list[Any] = [_with_system(text, spec) for text in texts]
+    elif spec.messages is not None:
+        contents = _conversations(spec.messages, problems, spec, where)
+    else:
+        contents = [_given(problem, spec, where) for problem in problems]
+    return tuple(
+        Prompt(index=problem.index, content=content, row=problem.row)
+        for problem, content in zip(problems, contents, strict=True)
+    )
+
+
+def _conversations(
+    messages: tuple[TemplateMessage, ...],
+    problems: Sequence[Problem],
+    spec: DataSpec,
+    where: str,
+) -> list[Content]:
+    texts_MP = [
+        _rendered(f"data.messages.{number}.content", message.content, problems, where)
+        for number, message in enumerate(messages)
+    ]
+    roles = [message.role for message in messages]
+    return [
+        (
+            *_system(spec),
+            *({"role": role, "content": text} for role, text in zip(roles, texts, strict=True)),
+        )
+        for texts in zip(*texts_MP, strict=True)
+    ]
+
+
+def _rendered(key: str, template: str, problems: Sequence[Problem], where: str) -> list[str]:
     try:
-        if path.suffix in FORMATS:
-            if not path.is_file():
-                raise BadRequest(
-                    f"no dataset file at {source!r} on the orchestrator's host; give an existing "
-                    "file's path"
-                )
-            if path.suffix == ".csv" and not _has_rows(path):
-                raise BadRequest(f"dataset {source!r} has no rows")
-            rows = datasets.load_dataset(FORMATS[path.suffix], data_files=str(path), split="train")
-        elif path.exists() or source.startswith(("/", ".")):
-            raise BadRequest(
-                f"dataset {source!r} is not a file ending in {', '.join(FORMATS)}, nor a Hugging "
-                "Face dataset id"
-            )
-        else:
-            rows = datasets.load_dataset(source, spec.config, split=split, revision=spec.revision)
-    except BadRequest:
-        raise
-    except StopIteration as error:
-        raise BadRequest(f"dataset {source!r} has no rows") from error
-    except ConnectionError as error:
-        raise Unavailable(f"dataset {source!r} cannot be fetched: {error}") from error
-    except Exception as error:  # whatever reading a file that we did not write raises
-        reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-        raise BadRequest(f"dataset {source!r} cannot be read: {reason[0]}") from error
-    if not len(rows):
-        raise BadRequest(f"dataset {source!r} has no rows")
-    if spec.prompt_column not in rows.column_names:
-        columns = ", ".join(rows.column_names)
-        raise BadRequest(
-            f"dataset {source!r} has no column {spec.prompt_column!r} (data.prompt_column); its "
-            f"columns are {columns}"
-        )
-    return rows
+        return RENDERER.texts(template, [problem.row for problem in problems])
+    except CannotRender as error:
+        raise unrenderable(key, error, problems, where) from error
 
 
-def _has_rows(csv: Path) -> bool:
-    """Whether anything follows the header: `datasets` has several errors for what is empty."""
-    with csv.open("rb") as lines:
-        return len(list(itertools.islice(filter(bytes.strip, lines), 2))) == 2
+def _system(spec: DataSpec) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": spec.system_prompt}] if spec.system_prompt else []
 
 
-@functools.lru_cache(maxsize=2)
-def _shuffled(count: int, seed: int, epoch: int) -> Sequence[int]:
-    order = list(range(count))
-    random.Random(f"{seed}:{epoch}").shuffle(order)
-    return order
+def _with_system(text: str, spec: DataSpec) -> Content:
+    system = _system(spec)
+    return (*system, {"role": "user", "content": text}) if system else text
 
 
-def _content(row: dict[str, Any], spec: DataSpec, where: str) -> str | tuple[dict[str, Any], ...]:
-    value = row[spec.prompt_column]
-    system = [{"role": "system", "content": spec.system_prompt}] if spec.system_prompt else []
+def _given(problem: Problem, spec: DataSpec, where: str) -> Content:
+    """Returns the prompt that a row has in its column."""
+    value = problem.row[PROMPT]
     if isinstance(value, str):
-        return (*system, {"role": "user", "content": value}) if system else value
+        return _with_system(value, spec)
     if isinstance(value, list) and value and all(map(_is_message, value)):
-        return (*system, *value)
+        return (*_system(spec), *value)
+    column = spec.columns.get(PROMPT, PROMPT)
     raise BadRequest(
-        f"{where}, column {spec.prompt_column!r}: got {value!r:.80}; expected text or a list of "
-        "chat messages, each with a role and its content"
+        f"row {problem.index} of {where}, column {column!r}: got {value!r:.80}; expected text or a "
+        "list of chat messages, each with a role and its content"
     )
 
 

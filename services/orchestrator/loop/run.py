@@ -169,8 +169,11 @@ class Run:
         """Makes the run folder, and checks what the job names: its data and its rewards."""
         check_colocation(self._job, self._settings)
         await asyncio.to_thread(self._folder.create, self._job)
-        prompts = await asyncio.to_thread(load_prompts, self._job)
-        await self._peers.validate_rewards(prompts.columns, prompts.for_step(1))
+        prompts = await asyncio.to_thread(
+            load_prompts, self._job, self._settings, self._record.data
+        )
+        first = await asyncio.to_thread(prompts.for_step, 1)
+        await self._peers.validate_rewards(prompts.columns, first)
         return AfterStep(
             self._job, prompts, self._peers, self._folder, self._journal, self._tracker
         )

@@ -26,8 +26,9 @@ class Unreadable(Failed):
 def record_of(job_id: str, fields: dict[str, str]) -> JobRecord:
     try:
         shown: dict[str, Any] = {**fields, "job": json.loads(fields["job"])}
-        if "summary" in fields:
-            shown["summary"] = json.loads(fields["summary"])
+        for name in ("summary", "data"):
+            if name in fields:
+                shown[name] = json.loads(fields[name])
         return JobRecord.model_validate(shown, extra="ignore")
     except (KeyError, ValueError) as error:  # ValueError is also pydantic's and json's
         raise _unreadable(job_id, fields, error) from error

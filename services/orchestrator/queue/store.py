@@ -8,11 +8,12 @@ shows an old one, or one that has expired, is refused.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -134,10 +135,12 @@ class Store:
 
     # --- by the API
 
-    async def submit(self, job: Job, runs_dir: Path, key: str | None) -> JobRecord:
+    async def submit(
+        self, job: Job, runs_dir: Path, key: str | None, data: Mapping[str, str] | None = None
+    ) -> JobRecord:
         """Returns the queued job's record, or that of the job already submitted with `key`. The job
-        is in Redis, on disk, when this returns; its folder will be in `runs_dir`. Raises Conflict
-        for a key that came with another job before."""
+        is in Redis, on disk, when this returns; its folder will be in `runs_dir`, and `data` says
+        which versions its data has. Raises Conflict for a key that came with another job before."""
         job_id = new_job_id(job.name)
         spec = job.model_dump_json()
         fingerprint = hashlib.sha256(spec.encode()).hexdigest()
@@ -151,6 +154,7 @@ class Store:
             "run_dir": (runs_dir / job_id).resolve(),
             "job": spec,
             "key": key,
+            "data": json.dumps(dict(data or {})),
         }
         answer = await self._call(
             self._submit,
@@ -204,6 +208,14 @@ class Store:
             next_after=shown[-1] if len(ids) > limit else None,
             unreadable=tuple(unreadable),
         )
+
+    async def not_ended(self) -> list[JobRecord]:
+        """Returns the jobs that are queued, running or paused, as far as they can be read."""
+        found: list[JobRecord] = []
+        for job_id in await self._do(self._redis.zdiff([keys.JOBS, keys.ENDED])):
+            with contextlib.suppress(NotFound, Unreadable):  # deleted since, or of another version
+                found.append(await self.get(job_id))
+        return found
 
     async def cancel(self, job_id: str) -> JobState:
         """Returns the state of the job, which is cancelled now if it was queued or paused and soon

@@ -1,0 +1,158 @@
+"""Uploaded files, in the shape of OpenAI's `/v1/files`. Errors are problem documents, in which
+OpenAI's clients find their `error` too."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal, cast, get_args
+
+from fastapi import Query, Request
+from fastapi.responses import FileResponse
+from starlette.datastructures import FormData, UploadFile
+
+from services.orchestrator.data.uploads import Uploads
+from services.orchestrator.queue.store import Store
+from shared.config import Settings
+from shared.errors import BadRequest, Conflict, Unauthorized
+from shared.explain import nearest
+from shared.service import Service
+from shared.wire import FileDeleted, FileList, Purpose, UploadedFile
+
+FORM = "multipart/form-data"
+FIELDS = ("file", "purpose")
+PURPOSES: tuple[str, ...] = get_args(Purpose)
+FORM_ROOM_BYTES = 1 << 16
+"""What a form has beside its file."""
+
+UPLOAD_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            FORM: {
+                "schema": {
+                    "type": "object",
+                    "required": [*FIELDS],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": [*PURPOSES]},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+def add_routes(service: Service, settings: Settings, store: Store) -> None:
+    app = service.app
+    uploads = Uploads(settings.runs_dir)
+
+    @app.post("/v1/files", openapi_extra=UPLOAD_BODY)
+    async def upload_file(request: Request) -> UploadedFile:
+        """Stores a file, which jobs can name by its id. It is on disk when this answers. With an
+        Idempotency-Key it is stored once."""
+        _check_request(request, settings)
+        async with request.form(max_files=1, max_fields=len(FIELDS)) as form:
+            file, purpose = _fields(form)
+            if file.size is not None and file.size > settings.max_file_mib << 20:
+                raise _too_large(file.size, settings)
+            key = request.headers.get("idempotency-key")
+            name = file.filename or "file"
+            return await asyncio.to_thread(uploads.add, file.file, name, purpose, key)
+
+    @app.get("/v1/files")
+    async def list_files(
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+        order: Literal["asc", "desc"] = "desc",
+        purpose: Purpose | None = None,
+    ) -> FileList:
+        """The uploaded files, newest first."""
+        found = await asyncio.to_thread(uploads.list)
+        return page(
+            [file for file in found if purpose in (None, file.purpose)], after, limit, order
+        )
+
+    @app.get("/v1/files/{file_id}")
+    async def get_file(file_id: str) -> UploadedFile:
+        """One file."""
+        return await asyncio.to_thread(uploads.get, file_id)
+
+    @app.get("/v1/files/{file_id}/content", response_class=FileResponse)
+    async def get_content(file_id: str) -> FileResponse:
+        """The bytes of a file, as they were uploaded."""
+        file = await asyncio.to_thread(uploads.get, file_id)
+        return FileResponse(
+            uploads.content(file_id), media_type="application/octet-stream", filename=file.filename
+        )
+
+    @app.delete("/v1/files/{file_id}")
+    async def delete_file(file_id: str) -> FileDeleted:
+        """Removes a file that no job needs any more."""
+        await asyncio.to_thread(uploads.get, file_id)
+        for record in await store.not_ended():
+            if file_id in (record.job.data.train, record.job.data.eval):
+                raise Conflict(
+                    f"file {file_id!r} is in use by job {record.id!r}, which is {record.status}; "
+                    "cancel the job or wait for its end"
+                )
+        await asyncio.to_thread(uploads.remove, file_id)
+        return FileDeleted(id=file_id)
+
+
+def page(
+    files: list[UploadedFile], after: str | None, limit: int, order: Literal["asc", "desc"]
+) -> FileList:
+    """Returns up to `limit` of `files` (oldest first) that come after the file `after`. Raises
+    BadRequest for one that is not among them."""
+    files = files if order == "asc" else files[::-1]
+    ids = [file.id for file in files]
+    if after is not None and after not in ids:
+        raise BadRequest(f"after is {after!r}; expected the id of a file of the list")
+    rest = files[ids.index(after) + 1 :] if after is not None else files
+    shown = tuple(rest[:limit])
+    return FileList(
+        data=shown,
+        has_more=len(rest) > limit,
+        first_id=shown[0].id if shown else None,
+        last_id=shown[-1].id if shown else None,
+    )
+
+
+def _check_request(request: Request, settings: Settings) -> None:
+    """Raises BadRequest for what is no form or too large, and Unauthorized for the form of a web
+    page where nobody has to show a token."""
+    if settings.token is None and "origin" in request.headers:
+        raise Unauthorized(
+            f"an upload from the web page {request.headers['origin']!r}; without HONE_TOKEN files "
+            "are taken from programs only"
+        )
+    given = request.headers.get("content-type", "").partition(";")[0].strip()
+    if given != FORM:
+        raise BadRequest(
+            f"Content-Type is {given!r}; expected {FORM} with the fields 'file' and 'purpose'"
+        )
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > (settings.max_file_mib << 20) + FORM_ROOM_BYTES:
+        raise _too_large(int(length), settings)
+
+
+def _too_large(size: int, settings: Settings) -> BadRequest:
+    return BadRequest(
+        f"a file of {size} bytes; expected at most {settings.max_file_mib << 20} (setting "
+        "HONE_MAX_FILE_MIB)"
+    )
+
+
+def _fields(form: FormData) -> tuple[UploadFile, Purpose]:
+    for name in form:
+        if name not in FIELDS:
+            raise BadRequest(
+                f"unknown field {name!r} of the form; {nearest(name, FIELDS, 'its fields')}"
+            )
+    file, purpose = form.get("file"), form.get("purpose")
+    if not isinstance(file, UploadFile):
+        raise BadRequest("the form has no file in its field 'file'; expected one")
+    if purpose not in PURPOSES:
+        raise BadRequest(f"'purpose': got {purpose!r}; expected one of {', '.join(PURPOSES)}")
+    return file, cast(Purpose, purpose)

@@ -1,0 +1,140 @@
+"""Which rows of a source are problems, and under which names they have their columns."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.orchestrator.data.rendering import RENDERER, ROWS_PER_REQUEST, CannotRender
+from services.orchestrator.data.tables import ROWS_LOOKED_AT, Row, Rows, Table, no_rows
+from shared.errors import BadRequest
+from shared.explain import nearest
+from shared.job import DataSpec
+
+PROMPT = "prompt"
+"""The column that is the prompt, where no template makes one."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row, and its number in the source, from 0."""
+
+    index: int
+    row: Row
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a source under the names that the job has for them: `old[new]` is what the
+    source calls each."""
+
+    old: dict[str, str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.old)
+
+    def problem(self, index: int, row: Row) -> Problem:
+        return Problem(index, {new: row.get(old) for new, old in self.old.items()})
+
+
+class Chosen(Sequence[Problem]):
+    """The problems of a table, in its order: each row is read when it is asked for."""
+
+    def __init__(self, rows: Rows, columns: Columns, indices: Sequence[int]) -> None:
+        self._rows = rows
+        self._columns = columns
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, position: Any, /) -> Any:
+        if isinstance(position, slice):
+            return Chosen(self._rows, self._columns, self._indices[position])
+        index = self._indices[position]
+        return self._columns.problem(index, self._rows[index])
+
+
+def chosen(table: Table, spec: DataSpec, limit: int | None = None) -> tuple[Columns, Chosen]:
+    """Returns the problems of a table, the first `limit` of them. Raises BadRequest if there are
+    none."""
+    rows = table.rows()
+    if not len(rows):
+        raise no_rows(table.name)
+    columns = columns_of(rows.column_names, table.name, spec)
+    indices: Sequence[int] = range(len(rows))
+    if spec.filter is not None:
+        problems = Chosen(rows, columns, indices)
+        kept = (problem.index for problem in _passing(problems, spec, table.name))
+        indices = array("q", itertools.islice(kept, limit))
+        if not indices:
+            raise _all_filtered(table.name, spec)
+    return columns, Chosen(rows, columns, indices[:limit])
+
+
+def streamed(table: Table, columns: Columns, spec: DataSpec) -> Iterator[Problem]:
+    """Yields the problems of a table in order, without holding its rows."""
+    problems = (columns.problem(index, row) for index, row in enumerate(table.stream()))
+    return _passing(problems, spec, table.name) if spec.filter is not None else problems
+
+
+def looked_at(table: Table, spec: DataSpec) -> Columns:
+    """Returns the columns that the first rows of a stream have. Raises BadRequest if there are
+    none."""
+    first = list(itertools.islice(table.stream(), ROWS_LOOKED_AT))
+    if not first:
+        raise no_rows(table.name)
+    names = list(dict.fromkeys(itertools.chain.from_iterable(first)))
+    return columns_of(names, table.name, spec)
+
+
+def columns_of(names: Sequence[str], where: str, spec: DataSpec) -> Columns:
+    """Returns the columns, renamed. Raises BadRequest for one that is not there."""
+    for new, old in spec.columns.items():
+        if old not in names:
+            raise BadRequest(
+                f"{where} has no column {old!r} (data.columns.{new}); "
+                f"{nearest(old, names, 'its columns')}"
+            )
+    renamed = set(spec.columns.values())
+    kept = {name: name for name in names if name not in renamed}
+    columns = Columns(kept | spec.columns)
+    if spec.template is None and spec.messages is None and PROMPT not in columns.old:
+        raise BadRequest(
+            f"{where} has no column {PROMPT!r}; its columns are {', '.join(names)}. Name the one "
+            'with the prompt, as in data.columns = { prompt = "question" }, or make prompts of '
+            "several by data.template or data.messages"
+        )
+    return columns
+
+
+def _passing(problems: Iterable[Problem], spec: DataSpec, where: str) -> Iterator[Problem]:
+    assert spec.filter is not None
+    source = iter(problems)
+    while several := list(itertools.islice(source, ROWS_PER_REQUEST)):
+        try:
+            holds = RENDERER.holds(spec.filter, [problem.row for problem in several])
+        except CannotRender as error:
+            raise unrenderable("data.filter", error, several, where) from error
+        yield from itertools.compress(several, holds)
+
+
+def unrenderable(
+    key: str, error: CannotRender, problems: Sequence[Problem], where: str
+) -> BadRequest:
+    """Returns the sentence for a template or a filter that did not work on one of the problems."""
+    if error.position is None:
+        return BadRequest(f"{key} does not work: {error.reason}")
+    problem = problems[error.position]
+    return BadRequest(
+        f"{key} does not work on row {problem.index} of {where}: {error.reason}; its columns are "
+        f"{', '.join(problem.row)}"
+    )
+
+
+def _all_filtered(where: str, spec: DataSpec) -> BadRequest:
+    return BadRequest(f"data.filter {spec.filter!r} is true of no row of {where}; expected one")

@@ -1,0 +1,198 @@
+"""The kinds of sources that a job's problems come from. The first entry of KINDS that a source is
+meant for opens it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.orchestrator.data.tables import (
+    ArrowTable,
+    InlineTable,
+    JsonTable,
+    Table,
+    check_version,
+    no_rows,
+)
+from services.orchestrator.data.uploads import Uploads
+from shared.config import Settings, is_loopback
+from shared.digest import digest_of_file
+from shared.errors import BadRequest, Unavailable
+from shared.job import UPLOADED, DataSpec, Source
+from shared.models import HUB_ID
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+HUB_DEADLINE_S = 30.0
+
+EXPECTED = (
+    "expected a file ending in .jsonl, .json, .csv or .parquet, the id of an uploaded file, or a "
+    "Hugging Face dataset id such as openai/gsm8k"
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked for: the `source` that the job has under `key` ("data.train"), of a Hugging
+    Face dataset its `split`. `wanted` is the version that the job was submitted with, if known."""
+
+    key: str
+    source: Source
+    split: str
+    spec: DataSpec
+    settings: Settings
+    wanted: str | None = None
+
+    @property
+    def text(self) -> str:
+        assert isinstance(self.source, str)
+        return self.source
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of source: `name`, for people; which sources are meant to be of it; how one is
+    opened. Opening raises BadRequest for one that is not there or not allowed."""
+
+    name: str
+    is_meant: Callable[[Source], bool]
+    open: Callable[[Ask], Table]
+
+
+def open_source(ask: Ask) -> Table:
+    """Returns the table that the job names. Raises BadRequest for one that is not there or not
+    allowed, MustPause for one that has changed since the job was submitted, Unavailable while the
+    Hub cannot be reached."""
+    kind = next(kind for kind in KINDS if kind.is_meant(ask.source))
+    return kind.open(ask)
+
+
+def _inline(ask: Ask) -> Table:
+    assert not isinstance(ask.source, str)
+    return InlineTable(f"{ask.key} in the job", ask.source)
+
+
+def _url(ask: Ask) -> Table:
+    raise BadRequest(
+        f"{ask.key} is {ask.text!r}, a URL, which is not fetched; {EXPECTED}. `curl -F` uploads a "
+        "file to POST /v1/files"
+    )
+
+
+def _uploaded(ask: Ask) -> Table:
+    uploads = Uploads(ask.settings.runs_dir)
+    name = f"uploaded file {ask.text!r} ({uploads.get(ask.text).filename})"
+    return _read(ask, uploads.content(ask.text), name)
+
+
+def _file(ask: Ask) -> Table:
+    path = Path(ask.text)
+    _check_allowed(ask, path.resolve())
+    if path.suffix not in FORMATS:
+        raise BadRequest(f"dataset {ask.text!r} is not a file that can be read; {EXPECTED}")
+    if not path.is_file():
+        raise BadRequest(
+            f"no dataset file at {ask.text!r} on the orchestrator's host ({ask.key}); give an "
+            "existing file's path"
+        )
+    return _read(ask, path.resolve(), f"dataset {ask.text!r}")
+
+
+def _check_allowed(ask: Ask, path: Path) -> None:
+    """Raises BadRequest for a file that jobs may not read."""
+    folders = ask.settings.data_dirs
+    if folders is None and is_loopback(ask.settings.host):
+        return
+    if not any(path.is_relative_to(folder.resolve()) for folder in folders or ()):
+        shown = ", ".join(map(str, folders or ())) or "none, as HONE_DATA_DIRS is not set"
+        raise BadRequest(
+            f"{ask.key} is {ask.text!r}, and jobs may read files below these folders only: "
+            f"{shown}. Others can be uploaded to POST /v1/files"
+        )
+
+
+def _read(ask: Ask, path: Path, name: str) -> Table:
+    try:
+        version = digest_of_file(path)
+    except OSError as error:
+        raise BadRequest(f"{name} cannot be read: {error.strerror}") from error
+    check_version(name, version, ask.wanted)
+    return FORMATS[path.suffix](path, name, version)
+
+
+def _csv(path: Path, name: str, version: str) -> Table:
+    with path.open("rb") as lines:  # `datasets` has several errors for what is empty
+        if len(list(itertools.islice(filter(bytes.strip, lines), 2))) < 2:
+            raise no_rows(name)
+    return _arrow("csv", path, name, version)
+
+
+def _arrow(format: str, path: Path, name: str, version: str) -> Table:
+    return ArrowTable(name, version, {"path": format, "data_files": str(path), "split": "train"})
+
+
+FORMATS: dict[str, Callable[[Path, str, str], Table]] = {
+    ".jsonl": lambda path, name, version: JsonTable(name, path, version),
+    ".json": lambda path, name, version: JsonTable(name, path, version),
+    ".csv": _csv,
+    ".parquet": lambda path, name, version: _arrow("parquet", path, name, version),
+}
+
+
+def _hub(ask: Ask) -> Table:
+    if not HUB_ID.fullmatch(ask.text):
+        raise BadRequest(f"{ask.key} is {ask.text!r}; {EXPECTED}")
+    commit = ask.wanted or _commit(ask)
+    return ArrowTable(
+        f"dataset {ask.text!r}",
+        commit,
+        {
+            "path": ask.text,
+            "name": ask.spec.config,
+            "split": ask.split,
+            "revision": commit or ask.spec.revision,
+        },
+    )
+
+
+def _commit(ask: Ask) -> str | None:
+    """Returns the commit that the revision is now; None where the Hub is not to be asked
+    (HF_HUB_OFFLINE)."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    revision = ask.spec.revision
+    if revision and COMMIT.fullmatch(revision):
+        return revision
+    try:
+        found = HfApi().dataset_info(ask.text, revision=revision, timeout=HUB_DEADLINE_S)
+    except OfflineModeIsEnabled:
+        return None
+    except HfHubHTTPError as error:
+        if error.response.status_code >= 500:
+            raise Unavailable(f"dataset {ask.text!r} cannot be fetched: {error}") from error
+        raise BadRequest(
+            f"{ask.key}: the Hub has no dataset {ask.text!r} at revision {revision or 'main'!r} "
+            "that may be read with this HF_TOKEN"
+        ) from error
+    except Exception as error:  # of whatever the Hub's library connects with
+        raise Unavailable(f"dataset {ask.text!r} cannot be fetched: {error}") from error
+    return found.sha
+
+
+def _is_file(source: Source) -> bool:
+    text = str(source)
+    path = Path(text)
+    return path.suffix in FORMATS or text.startswith(("/", ".")) or path.exists()
+
+
+KINDS = (
+    Kind("rows in the job", lambda source: not isinstance(source, str), _inline),
+    Kind("URL", lambda source: bool(URL.match(str(source))), _url),
+    Kind("uploaded file", lambda source: bool(UPLOADED.fullmatch(str(source))), _uploaded),
+    Kind("file", _is_file, _file),
+    Kind("Hugging Face dataset", lambda _: True, _hub),
+)

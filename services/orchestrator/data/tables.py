@@ -1,0 +1,231 @@
+"""Tables of problems: what a source gives, by row number or one row after the other."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from services.orchestrator.loop.decisions import MustPause
+from shared.digest import digest_of_file
+from shared.errors import BadRequest, Unavailable
+
+Row = dict[str, Any]
+
+ROWS_LOOKED_AT = 1000
+"""Of a stream: its first rows say which columns there are."""
+
+
+class Rows(Protocol):
+    """Rows by number, as `datasets.Dataset` has them."""
+
+    @property
+    def column_names(self) -> list[str]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+class Table(Protocol):
+    """A source that was found. `name` is how sentences call it, `version` says which content it
+    has (None: unknown, or always the same)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str | None: ...
+    def rows(self) -> Rows:
+        """Returns all rows. Raises BadRequest if they cannot be read."""
+        ...
+
+    def stream(self) -> Iterator[Row]:
+        """Yields the rows in order, without holding them. Raises BadRequest."""
+        ...
+
+
+class Listed:
+    """Rows in memory. What is missing in a row and not in others is None."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+        self.column_names = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> Row:
+        return {name: self._rows[index].get(name) for name in self.column_names}
+
+
+@dataclass(frozen=True)
+class InlineTable:
+    """Rows that stand in the job: they never change."""
+
+    name: str
+    given: tuple[Row, ...]
+    version: str | None = None
+
+    def rows(self) -> Rows:
+        return Listed(self.given)
+
+    def stream(self) -> Iterator[Row]:
+        yield from self.given
+
+
+@dataclass(frozen=True)
+class JsonTable:
+    """A file of JSON objects: one per line, or a list of them."""
+
+    name: str
+    path: Path
+    version: str | None
+
+    def rows(self) -> Rows:
+        if self._is_list():
+            return Listed(self._list())
+        offsets, columns = array("Q"), dict[str, None]()
+        with self.path.open("rb") as file:
+            stamp = _stamp(file.fileno())
+            for offset, line, number in _lines(file):
+                columns.update(dict.fromkeys(self._parsed(line, number)))
+                offsets.append(offset)
+        return JsonLines(self, offsets, list(columns), stamp)
+
+    def stream(self) -> Iterator[Row]:
+        if self._is_list():
+            yield from self._list()
+            return
+        with self.path.open("rb") as file:
+            for _, line, number in _lines(file):
+                yield self._parsed(line, number)
+
+    def _is_list(self) -> bool:
+        with self.path.open("rb") as file:
+            return next(filter(None, map(bytes.strip, file)), b"").startswith(b"[")
+
+    def _list(self) -> list[Row]:
+        try:
+            found = cast(list[Any], json.loads(self.path.read_bytes()))
+        except (ValueError, RecursionError) as error:
+            raise self._not_json(str(error)) from error
+        for number, row in enumerate(found):
+            if not isinstance(row, dict):
+                raise BadRequest(f"row {number} of {self.name} is {row!r:.80}; {AN_OBJECT}")
+        return found
+
+    def _parsed(self, line: bytes, number: int) -> Row:
+        try:
+            row: Any = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._not_json(f"line {number}: {error}") from error
+        if not isinstance(row, dict):
+            raise BadRequest(f"line {number} of {self.name} is {row!r:.80}; {AN_OBJECT}")
+        return cast(Row, row)
+
+    def _not_json(self, why: str) -> BadRequest:
+        return BadRequest(f"{self.name} cannot be read as JSON: {why}; {AN_OBJECT} on each line")
+
+
+AN_OBJECT = "expected a JSON object"
+
+
+class JsonLines:
+    """Rows of a file with an object per line, found by their offsets: nothing else of them is in
+    memory. They are read when they are needed, so the file must stay as it is."""
+
+    def __init__(
+        self, table: JsonTable, offsets: array[int], columns: list[str], stamp: tuple[int, ...]
+    ) -> None:
+        self.column_names = columns
+        self._table = table
+        self._offsets = offsets
+        self._stamp = stamp
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int, /) -> Row:
+        try:
+            with self._table.path.open("rb") as file:
+                self._check_same(file.fileno())
+                file.seek(self._offsets[index])
+                row: Row = json.loads(file.readline())
+        except OSError as error:
+            raise MustPause(
+                f"{self._table.name} cannot be read any more: {error.strerror}; put it back"
+            ) from error
+        return {name: row.get(name) for name in self.column_names}
+
+    def _check_same(self, descriptor: int) -> None:
+        """Raises MustPause if the file has other content than when it was first read."""
+        stamp = _stamp(descriptor)
+        if stamp != self._stamp:
+            check_version(self._table.name, digest_of_file(self._table.path), self._table.version)
+            self._stamp = stamp
+
+
+@dataclass(frozen=True)
+class ArrowTable:
+    """What the library `datasets` reads: `arguments` are those of its `load_dataset`. It keeps an
+    Arrow file of what it has read on the disk; nothing of it is in memory."""
+
+    name: str
+    version: str | None
+    arguments: dict[str, Any]
+
+    def rows(self) -> Rows:
+        return self._read(lambda: self._load(streaming=False))
+
+    def stream(self) -> Iterator[Row]:
+        rows = self._read(lambda: iter(self._load(streaming=True)))
+        nothing: Row = {}
+        while (row := self._read(lambda: next(rows, nothing))) is not nothing:
+            yield row
+
+    def _load(self, *, streaming: bool) -> Any:
+        import datasets
+
+        return datasets.load_dataset(**self.arguments, streaming=streaming)
+
+    def _read(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except StopIteration as error:  # of `datasets`, for an empty file
+            raise no_rows(self.name) from error
+        except ConnectionError as error:
+            raise Unavailable(f"{self.name} cannot be fetched: {error}") from error
+        except Exception as error:  # whatever reading a file that we did not write raises
+            reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+            raise BadRequest(f"{self.name} cannot be read: {reason[0]}") from error
+
+
+def no_rows(name: str) -> BadRequest:
+    return BadRequest(f"{name} has no rows; expected at least one")
+
+
+def check_version(name: str, found: str | None, wanted: str | None) -> None:
+    """Raises MustPause where a source has other content than the job was submitted with."""
+    if found and wanted and found != wanted:
+        raise MustPause(
+            f"{name} has changed since the job was submitted (its digest is {found}, expected "
+            f"{wanted}): the job would go on with other problems; put the old file back, or submit "
+            "a new job"
+        )
+
+
+def _lines(file: Any) -> Iterator[tuple[int, bytes, int]]:
+    """Yields offset, content and number (from 1) of each line that is not blank."""
+    offset = 0
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield offset, line, number
+        offset += len(line)
+
+
+def _stamp(descriptor: int) -> tuple[int, ...]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,0 +1,163 @@
+"""The files that were uploaded, each in a folder of its own that is there whole or not at all:
+
+    <runs_dir>/.files/file-<24 hex>/file.json    what it is, as `GET /v1/files/{id}` shows it
+                                    content.csv  its bytes, with the ending of its name
+
+Orchestrators that share `runs_dir` share them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from shared import codec, disk
+from shared.digest import digest_of_file
+from shared.errors import BadRequest, Conflict, Failed, NotFound
+from shared.job import UPLOADED
+from shared.logs import get_logger
+from shared.wire import Purpose, UploadedFile
+
+ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+"""Of files that a job can read."""
+
+UNFINISHED = "."
+"""What begins the name of a folder that is being written or removed."""
+
+LEFT_S = 24 * 3600.0
+"""Seconds after which such a folder is what a crash left."""
+
+
+class Uploads:
+    def __init__(self, runs_dir: Path) -> None:
+        self._root = runs_dir / ".files"
+
+    def add(
+        self, content: BinaryIO, filename: str, purpose: Purpose, key: str | None
+    ) -> UploadedFile:
+        """Stores a file, which is on disk when this returns. With an idempotency `key` it is stored
+        once. Raises Conflict for a key that came with another file before, BadRequest for one
+        without content, Failed if the disk cannot take it."""
+        digest = hashlib.sha256(key.encode()).hexdigest()[:24] if key else secrets.token_hex(12)
+        id = f"file-{digest}"
+        with _writing(self._root):
+            disk.make_folder(self._root)
+            self._sweep()
+            aside = self._root / f"{UNFINISHED}{id}.{secrets.token_hex(4)}"
+            aside.mkdir()
+            try:
+                return self._written(aside, id, content, filename, purpose)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+
+    def get(self, id: str) -> UploadedFile:
+        """Raises NotFound."""
+        path = self._folder(id) / "file.json"
+        try:
+            return codec.decode_stored(UploadedFile, path.read_bytes())
+        except FileNotFoundError as error:
+            raise _no_file(id) from error
+
+    def content(self, id: str) -> Path:
+        """Returns the path of a file's bytes. Raises NotFound."""
+        return self._folder(id) / _content_name(self.get(id).filename)
+
+    def list(self) -> list[UploadedFile]:
+        """Returns all files, oldest first."""
+        ids = [path.name for path in self._root.glob("file-*")]
+        found: list[UploadedFile] = []
+        for id in ids:
+            with contextlib.suppress(NotFound):  # removed since
+                found.append(self.get(id))
+        return sorted(found, key=lambda file: (file.created_at, file.id))
+
+    def remove(self, id: str) -> None:
+        """Raises NotFound."""
+        folder = self._folder(id)
+        aside = self._root / f"{UNFINISHED}{id}.{secrets.token_hex(4)}"
+        with _writing(self._root):
+            try:
+                folder.rename(aside)
+            except FileNotFoundError as error:
+                raise _no_file(id) from error
+            disk.flush(self._root)
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _written(
+        self, aside: Path, id: str, content: BinaryIO, filename: str, purpose: Purpose
+    ) -> UploadedFile:
+        path = aside / _content_name(filename)
+        with path.open("xb") as file:
+            shutil.copyfileobj(content, file, 1 << 20)
+            file.flush()
+            os.fsync(file.fileno())
+        if not (size := path.stat().st_size):
+            raise BadRequest(f"the file {filename!r} is empty; expected at least one row")
+        made = UploadedFile(
+            id=id, bytes=size, created_at=int(time.time()), filename=filename, purpose=purpose
+        )
+        disk.write_file(aside / "file.json", codec.encode(made))
+        try:
+            aside.rename(self._root / id)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            return self._same(made, path)
+        disk.flush(self._root)
+        return made
+
+    def _same(self, made: UploadedFile, path: Path) -> UploadedFile:
+        """Returns the file that is stored under the same key already."""
+        stored = self.get(made.id)
+        again = made.model_copy(update={"created_at": stored.created_at})
+        if again != stored or digest_of_file(path) != digest_of_file(self.content(made.id)):
+            raise Conflict(
+                f"the Idempotency-Key was used for file {made.id!r} ({stored.filename!r}, "
+                f"{stored.bytes} bytes) with other content; use a new key",
+                code="body_differs",
+            )
+        return stored
+
+    def _folder(self, id: str) -> Path:
+        if not UPLOADED.fullmatch(id):
+            raise _no_file(id)
+        return self._root / id
+
+    def _sweep(self) -> None:
+        """Removes what a crash left half written or half removed."""
+        for folder in self._root.glob(f"{UNFINISHED}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - folder.stat().st_mtime > LEFT_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    get_logger().info("unfinished upload removed", folder=folder.name)
+
+
+def _content_name(filename: str) -> str:
+    ending = Path(filename).suffix.lower()
+    return "content" + (ending if ending in ENDINGS else "")
+
+
+def _no_file(id: str) -> NotFound:
+    return NotFound(f"no uploaded file {id!r}; GET /v1/files lists them")
+
+
+@contextlib.contextmanager
+def _writing(root: Path):
+    """Turns a failing disk into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Failed(
+                f"the disk of {str(root)!r} is full; free some space", code="disk_full"
+            ) from error
+        raise Failed(
+            f"cannot write to {str(root)!r}: {error.strerror or error}; check HONE_RUNS_DIR"
+        ) from error

@@ -1,0 +1,152 @@
+"""The problems and where they come from: `[data]`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+from pydantic import Field, field_validator, model_validator
+
+from shared.job.section import Section
+from shared.plain import Plain
+
+UPLOADED = re.compile(r"file-[0-9a-f]{24}")
+"""The id of an uploaded file."""
+
+MAX_INLINE_ROWS = 1000
+MAX_INLINE_BYTES = 1 << 18
+"""Of rows that stand in the job itself: each answer about the job has them in it."""
+
+MAX_TEMPLATE_CHARS = 1 << 16
+
+Source = str | tuple[dict[str, Plain], ...]
+"""Where problems come from: the name of a file or data set, or the rows themselves."""
+
+
+class TemplateMessage(Section):
+    """A chat message, made from a row."""
+
+    role: str = Field(min_length=1)
+    """Who says it: "system", "user", "assistant", or another role of the model's chat template."""
+
+    content: str = Field(max_length=MAX_TEMPLATE_CHARS)
+    """What is said: a Jinja template over the row's columns, at most 65,536 characters."""
+
+
+class DataSpec(Section):
+    """Training and held-out problems, one per row. The columns beside the prompt go to the
+    graders."""
+
+    train: Source
+    """The training problems: a `.jsonl`, `.json`, `.csv` or `.parquet` file on the orchestrator's
+    host, the id of an uploaded file ("file-..."), a Hugging Face dataset id, or the rows themselves
+    as a list of tables (up to 1000, and 256 KiB)."""
+
+    train_split: str = "train"
+    """Split of a Hugging Face dataset to train on. Files have none."""
+
+    eval: Source | None = None
+    """The held-out problems, never trained on: whatever `train` may be. None: the job does no
+    evaluation."""
+
+    eval_split: str = "test"
+    """Split of a Hugging Face dataset to evaluate on. Files have none."""
+
+    config: str | None = None
+    """Configuration of a Hugging Face dataset that has several, for example "main" of
+    openai/gsm8k. It counts for `train` and `eval`."""
+
+    revision: str | None = None
+    """Commit, tag or branch of a Hugging Face dataset, for `train` and `eval`. None: the newest one
+    when the job is submitted. The commit is noted in the job's record, and the job goes on with
+    that one."""
+
+    columns: dict[str, str] = {}
+    """Other names for columns: `{ prompt = "question" }` calls the column "question" `prompt`, for
+    template, filter and graders alike. Columns that are not named keep their names. Empty: all
+    do."""
+
+    template: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
+    """How a row becomes a prompt: a Jinja template over its columns, whose text goes to the model
+    as it is. None: `messages` make the prompt, or else the column `prompt` is it, text or a list of
+    chat messages (`role`, `content`)."""
+
+    messages: tuple[TemplateMessage, ...] | None = Field(default=None, min_length=1)
+    """How a row becomes a prompt of chat messages, each with a `role` and a Jinja template over the
+    row's columns as `content`. They go through the model's chat template. None: see `template`."""
+
+    system_prompt: str | None = None
+    """A system message before every prompt. Prompts that are text become a user message after it,
+    so they go through the chat template too. None: no system message is added."""
+
+    filter: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
+    """A Jinja expression over a row's columns, such as `answer | length < 200`. Rows for which it
+    is not true are left out, in training and evaluation. None: no row is."""
+
+    max_samples: int | None = Field(default=None, ge=1)
+    """Trains on no more than this many rows: the first ones that pass `filter`. None: all of them.
+    How many are held out is `evaluation.num_prompts`."""
+
+    shuffle: bool = True
+    """Each pass over the data takes the rows in another order. False: in the order of the file, for
+    problems that are sorted from easy to hard."""
+
+    shuffle_seed: int | None = Field(default=None, ge=0)
+    """Seeds the order. None: the job's `seed`, so another seed is another order too."""
+
+    streaming: bool = False
+    """Reads the rows one after the other as they are needed, from file or hub, and holds no more
+    than `shuffle_buffer` of them, for data that does not fit on the disk or takes long to fetch.
+    The order is then a shuffle within that buffer. Off by default: rows in any order are a better
+    shuffle, and a job that goes on does not read again what it has had."""
+
+    shuffle_buffer: int = Field(default=10_000, ge=1, le=1_000_000)
+    """Rows that are held to be shuffled with `streaming`, from 1 to 1,000,000. More mix better, and
+    take more memory and time before the first step."""
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _is_a_source(cls, value: Any) -> Any:
+        """One sentence for what is none of the kinds, where pydantic would have one for each."""
+        if value is None or isinstance(value, str):
+            if value == "":
+                raise ValueError("expected a file, a data set's id or a list of rows")
+            return value
+        if not isinstance(value, list | tuple) or not value:
+            raise ValueError(
+                "expected the name of a file or data set, or a list of at least one row"
+            )
+        _check_rows(cast(Sequence[Any], value))
+        return cast(Any, value)
+
+    @field_validator("columns")
+    @classmethod
+    def _each_column_once(cls, columns: dict[str, str]) -> dict[str, str]:
+        old = list(columns.values())
+        if twice := next((name for name in old if old.count(name) > 1), None):
+            raise ValueError(f"expected one name for each column, and {twice!r} has two")
+        return columns
+
+    @model_validator(mode="after")
+    def _one_way_to_make_prompts(self) -> DataSpec:
+        if self.template is not None and self.messages is not None:
+            raise ValueError("data.template and data.messages are both set; expected one of them")
+        return self
+
+
+def _check_rows(rows: Sequence[Any]) -> None:
+    if len(rows) > MAX_INLINE_ROWS:
+        raise ValueError(
+            f"expected at most {MAX_INLINE_ROWS} rows in the job itself, not {len(rows)}; put them "
+            "into a file"
+        )
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"expected tables, and row {number} is {row!r:.80}")
+    if (size := len(json.dumps(rows, default=str))) > MAX_INLINE_BYTES:
+        raise ValueError(
+            f"expected at most {MAX_INLINE_BYTES} bytes of rows in the job itself, not {size}; put "
+            "them into a file"
+        )

@@ -1,0 +1,272 @@
+"""Data over the API: uploaded files, dry runs, and a job that goes on with the data it had."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import numpy
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from typer.testing import CliRunner
+
+from hone import view
+from services.orchestrator.app import create_service
+from services.orchestrator.queue.store import Store
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.job import Job
+from shared.wire import DryRun, SubmitRequest
+from tests.support.orchestrator_stack import Stack, job, stack  # noqa: F401
+
+ROWS = b'{"question": "w3 w4", "answer": 1}\n{"question": "w5", "answer": 2}\n'
+
+
+async def upload(
+    http: httpx.AsyncClient, content: bytes = ROWS, name: str = "rows.jsonl", **headers: str
+) -> httpx.Response:
+    return await http.post(
+        "/v1/files",
+        files={"file": (name, content)},
+        data={"purpose": "fine-tune"},
+        headers={key.replace("_", "-"): value for key, value in headers.items()},
+    )
+
+
+def with_data(job: Job, **data: Any) -> Job:  # noqa: F811
+    return Job.model_validate(job.model_dump(mode="json") | {"data": data})
+
+
+# --- files
+
+
+async def test_a_file_is_uploaded_listed_read_and_removed(stack: Stack) -> None:  # noqa: F811
+    made = await upload(stack.http)
+    file = made.json()
+    assert made.status_code == 200
+    assert file == {
+        "id": file["id"],
+        "object": "file",
+        "bytes": len(ROWS),
+        "created_at": file["created_at"],
+        "filename": "rows.jsonl",
+        "purpose": "fine-tune",
+        "status": "processed",
+    }
+    assert (await stack.http.get(f"/v1/files/{file['id']}")).json() == file
+    content = await stack.http.get(f"/v1/files/{file['id']}/content")
+    assert content.content == ROWS
+    assert content.headers["content-type"] == "application/octet-stream"
+    again = create_service(stack.settings, Store("redis://127.0.0.1:1"))
+    transport = httpx.ASGITransport(app=again.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        listed = (await http.get("/v1/files")).json()
+    assert listed["data"] == [file] and listed["has_more"] is False, "after a restart too"
+    removed = await stack.http.delete(f"/v1/files/{file['id']}")
+    assert removed.json() == {"id": file["id"], "object": "file", "deleted": True}
+    gone = await stack.http.get(f"/v1/files/{file['id']}")
+    assert gone.status_code == 404 and "no uploaded file" in gone.json()["error"]["message"]
+    assert list((stack.settings.runs_dir / ".files").iterdir()) == []
+
+
+async def test_files_are_listed_page_by_page(stack: Stack) -> None:  # noqa: F811
+    ids = [(await upload(stack.http, name=f"{n}.jsonl")).json()["id"] for n in range(3)]
+    whole = (await stack.http.get("/v1/files?order=asc")).json()
+    order = [file["id"] for file in whole["data"]]
+    assert sorted(order) == sorted(ids)
+    first = (await stack.http.get("/v1/files?order=asc&limit=2")).json()
+    assert [file["id"] for file in first["data"]] == order[:2] and first["has_more"] is True
+    rest = (await stack.http.get(f"/v1/files?order=asc&after={first['last_id']}")).json()
+    assert [file["id"] for file in rest["data"]] == order[2:] and rest["has_more"] is False
+    assert (await stack.http.get("/v1/files?purpose=batch")).json()["data"] == []
+    wrong = await stack.http.get("/v1/files?after=file-1")
+    assert wrong.status_code == 422 and "after is 'file-1'" in wrong.json()["detail"]
+
+
+async def test_an_upload_with_a_key_is_stored_once(stack: Stack) -> None:  # noqa: F811
+    first, again = [await upload(stack.http, idempotency_key="k1") for _ in range(2)]
+    assert first.json() == again.json()
+    assert len((await stack.http.get("/v1/files")).json()["data"]) == 1
+    other = await upload(stack.http, b'{"prompt": "y"}\n', idempotency_key="k1")
+    assert other.status_code == 409 and other.json()["code"] == "body_differs"
+    assert len((await stack.http.get("/v1/files")).json()["data"]) == 1
+
+
+async def test_what_is_no_upload_is_a_sentence(stack: Stack) -> None:  # noqa: F811
+    async def refused(sentence: str, status: int = 422, **request: Any) -> None:
+        response = await stack.http.post("/v1/files", **request)
+        assert response.status_code == status, response.text
+        assert sentence in response.json()["detail"]
+
+    file = {"file": ("a.jsonl", ROWS)}
+    await refused("expected multipart/form-data", json={"purpose": "fine-tune"})
+    await refused("'purpose': got None; expected one of fine-tune", files=file)
+    await refused("'purpose': got 'x'", files=file, data={"purpose": "x"})
+    fields = {"purpose": "fine-tune", "porpose": "x"}
+    await refused("unknown field 'porpose'", files=file, data=fields | {"purpose": ""})
+    await refused("no file in its field 'file'", files={"purpose": (None, "fine-tune")})
+    empty = {"file": ("a.jsonl", b"")}
+    await refused("the file 'a.jsonl' is empty", files=empty, data={"purpose": "fine-tune"})
+    of_a_page = {"origin": "https://example.org"}
+    await refused("from programs only", 401, files=file, headers=of_a_page)
+    assert (await stack.http.get("/v1/files")).json()["data"] == []
+
+
+async def test_a_file_beyond_the_limit_is_refused_by_its_setting(settings: Settings) -> None:
+    small = settings.model_copy(update={"max_file_mib": 1})
+    service = create_service(small, Store("redis://127.0.0.1:1"))
+    transport = httpx.ASGITransport(app=service.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        for size in ((1 << 20) + 1, 2 << 20):
+            response = await upload(http, b"x" * size)
+            assert response.status_code == 422
+            assert "at most 1048576 (setting HONE_MAX_FILE_MIB)" in response.json()["detail"]
+        assert (await upload(http, b"x" * (1 << 20))).status_code == 200
+
+
+async def test_a_job_trains_on_a_file_which_stays_until_it_has_ended(
+    stack: Stack,  # noqa: F811
+) -> None:
+    blocked = asyncio.Event()
+    stack.fakes.fault["train_step"] = lambda _: blocked.wait()
+    file = (await upload(stack.http)).json()["id"]
+    record = await stack.submit(with_data(stack.job, train=file, columns={"prompt": "question"}))
+    assert record.data["train"].startswith("xxh3-")
+    await stack.until(record.id, "running")
+    refused = await stack.http.delete(f"/v1/files/{file}")
+    assert refused.status_code == 409
+    assert f"in use by job {record.id!r}, which is running" in refused.json()["detail"]
+    blocked.set()
+    assert (await stack.until(record.id)).status == "succeeded"
+    assert (await stack.http.delete(f"/v1/files/{file}")).status_code == 200
+
+
+# --- dry runs
+
+
+def made_model(folder: Path) -> Path:
+    """A model's folder whose tokenizer has a token per word and begins texts with one of its
+    own."""
+    words = {"<unk>": 0, "<s>": 1, "<eos>": 2} | {f"w{n}": n for n in range(3, 20)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<eos>"}}')
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}w9 {{ eos_token }}"
+    )
+    (folder / "config.json").write_text("{}")
+    save_file({"weight": numpy.zeros(1)}, folder / "model.safetensors")
+    return folder
+
+
+async def test_a_dry_run_shows_the_first_prompts_and_their_tokens(
+    stack: Stack,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    model = made_model(tmp_path / "model")
+    rows = [{"q": f"w{n} w4 w5", "answer": n} for n in range(3, 9)]
+    messages = [{"role": "user", "content": "w7 {{ q }}"}]
+    shape = {"train": rows, "eval": rows[:2]}
+    for data, start, end, num_tokens in (
+        (shape | {"messages": messages}, "user w7 ", " w9 <eos>", 7),
+        (shape | {"template": "w7 {{ q }}"}, "w7 ", "", 5),
+    ):
+        job = with_data(stack.job, **data).model_copy(update={"model": str(model)})  # noqa: F811
+        tried = await stack.client.call(
+            "POST", "/v1/jobs/dry_run", SubmitRequest(job=job), DryRun, deadline_s=60
+        )
+        assert (tried.num_train, tried.num_held_out, tried.columns) == (6, 2, ("q", "answer"))
+        assert len(tried.prompts) == 4
+        for prompt in tried.prompts:
+            assert prompt.text == f"{start}{rows[prompt.index]['q']}{end}"
+            assert prompt.num_tokens == num_tokens
+        shown = view.dry_run(tried).plain
+        assert "is valid: 6 problems, 2 held out; nothing was submitted" in shown
+        assert f"row {tried.prompts[0].index}, {tried.prompts[0].num_tokens} tokens:" in shown
+    assert (await stack.http.get("/v1/jobs")).json()["jobs"] == []
+
+
+async def test_a_dry_run_says_what_would_be_refused(stack: Stack) -> None:  # noqa: F811
+    async def refused(**data: Any) -> str:
+        with pytest.raises(BadRequest) as raised:
+            body = SubmitRequest(job=with_data(stack.job, **data))
+            await stack.client.call("POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=60)
+        return raised.value.detail
+
+    assert "data.train is 'https://a.b/c', a URL" in await refused(train="https://a.b/c")
+    rows = [{"prompt": "x", "level": 1}]
+    assert "'leval' is undefined" in await refused(train=rows, template="{{ leval }}")
+    assert "'level > 1' is true of no row" in await refused(train=rows, filter="level > 1")
+    unknown = await refused(train=rows, columns={"prompt": "lvl"})
+    assert "has no column 'lvl' (data.columns.prompt); did you mean 'level'?" in unknown
+
+
+async def test_tokens_that_cannot_be_counted_say_why(
+    stack: Stack,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    body = SubmitRequest(job=stack.job)
+    tried = await stack.client.call("POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=60)
+    assert "tokenizer of 'owner/model' cannot be fetched: no network" in tried.not_counted
+    assert {prompt.num_tokens for prompt in tried.prompts} == {None}
+    assert "tokens are not counted: the tokenizer of" in view.dry_run(tried).plain
+
+
+def test_a_dry_run_needs_an_orchestrator(tmp_path: Path) -> None:
+    from hone.cli import app
+
+    text = 'name="a"\nmodel="m/m"\nsteps=1\ndata.train="a/b"\nrewards=[{grader="length"}]\n'
+    (tmp_path / "job.toml").write_text(text)
+    url = {"HONE_ORCHESTRATOR_URL": "http://127.0.0.1:9"}
+    arguments = ["submit", str(tmp_path / "job.toml"), "--dry-run"]
+    done = CliRunner().invoke(app, arguments, env=url)
+    assert done.exit_code == 2 and "`hone up` starts a stack" in " ".join(done.output.split())
+
+
+# --- the same data on resuming
+
+
+async def test_a_job_whose_data_changed_is_paused_by_name_until_it_is_back(
+    stack: Stack,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "train.jsonl"
+    before = path.read_text()
+    running = asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def block(body: Any) -> None:
+        if body.step == 3:
+            running.set()
+            await go_on.wait()
+
+    stack.fakes.fault["train_step"] = block
+    record = await stack.submit()
+    await asyncio.wait_for(running.wait(), 60)
+    await stack.post(f"{record.id}/pause")
+    await stack.until(record.id, "paused")
+    path.write_text(before + json.dumps({"prompt": "new", "answer": 1}) + "\n")
+    go_on.set()
+    stack.fakes.fault.clear()
+    await stack.post(f"{record.id}/resume")
+    await asyncio.sleep(0)
+    paused = await stack.until(record.id, "paused")
+    assert f"dataset '{path}' has changed since the job was submitted" in (paused.error or "")
+    assert f"`hone resume {record.id}` goes on from there" in (paused.error or "")
+    path.write_text(before)
+    await stack.post(f"{record.id}/resume")
+    assert (await stack.until(record.id)).status == "succeeded"

@@ -1,0 +1,395 @@
+"""Where problems come from, which of them are taken, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator.data.choosing import Problem
+from services.orchestrator.data.order import InStream, InTable, shuffled_within
+from services.orchestrator.data.sources import KINDS, Ask, open_source
+from services.orchestrator.data.uploads import Uploads
+from services.orchestrator.loop.decisions import MustPause
+from services.orchestrator.loop.prompts import Prompts, load_prompts
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.job import Job
+
+ROWS = [{"question": f"{n}+1?", "answer": str(n + 1), "level": n % 5} for n in range(40)]
+MAPPED = {"columns": {"prompt": "question"}}
+
+
+def make_job(data: dict[str, Any], **changes: Any) -> Job:
+    document: dict[str, Any] = {
+        "name": "t",
+        "model": "m/m",
+        "steps": 5,
+        "data": data,
+        "rewards": [{"grader": "length"}],
+        "sampling": {"prompts_per_step": 4, **changes.pop("sampling", {})},
+    }
+    return Job.model_validate(document | changes)
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]] = ROWS) -> str:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(list(rows)))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+def load(data: dict[str, Any], settings: Settings, **changes: Any) -> Prompts:
+    return load_prompts(make_job(data, **changes), settings)
+
+
+def indices(prompts: Prompts, *steps: int, round: int = 0) -> list[int]:
+    return [prompt.index for step in steps for prompt in prompts.for_step(step, round)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+# --- kinds
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_format_gives_the_same_rows(
+    tmp_path: Path, settings: Settings, ending: str, streaming: bool
+) -> None:
+    train = write(tmp_path / f"rows{ending}")
+    prompts = load({"train": train, "streaming": streaming, **MAPPED}, settings)
+    found = {one.index: one for step in range(1, 11) for one in prompts.for_step(step)}
+    assert sorted(found) == list(range(40)) and set(prompts.columns) == {
+        "prompt",
+        "answer",
+        "level",
+    }
+    assert found[7].content == "7+1?" and found[7].row["level"] == 2
+    assert str(found[7].row["answer"]) == "8"
+
+
+def test_rows_in_the_job_and_uploaded_files_are_sources_too(settings: Settings) -> None:
+    inline = load({"train": ROWS, **MAPPED}, settings)
+    with Path(write(settings.runs_dir.parent / "rows.jsonl")).open("rb") as content:
+        file = Uploads(settings.runs_dir).add(content, "my.jsonl", "fine-tune", None)
+    uploaded = load({"train": file.id, "eval": ROWS[:3], **MAPPED}, settings)
+    assert inline.for_step(2) == uploaded.for_step(2)
+    assert inline.versions == {} and set(uploaded.versions) == {"train"}
+    assert [prompt.index for prompt in uploaded.held_out()] == [0, 1, 2]
+
+
+def test_a_row_keeps_what_is_in_it_whatever_other_rows_have(
+    tmp_path: Path, settings: Settings
+) -> None:
+    rows = [{"prompt": "a", "x": {"p": 1}}, {"prompt": "b", "x": "text", "y": 2}]
+    prompts = load({"train": write(tmp_path / "x.jsonl", rows), "shuffle": False}, settings)
+    first, second, *_ = prompts.for_step(1)
+    assert first.row == {"prompt": "a", "x": {"p": 1}, "y": None}
+    assert second.row == rows[1]
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ((), "rows in the job"),
+        ("https://example.org/rows.jsonl", "URL"),
+        ("hf://datasets/a/b", "URL"),
+        ("file-" + "0" * 24, "uploaded file"),
+        ("file-x.jsonl", "file"),
+        ("/data/rows.txt", "file"),
+        ("openai/gsm8k", "Hugging Face dataset"),
+    ],
+)
+def test_a_source_is_of_the_kind_that_it_looks_like(source: Any, kind: str) -> None:
+    assert next(one.name for one in KINDS if one.is_meant(source)) == kind
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (
+            "https://example.org/a.jsonl",
+            "'https://example.org/a.jsonl', a URL, which is not fetched",
+        ),
+        ("file:///etc/passwd", "a URL, which is not fetched"),
+        ("file-" + "0" * 24, "no uploaded file 'file-000000000000000000000000'"),
+        (
+            "../x/y.jsonl",
+            "no dataset file at '../x/y.jsonl' on the orchestrator's host (data.train)",
+        ),
+        (
+            "a/b/c",
+            "data.train is 'a/b/c'; expected a file ending in .jsonl, .json, .csv or .parquet",
+        ),
+    ],
+)
+def test_what_is_no_source_is_a_sentence(settings: Settings, source: str, sentence: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        load({"train": source}, settings)
+    assert sentence in raised.value.detail
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.jsonl", '{"prompt": "x"}\n\n{"prompt"\n', "a.jsonl' cannot be read as JSON: line 3: "),
+        ("a.jsonl", '{"prompt": "x"}\n[1]\n', "line 2 of dataset '"),
+        ("a.jsonl", b'{"prompt": "\xff"}\n', "line 1: 'utf-8' codec can't decode byte 0xff"),
+        ("a.json", '[{"prompt": "x"}, 3]', "a.json' is 3; expected a JSON object"),
+        ("a.json", "[1, ", "a.json' cannot be read as JSON: "),
+        ("a.csv", "prompt,answer\nx,1\ny,2,3\n", "Expected 2 fields in line 3, saw 3"),
+        ("a.parquet", "no parquet", "a.parquet' cannot be read: "),
+        ("a.jsonl", "", "a.jsonl' has no rows; expected at least one"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_broken_file_is_named_with_the_line(
+    tmp_path: Path,
+    settings: Settings,
+    name: str,
+    content: str | bytes,
+    sentence: str,
+    streaming: bool,
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(BadRequest) as raised:
+        load({"train": str(path), "streaming": streaming}, settings)
+    assert sentence in raised.value.detail and name in raised.value.detail
+
+
+def test_jobs_read_files_of_the_folders_that_they_may_and_no_others(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    inside, outside = write(tmp_path / "data/a.jsonl"), write(tmp_path / "b.jsonl")
+    (tmp_path / "data/link.jsonl").symlink_to(outside)
+    settings = Settings(data_dirs=(tmp_path / "data",), runs_dir=tmp_path / "runs")
+    assert load({"train": inside, **MAPPED}, settings).num_train == 40
+    for path in (outside, str(tmp_path / "data/link.jsonl"), str(tmp_path / "data/../b.jsonl")):
+        with pytest.raises(
+            BadRequest, match=r"jobs may read files below these folders only: .*data"
+        ):
+            load({"train": path, **MAPPED}, settings)
+    beyond = Settings(host="0.0.0.0", token="x" * 8, runs_dir=tmp_path / "runs")  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="HONE_DATA_DIRS is not set"):
+        load({"train": inside, **MAPPED}, beyond)
+
+
+# --- names, templates, filters
+
+
+def test_columns_have_the_names_that_the_job_gives_them(settings: Settings) -> None:
+    names = {"prompt": "question", "target": "answer"}
+    (prompt, *_) = load({"train": ROWS, "columns": names, "shuffle": False}, settings).for_step(1)
+    assert prompt.row == {"level": 0, "prompt": "0+1?", "target": "1"}
+    with pytest.raises(
+        BadRequest, match=r"no column 'anwser' \(data.columns.target\); did you mean"
+    ):
+        load({"train": ROWS, "columns": {"target": "anwser"}}, settings)
+    with pytest.raises(
+        BadRequest, match="has no column 'prompt'; its columns are question, answer"
+    ):
+        load({"train": ROWS}, settings)
+
+
+def test_a_template_makes_text_and_messages_make_a_conversation(settings: Settings) -> None:
+    text = {"template": "Q: {{ question }}\nA:", "shuffle": False}
+    (prompt, *_) = load({"train": ROWS, **text}, settings).for_step(1)
+    assert prompt.content == "Q: 0+1?\nA:" and prompt.row == ROWS[0]
+    messages = [
+        {"role": "system", "content": "Level {{ level }}."},
+        {"role": "user", "content": "{{ question }}"},
+    ]
+    prompts = load({"train": ROWS, "messages": messages, "shuffle": False}, settings)
+    assert prompts.for_step(1)[1].content == (
+        {"role": "system", "content": "Level 1."},
+        {"role": "user", "content": "1+1?"},
+    )
+    with pytest.raises(BadRequest) as raised:
+        load({"train": ROWS, "template": "{{ qestion }}"}, settings).for_step(1)
+    assert "data.template does not work on row" in raised.value.detail
+    assert "'qestion' is undefined; its columns are question, answer" in raised.value.detail
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_filter_and_max_samples_choose_rows_by_their_own_numbers(
+    settings: Settings, streaming: bool
+) -> None:
+    chosen = {"filter": "level == 3", "max_samples": 4, "streaming": streaming}
+    prompts = load({"train": ROWS, "eval": ROWS, **chosen, **MAPPED}, settings)
+    assert sorted(indices(prompts, 1)) == [3, 8, 13, 18] and sorted(indices(prompts, 2)) == [
+        3,
+        8,
+        13,
+        18,
+    ]
+    assert [prompt.index for prompt in prompts.held_out()] == list(range(3, 40, 5))
+
+
+def test_a_filter_that_no_row_passes_or_that_breaks_is_a_sentence(settings: Settings) -> None:
+    with pytest.raises(BadRequest, match=r"data.filter 'level > 9' is true of no row"):
+        load({"train": ROWS, "filter": "level > 9", **MAPPED}, settings)
+    with pytest.raises(BadRequest, match=r"data.filter does not work on row 0 of data.train in"):
+        load({"train": ROWS, "filter": "levle > 1", **MAPPED}, settings)
+    with pytest.raises(BadRequest, match=r"data.filter does not work: line 1: "):
+        load({"train": ROWS, "filter": "level >", **MAPPED}, settings)
+
+
+# --- order
+
+
+def test_a_shuffle_seed_alone_decides_the_order(settings: Settings) -> None:
+    def order(**data: Any) -> list[int]:
+        seed = data.pop("seed", 0)
+        return indices(load({"train": ROWS, **MAPPED, **data}, settings, seed=seed), 1, 2, 3)
+
+    assert order(seed=1) != order(seed=2)
+    assert order(seed=1, shuffle_seed=5) == order(seed=2, shuffle_seed=5) == order(seed=5)
+    assert order(shuffle=False) == list(range(12)) == order(shuffle=False, streaming=True)
+
+
+def test_a_shuffle_within_a_buffer_gives_every_row_once_and_holds_no_more() -> None:
+    read = 0
+
+    def rows():
+        nonlocal read
+        for read in range(1, 101):
+            yield Problem(read - 1, {})
+
+    taken: list[int] = []
+    for problem in shuffled_within(rows(), 10, random.Random(0)):
+        taken.append(problem.index)
+        assert read <= len(taken) + 10
+    assert sorted(taken) == list(range(100)) and taken != list(range(100))
+
+
+def stream(job: Job, count: int, num_rounds: int = 0) -> tuple[InStream, list[int]]:
+    began: list[int] = []
+
+    def begin():
+        began.append(0)
+        return (Problem(index, {}) for index in range(count))
+
+    return InStream(job, begin, num_rounds), began
+
+
+def test_a_stream_goes_on_in_the_same_order_whoever_asks_and_when() -> None:
+    job = make_job({"train": "x.jsonl", "streaming": True, "shuffle_buffer": 7}, max_staleness=2)
+    whole, _ = stream(job, 30)
+    steps = [[one.index for one in whole.take(step, 0)] for step in range(1, 40)]
+    resumed, _ = stream(job, 30)
+    assert [one.index for one in resumed.take(23, 0)] == steps[22]
+    assert [one.index for one in resumed.take(24, 0)] == steps[23]
+    assert [one.index for one in resumed.take(2, 0)] == steps[1]
+    flat = [index for step in steps for index in step]
+    passes = [flat[start : start + 30] for start in range(0, 150, 30)]
+    assert all(sorted(one) == list(range(30)) for one in passes)
+    assert len({tuple(one) for one in passes}) == 5
+
+
+def test_a_stream_holds_the_steps_under_way_and_skips_passes_that_it_knows() -> None:
+    job = make_job({"train": "x.jsonl", "streaming": True}, max_staleness=2)
+    order, began = stream(job, 12)
+    order.take(1, 0)
+    began.clear()
+    order.take(4, 0), order.take(2, 0)
+    assert began == [0], "one more pass, and nothing again"
+    began.clear()
+    order.take(300, 0)
+    assert len(began) <= 2
+    assert len(order._main._held) <= 16
+
+
+def test_rows_of_a_stream_that_replace_others_are_fresh_ones() -> None:
+    job = make_job({"train": "x.jsonl", "streaming": True}, sampling={"refills": 3})
+    order, _ = stream(job, 50, 3)
+    rounds = [[one.index for one in order.take(2, round)] for round in range(4)]
+    taken = [index for one in rounds for index in one]
+    assert len(set(taken)) == len(taken) and len(rounds[1]) >= 2
+    again, _ = stream(job, 50, 3)
+    assert [[one.index for one in again.take(2, round)] for round in range(4)] == rounds
+    small, _ = stream(job, 3, 3)
+    assert small.take(1, 1) == []
+
+
+def test_a_table_and_a_stream_without_shuffle_take_the_same_rows() -> None:
+    job = make_job({"train": "x.jsonl", "streaming": True, "shuffle": False})
+    problems = [Problem(index, {}) for index in range(11)]
+    order, _ = stream(job, 11)
+    for step in range(1, 12):
+        assert order.take(step, 0) == InTable(job, problems).take(step, 0)
+
+
+# --- the same data on resuming
+
+
+def test_a_file_that_changed_since_the_submission_is_refused_by_name(
+    tmp_path: Path, settings: Settings
+) -> None:
+    for ending in (".jsonl", ".csv"):
+        path = tmp_path / f"rows{ending}"
+        job = make_job({"train": write(path), **MAPPED})
+        versions = load_prompts(job, settings).versions
+        assert load_prompts(job, settings, versions).versions == versions
+        write(path, ROWS[:-1])
+        with pytest.raises(MustPause) as raised:
+            load_prompts(job, settings, versions)
+        assert f"'{path}' has changed since the job was submitted" in raised.value.detail
+        assert f"expected {versions['train']}" in raised.value.detail
+
+
+def test_a_file_that_changes_under_a_running_job_stops_it(
+    tmp_path: Path, settings: Settings
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    prompts = load({"train": write(path), **MAPPED}, settings)
+    first = prompts.for_step(1)
+    write(path)
+    assert prompts.for_step(1) == first, "written again, with the same content"
+    write(path, [{**row, "question": "other"} for row in ROWS])
+    with pytest.raises(MustPause, match="has changed since the job was submitted"):
+        prompts.for_step(2)
+    path.unlink()
+    with pytest.raises(MustPause, match="cannot be read any more: No such file"):
+        prompts.for_step(3)
+
+
+def test_a_dataset_of_the_hub_is_read_at_the_commit_of_the_submission(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def dataset_info(_: Any, name: str, *, revision: str | None, timeout: float) -> Any:
+        asked.append((name, revision))
+        return type("Info", (), {"sha": "a" * 40})()
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
+    spec = make_job({"train": "openai/gsm8k", "config": "main", "revision": "v1"}).data
+    ask = Ask("data.train", "openai/gsm8k", "train", spec, settings)
+    table: Any = open_source(ask)
+    assert asked == [("openai/gsm8k", "v1")] and table.version == "a" * 40
+    assert table.arguments["revision"] == "a" * 40
+    assert (table.arguments["name"], table.arguments["split"]) == ("main", "train")
+    again: Any = open_source(
+        Ask("data.train", "openai/gsm8k", "train", spec, settings, wanted="b" * 40)
+    )
+    assert len(asked) == 1 and again.arguments["revision"] == "b" * 40
