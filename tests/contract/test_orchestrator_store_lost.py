@@ -127,6 +127,7 @@ async def test_an_emptied_redis_is_refused_and_the_jobs_are_rebuilt_from_their_f
             assert await listed(client) == {ended.id: "succeeded", cut_off.id: "paused"}
             rebuilt = await client.get(f"/v1/jobs/{ended.id}", JobRecord)
             assert (rebuilt.summary, rebuilt.job) == (ended.summary, ended.job)
+            assert rebuilt.data == ended.data and set(rebuilt.data) == {"train", "eval"}
             kept = await client.get(f"/v1/jobs/{ended.id}/checkpoints", CheckpointList)
             assert [(each.step, each.size_bytes) for each in kept.checkpoints] == [(8, 5)]
             again = await recover(client)

@@ -168,7 +168,7 @@ class Run:
     async def _begin(self) -> AfterStep:
         """Makes the run folder, and checks what the job names: its data and its rewards."""
         check_colocation(self._job, self._settings)
-        await asyncio.to_thread(self._folder.create, self._job)
+        await asyncio.to_thread(self._folder.create, self._job, self._record.data)
         prompts = await asyncio.to_thread(
             load_prompts, self._job, self._settings, self._record.data
         )

@@ -48,6 +48,7 @@ def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
         "reward": run.reward,
         "run_dir": run.path,
         "summary": run.summary,
+        "data": json.dumps(run.data),
         "job": job.model_dump_json(),
     }
 

@@ -1,6 +1,7 @@
 """The run folder: everything a job leaves behind, as files that outlive every service.
 
     runs/<job>/job.json           the job as it was submitted
+               data.json          which content its data has, as in its record
                metrics.jsonl      one line per step
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
                rollouts/000012.ungraded.msgpack   the same before it was graded, if that must wait
@@ -22,7 +23,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,12 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def create(self, job: Job) -> None:
-        """Makes the folder and `job.json`, and points `runs/<name>` here. Doing it again changes
-        nothing."""
+    def create(self, job: Job, data: Mapping[str, str] | None = None) -> None:
+        """Makes the folder, `data.json` and `job.json`, and points `runs/<name>` here. Doing it
+        again changes nothing."""
         with _disk(self.path):
             disk.make_folder(self.path / "rollouts")
+            self._write("data.json", json.dumps(dict(data or {})).encode())
             self._write("job.json", job.model_dump_json(indent=2).encode())
             _point(self.path.parent / job.name, self.path.name)
 

@@ -30,6 +30,7 @@ class FoundRun:
     created_at: float = 0.0
     step: int = 0
     reward: float | None = None
+    data: dict[str, str] = field(default_factory=dict[str, str])
     summary: dict[str, Any] | None = None
     finished_at: float | None = None
     checkpoints: list[Checkpoint] = field(default_factory=list[Checkpoint])
@@ -46,7 +47,7 @@ def find_runs(runs_dir: Path) -> list[FoundRun]:
 
 
 def _read(path: Path) -> FoundRun:
-    file, ended = path / "job.json", path / "summary.json"
+    file, data, ended = (path / name for name in ("job.json", "data.json", "summary.json"))
     try:
         job = codec.decode_stored(Job, file.read_bytes())
         rows = RunFolder(path).metrics()
@@ -58,6 +59,7 @@ def _read(path: Path) -> FoundRun:
             created_at=file.stat().st_mtime,
             step=rows[-1].step if rows else 0,
             reward=rows[-1].metrics.get("reward") if rows else None,
+            data=json.loads(data.read_bytes()) if data.exists() else {},
             summary=summary,
             finished_at=ended.stat().st_mtime if summary else None,
             checkpoints=list(_checkpoints(path / "checkpoints")),
