@@ -30,7 +30,12 @@ from services.rollout.on_vllm.chat import VllmChat
 from services.rollout.on_vllm.completions import rollout, sampling_params
 from services.rollout.on_vllm.masks import Masking
 from services.rollout.on_vllm.openai_routes import openai_app
-from services.rollout.on_vllm.processes import in_daemon_thread, root_cause, stop_children
+from services.rollout.on_vllm.processes import (
+    freeze_heap,
+    in_daemon_thread,
+    root_cause,
+    stop_children,
+)
 from services.rollout.on_vllm.receiving import meeting, sent_dtypes, updates
 from services.rollout.on_vllm.tokenizers import load_tokenizer
 from services.rollout.on_vllm.versions import label
@@ -83,6 +88,7 @@ class VllmEngine:
         self.chat: Chat
         self.openai, self.chat = self._entrypoints()
         self.gpus: tuple[str, ...] = ()
+        freeze_heap()
 
     async def find_gpus(self) -> None:
         found = await self._answer(self._llm.collective_rpc("gpu_uuid"))
@@ -217,6 +223,7 @@ class VllmEngine:
             lambda: AsyncLLM.from_engine_args(engine_args(self._spec, self._settings, folder))
         )
         self.openai, self.chat = self._entrypoints()
+        freeze_heap()
 
     async def load_adapter(self, adapter: Adapter) -> None:
         try:

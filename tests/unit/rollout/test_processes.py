@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging.config
 import os
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 
 from services.rollout.on_vllm.processes import (
     TemporaryFolder,
+    freeze_heap,
     in_daemon_thread,
     root_cause,
     set_environment,
@@ -106,3 +109,22 @@ async def test_the_loop_goes_on_while_a_thread_works() -> None:
     assert not waiting.done()
     release.set()
     assert await waiting is True
+
+
+def test_a_frozen_heap_is_not_gone_through_and_the_one_before_is_collected() -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.itself = self
+
+    engine = Engine()
+    seen = weakref.ref(engine)
+    try:
+        freeze_heap()
+        assert not any(each is engine for each in gc.get_objects())
+        del engine
+        gc.collect()
+        assert seen() is not None
+        freeze_heap()
+        assert seen() is None
+    finally:
+        gc.unfreeze()
