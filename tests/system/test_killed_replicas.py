@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -171,9 +172,14 @@ async def test_every_job_ends_with_each_group_once(seed: int, tmp_path: Path) ->
         await working
     prompts = load_prompts(stack.job, stack.settings)
     said: list[str] = []
+    seconds: list[float] = []
     for record, events in ended:
         assert (record.status, record.error, record.recoveries) == ("succeeded", None, 0)
         said += [event.message for event in events if event.message.startswith("sampler ")]
+        warned = {event.message for event in events if event.level != "info"}
+        assert not warned - {*said}, "only of samplers that come and go"
+        times = [event.time for event in events if event.type == "step"]
+        seconds += [after - before for before, after in itertools.pairwise(times)]
         folder = RunFolder(Path(record.run_dir))
         assert folder.batch_steps() == [*range(1, record.steps + 1)]
         assert [row.step for row in folder.metrics()] == [*range(record.steps + 1)]
@@ -183,4 +189,7 @@ async def test_every_job_ends_with_each_group_once(seed: int, tmp_path: Path) ->
             assert [len(group.rollouts) for group in batch.groups] == [8] * 8
             assert not [r for g in batch.groups for r in g.rollouts if r.went_wrong]
     print(f"{len(ended)} jobs, {NUM_KILLS} kills", *said, sep="\n  ")
+    seconds.sort()
+    longest = [f"{each:.1f}" for each in seconds[-NUM_KILLS:]]
+    print(f"a step takes {seconds[len(seconds) // 2]:.1f} s, the longest {' '.join(longest)} s")
     assert sum(" is out: " in sentence for sentence in said) >= 1
