@@ -131,6 +131,11 @@ class Settings(BaseSettings):
     """How many of the newest events of each job are kept, at least. The default is those of jobs of
     some 15,000 steps."""
 
+    stall_s: float = Field(default=600.0, gt=0)
+    """Seconds in which a running job gets no answer at all (no group sampled or graded, no step, no
+    weights, no checkpoint) after which its events name who waits for whom. If nothing is under way
+    then, the job is loaded again. Above what one call usually takes, below the deadlines."""
+
     patience_s: float = Field(default=90.0, gt=0)
     """Seconds on end that a service may be away (unreachable, or answering 503) before a call to it
     fails. Long enough for a restart."""

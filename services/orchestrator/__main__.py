@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.startup import run_main
@@ -9,6 +11,7 @@ from shared.startup import run_main
 
 def main(settings: Settings) -> None:
     from services.orchestrator.app import create_service
+    from services.orchestrator.queue import watchdog
     from services.orchestrator.queue.store import Store
 
     if settings.redis_url is None:
@@ -27,7 +30,12 @@ def main(settings: Settings) -> None:
             f"HONE_REDIS_URL is not the URL of a Redis: {error}; expected for example "
             "redis://127.0.0.1:6379/0"
         ) from error
-    create_service(settings, store).run(settings.orchestrator_port, opening=store.open)
+
+    async def opening() -> None:
+        await store.open()
+        watchdog.watch(asyncio.get_running_loop(), watchdog.limit_s(settings))
+
+    create_service(settings, store).run(settings.orchestrator_port, opening=opening)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import Job
+from shared.presence import Presence, tell_nobody
 from tests.support.stream_proxy import StreamProxy
 
 TRAINER = "http://trainer"
@@ -36,6 +37,7 @@ JOB = Job.model_validate(
         "rewards": [{"grader": "length"}],
     }
 )
+REDIS = Presence("Redis", tell_nobody)
 
 
 @pytest.fixture
@@ -293,7 +295,7 @@ async def test_a_worker_that_redis_cannot_be_reached_from_stops_within_its_lease
     async with proxied(redis_url, tmp_path) as (store, proxy):
         taken_at = time.monotonic()
         lease = await take(store, lease_s=2)
-        beat = asyncio.create_task(heartbeat.keep(store, lease, taken_at))
+        beat = asyncio.create_task(heartbeat.keep(store, lease, taken_at, REDIS))
         await asyncio.sleep(1)
         assert not beat.done()
         proxy.stall()
@@ -323,7 +325,7 @@ async def test_a_redis_that_stands_still_stops_the_worker_within_its_lease(
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(LeaseLost, match="no heartbeat"):
-            await heartbeat.keep(store, lease, taken_at)
+            await heartbeat.keep(store, lease, taken_at, REDIS)
         assert 0.5 < time.monotonic() - taken_at < 1.0
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -334,7 +336,7 @@ async def test_a_short_silence_of_redis_costs_nothing(store: Store, raw: Any) ->
     pid = (await raw.info("server"))["process_id"]
     taken_at = time.monotonic()
     lease = await take(store, lease_s=3)
-    beat = asyncio.create_task(heartbeat.keep(store, lease, taken_at))
+    beat = asyncio.create_task(heartbeat.keep(store, lease, taken_at, REDIS))
     await asyncio.sleep(0.3)
     os.kill(pid, signal.SIGSTOP)
     await asyncio.sleep(1.2)

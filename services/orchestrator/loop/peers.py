@@ -9,6 +9,7 @@ from typing import Any
 from services.orchestrator.loop.discovery import Registered, is_one, none_registered
 from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.samplers import Push, Samplers
+from services.orchestrator.loop.waits import Waits, waits_for
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import Failed
@@ -49,13 +50,17 @@ MAX_PROMPTS_TRIED = 8
 """How many rows are looked at before a job begins: enough to see that a column is another one than
 meant, and soon done."""
 
+LOOK_S = 15.0
+"""Seconds for which a service is asked whether it is there, before all are asked anew."""
+
 NOT_GRADED = Score(value=None, parts={})
 """The score of a rollout that went wrong."""
 
 
 class Peers:
     """One job's view of the services. `close` ends the connections. `sync_method` is how weights go
-    to the samplers in this epoch, once that was chosen (syncing.py)."""
+    to the samplers in this epoch, once that was chosen (syncing.py). `waits` says what is under
+    way."""
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class Peers:
         patience_s = settings.patience_s
         self._samplers = Samplers(settings, tell, registered)
         self.sync_method: SyncMethod | None = None
+        self.waits = Waits()
         self._trainer_gpu: str | None = None
         self._trainer = Client(
             "trainer",
@@ -125,6 +131,7 @@ class Peers:
         for client in (self._trainer, self._reward):
             await client.close()
 
+    @waits_for("rollout", "loading the model")
     async def put_model(self) -> None:
         """Loads the job's model into the samplers, and returns once one of them has it."""
         job = self._job
@@ -145,6 +152,7 @@ class Peers:
         if self._settings.colocate:
             await self._samplers.sleep(SleepRequest(**self._fence()))
 
+    @waits_for("trainer", "loading the job")
     async def put_job(self) -> TrainerState:
         body = TrainerJob(**self._fence(), job=self._job)
         state = await self._trainer.call(
@@ -156,6 +164,7 @@ class Peers:
     async def trainer_state(self) -> TrainerState:
         return await self._trainer.get("/state", TrainerState, deadline_s=self._settings.patience_s)
 
+    @waits_for("rollout", "sampling a group")
     async def generate(
         self,
         prompt: Prompt,
@@ -178,6 +187,7 @@ class Peers:
         )
         return await self._samplers.generate(body, key)
 
+    @waits_for("reward", "grading a group")
     async def score(
         self, prompt: Prompt, group: RolloutGroup, *, job_id: str | None = None
     ) -> tuple[Score, ...]:
@@ -196,6 +206,7 @@ class Peers:
             NOT_GRADED if rollout.went_wrong else next(scores) for rollout in group.rollouts
         )
 
+    @waits_for("reward", "checking the rewards")
     async def validate_rewards(
         self, columns: tuple[str, ...], prompts: tuple[Prompt, ...] = ()
     ) -> None:
@@ -206,6 +217,7 @@ class Peers:
         )
         await self._reward.call("POST", "/graders/validate", body, Validated, deadline_s=60.0)
 
+    @waits_for("trainer", "training a step")
     async def train_step(
         self, step: int, examples: tuple[Example, ...], totals: StepTotals
     ) -> StepResult:
@@ -217,6 +229,7 @@ class Peers:
             "POST", "/train_step", body, StepResult, deadline_s=deadline_s
         )
 
+    @waits_for("trainer", "publishing weights")
     async def publish_weights(self, version: int, method: SyncMethod) -> WeightsRef:
         body = PublishRequest(**self._fence(), version=version, method=method)
         deadline_s = self._settings.sync_deadline_s
@@ -235,16 +248,30 @@ class Peers:
                 f"{deadline_s:g} s for it (HONE_SYNC_DEADLINE_S); lower the one, or raise the other"
             )
 
+    @waits_for("rollout", "loading weights")
     async def push_weights(self, push: Push) -> list[ServingWeights]:
         """Makes every sampler serve what is pushed; returns what each answered."""
         return await self._samplers.push(push)
 
+    @waits_for("trainer", "writing a checkpoint")
     async def checkpoint(self, step: int) -> Checkpoint:
         body = CheckpointRequest(**self._fence(), step=step)
         deadline_s = self._settings.sync_deadline_s
         return await self._trainer.call(
             "POST", "/checkpoints", body, Checkpoint, deadline_s=deadline_s
         )
+
+    def under_way(self) -> dict[str, int]:
+        """Returns the completions that each sampler has under way, by URL."""
+        return self._samplers.under_way()
+
+    async def look(self) -> None:
+        """Asks each service whether it is there, also those that have nothing to do now, so that
+        the job's events say within seconds which is away. What goes wrong here is told by the
+        client, and decided where the service is needed."""
+        asked = (self._trainer, self._reward, *self._samplers.up())
+        calls = (client.get("/version", VersionInfo, deadline_s=LOOK_S) for client in asked)
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def abort(self) -> None:
         """Ends what the samplers have under way of this job, if they answer soon."""

@@ -26,6 +26,7 @@ from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.loop.tasks import stop, to_the_end
+from services.orchestrator.loop.waits import watch
 from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.store import Lease, LeaseLost, Store
 from services.orchestrator.record.folder import RunFolder
@@ -37,6 +38,9 @@ from shared.config import Settings
 from shared.errors import HoneError
 from shared.logs import get_logger
 from shared.wire import JobRecord, TrainerState
+
+LOOK_AT_ALL_S = 2.0
+"""Seconds between two times that all services are asked whether they are there."""
 
 LOOK_S = 2.0
 """Seconds between two looks at what a trainer that loads a job does."""
@@ -95,7 +99,7 @@ class Run:
     async def _try(self) -> Outcome | None:
         """Returns what became of the job, or None if it is to be tried again."""
         try:
-            return Outcome("succeeded", summary=await self._train())
+            return Outcome("succeeded", summary=await self._watched())
         except Exception as error:  # the last resort: decided here, whatever it is
             decision = decide(error, self._in_a_row, has_run=self._furthest > 0)
             if decision.action is Action.STOP:
@@ -113,6 +117,25 @@ class Run:
             why = decision.why
         await self._recovering(why)
         return None
+
+    async def _watched(self) -> dict[str, Any]:
+        """Trains, while the services are watched, and whether anything moves."""
+        peers = self._peers
+        stall_s, tell = self._settings.stall_s, self._journal.stalled
+        peers.waits.progress_at = time.monotonic()
+        work = asyncio.create_task(self._train())
+        watching = asyncio.create_task(watch(peers.waits, stall_s, peers.under_way, tell))
+        looking = asyncio.create_task(self._look())
+        try:
+            await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else watching.result() or {}
+        finally:
+            await stop(work, watching, looking)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_AT_ALL_S)
+            await self._peers.look()
 
     async def _recovering(self, why: str) -> None:
         wait_s = PAUSES_S[self._in_a_row]
@@ -169,10 +192,11 @@ class Run:
         """Makes the run folder, and checks what the job names: its data and its rewards."""
         check_colocation(self._job, self._settings)
         await asyncio.to_thread(self._folder.create, self._job, self._record.data)
-        prompts = await asyncio.to_thread(
-            load_prompts, self._job, self._settings, self._record.data
-        )
-        first = await asyncio.to_thread(prompts.for_step, 1)
+        with self._peers.waits.on("data", "reading the prompts"):
+            prompts = await asyncio.to_thread(
+                load_prompts, self._job, self._settings, self._record.data
+            )
+            first = await asyncio.to_thread(prompts.for_step, 1)
         await self._peers.validate_rewards(prompts.columns, first)
         return AfterStep(
             self._job, prompts, self._peers, self._folder, self._journal, self._tracker

@@ -141,6 +141,14 @@ class Samplers:
         """Returns those of each sampler that is up, by UUID."""
         return tuple(replica.gpus for replica in self._up())
 
+    def under_way(self) -> dict[str, int]:
+        """Returns the completions that each sampler was given and has not returned, by URL."""
+        return {url: replica.under_way for url, replica in self._replicas.items()}
+
+    def up(self) -> list[Client]:
+        """Returns the clients of those that serve the job."""
+        return [replica.client for replica in self._up()]
+
     def one(self) -> Client:
         """Returns the client of a sampler, of one that is up if there is one. Raises Unavailable if
         there is none at all."""

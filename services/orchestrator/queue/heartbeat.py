@@ -12,6 +12,7 @@ import time
 from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.store import Asked, Lease, LeaseLost, Store
 from shared.logs import get_logger
+from shared.presence import Presence
 
 MAX_INTERVAL_S = 1.0
 """Seconds between two beats, so that what is asked for is heard soon. At most a fifth of the
@@ -24,30 +25,39 @@ MARGIN = 0.2
 """Share of the lease that is left to stop the work in."""
 
 
-async def keep(store: Store, lease: Lease, taken_at: float) -> Asked:
+class NoHeartbeat(LeaseLost):
+    """Redis could not be reached for most of the lease."""
+
+
+async def keep(store: Store, lease: Lease, taken_at: float, redis: Presence) -> Asked:
     """Renews the lease; returns what is asked for, when it is. Raises LeaseLost once another worker
-    has it, or once the last beat that succeeded was sent a lease ago, less the margin. `taken_at`
-    (time.monotonic) is when the lease was asked for."""
+    has it, NoHeartbeat once the last beat that succeeded was sent a lease ago, less the margin.
+    `taken_at` (time.monotonic) is when the lease was asked for. `redis` hears whether there was an
+    answer."""
     interval_s = min(MAX_INTERVAL_S, lease.lease_s / 5)
     renewed_at = taken_at
     while True:
         stop_at = renewed_at + lease.lease_s * (1 - MARGIN)
-        asked, renewed_at = await _beat_until(stop_at, store, lease, interval_s)
+        asked, renewed_at = await _beat_until(stop_at, store, lease, interval_s, redis)
         if asked:
             return asked
         await asyncio.sleep(interval_s)
 
 
 async def _beat_until(
-    stop_at: float, store: Store, lease: Lease, interval_s: float
+    stop_at: float, store: Store, lease: Lease, interval_s: float, redis: Presence
 ) -> tuple[Asked | None, float]:
-    """Returns what was asked for, and when the beat was sent that got through. Raises LeaseLost if
-    none did until `stop_at`."""
+    """Returns what was asked for, and when the beat was sent that got through. Raises NoHeartbeat
+    if none did until `stop_at`."""
     while (sent_at := time.monotonic()) < stop_at:
         try:
             async with asyncio.timeout(min(lease.lease_s * TIMEOUT, stop_at - sent_at)):
-                return await store.beat(lease), sent_at
+                asked = await store.beat(lease)
+            await redis.heard()
+            return asked, sent_at
         except (TimeoutError, StoreUnavailable) as error:
-            get_logger().warning("no heartbeat", job=lease.job_id, reason=str(error) or "no answer")
+            reason = str(error) or "no answer to a heartbeat"
+            get_logger().warning("no heartbeat", job=lease.job_id, reason=reason)
+            await redis.missed(sent_at, reason)
         await asyncio.sleep(max(0.0, sent_at + interval_s - time.monotonic()))
-    raise LeaseLost(f"{lease.job_id}: no heartbeat reached Redis for most of {lease.lease_s:g} s")
+    raise NoHeartbeat(f"{lease.job_id}: no heartbeat reached Redis for most of {lease.lease_s:g} s")

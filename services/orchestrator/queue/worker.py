@@ -8,6 +8,7 @@ without a word to the store.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -23,6 +24,7 @@ from services.orchestrator.queue.store import Lease, LeaseLost, Store
 from shared.config import Settings
 from shared.errors import NotFound, Unavailable
 from shared.logs import get_logger
+from shared.presence import Presence
 
 POLL_S = 0.2
 """Seconds between two looks into the queue."""
@@ -42,27 +44,35 @@ class Worker:
         self._trainer = resource(settings.trainer_url)
         self._samplers = sorted({resource(url) for url in settings.rollout_urls})
         self._lease: Lease | None = None
+        self._redis = Presence("Redis", self._tell)
+        self._news: str | None = None
 
     async def run_forever(self) -> None:
         """Works until cancelled. While Redis is away it waits; a job that this interrupted is taken
         up again later."""
         await self._until_known()
         while True:
+            asked_at = time.monotonic()
             try:
-                asked_at = time.monotonic()
+                await self._give_back()
                 self._lease = await self._store.take(
                     self._owner, self._trainer, self._settings.lease_s, self._samplers
                 )
+                await self._redis.heard()
                 if self._lease:
                     await self._work(self._lease, asked_at)
                 else:
                     await asyncio.sleep(POLL_S)
             except Unavailable as error:
                 get_logger().warning("queue unavailable", reason=error.detail)
+                await self._redis.missed(asked_at, error.detail)
                 await asyncio.sleep(PAUSE_S)
             except LeaseLost as error:
                 get_logger().warning("lease lost", reason=str(error))
+                if not isinstance(error, heartbeat.NoHeartbeat):
+                    self._lease = None
             except StoreEmptied:
+                self._lease = None
                 await self._until_known()
 
     async def leave(self) -> None:
@@ -76,6 +86,26 @@ class Worker:
                 await self._store.halt(lease, None)
         except (LeaseLost, Unavailable, TimeoutError) as error:
             get_logger().warning("lease not given back", job=lease.job_id, reason=repr(error))
+
+    async def _give_back(self) -> None:
+        """Gives back the lease of work that was stopped while Redis was away: the job need not wait
+        until it expires."""
+        if self._lease:
+            with contextlib.suppress(LeaseLost):
+                await self._store.halt(self._lease, None)
+        self._lease = None
+
+    async def _tell(self, message: str, away: bool) -> None:
+        """Says in the log that Redis is away, and to followers too that it is back: those of the
+        job under way, or of the next one."""
+        get_logger().warning("Redis is away" if away else "Redis is back", reason=message)
+        self._news = None if away else message
+        await self._say_news()
+
+    async def _say_news(self) -> None:
+        if self._news and self._lease:
+            await self._store.report(self._lease, "log", self._news, level="warning")
+            self._news = None
 
     async def _until_known(self) -> None:
         """Waits until the Redis is that of the runs again, or a person has decided that it is."""
@@ -100,9 +130,10 @@ class Worker:
             get_logger().error("job cannot be read", job=lease.job_id, reason=error.detail)
             await self._store.halt(lease, error.detail)
             return
+        await self._say_news()
         run = Run(record, lease, self._store, self._settings)
         work = asyncio.create_task(run.run())
-        beat = asyncio.create_task(heartbeat.keep(self._store, lease, taken_at))
+        beat = asyncio.create_task(heartbeat.keep(self._store, lease, taken_at, self._redis))
         try:
             await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -111,6 +142,7 @@ class Worker:
                 await self._store.halt(lease, None)
             else:
                 await self._finish(lease, _outcome(work))
+            self._lease = None
         finally:
             await stop(work, beat)
             await run.close()

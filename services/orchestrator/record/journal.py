@@ -31,6 +31,10 @@ class Journal:
         except (LeaseLost, StoreUnavailable) as error:
             get_logger().warning("not said to the job's followers", reason=str(error))
 
+    async def stalled(self, message: str, stalls: bool) -> None:
+        """Says that nothing moves, or that something does again."""
+        await (self.warn(message) if stalls else self.log(message))
+
     async def loaded(self, state: TrainerState) -> None:
         message = (
             f"{state.num_parameters:,} parameters, {state.dtype}, {state.num_ranks} trainer "

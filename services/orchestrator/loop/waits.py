@@ -1,0 +1,130 @@
+"""Who waits for whom: what a job has asked its services for and has no answer to, and what each did
+last. Where nothing is answered for long, the job's events name it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from shared.errors import Failed
+
+LOOKS = 10
+"""How often within `HONE_STALL_S` the watch looks."""
+
+MAX_LOOK_S = 5.0
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Waits:
+    """What is under way, by service. `progress_at` is when something was answered last."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._under_way: dict[object, tuple[str, str, float]] = {}
+        self._last: dict[str, tuple[str, float]] = {}
+        self.progress_at = clock()
+
+    @contextlib.contextmanager
+    def on(self, service: str, what: str) -> Generator[None]:
+        """Notes that the job waits for the service, and that the service did it if nothing raises.
+        `what` is as in "sampling a group"."""
+        call = object()
+        self._under_way[call] = service, what, self._clock()
+        try:
+            yield
+            self.progress_at = self._clock()
+            self._last[service] = what, self.progress_at
+        finally:
+            del self._under_way[call]
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._under_way
+
+    def stalled_s(self) -> float:
+        """Returns the seconds since anything was answered."""
+        return self._clock() - self.progress_at
+
+    def sentence(self, at: Mapping[str, int]) -> str:
+        """Returns who is waited for, and what each did last. `at` are the completions under way by
+        sampler."""
+        now = self._clock()
+        waits = "; ".join(self._waiting(service, at, now) for service in self._waited_for())
+        last = ", ".join(
+            f"{service} {what} {now - done_at:.0f} s ago"
+            for service, (what, done_at) in self._last.items()
+        )
+        return (
+            f"no progress for {self.stalled_s():.0f} s: "
+            f"{waits or 'nothing is under way'}; last answered: {last or 'nothing'}"
+        )
+
+    def _waited_for(self) -> list[str]:
+        return sorted({service for service, _, _ in self._under_way.values()})
+
+    def _waiting(self, service: str, at: Mapping[str, int], now: float) -> str:
+        calls = [call for call in self._under_way.values() if call[0] == service]
+        counts = Counter(what for _, what, _ in calls)
+        what = ", ".join(f"{count} x {what}" for what, count in counts.items())
+        oldest_s = now - min(since for _, _, since in calls)
+        where = [f"{url} has {count} completions" for url, count in at.items() if count]
+        places = f" ({', '.join(where)})" if service == "rollout" and where else ""
+        return f"it waits for {service}{places}: {what}, the oldest for {oldest_s:.0f} s"
+
+
+class HasWaits(Protocol):
+    @property
+    def waits(self) -> Waits: ...
+
+
+S = TypeVar("S", bound=HasWaits)
+
+
+def waits_for(
+    service: str, what: str
+) -> Callable[
+    [Callable[Concatenate[S, P], Coroutine[Any, Any, T]]],
+    Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+]:
+    """Notes each call of a method as a wait."""
+
+    def decorate(
+        method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+    ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+        @functools.wraps(method)
+        async def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+            with self.waits.on(service, what):
+                return await method(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+async def watch(
+    waits: Waits,
+    stall_s: float,
+    samplers: Callable[[], Mapping[str, int]],
+    tell: Callable[[str, bool], Awaitable[None]],
+) -> None:
+    """Tells, once for each time that nothing is answered for `stall_s` seconds, who is waited for,
+    and then that it goes on again. Raises Failed if nothing is under way: then nothing will ever be
+    answered."""
+    told_at: float | None = None
+    while True:
+        await asyncio.sleep(min(stall_s / LOOKS, MAX_LOOK_S))
+        if told_at not in (None, waits.progress_at):
+            await tell("the job goes on: there was an answer again", False)
+            told_at = None
+        if told_at is None and waits.stalled_s() >= stall_s:
+            if waits.is_idle:
+                raise Failed(waits.sentence({}))
+            told_at = waits.progress_at
+            await tell(waits.sentence(samplers()), True)

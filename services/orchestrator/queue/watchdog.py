@@ -1,0 +1,78 @@
+"""Ends a process whose event loop stands still. It cannot renew its lease, and answers nobody,
+while its port is open: whoever started it (`hone up`, Kubernetes, systemd) starts it again, and the
+job goes on.
+
+It is a thread, for nothing else runs then. It counts its own ticks and looks at no clock, so a
+process that was stopped as a whole (SIGSTOP, a suspended machine) has not stood still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from shared.config import Settings
+from shared.logs import get_logger
+
+SHARE = 0.8
+"""Of the lease: after that its own heartbeat gives the lease up."""
+
+MIN_S = 10.0
+"""With a short lease: less may be a busy machine."""
+
+NUM_TICKS = 20
+
+EXIT_CODE = 70
+"""EX_SOFTWARE of sysexits.h."""
+
+
+def limit_s(settings: Settings) -> float:
+    """Returns the seconds for which the event loop may stand still."""
+    return max(settings.lease_s * SHARE, MIN_S)
+
+
+def watch(
+    loop: asyncio.AbstractEventLoop, limit_s: float, end: Callable[[int], object] = os._exit
+) -> threading.Thread:
+    """Returns the thread that calls `end` once nothing ran in the loop for `limit_s` seconds. It
+    logs where all threads are when half of that is over, and ends with the loop."""
+    thread = threading.Thread(
+        target=_watch, args=(loop, limit_s / NUM_TICKS, end), name="watchdog", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _watch(loop: asyncio.AbstractEventLoop, tick_s: float, end: Callable[[int], object]) -> None:
+    ran = threading.Event()
+    while True:
+        ran.clear()
+        try:
+            loop.call_soon_threadsafe(ran.set)
+        except RuntimeError:  # the loop is closed
+            return
+        num_ticks = 0
+        while not ran.wait(tick_s):
+            num_ticks += 1
+            if num_ticks == NUM_TICKS // 2:
+                _say("the event loop stands still", num_ticks * tick_s)
+            if num_ticks == NUM_TICKS:
+                _say("the event loop stands still; the process ends", num_ticks * tick_s)
+                end(EXIT_CODE)
+                return
+        time.sleep(tick_s)
+
+
+def _say(message: str, seconds: float) -> None:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {
+        names.get(ident, str(ident)): "".join(traceback.format_stack(frame))
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    }
+    get_logger().error(message, seconds=round(seconds, 1), stacks=stacks)

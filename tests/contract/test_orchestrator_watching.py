@@ -1,0 +1,159 @@
+"""What is said of services that do not answer, and of a Redis that was away in mid-job."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import redis_server
+from services.orchestrator.loop import peers as peers_module
+from services.orchestrator.loop import run
+from services.orchestrator.loop.peers import Peers
+from services.orchestrator.queue import worker
+from shared import presence
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import HoneError
+from shared.job import Job
+from shared.wire import TERMINAL, EventList, JobRecord, SubmitRequest
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import Stack, orchestrator
+from tests.support.running import free_port
+
+pytestmark = pytest.mark.slow
+
+job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
+
+
+async def test_a_stall_is_an_event_that_names_who_waits_for_whom(stack: Stack) -> None:
+    stack.settings.__dict__["stall_s"] = 0.3
+    reached = asyncio.Event()
+
+    async def hang(body: Any) -> None:
+        if body.step == 2:
+            reached.set()
+            await asyncio.sleep(0.8)
+
+    stack.fakes.fault["train_step"] = hang
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.recoveries) == ("succeeded", 0)
+    messages = [event.message for event in await stack.events(record.id)]
+    (stall,) = [message for message in messages if message.startswith("no progress for ")]
+    assert "it waits for trainer: 1 x training a step, the oldest for " in stall
+    assert "reward grading a group 0 s ago" in stall
+    assert messages.count("the job goes on: there was an answer again") == 1
+
+
+async def test_a_loop_that_waits_for_nothing_is_begun_again(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack.settings.__dict__["stall_s"] = 0.5
+    stuck: list[object] = []
+    append_sync = run.RunFolder.append_sync
+
+    def hang_once(self: run.RunFolder, row: dict[str, Any]) -> None:
+        if row["version"] == 2 and not stuck:
+            stuck.append(row)
+            release.wait(20)
+        append_sync(self, row)
+
+    release = threading.Event()
+    monkeypatch.setattr(run.RunFolder, "append_sync", hang_once)
+    job_id = (await stack.submit()).id
+    record = await stack.until(job_id)
+    release.set()
+    assert (record.status, record.recoveries) == ("succeeded", 1)
+    (why,) = [e.message for e in await stack.events(job_id) if e.level == "warning"]
+    assert ": nothing is under way; last answered: " in why
+
+
+async def test_a_service_that_died_while_it_had_nothing_to_do_is_told_within_seconds(
+    settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence, "AWAY_S", 0.2)
+    monkeypatch.setattr(peers_module, "LOOK_S", 0.6)
+    told: list[str] = []
+
+    async def tell(message: str, _away: bool) -> None:
+        told.append(message)
+
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as running:
+        nobody = f"http://127.0.0.1:{free_port()}"
+        peers = Peers(job, running.model_copy(update={"reward_url": nobody}), tell=tell)
+        await peers.look()
+        await peers.close()
+    assert [message[: len("the reward service is away since ")] for message in told] == [
+        "the reward service is away since "
+    ]
+
+
+class Redis:
+    """A real redis-server that can be killed, and started again from its file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+        self.url = f"unix://{redis_server.socket_path(folder)}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        command = redis_server.command(self._folder)
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while not redis_server.socket_path(self._folder).exists():
+            await asyncio.sleep(0.01)
+
+    def kill(self) -> None:
+        assert self._process
+        self._process.kill()
+        self._process.wait()
+        redis_server.socket_path(self._folder).unlink(missing_ok=True)
+
+
+async def test_a_redis_that_is_killed_in_mid_job_and_comes_back_needs_nobody(
+    settings: Settings, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence, "AWAY_S", 0.2)
+    monkeypatch.setattr(worker, "PAUSE_S", 0.1)
+    redis, fakes = Redis(tmp_path / "redis"), FakeServices(settings)
+    reached = asyncio.Event()
+
+    async def wait(body: Any) -> None:
+        if body.step == 3 and not reached.is_set():
+            reached.set()
+            await asyncio.sleep(0.2)
+
+    fakes.fault["train_step"] = wait
+    await redis.start()
+    async with (
+        fakes.running(settings.model_copy(update={"lease_s": 2.0})) as settings,
+        orchestrator(settings, redis.url) as (_, transport),
+    ):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        body = SubmitRequest(job=job)
+        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        await asyncio.wait_for(reached.wait(), 20)
+        redis.kill()
+        await asyncio.sleep(1.0)
+        await redis.start()
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    found = await client.get(f"/v1/jobs/{record.id}", JobRecord)
+                    if found.status in TERMINAL:
+                        break
+                except HoneError:
+                    pass
+                await asyncio.sleep(0.05)
+        events = (await client.get(f"/v1/jobs/{record.id}/events", EventList)).events
+    redis.kill()
+    assert found.status == "succeeded"
+    assert [body.step for body in fakes.trained] == list(range(1, 9)), "none lost, none twice"
+    back = [e.message for e in events if e.message.startswith("the Redis service is back after ")]
+    assert len(back) == 1
