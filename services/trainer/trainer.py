@@ -21,7 +21,7 @@ from pathlib import Path
 from services.trainer.disk import checkpoints
 from services.trainer.disk.checkpoints import File, Manifest
 from services.trainer.disk.folders import sweep, written_aside
-from services.trainer.disk.resume import Found, newest_whole, same_learning
+from services.trainer.disk.resume import Found, newest_whole
 from services.trainer.disk.weights import Publisher
 from services.trainer.engine import Engine, OutOfMemory, Update
 from services.trainer.learning.examples import num_sampled
@@ -32,6 +32,7 @@ from shared import codec
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
 from shared.job import Job
+from shared.job.learned import same_learning
 from shared.logs import get_logger
 from shared.wire import (
     AnyWeights,

@@ -9,6 +9,7 @@
 | `learning.py` | `[advantages]`, `[training]`, `[correction]`, `[lora]` |
 | `running.py` | `[memory]`, `[evaluation]`, `[checkpoints]`, `[rollouts]`, `[wandb]` |
 | `checks.py` | what the sections must be to each other |
+| `learned.py` | what a job learns, and how two jobs differ in it |
 | `section.py` | what every section is |
 
 All are imported from here. The text under a key is its documentation: `hone explain` and the

@@ -22,7 +22,7 @@ from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.loop.seeds import group_seed
 from services.orchestrator.loop.tasks import all_of, to_the_end
-from services.orchestrator.record.finished import Damaged, FinishedGroup, Place, learned
+from services.orchestrator.record.finished import Damaged, FinishedGroup, Place, digest_of
 from services.orchestrator.record.folder import RunFolder
 from shared.job import Job
 from shared.logs import get_logger
@@ -138,7 +138,7 @@ class Batches:
         """Stores the group, unless nothing of it was sampled: that is asked for again. A write that
         began has ended when the step is left."""
         group = FinishedGroup(
-            learned=learned(self.job),
+            learned=digest_of(self.job),
             prompt=graded.prompt,
             group=graded.group,
             scores=graded.scores,

@@ -9,6 +9,7 @@ stored, which is the truth from then on.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ import xxhash
 
 from shared import codec, disk
 from shared.errors import BadRequest
-from shared.job import MAY_CHANGE, Job
+from shared.job import Job
+from shared.job.learned import learned
 from shared.wire import Prompt, RolloutGroup, Score, Wire
 
 STEP_FOLDER = re.compile(r"(\d+)\.groups")
@@ -51,12 +53,12 @@ class FinishedGroup(Wire):
         """Whether the job would sample just this: the same prompt, by the same settings. As bytes,
         for a row may hold NaN, which equals nothing."""
         same_prompt = codec.pack(self.prompt) == codec.pack(prompt)
-        return same_prompt and self.learned == learned(job)
+        return same_prompt and self.learned == digest_of(job)
 
 
-def learned(job: Job) -> str:
-    """Returns a digest of what a job cannot change while it goes on."""
-    return xxhash.xxh3_64_hexdigest(job.model_dump_json(exclude=set(MAY_CHANGE)).encode())
+def digest_of(job: Job) -> str:
+    """Returns a digest of what the job learns."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(learned(job)).encode())
 
 
 def write(rollouts: Path, step: int, place: Place, finished: FinishedGroup) -> None:

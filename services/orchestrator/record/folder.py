@@ -30,11 +30,15 @@ from typing import Any
 from services.orchestrator.record import finished
 from services.orchestrator.record.finished import FinishedGroup, Place
 from shared import codec, disk
-from shared.errors import Failed, NotFound
+from shared.errors import Conflict, Failed, NotFound
 from shared.job import Job
+from shared.job.learned import differences
 from shared.wire import Batch, MetricsRow
 
 BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
+
+
+SHOWN_DIFFERENCES = 3
 
 
 class BatchExists(Exception):
@@ -47,12 +51,26 @@ class RunFolder:
 
     def create(self, job: Job, data: Mapping[str, str] | None = None) -> None:
         """Makes the folder, `data.json` and `job.json`, and points `runs/<name>` here. Doing it
-        again changes nothing."""
+        again changes nothing. Raises Conflict if the folder is of a job that learns something else:
+        its batches are no replay of this one."""
+        self._check_same(job)
         with _disk(self.path):
             disk.make_folder(self.path / "rollouts")
             self._write("data.json", json.dumps(dict(data or {})).encode())
             self._write("job.json", job.model_dump_json(indent=2).encode())
             _point(self.path.parent / job.name, self.path.name)
+
+    def _check_same(self, job: Job) -> None:
+        file = self.path / "job.json"
+        if not file.exists():
+            return
+        different = differences(codec.decode_stored(Job, file.read_bytes()), job)
+        if different:
+            raise Conflict(
+                f"{str(file)!r} is of the same job id with another job: "
+                f"{'; '.join(different[:SHOWN_DIFFERENCES])}; to go on would not be faithful to "
+                "what is in the run folder: put it back as it was, or submit the job anew"
+            )
 
     def start_at(self, last_step: int) -> int | None:
         """Returns the last recorded step up to `last_step`, or None if there is none. Drops what

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 from services.trainer.disk import checkpoints
 from services.trainer.disk.checkpoints import Damaged, Manifest
 from services.trainer.processes.together import Ranks
 from shared.errors import Conflict
-from shared.job import MAY_CHANGE, Job
+from shared.job.learned import differences, same_learning
 from shared.logs import get_logger
 from shared.wire import TrainerJob
 
@@ -87,15 +86,6 @@ def _examined(
     return (None, fault) if fault else findings[0]
 
 
-def same_learning(one: Job, other: Job) -> bool:
-    """Whether two jobs differ in nothing but what may change while a job goes on."""
-    return _learned(one) == _learned(other)
-
-
-def _learned(job: Job) -> dict[str, Any]:
-    return job.model_dump(mode="json", exclude=set(MAY_CHANGE))
-
-
 def check_ours(path: Path, manifest: Manifest, request: TrainerJob, model: str) -> None:
     """Raises Conflict, with both values, for a checkpoint of another job or model."""
     begin = f"training cannot go on from the checkpoint {str(path)!r}: it"
@@ -105,7 +95,7 @@ def check_ours(path: Path, manifest: Manifest, request: TrainerJob, model: str) 
             f"{begin} is of job {manifest.job_id!r}, and this is job {request.job_id!r}; {away}"
         )
     if not same_learning(manifest.job, request.job):
-        different = _differences(_learned(manifest.job), _learned(request.job))
+        different = differences(manifest.job, request.job)
         raise Conflict(
             f"{begin} is of the same job id with another job: "
             f"{'; '.join(different[:SHOWN_DIFFERENCES])}; {away}"
@@ -116,17 +106,3 @@ def check_ours(path: Path, manifest: Manifest, request: TrainerJob, model: str) 
             f"fingerprint {manifest.model!r}, and now "
             f"has {model!r}; put the model back, or {away}"
         )
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Returns what differs, as `training.epochs was 2 and is 3`."""
-    found: list[str] = []
-    for name in sorted(old.keys() | new.keys()):
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found += _differences(
-                cast(dict[str, Any], before), cast(dict[str, Any], after), f"{prefix}{name}."
-            )
-        elif before != after:
-            found.append(f"{prefix}{name} was {before!r} and is {after!r}")
-    return found

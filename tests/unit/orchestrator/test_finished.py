@@ -39,7 +39,7 @@ def made(*versions: int) -> FinishedGroup:
     )
     group = RolloutGroup(prompt_token_ids=(7,), rollouts=rollouts)
     scores = (Score(value=1.0, parts={}),) * len(rollouts)
-    return FinishedGroup(learned=finished.learned(JOB), prompt=PROMPT, group=group, scores=scores)
+    return FinishedGroup(learned=finished.digest_of(JOB), prompt=PROMPT, group=group, scores=scores)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from services.orchestrator.record.folder import BatchExists, RunFolder
 from services.orchestrator.record.retention import first_needed
-from shared.errors import Failed, NotFound
+from shared.errors import Conflict, Failed, NotFound
 from shared.job import CheckpointSpec, Job, RolloutsSpec
 from shared.wire import Batch, MetricsRow, Prompt, Rollout, RolloutGroup, Score, Span
 
@@ -59,6 +59,23 @@ def test_the_name_points_at_the_newest_run(tmp_path: Path) -> None:
         RunFolder(tmp_path / job_id).create(JOB)
     assert (tmp_path / "demo").resolve().name == "demo-2"
     assert json.loads((tmp_path / "demo" / "job.json").read_text())["name"] == "demo"
+
+
+def test_a_folder_of_a_job_that_learns_something_else_is_refused_by_name(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "demo-1")
+    folder.create(JOB)
+    folder.create(JOB.model_copy(update={"steps": 9}))
+    assert json.loads((folder.path / "job.json").read_text())["steps"] == 9, "that may change"
+    rewards = (JOB.rewards[0].model_copy(update={"source": "x" * 100, "file": "r.py"}),)
+    with pytest.raises(Conflict) as refusal:
+        folder.create(JOB.model_copy(update={"rewards": rewards, "seed": 1}))
+    assert refusal.value.detail == (
+        f"{str(folder.path / 'job.json')!r} is of the same job id with another job: "
+        "rewards.0.file was None and is 'r.py'; "
+        f"rewards.0.source was None and is '{'x' * 59}...; "
+        "seed was 0 and is 1; to go on would not be faithful to what is in the run folder: "
+        "put it back as it was, or submit the job anew"
+    )
 
 
 def test_an_older_run_that_goes_on_does_not_take_the_name_back(tmp_path: Path) -> None:
