@@ -7,6 +7,7 @@ change at random. torch is imported where it is used.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -152,11 +153,13 @@ class Bench:
         return float(max(gaps))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
-    folder = tmp_path_factory.mktemp("adapters")
+@contextlib.asynccontextmanager
+async def a_bench(folder: Path, **more: Any) -> AsyncIterator[Bench]:
+    """Yields a sampler of adapters with further settings."""
     model = make_tiny_model(folder / "model", num_heads=2)  # vLLM on a CPU needs heads of 32
-    settings = Settings(shm_dir=folder / "shm", runs_dir=folder / "runs", rollout_adapters=2)
+    settings = Settings(
+        shm_dir=folder / "shm", runs_dir=folder / "runs", rollout_adapters=2, **more
+    )
     environment = dict(os.environ)
     copies = Copies(folder / "copies", Fetcher("http://127.0.0.1:9"))
     sampler = Sampler(VllmStarter(settings), (settings.shm_dir,), copies, max_adapters=2)
@@ -169,6 +172,12 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         await sampler.close()
         os.environ.clear()
         os.environ.update(environment)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    async with a_bench(tmp_path_factory.mktemp("adapters")) as bench:
+        yield bench
 
 
 async def test_after_each_step_the_engine_computes_as_peft_and_as_the_merged_weights(
