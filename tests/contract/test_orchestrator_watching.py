@@ -87,6 +87,9 @@ async def test_a_service_that_died_while_it_had_nothing_to_do_is_told_within_sec
     async with fakes.running(settings) as running:
         nobody = f"http://127.0.0.1:{free_port()}"
         peers = Peers(job, running.model_copy(update={"reward_url": nobody}), tell=tell)
+        with peers.waits.on("reward", "grading a group"):
+            await peers.look()
+        assert told == [], "whoever waits for it would say so"
         await peers.look()
         await peers.close()
     assert [message[: len("the reward service is away since ")] for message in told] == [

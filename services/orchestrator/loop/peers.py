@@ -51,7 +51,8 @@ MAX_PROMPTS_TRIED = 8
 meant, and soon done."""
 
 LOOK_S = 15.0
-"""Seconds for which a service is asked whether it is there, before all are asked anew."""
+"""Seconds for which a service is asked whether it is there, before those without work are asked
+anew."""
 
 NOT_GRADED = Score(value=None, parts={})
 """The score of a rollout that went wrong."""
@@ -266,10 +267,17 @@ class Peers:
         return self._samplers.under_way()
 
     async def look(self) -> None:
-        """Asks each service whether it is there, also those that have nothing to do now, so that
-        the job's events say within seconds which is away. What goes wrong here is told by the
-        client, and decided where the service is needed."""
-        asked = (self._trainer, self._reward, *self._samplers.up())
+        """Asks the services that nothing waits for whether they are there, so that the job's events
+        say within seconds which is away. Of the others their calls say so, which know better: a
+        service that is starting answers this, too. What goes wrong here is told by the client, and
+        decided where the service is needed."""
+        clients = {
+            "trainer": (self._trainer,),
+            "reward": (self._reward,),
+            "rollout": self._samplers.up(),
+        }
+        idle = clients.keys() - self.waits.services
+        asked = (client for service in sorted(idle) for client in clients[service])
         calls = (client.get("/version", VersionInfo, deadline_s=LOOK_S) for client in asked)
         await asyncio.gather(*calls, return_exceptions=True)
 

@@ -39,8 +39,8 @@ from shared.errors import HoneError
 from shared.logs import get_logger
 from shared.wire import JobRecord, TrainerState
 
-LOOK_AT_ALL_S = 2.0
-"""Seconds between two times that all services are asked whether they are there."""
+LOOK_AT_IDLE_S = 2.0
+"""Seconds between two times that services without work are asked whether they are there."""
 
 LOOK_S = 2.0
 """Seconds between two looks at what a trainer that loads a job does."""
@@ -134,7 +134,7 @@ class Run:
 
     async def _look(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_AT_ALL_S)
+            await asyncio.sleep(LOOK_AT_IDLE_S)
             await self._peers.look()
 
     async def _recovering(self, why: str) -> None:

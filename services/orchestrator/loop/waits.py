@@ -45,6 +45,11 @@ class Waits:
             del self._under_way[call]
 
     @property
+    def services(self) -> set[str]:
+        """Those that are waited for."""
+        return {service for service, _, _ in self._under_way.values()}
+
+    @property
     def is_idle(self) -> bool:
         return not self._under_way
 
@@ -56,7 +61,7 @@ class Waits:
         """Returns who is waited for, and what each did last. `at` are the completions under way by
         sampler."""
         now = self._clock()
-        waits = "; ".join(self._waiting(service, at, now) for service in self._waited_for())
+        waits = "; ".join(self._waiting(service, at, now) for service in sorted(self.services))
         last = ", ".join(
             f"{service} {what} {now - done_at:.0f} s ago"
             for service, (what, done_at) in self._last.items()
@@ -65,9 +70,6 @@ class Waits:
             f"no progress for {self.stalled_s():.0f} s: "
             f"{waits or 'nothing is under way'}; last answered: {last or 'nothing'}"
         )
-
-    def _waited_for(self) -> list[str]:
-        return sorted({service for service, _, _ in self._under_way.values()})
 
     def _waiting(self, service: str, at: Mapping[str, int], now: float) -> str:
         calls = [call for call in self._under_way.values() if call[0] == service]
