@@ -30,11 +30,11 @@ GZIP_LEVEL = 1
 
 async def refuse_unknown_parameters(request: Request) -> None:
     """Raises BadRequest for a parameter of the query that the route does not have: a misspelt one
-    would be a default."""
+    would be a default. `name[key]` is one of `name`."""
     route = request.scope["route"]
     known = [field.alias for field in route.dependant.query_params]
     for name in request.query_params:
-        if name not in known:
+        if name.partition("[")[0] not in known:
             help = nearest(name, known, "its parameters") if known else "it takes none"
             raise BadRequest(
                 f"unknown parameter {name!r} of {request.method} {route.path_format}; {help}",

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 
 from services.orchestrator.api import files, history, jobs, recover, regrade, samplers
 from services.orchestrator.loop.tasks import stop
+from services.orchestrator.openai import calling, fine_tuning, graders
 from services.orchestrator.queue.store import Store
 from services.orchestrator.queue.worker import Worker
 from shared.config import Settings
@@ -45,6 +46,9 @@ def create_service(settings: Settings, store: Store) -> Service:
     recover.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
     files.add_routes(service, settings, store)
+    fine_tuning.add_routes(service, settings, store)
+    graders.add_routes(service, settings)
+    calling.add_routes(service, settings, store)
     return service
 
 

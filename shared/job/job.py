@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,9 +24,21 @@ from shared.job.running import (
     WandbSpec,
 )
 from shared.job.section import JOB_ID, Section
+from shared.plain import Plain
 
 MAY_CHANGE = frozenset(
-    {"name", "steps", "weight_sync", "memory", "evaluation", "checkpoints", "rollouts", "wandb"}
+    {
+        "name",
+        "steps",
+        "weight_sync",
+        "memory",
+        "evaluation",
+        "checkpoints",
+        "rollouts",
+        "wandb",
+        "metadata",
+        "request",
+    }
 )
 """Keys of a job that do not say what is learned: a job may go on with others than it began with."""
 
@@ -132,6 +144,16 @@ class Job(Section):
 
     wandb: WandbSpec | None = None
     """Weights & Biases. None: metrics are only in the run folder."""
+
+    metadata: dict[
+        Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]
+    ] = Field(default={}, max_length=16)
+    """Notes of your own, shown with the job: up to 16 names of up to 64 characters, each with a
+    text of up to 512. They change nothing."""
+
+    request: dict[str, Plain] = {}
+    """The request of OpenAI's API that the job was made from, which that API shows again. Nothing
+    else reads it. Empty: the job was submitted as a job."""
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Job:

@@ -118,6 +118,9 @@ class FakeServices:
         self._services["trainer"].query("/state", self._state)
         self._services["rollout"].query("/weights", self._weights)
 
+    def service(self, name: str) -> Service:
+        return self._services[name]
+
     def restart_trainer(self) -> None:
         """What a killed trainer does: it comes back from its newest checkpoint, by
         itself."""

@@ -12,6 +12,7 @@ import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -36,6 +37,8 @@ class Stack:
     client: Client
     http: httpx.AsyncClient
     job: Job
+    app: Any
+    """The ASGI application, for clients with transports of their own."""
 
     async def submit(self, job: Job | None = None, *, key: str | None = None) -> JobRecord:
         body = SubmitRequest(job=job or self.job)
@@ -82,7 +85,7 @@ def job(tmp_path: Path) -> Job:
 @contextlib.asynccontextmanager
 async def orchestrator(
     settings: Settings, redis_url: str, *, stopped: bool = False
-) -> AsyncGenerator[tuple[Store, httpx.AsyncBaseTransport]]:
+) -> AsyncGenerator[tuple[Store, httpx.ASGITransport]]:
     """The orchestrator's own application with its worker; leaving kills it without letting it give
     its lease back, unless `stopped`."""
     store = Store(redis_url)
@@ -124,4 +127,4 @@ async def stack(
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=20
         ) as http:
-            yield Stack(fakes, settings, store, client, http, job)
+            yield Stack(fakes, settings, store, client, http, job, transport.app)

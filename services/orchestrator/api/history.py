@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +16,11 @@ from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.graded import graded
 from shared.errors import Busy
+from shared.job import Job
 from shared.service import Service
 from shared.wire import (
     TERMINAL,
+    Checkpoint,
     CheckpointList,
     EventList,
     MetricsList,
@@ -81,15 +83,20 @@ def add_routes(service: Service, store: Store) -> None:
     async def checkpoints(job_id: str) -> CheckpointList:
         """The checkpoints there are, oldest first: those written, without those that the trainer
         has since removed."""
-        spec = (await store.get(job_id)).job.checkpoints
+        job = (await store.get(job_id)).job
         found = await store.checkpoints(job_id)
-        newest = found[-spec.keep_last :]
-        kept = [
-            checkpoint
-            for checkpoint in found
-            if checkpoint in newest or (spec.keep_every and checkpoint.step % spec.keep_every == 0)
-        ]
-        return CheckpointList(checkpoints=tuple(kept))
+        return CheckpointList(checkpoints=tuple(kept_checkpoints(found, job)))
+
+
+def kept_checkpoints(found: Sequence[Checkpoint], job: Job) -> list[Checkpoint]:
+    """Returns those of the checkpoints `found`, oldest first, that the trainer has not removed."""
+    spec = job.checkpoints
+    newest = found[-spec.keep_last :]
+    return [
+        checkpoint
+        for checkpoint in found
+        if checkpoint in newest or (spec.keep_every and checkpoint.step % spec.keep_every == 0)
+    ]
 
 
 class Followers:

@@ -1,0 +1,9 @@
+"""OpenAI's API beside the jobs API: reinforcement fine-tuning, and calling what came of it.
+
+| file | what |
+|---|---|
+| `mapping.py` | OpenAI's requests to jobs; records, events and checkpoints to OpenAI's shapes |
+| `fine_tuning.py` | the routes `/v1/fine_tuning/jobs` |
+| `graders.py` | the routes `/v1/fine_tuning/alpha/graders`, asked of the reward service |
+| `calling.py` | `/v1/models` and completions, passed on to a sampler that has the model |
+"""

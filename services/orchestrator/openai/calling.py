@@ -1,0 +1,156 @@
+"""`/v1/models`, `/v1/completions` and `/v1/chat/completions`: passed on, as they are, to a sampler
+that serves the model named."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.background import BackgroundTask
+
+from services.orchestrator.loop.discovery import sampler_urls
+from services.orchestrator.queue.store import Store
+from shared.config import Settings, is_loopback
+from shared.errors import BadRequest, NotFound, Unavailable
+from shared.logs import get_logger
+from shared.service import Service
+from shared.tls import trusted
+
+CONNECT_S = 5.0
+MODELS_S = 10.0
+"""Seconds for a sampler to say what it serves."""
+
+ANSWER_S = 600.0
+"""Longest silence in an answer."""
+
+ROUTES = ("/v1/chat/completions", "/v1/completions")
+
+PASSED_ON = ("content-type", "x-hone-session", "x-request-id")
+"""Headers of a request that go on to the sampler; its token is the stack's own."""
+
+PASSED_BACK = ("content-type", "x-request-id", "retry-after")
+
+
+def add_routes(service: Service, settings: Settings, store: Store) -> None:
+    calls = Calls(settings, store)
+    app = service.app
+
+    @app.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        """What can be called now, in OpenAI's shape: base models, `policy` (the weights that serve,
+        whichever they are), and trained models by their jobs' ids."""
+        models = {
+            model["id"]: model for found in (await calls.served()).values() for model in found
+        }
+        return JSONResponse({"object": "list", "data": list(models.values())})
+
+    async def complete(request: Request) -> Response:
+        """Samples a model, as OpenAI's API does."""
+        return await calls.pass_on(request)
+
+    for route in ROUTES:
+        app.add_api_route(route, complete, methods=["POST"], response_model=None)
+
+
+class Calls:
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self._settings = settings
+        self._store = store
+
+    async def served(self) -> dict[str, list[dict[str, Any]]]:
+        """Returns the models of each sampler that answers, by its URL. Raises Unavailable if none
+        does."""
+        urls = await sampler_urls(self._settings.rollout_urls, self._store.samplers.urls)
+        found = await asyncio.gather(*map(self._models, urls))
+        served = {
+            url: models for url, models in zip(urls, found, strict=True) if models is not None
+        }
+        if not served:
+            raise Unavailable(
+                f"no sampler answers at HONE_ROLLOUT_URL {self._settings.rollout_url!r}"
+            )
+        return served
+
+    async def pass_on(self, request: Request) -> Response:
+        body = await request.body()
+        name = _model(body)
+        url = await self._sampler_of(name)
+        stack = contextlib.AsyncExitStack()
+        http = await stack.enter_async_context(self._client(url))
+        headers = {key: request.headers[key] for key in PASSED_ON if key in request.headers}
+        asked = http.build_request("POST", request.url.path, content=body, headers=headers)
+        try:
+            answer = await http.send(asked, stream=True)
+        except httpx.RequestError as error:
+            await stack.aclose()
+            raise Unavailable(f"the sampler at {url} did not answer: {error!r}") from error
+        stack.push_async_callback(answer.aclose)
+        return StreamingResponse(
+            _bytes(answer, url),
+            answer.status_code,
+            {key: answer.headers[key] for key in PASSED_BACK if key in answer.headers},
+            background=BackgroundTask(stack.aclose),
+        )
+
+    async def _sampler_of(self, name: str) -> str:
+        served = await self.served()
+        for url, models in served.items():
+            if any(model["id"] == name for model in models):
+                return url
+        names = sorted({model["id"] for models in served.values() for model in models})
+        raise NotFound(
+            f"model {name!r} is not served now; expected one of {', '.join(map(repr, names))}. A "
+            "job's model is called by its id while a sampler keeps its adapter; its checkpoint is "
+            "listed by GET /v1/jobs/<id>/checkpoints"
+        )
+
+    async def _models(self, url: str) -> list[dict[str, Any]] | None:
+        """None for a sampler that is away."""
+        try:
+            async with self._client(url) as http:
+                answer = await http.get("/v1/models", timeout=MODELS_S)
+                answer.raise_for_status()
+                return cast(list[dict[str, Any]], answer.json()["data"])
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            get_logger().warning(
+                "a sampler does not say what it serves", url=url, reason=repr(error)
+            )
+            return None
+
+    def _client(self, url: str) -> httpx.AsyncClient:
+        token = self._settings.bearer()
+        return httpx.AsyncClient(
+            base_url=url,
+            headers={"authorization": f"Bearer {token}"} if token else {},
+            timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
+            trust_env=not is_loopback(urlsplit(url).hostname or ""),
+            verify=trusted(),
+        )
+
+
+def _model(body: bytes) -> str:
+    try:
+        document = json.loads(body)
+    except ValueError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    name = document.get("model") if isinstance(document, dict) else None
+    if not isinstance(name, str):
+        raise BadRequest(f"'model' is {name!r:.80}; expected the name of a model")
+    return name
+
+
+async def _bytes(answer: httpx.Response, url: str) -> AsyncGenerator[bytes]:
+    """The answer as it comes. A sampler that dies in the middle cuts it off."""
+    try:
+        async for chunk in answer.aiter_bytes():
+            yield chunk
+    except httpx.RequestError as error:
+        get_logger().warning("a sampler's answer was cut off", url=url, reason=repr(error))
+        raise

@@ -1,0 +1,215 @@
+"""`/v1/fine_tuning/jobs`: jobs of the jobs API, submitted and shown in OpenAI's words."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from fastapi import Query, Request
+
+from services.orchestrator.api.history import kept_checkpoints
+from services.orchestrator.api.jobs import check_job
+from services.orchestrator.openai import mapping
+from services.orchestrator.queue.store import Store
+from services.orchestrator.record.folder import RunFolder
+from shared.config import Settings
+from shared.errors import BadRequest, NotFound
+from shared.job_file import parse_job
+from shared.service import Service, request_key
+from shared.wire import (
+    CreateFineTuningJob,
+    Event,
+    FineTuningCheckpointList,
+    FineTuningEventList,
+    FineTuningJob,
+    FineTuningJobList,
+    JobRecord,
+)
+
+PAGE = 1000
+"""Jobs and events that are read from the store at a time."""
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+T = TypeVar("T")
+
+
+def add_routes(service: Service, settings: Settings, store: Store) -> None:
+    jobs = FineTuningJobs(settings, store)
+    app = service.app
+    root = "/v1/fine_tuning/jobs"
+    service.operation("POST", root, jobs.create, durable=True)
+
+    @app.get(root)
+    async def list_fine_tuning_jobs(
+        request: Request, after: str | None = None, limit: Limit = 20, metadata: str | None = None
+    ) -> FineTuningJobList:
+        """Jobs submitted here, newest first. `metadata[key]=value` leaves only those that have it;
+        `metadata=null`, those without any."""
+        found = await jobs.newest(after, limit + 1, _wanted(request, metadata))
+        return FineTuningJobList(data=tuple(found[:limit]), has_more=len(found) > limit)
+
+    @app.get(root + "/{job_id}")
+    async def get_fine_tuning_job(job_id: str) -> FineTuningJob:
+        """One job."""
+        return await jobs.shown(await jobs.record(job_id))
+
+    @app.post(root + "/{job_id}/cancel")
+    async def cancel_fine_tuning_job(job_id: str) -> FineTuningJob:
+        """Cancels a job; a running one within seconds."""
+        await jobs.record(job_id)
+        await store.cancel(job_id)
+        return await jobs.shown(await jobs.record(job_id))
+
+    @app.post(root + "/{job_id}/pause")
+    async def pause_fine_tuning_job(job_id: str) -> FineTuningJob:
+        """Pauses a job; a running one within seconds."""
+        await jobs.record(job_id)
+        await store.pause(job_id)
+        return await jobs.shown(await jobs.record(job_id))
+
+    @app.post(root + "/{job_id}/resume")
+    async def resume_fine_tuning_job(job_id: str) -> FineTuningJob:
+        """Queues a paused job again."""
+        await jobs.record(job_id)
+        await store.resume(job_id)
+        return await jobs.shown(await jobs.record(job_id))
+
+    @app.get(root + "/{job_id}/events")
+    async def list_fine_tuning_events(
+        job_id: str, after: str | None = None, limit: Limit = 20
+    ) -> FineTuningEventList:
+        """What happened, newest first."""
+        await jobs.record(job_id)
+        events = [mapping.fine_tuning_event(event) for event in await jobs.events(job_id)]
+        page, more = _page(events[::-1], [event.id for event in events[::-1]], after, limit)
+        return FineTuningEventList(data=tuple(page), has_more=more)
+
+    @app.get(root + "/{job_id}/checkpoints")
+    async def list_fine_tuning_checkpoints(
+        job_id: str, after: str | None = None, limit: Limit = 10
+    ) -> FineTuningCheckpointList:
+        """The checkpoints there are, newest first."""
+        record = await jobs.record(job_id)
+        kept = kept_checkpoints(await store.checkpoints(job_id), record.job)[::-1]
+        rows = await asyncio.to_thread(RunFolder(Path(record.run_dir)).metrics)
+        metrics = {row.step: row.metrics for row in rows}
+        shown = [
+            mapping.fine_tuning_checkpoint(
+                record, checkpoint, metrics.get(checkpoint.step, {}), _written_at(checkpoint.path)
+            )
+            for checkpoint in kept
+        ]
+        page, more = _page(shown, [checkpoint.id for checkpoint in shown], after, limit)
+        return FineTuningCheckpointList(
+            data=tuple(page),
+            first_id=page[0].id if page else None,
+            last_id=page[-1].id if page else None,
+            has_more=more,
+        )
+
+
+class FineTuningJobs:
+    """The jobs that were submitted in OpenAI's words, among all."""
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self._settings = settings
+        self._store = store
+
+    async def create(self, request: CreateFineTuningJob) -> FineTuningJob:
+        """Accepts a job once its data, grader and model have been checked. Accepted, it is on
+        disk."""
+        document = mapping.job_document(request)
+        job = parse_job(document, "the job asked for")
+        prompts = await check_job(job, self._settings)
+        if "steps" not in request.hone:
+            if prompts.num_train is None:
+                raise BadRequest(
+                    "'hone.steps' is missing; expected a number of steps, because how many rows "
+                    "there are in a stream is not known"
+                )
+            count = mapping.steps(request, prompts.num_train, job.sampling.prompts_per_step)
+            job = job.model_copy(update={"steps": count})
+        record = await self._store.submit(
+            job, self._settings.runs_dir, request_key.get(), prompts.versions
+        )
+        return await self.shown(record)
+
+    async def record(self, job_id: str) -> JobRecord:
+        """Raises NotFound for a job that is none of these."""
+        record = await self._store.get(job_id)
+        if not record.job.request:
+            raise NotFound(f"job {job_id!r} was not submitted here; GET /v1/jobs/{job_id} shows it")
+        return record
+
+    async def shown(self, record: JobRecord) -> FineTuningJob:
+        tokens = await asyncio.to_thread(_trained_tokens, record)
+        return mapping.fine_tuning_job(record, time.time(), tokens)
+
+    async def newest(
+        self, after: str | None, limit: int, wanted: dict[str, str] | None
+    ) -> list[FineTuningJob]:
+        """Returns up to `limit` jobs with the `wanted` metadata (None: those that have none)."""
+        found: list[FineTuningJob] = []
+        while len(found) < limit:
+            page = await self._store.list(after, PAGE)
+            fit = [job for job in page.jobs if job.job.request and _fits(job, wanted)]
+            found += [await self.shown(record) for record in fit[: limit - len(found)]]
+            if (after := page.next_after) is None:
+                break
+        return found
+
+    async def events(self, job_id: str) -> list[Event]:
+        """Returns all events, oldest first."""
+        events: list[Event] = []
+        while page := await self._store.events(
+            job_id, events[-1].id if events else "0", count=PAGE
+        ):
+            events += page
+        return events
+
+
+def _wanted(request: Request, metadata: str | None) -> dict[str, str] | None:
+    if metadata is not None:
+        if metadata != "null":
+            raise BadRequest(f"'metadata': got {metadata!r}; expected metadata[key]=value, or null")
+        return None
+    return {
+        name.removeprefix("metadata[").removesuffix("]"): value
+        for name, value in request.query_params.items()
+        if name.startswith("metadata[")
+    }
+
+
+def _fits(record: JobRecord, wanted: dict[str, str] | None) -> bool:
+    metadata = record.job.metadata
+    return not metadata if wanted is None else wanted.items() <= metadata.items()
+
+
+def _page(
+    things: Sequence[T], ids: Sequence[str], after: str | None, limit: int
+) -> tuple[Sequence[T], bool]:
+    """Returns up to `limit` of what comes after the id `after`, and whether there is more."""
+    if after is not None and after not in ids:
+        raise BadRequest(f"after is {after!r}; expected an id of the list")
+    start = 0 if after is None else ids.index(after) + 1
+    return things[start : start + limit], len(things) > start + limit
+
+
+def _written_at(path: str) -> float:
+    """Unix seconds; 0 for what is gone since."""
+    try:
+        return Path(path).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _trained_tokens(record: JobRecord) -> int | None:
+    """Returns how many tokens the steps so far have trained on; None while the job runs."""
+    if record.finished_at is None:
+        return None
+    rows = RunFolder(Path(record.run_dir)).metrics()
+    return int(sum(row.metrics.get("num_tokens", 0.0) for row in rows))

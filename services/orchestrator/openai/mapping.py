@@ -1,0 +1,200 @@
+"""What OpenAI's words mean here. docs/openai.md says it for users."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from shared.errors import BadRequest
+from shared.job import UPLOADED, SamplingSpec
+from shared.wire import (
+    Checkpoint,
+    CreateFineTuningJob,
+    Event,
+    FineTuningCheckpoint,
+    FineTuningError,
+    FineTuningEvent,
+    FineTuningJob,
+    JobRecord,
+)
+from shared.wire.fine_tuning import PREFIX, ReinforcementHyperparameters
+
+LEARNING_RATE = 1e-5
+"""What `learning_rate_multiplier` multiplies: ten times the default for whole weights, because the
+job trains a low-rank adapter."""
+
+NAMED = ("string_check", "text_similarity", "python", "score_model", "label_model", "multi")
+"""OpenAI's graders, which have `type` and `name` among their params."""
+
+MAX_NAME = 40
+
+COLUMN = re.compile(r"\bitem\s*\.\s*([A-Za-z_]\w*)")
+
+
+def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
+    """Returns the job asked for, of one step: how many there are to be depends on the data. Raises
+    BadRequest for what cannot be the id of a file."""
+    _check_file("training_file", request.training_file)
+    _check_file("validation_file", request.validation_file)
+    knobs = request.method.reinforcement.hyperparameters
+    document: dict[str, Any] = {
+        "name": _name(request.suffix),
+        "model": request.model,
+        "steps": 1,
+        "seed": request.seed or 0,
+        "data": {
+            "train": request.training_file,
+            "eval": request.validation_file,
+            "columns": {"prompt": "messages"},
+        },
+        "sampling": _given(
+            prompts_per_step=knobs.batch_size,
+            group_size=_scaled(SamplingSpec().group_size, knobs.compute_multiplier),
+        ),
+        "rewards": [reward(request.method.reinforcement.grader)],
+        "training": {"learning_rate": _scaled_rate(knobs)},
+        "lora": {},
+        "evaluation": _given(every=knobs.eval_interval, samples=knobs.eval_samples),
+        "metadata": request.metadata or {},
+        "request": request.model_dump(mode="json", exclude={"metadata"}),
+    }
+    for integration in request.integrations or ():
+        document["wandb"] = integration.wandb.model_dump(mode="json", exclude={"name"})
+    return _laid_over(document, request.hone)
+
+
+def steps(request: CreateFineTuningJob, num_rows: int, prompts_per_step: int) -> int:
+    """Returns how many steps go through `num_rows` rows as often as was asked for."""
+    epochs = request.method.reinforcement.hyperparameters.n_epochs
+    return math.ceil(num_rows * (1 if epochs == "auto" else epochs) / prompts_per_step)
+
+
+def reward(grader: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the grader as a job's reward."""
+    kind = grader.get("type")
+    if not isinstance(kind, str) or kind == "function":
+        raise BadRequest(
+            f"'grader.type' is {kind!r:.80}; expected the name of a grader, for example "
+            "'string_check'"
+        )
+    own = () if kind in NAMED else ("type", "name")
+    name = grader.get("name")
+    return {
+        "grader": kind,
+        "name": name if isinstance(name, str) and name else None,
+        "params": {key: value for key, value in grader.items() if key not in own},
+    }
+
+
+def columns_of(grader: object) -> tuple[str, ...]:
+    """Returns the columns that a grader's templates name as `item.column`."""
+    if isinstance(grader, str):
+        return tuple(COLUMN.findall(grader))
+    parts: list[Any] = []
+    if isinstance(grader, Mapping):
+        parts = list(cast(Mapping[str, Any], grader).values())
+    elif isinstance(grader, list | tuple):
+        parts = list(cast(list[Any], grader))
+    return tuple(dict.fromkeys(name for part in parts for name in columns_of(part)))
+
+
+def fine_tuning_job(record: JobRecord, now: float, trained_tokens: int | None) -> FineTuningJob:
+    """Returns the record in OpenAI's shape. `now` (Unix seconds) is what the ETA counts from."""
+    job, request = record.job, CreateFineTuningJob.model_validate(record.job.request)
+    ends_at = now + record.eta_s if record.status == "running" and record.eta_s else None
+    return FineTuningJob(
+        id=record.id,
+        created_at=int(record.created_at),
+        finished_at=_whole(record.finished_at),
+        estimated_finish=_whole(ends_at),
+        model=job.model,
+        fine_tuned_model=record.id if record.status == "succeeded" else None,
+        status=record.status,
+        error=_error(record),
+        training_file=request.training_file,
+        validation_file=request.validation_file,
+        method=request.method,
+        seed=job.seed,
+        trained_tokens=trained_tokens,
+        metadata=job.metadata,
+        integrations=request.integrations or (),
+    )
+
+
+def fine_tuning_event(event: Event) -> FineTuningEvent:
+    return FineTuningEvent(
+        id=PREFIX + event.id,
+        created_at=int(event.time),
+        level="warn" if event.level == "warning" else event.level,
+        message=event.message,
+        type="metrics" if event.type in ("step", "eval") else "message",
+        data=event.data,
+    )
+
+
+def fine_tuning_checkpoint(
+    record: JobRecord, checkpoint: Checkpoint, metrics: Mapping[str, float], created_at: float
+) -> FineTuningCheckpoint:
+    return FineTuningCheckpoint(
+        id=checkpoint_id(record.id, checkpoint),
+        created_at=int(created_at),
+        fine_tuned_model_checkpoint=checkpoint.path,
+        fine_tuning_job_id=record.id,
+        metrics={"step": float(checkpoint.step), **metrics},
+        step_number=checkpoint.step,
+    )
+
+
+def checkpoint_id(job_id: str, checkpoint: Checkpoint) -> str:
+    return f"ftckpt-{job_id}-{checkpoint.step}"
+
+
+def _check_file(field: str, name: str | None) -> None:
+    """Else it would be looked for on the Hub."""
+    if name is not None and name.startswith("file-") and not UPLOADED.fullmatch(name):
+        raise BadRequest(
+            f"'{field}': got {name!r}; expected the id of an uploaded file, 'file-' and 24 digits"
+        )
+
+
+def _name(suffix: str | None) -> str:
+    """A job's name of what OpenAI allows as a suffix."""
+    name = re.sub(r"[^a-z0-9_-]+", "-", (suffix or "").lower()).strip("-_")
+    return name[:MAX_NAME] or "fine-tuning"
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """What is not "auto": the rest is as in any job."""
+    return {key: value for key, value in values.items() if value != "auto"}
+
+
+def _scaled(default: int, multiplier: str | float) -> int:
+    return default if isinstance(multiplier, str) else max(round(default * multiplier), 2)
+
+
+def _scaled_rate(knobs: ReinforcementHyperparameters) -> float:
+    multiplier = knobs.learning_rate_multiplier
+    return LEARNING_RATE * (1.0 if multiplier == "auto" else multiplier)
+
+
+def _laid_over(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the document with `changes` in it, section by section."""
+    changed = dict(document)
+    for key, value in changes.items():
+        old = changed.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = _laid_over(cast(dict[str, Any], old), cast(dict[str, Any], value))
+        changed[key] = value
+    return changed
+
+
+def _whole(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds)
+
+
+def _error(record: JobRecord) -> FineTuningError | None:
+    if record.error is None:
+        return None
+    return FineTuningError(code=record.status, message=record.error)

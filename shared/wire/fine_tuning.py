@@ -1,0 +1,174 @@
+"""`/v1/fine_tuning`, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from shared.plain import Plain
+from shared.wire.base import JobId, Wire
+
+Auto = Literal["auto"]
+
+PREFIX = "ftevent-"
+"""Of an event's id here; the rest is its id among the job's events."""
+
+
+class ReinforcementHyperparameters(Wire):
+    """OpenAI's knobs. docs/openai.md has a table of what each does to the job."""
+
+    batch_size: Auto | int = Field(default="auto")
+    compute_multiplier: Auto | float = Field(default="auto")
+    eval_interval: Auto | int = Field(default="auto")
+    eval_samples: Auto | int = Field(default="auto")
+    learning_rate_multiplier: Auto | float = Field(default="auto")
+    n_epochs: Auto | int = Field(default="auto")
+    reasoning_effort: Literal["default"] = "default"
+
+    @field_validator("*")
+    @classmethod
+    def _above_zero(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and value <= 0:
+            raise ValueError("expected 'auto' or a number above 0")
+        return value
+
+
+class Reinforcement(Wire):
+    """`grader` has a `type`, the name of any grader, and its params beside it."""
+
+    grader: dict[str, Plain]
+    hyperparameters: ReinforcementHyperparameters = ReinforcementHyperparameters()
+    response_format: None = None
+
+
+class FineTuningMethod(Wire):
+    """Hone trains by reinforcement; OpenAI's "supervised" and "dpo" are refused."""
+
+    type: Literal["reinforcement"]
+    reinforcement: Reinforcement
+
+
+class WandbIntegration(Wire):
+    """Where metrics are logged besides. `name` is taken and has no effect: the job's id is it."""
+
+    project: str
+    name: str | None = None
+    entity: str | None = None
+    tags: tuple[str, ...] = ()
+
+
+class Integration(Wire):
+    type: Literal["wandb"]
+    wandb: WandbIntegration
+
+
+class CreateFineTuningJob(Wire):
+    """`POST /v1/fine_tuning/jobs`. `training_file` and `validation_file` are ids of uploaded files
+    or whatever else `data.train` of a job may name. `hone` are keys of a job, as a job file has
+    them, that go over what OpenAI's knobs set."""
+
+    model: str
+    training_file: str
+    validation_file: str | None = None
+    method: FineTuningMethod
+    suffix: str | None = Field(default=None, min_length=1, max_length=64)
+    seed: int | None = Field(default=None, ge=0)
+    metadata: dict[str, str] | None = None
+    integrations: tuple[Integration, ...] | None = Field(default=None, max_length=1)
+    hone: dict[str, Any] = {}
+
+
+class FineTuningError(Wire):
+    code: str
+    message: str
+    param: str | None = None
+
+
+class FineTuningJob(Wire):
+    """A job as OpenAI shows it. Times are Unix seconds. `status` is one of OpenAI's, or "paused",
+    for which OpenAI has none; `error` then says why. `fine_tuned_model` is what the trained model
+    is called by, once the job has succeeded."""
+
+    id: JobId
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    finished_at: int | None = None
+    estimated_finish: int | None = None
+    model: str
+    fine_tuned_model: str | None = None
+    organization_id: str = "hone"
+    status: Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
+    error: FineTuningError | None = None
+    training_file: str
+    validation_file: str | None = None
+    result_files: tuple[str, ...] = ()
+    hyperparameters: dict[str, Any] = {}
+    method: FineTuningMethod
+    seed: int
+    trained_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    integrations: tuple[Integration, ...] = ()
+
+
+class FineTuningJobList(Wire):
+    """A page, newest first. `has_more`: the next one begins after the last id (`?after=`)."""
+
+    object: Literal["list"] = "list"
+    data: tuple[FineTuningJob, ...]
+    has_more: bool
+
+
+class FineTuningEvent(Wire):
+    """Something that happened to a job. `data` of "metrics" are numbers."""
+
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: Literal["info", "warn", "error"]
+    message: str
+    type: Literal["message", "metrics"]
+    data: dict[str, Any] = {}
+
+
+class FineTuningEventList(Wire):
+    """A page, newest first."""
+
+    object: Literal["list"] = "list"
+    data: tuple[FineTuningEvent, ...]
+    has_more: bool
+
+
+class FineTuningCheckpoint(Wire):
+    """A checkpoint that is there. `fine_tuned_model_checkpoint` is its folder, in Hugging Face
+    format; it is not served by name. `metrics` are the job's of that step."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    fine_tuning_job_id: JobId
+    metrics: dict[str, float]
+    step_number: int
+
+
+class FineTuningCheckpointList(Wire):
+    """A page, newest first."""
+
+    object: Literal["list"] = "list"
+    data: tuple[FineTuningCheckpoint, ...]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ValidateGraderRequest(Wire):
+    """`POST /v1/fine_tuning/alpha/graders/validate`."""
+
+    grader: dict[str, Plain]
+
+
+class ValidatedGrader(Wire):
+    """The grader, which a job can name."""
+
+    grader: dict[str, Plain]

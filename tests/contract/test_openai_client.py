@@ -1,0 +1,194 @@
+"""The `openai` client, with nothing changed but its address: files, graders, jobs, models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from services.orchestrator.openai import graders
+from shared.config import Settings
+from shared.service import Service
+from tests.support import orchestrator_stack
+from tests.support.orchestrator_stack import Stack
+from tests.support.reward_service import running_service
+
+job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
+
+GRADER: Any = {
+    "type": "string_check",
+    "name": "same",
+    "input": "{{ sample.output_text }}",
+    "reference": "{{ item.answer }}",
+    "operation": "eq",
+}
+
+
+def openai_client(app: FastAPI) -> openai.AsyncOpenAI:
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app))
+    return openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
+    )
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncGenerator[openai.AsyncOpenAI]:
+    async with openai_client(stack.app) as client:
+        yield client
+
+
+async def upload(client: openai.AsyncOpenAI, count: int) -> str:
+    rows = [
+        {"messages": [{"role": "user", "content": f"{number}?"}], "answer": str(number)}
+        for number in range(count)
+    ]
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    file = await client.files.create(file=("rows.jsonl", content), purpose="fine-tune")
+    return file.id
+
+
+async def create(client: openai.AsyncOpenAI, **more: Any) -> Any:
+    method: Any = {
+        "type": "reinforcement",
+        "reinforcement": {
+            "grader": GRADER,
+            "hyperparameters": {"batch_size": 4, "n_epochs": 2, "eval_interval": 2},
+        },
+    }
+    return await client.fine_tuning.jobs.create(
+        model="owner/model",
+        training_file=await upload(client, 6),
+        validation_file=await upload(client, 2),
+        method=method,
+        **more,
+    )
+
+
+async def ended(client: openai.AsyncOpenAI, job_id: str) -> Any:
+    async with asyncio.timeout(60):
+        while (job := await client.fine_tuning.jobs.retrieve(job_id)).finished_at is None:
+            await asyncio.sleep(0.02)
+    return job
+
+
+async def test_a_job_is_submitted_followed_and_listed(client: openai.AsyncOpenAI):
+    job = await create(client, suffix="sums", seed=3, metadata={"team": "a"})
+    assert job.object == "fine_tuning.job" and job.id.startswith("sums-")
+    done = await ended(client, job.id)
+    assert (done.status, done.fine_tuned_model, done.error) == ("succeeded", job.id, None)
+    assert (done.seed, done.metadata) == (3, {"team": "a"})
+    assert done.method.reinforcement.hyperparameters.n_epochs == 2
+    assert done.trained_tokens and done.trained_tokens > 0
+
+    events = [event async for event in client.fine_tuning.jobs.list_events(job.id, limit=3)]
+    assert next(event.message for event in events if event.type == "message") == "succeeded"
+    steps = [event.data["step"] for event in events if event.type == "metrics"]  # type: ignore[index]
+    assert steps[0] == 3 and sorted(set(steps)) == [0, 1, 2, 3], "two passes over 6 rows, by 4"
+    assert len({event.id for event in events}) == len(events)
+
+    checkpoints = [one async for one in client.fine_tuning.jobs.checkpoints.list(job.id)]
+    assert checkpoints[0].step_number == 3 and checkpoints[0].fine_tuning_job_id == job.id
+
+    other = await create(client)
+    listed = [one.id async for one in client.fine_tuning.jobs.list(limit=1)]
+    assert listed == [other.id, job.id]
+    by_metadata = await client.fine_tuning.jobs.list(metadata={"team": "a"})
+    assert [one.id for one in by_metadata.data] == [job.id]
+    await ended(client, other.id)
+
+
+async def test_a_job_of_the_jobs_api_is_none_of_openais(stack: Stack, client: openai.AsyncOpenAI):
+    record = await stack.submit(stack.job.model_copy(update={"steps": 1}))
+    with pytest.raises(openai.NotFoundError, match="GET /v1/jobs/"):
+        await client.fine_tuning.jobs.retrieve(record.id)
+    assert (await client.fine_tuning.jobs.list()).data == []
+    await stack.until(record.id)
+
+
+async def test_a_job_is_paused_resumed_and_cancelled(stack: Stack, client: openai.AsyncOpenAI):
+    held = asyncio.Event()
+
+    async def hold(_: Any) -> None:
+        await held.wait()
+
+    stack.fakes.fault["train_step"] = hold
+    first, second = await create(client), await create(client)
+    assert (await client.fine_tuning.jobs.pause(second.id)).status == "paused"  # type: ignore[comparison-overlap]
+    assert (await client.fine_tuning.jobs.resume(second.id)).status == "queued"
+    assert (await client.fine_tuning.jobs.cancel(second.id)).status == "cancelled"
+    await client.fine_tuning.jobs.cancel(first.id)
+    held.set()
+    assert (await ended(client, first.id)).status == "cancelled"
+    with pytest.raises(openai.ConflictError):
+        await client.fine_tuning.jobs.resume(first.id)
+
+
+async def test_what_cannot_be_is_refused_as_openai_does(client: openai.AsyncOpenAI):
+    with pytest.raises(openai.UnprocessableEntityError, match="reinforcement"):
+        await client.fine_tuning.jobs.create(
+            model="owner/model", training_file="file-x", method={"type": "supervised"}
+        )
+    for file, error in (
+        ("file-x", "'training_file': got 'file-x'"),
+        ("file-" + "0" * 24, "no uploaded file"),
+    ):
+        with pytest.raises(openai.APIStatusError, match=error) as refused:
+            await client.fine_tuning.jobs.create(
+                model="owner/model",
+                training_file=file,
+                method={"type": "reinforcement", "reinforcement": {"grader": GRADER}},
+            )
+        assert refused.value.status_code in (404, 422)
+    assert (await client.fine_tuning.jobs.list()).data == [], "nothing half-done stays"
+
+
+async def test_graders_are_validated_and_run_by_the_reward_service(settings: Settings):
+    with running_service() as reward:
+        service = Service("orchestrator", settings.model_copy(update={"reward_url": reward.url}))
+        graders.add_routes(service, service.settings)
+        async with openai_client(service.app) as client:
+            alpha = client.fine_tuning.alpha.graders
+            assert (await alpha.validate(grader=GRADER)).grader is not None
+            answer = await alpha.run(grader=GRADER, model_sample="4", item={"answer": "4"})
+            assert (answer.reward, answer.metadata.type) == (1.0, "string_check")
+            answer = await alpha.run(grader=GRADER, model_sample="5", item={"answer": "4"})
+            assert (answer.reward, answer.metadata.errors.other_error) == (0.0, False)
+            with pytest.raises(openai.UnprocessableEntityError, match="operation"):
+                await alpha.validate(grader=GRADER | {"operation": "equals"})
+
+
+async def test_a_model_is_called_where_it_is_served(stack: Stack, client: openai.AsyncOpenAI):
+    app = stack.fakes.service("rollout").app
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        served = [{"id": name, "object": "model"} for name in ("owner/model", "policy", "sums-1")]
+        return JSONResponse({"object": "list", "data": served})
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(request: Request) -> JSONResponse | StreamingResponse:
+        body = await request.json()
+        text = f"{body['model']} says {body['messages'][0]['content']}"
+        said = {"role": "assistant", "content": text}
+        if body.get("stream"):
+            chunk = {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": said}]}
+            lines = [f"data: {json.dumps(chunk)}\n\n", "data: [DONE]\n\n"]
+            return StreamingResponse(iter(lines), media_type="text/event-stream")
+        choices = [{"index": 0, "message": said}]
+        return JSONResponse({"object": "chat.completion", "choices": choices})
+
+    assert [model.id async for model in client.models.list()] == ["owner/model", "policy", "sums-1"]
+    hello: Any = [{"role": "user", "content": "hello"}]
+    answer = await client.chat.completions.create(model="sums-1", messages=hello)
+    assert answer.choices[0].message.content == "sums-1 says hello"
+    stream = await client.chat.completions.create(model="sums-1", messages=hello, stream=True)
+    assert [chunk.choices[0].delta.content async for chunk in stream] == ["sums-1 says hello"]
+    with pytest.raises(openai.NotFoundError, match="'sums-2' is not served now"):
+        await client.chat.completions.create(model="sums-2", messages=hello)

@@ -1,0 +1,137 @@
+"""What OpenAI's knobs become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.orchestrator.openai import mapping
+from shared.errors import BadRequest
+from shared.job import Job
+from shared.wire import CreateFineTuningJob, JobRecord
+
+GRADER = {
+    "type": "string_check",
+    "name": "same",
+    "input": "{{ sample.output_text }}",
+    "reference": "{{ item.answer }}",
+    "operation": "eq",
+}
+
+
+def request(hyperparameters: dict[str, Any] | None = None, **more: Any) -> CreateFineTuningJob:
+    return CreateFineTuningJob.model_validate(
+        {
+            "model": "owner/model",
+            "training_file": "train.jsonl",
+            "validation_file": "test.jsonl",
+            "method": {
+                "type": "reinforcement",
+                "reinforcement": {"grader": GRADER, "hyperparameters": hyperparameters or {}},
+            },
+        }
+        | more
+    )
+
+
+def job_of(asked: CreateFineTuningJob) -> Job:
+    return Job.model_validate(mapping.job_document(asked))
+
+
+def test_what_is_left_to_us_is_as_in_any_job_with_an_adapter():
+    job, default = job_of(request()), Job.model_fields
+    assert job.sampling == default["sampling"].default
+    assert job.evaluation == default["evaluation"].default
+    assert job.lora is not None and job.training.learning_rate == 1e-5
+    assert (job.name, job.seed, job.metadata) == ("fine-tuning", 0, {})
+    (reward,) = job.rewards
+    assert (reward.grader, reward.label) == ("string_check", "same")
+    assert reward.params == GRADER
+
+
+def test_each_knob_goes_where_the_table_says():
+    knobs = {
+        "batch_size": 6,
+        "compute_multiplier": 1.5,
+        "eval_interval": 7,
+        "eval_samples": 3,
+        "learning_rate_multiplier": 0.5,
+        "n_epochs": 3,
+    }
+    asked = request(knobs, suffix="My  Model!", seed=11, metadata={"team": "a"})
+    job = job_of(asked)
+    assert (job.sampling.prompts_per_step, job.sampling.group_size) == (6, 12)
+    assert (job.evaluation.every, job.evaluation.samples) == (7, 3)
+    assert job.training.learning_rate == 5e-6
+    assert (job.name, job.seed, job.metadata) == ("my-model", 11, {"team": "a"})
+    # three passes over 20 rows, 6 at a time
+    assert mapping.steps(asked, 20, 6) == 10
+
+
+def test_keys_of_a_job_go_over_what_the_knobs_set():
+    hone = {"sampling": {"max_tokens": 4}, "lora": None, "steps": 5}
+    job = job_of(request({"batch_size": 6}, hone=hone))
+    assert (job.sampling.prompts_per_step, job.sampling.max_tokens) == (6, 4)
+    assert (job.lora, job.steps) == (None, 5)
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "named"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"n_epochs": -1}, "n_epochs"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"beta": 0.1}, "beta"),
+    ],
+)
+def test_a_knob_that_means_nothing_here_is_refused_by_name(
+    hyperparameters: dict[str, Any], named: str
+):
+    with pytest.raises(ValueError, match=named):
+        request(hyperparameters)
+
+
+@pytest.mark.parametrize("kind", [None, 3, "function"])
+def test_a_grader_without_a_type_is_refused(kind: object):
+    with pytest.raises(BadRequest, match=r"grader\.type"):
+        mapping.reward({"type": kind})
+
+
+def test_a_grader_that_openai_does_not_have_keeps_its_name_out_of_its_params():
+    assert mapping.reward({"type": "exact_match", "name": "n", "column": "answer"}) == {
+        "grader": "exact_match",
+        "name": "n",
+        "params": {"column": "answer"},
+    }
+
+
+def test_the_columns_of_a_grader_are_those_that_its_templates_name():
+    nested = {"graders": {"a": GRADER, "b": {"input": ["{{item.x}} {{ item . y_2 }}", 3]}}}
+    assert mapping.columns_of(nested) == ("answer", "x", "y_2")
+
+
+def test_a_record_is_shown_in_openais_words():
+    job = job_of(request({"n_epochs": 2}))
+    record = JobRecord(
+        id="fine-tuning-1",
+        name="fine-tuning",
+        status="running",
+        created_at=10.9,
+        started_at=11.0,
+        steps=10,
+        step=5,
+        eta_s=30.0,
+        run_dir="/runs/x",
+        job=job,
+    )
+    shown = mapping.fine_tuning_job(record, now=100.0, trained_tokens=None)
+    assert (shown.created_at, shown.estimated_finish, shown.fine_tuned_model) == (10, 130, None)
+    assert shown.method.reinforcement.hyperparameters.n_epochs == 2
+    ended = record.model_copy(update={"status": "succeeded", "finished_at": 50.0})
+    shown = mapping.fine_tuning_job(ended, now=100.0, trained_tokens=7)
+    assert (shown.fine_tuned_model, shown.finished_at) == ("fine-tuning-1", 50)
+    assert (shown.estimated_finish, shown.trained_tokens) == (None, 7)
+    paused = record.model_copy(update={"status": "paused", "error": "the disk is full"})
+    error = mapping.fine_tuning_job(paused, now=100.0, trained_tokens=None).error
+    assert error is not None and (error.code, error.message) == ("paused", "the disk is full")
