@@ -76,7 +76,7 @@ async def pool_stack(
             Client("orchestrator", "http://localhost", transport=transport) as client,
         ):
             unused: Any = None
-            yield Pool(Stack(fakes, settings, store, client, unused, quiet), all_)
+            yield Pool(Stack(fakes, settings, store, client, unused, quiet, transport.app), all_)
 
 
 async def finished(pool: Pool, job: Job | None = None) -> JobRecord:
