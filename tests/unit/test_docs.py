@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]
 EXPLAINED = re.compile(r"(?:`|bin/)hone explain ([\w.]+)")
 README = (ROOT / "README.md").read_text()
-TRAINING = (ROOT / "docs/training.md").read_text()
+RECIPES = "".join((ROOT / f"docs/{page}.md").read_text() for page in ("training", "data"))
 LEAST = {
     "name": "a",
     "model": "m",
@@ -65,9 +65,9 @@ def test_every_route_in_the_architecture_exists(service: str) -> None:
     assert len(routes) > 4 and [route for route in routes if f'{route}"' not in sources] == []
 
 
-@pytest.mark.parametrize("recipe", re.findall(r"```toml\n(.*?)```", TRAINING, re.DOTALL))
+@pytest.mark.parametrize("recipe", re.findall(r"```toml\n(.*?)```", RECIPES, re.DOTALL))
 def test_a_recipe_is_part_of_a_job(recipe: str) -> None:
     sections = tomllib.loads(recipe)
-    job = parse_job(LEAST | sections).model_dump()
+    job = parse_job(LEAST | sections).model_dump(mode="json")
     for section, keys in sections.items():
         assert {key: job[section][key] for key in keys} == keys
