@@ -27,7 +27,7 @@ from hone import Client, Job, load_job
 from hone.rollout_view import rollout_table
 from hone.view import Follower, duration
 from shared.errors import BadRequest, HoneError
-from shared.wire import JobRecord
+from shared.wire import TERMINAL, JobRecord
 
 FOLDER = Path(".hone/demo")
 STACK = FOLDER / "stack"
@@ -74,6 +74,7 @@ def main() -> None:
             )
             job = load_job(JOB, [f"seed={arguments.seed}", *arguments.overrides])
             with Client(url) as client:
+                _cancel_others(client)
                 succeeded = _train(client, job, console, started)
     except HoneError as error:
         sys.exit(f"demo: {error.detail}")
@@ -105,7 +106,6 @@ def _stack(num_samplers: int) -> Generator[str]:
         os.environ.setdefault(f"HONE_{name}_PORT", str(_free_ports(count)))
     os.environ["HONE_ROLLOUT_REPLICAS"] = str(num_samplers)
     folder = STACK.resolve()
-    shutil.rmtree(folder / "redis", ignore_errors=True)
     state = local.up(folder)
     try:
         yield state["urls"]["orchestrator"]
@@ -126,6 +126,13 @@ def _free_ports(count: int) -> int:
             except OSError:
                 continue
             return port
+
+
+def _cancel_others(client: Client) -> None:
+    """Cancels what a demo left that was killed."""
+    for record in client.list().jobs:
+        if record.status not in TERMINAL:
+            client.cancel(record.id)
 
 
 def _train(client: Client, job: Job, console: Console, started: float) -> bool:

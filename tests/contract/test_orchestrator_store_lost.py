@@ -141,19 +141,29 @@ async def test_an_emptied_redis_is_refused_and_the_jobs_are_rebuilt_from_their_f
             assert len(await listed(client_of(transport))) == 2, "it is theirs from now on"
 
 
-async def test_another_redis_is_refused_and_the_old_one_is_taken_again(
-    settings: Settings, redis_url: str, job: Job, tmp_path: Path
+async def test_a_redis_whose_file_is_gone_is_refused_until_it_is_back(
+    settings: Settings, job: Job, tmp_path: Path
 ) -> None:
-    fakes = FakeServices(settings)
+    fakes, folder = FakeServices(settings), tmp_path / "data"
+    aside = tmp_path / "aside"
     async with fakes.running(settings) as settings:
-        async with orchestrator(settings, redis_url) as (_, transport):
-            record = await finish(client_of(transport), job.model_copy(update={"steps": 1}))
-        with running_redis(tmp_path / "other") as other_url:
-            async with orchestrator(settings, other_url) as (_, transport):
-                with pytest.raises(Conflict, match="is not the one that had the jobs of"):
+        with running_redis(folder) as url:
+            async with orchestrator(settings, url) as (_, transport):
+                record = await finish(client_of(transport), job.model_copy(update={"steps": 1}))
+        (file,) = folder.glob("appendonly*")  # a folder since Redis 7
+        file.rename(aside)
+        with running_redis(folder) as url:
+            async with orchestrator(settings, url) as (_, transport):
+                with pytest.raises(Conflict, match="is not the one that was there with jobs of"):
                     await listed(client_of(transport))
-        async with orchestrator(settings, redis_url) as (_, transport):
-            assert await listed(client_of(transport)) == {record.id: "succeeded"}
+        file.rename(tmp_path / "empty")
+        aside.rename(file)
+        with running_redis(folder) as url:
+            async with orchestrator(settings, url) as (_, transport):
+                assert await listed(client_of(transport)) == {record.id: "succeeded"}
+        with running_redis(tmp_path / "other") as url:
+            async with orchestrator(settings, url) as (_, transport):
+                assert await listed(client_of(transport)) == {}, "another stack's, elsewhere"
 
 
 async def test_a_redis_that_is_emptied_in_mid_job_stops_the_job_at_once(

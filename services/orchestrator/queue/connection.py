@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
@@ -51,11 +52,13 @@ class StoreEmptied(Conflict):
 
 class Connection:
     """Each method raises StoreUnavailable when Redis cannot be reached, and StoreEmptied once it is
-    found to be another one than was accepted; `refused` says why. `client` is for all but
-    heartbeats (`beats`) and what waits for events (`followers`). Scripts are told `limits`."""
+    found to be another one than was accepted; `refused` says why. `place` is its URL without a
+    password. `client` is for all but heartbeats (`beats`) and what waits for events (`followers`).
+    Scripts are told `limits`."""
 
     def __init__(self, url: str, limits: Mapping[str, str]) -> None:
         self._limits = limits
+        self.place = _place(url)
         self._identity: str | None = None
         self.refused: str | None = None
         patient = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=RETRIES)
@@ -83,8 +86,10 @@ class Connection:
         key = keys.CALL + secrets.token_hex(12)
         answer = await self.do(script(keys=[key], args=[json.dumps(call)]))
         if answer == EMPTIED:
-            self.refuse("Redis was emptied, or replaced by another one, while it was used")
-            raise StoreEmptied(str(self.refused))
+            why = "Redis was emptied, or replaced by another one, while it was used"
+            if store == self._identity:  # else another one was accepted since
+                self.refuse(why)
+            raise StoreEmptied(why)
         return answer
 
     async def hash(self, key: str) -> dict[str, str]:
@@ -116,6 +121,11 @@ class Connection:
     def _check(self) -> None:
         if self.refused:
             raise StoreEmptied(self.refused)
+
+
+def _place(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
 
 
 def _client(url: str, max_connections: int, retry: Retry) -> Any:

@@ -1,18 +1,18 @@
 """Which Redis has the jobs of a folder of runs. Both have a note of it, so that a Redis which lost
-its data, or another one, is not taken for the one that had the jobs."""
+its data is not taken for the one that had the jobs. The note in the folder is by URL: several
+stacks, each with a Redis of its own, may share a folder of runs."""
 
 from __future__ import annotations
 
 import secrets
 from pathlib import Path
 
+import xxhash
+
 from services.orchestrator.queue import keys
 from services.orchestrator.queue.connection import Connection
 from shared import disk
 from shared.errors import Failed
-
-NOTE = ".redis"
-"""The file in the folder of runs with the identity of the Redis that has their jobs."""
 
 
 async def identify(connection: Connection) -> str:
@@ -25,7 +25,7 @@ async def identify(connection: Connection) -> str:
 async def check(connection: Connection, runs_dir: Path) -> str | None:
     """Returns why the jobs of `runs_dir` are not to be looked for in this Redis, if so; from then
     on the connection is refused. Else it is opened, and the Redis is noted as theirs."""
-    found, noted = await identify(connection), _noted(runs_dir)
+    found, noted = await identify(connection), _noted(connection, runs_dir)
     num_runs = sum(not file.parent.is_symlink() for file in runs_dir.glob("*/job.json"))
     if noted not in (None, found) and num_runs:
         connection.refuse(_sentence(runs_dir, num_runs))
@@ -37,9 +37,9 @@ async def check(connection: Connection, runs_dir: Path) -> str | None:
 def adopt(connection: Connection, found: str, runs_dir: Path) -> None:
     """Notes that the Redis of this identity has the jobs of `runs_dir`."""
     try:
-        if _noted(runs_dir) != found:
+        if _noted(connection, runs_dir) != found:
             disk.make_folder(runs_dir)
-            disk.write_file(runs_dir / NOTE, found.encode())
+            disk.write_file(_note(connection, runs_dir), found.encode())
     except OSError as error:
         raise Failed(
             f"cannot write to {str(runs_dir)!r}: {error.strerror}; check HONE_RUNS_DIR"
@@ -47,15 +47,20 @@ def adopt(connection: Connection, found: str, runs_dir: Path) -> None:
     connection.accept(found)
 
 
-def _noted(runs_dir: Path) -> str | None:
-    path = runs_dir / NOTE
+def _note(connection: Connection, runs_dir: Path) -> Path:
+    """Returns the file with the identity of the Redis that was at the connection's URL."""
+    return runs_dir / f".redis-{xxhash.xxh3_64_hexdigest(connection.place.encode())}"
+
+
+def _noted(connection: Connection, runs_dir: Path) -> str | None:
+    path = _note(connection, runs_dir)
     return path.read_text().strip() if path.is_file() else None
 
 
 def _sentence(runs_dir: Path, num_runs: int) -> str:
     return (
-        f"the Redis at HONE_REDIS_URL is not the one that had the jobs of {str(runs_dir)!r} "
+        f"the Redis at HONE_REDIS_URL is not the one that was there with jobs of {str(runs_dir)!r} "
         f"({num_runs} run folder(s)): it was emptied, or it is another one; bring its file back "
-        "(its folder appendonlydir) and start it again, or let `hone recover` rebuild the jobs "
-        "from their run folders; until then no job is accepted, shown or run"
+        "(appendonlydir, up to Redis 6 appendonly.aof) and start it again, or let `hone recover` "
+        "rebuild the jobs from their run folders; until then no job is accepted, shown or run"
     )

@@ -8,6 +8,7 @@ shows an old one, or one that has expired, is refused.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -91,6 +92,7 @@ class Store:
         limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
         self._connection = connection = Connection(url, limits)
         self.samplers = Registrations(connection)
+        self._deciding = asyncio.Lock()  # which Redis is used
         self._redis, self._followers = connection.client, connection.followers
         self._call, self._do, self._hash = connection.call, connection.do, connection.hash
         self._submit = self._redis.register_script(scripts.SUBMIT)
@@ -121,11 +123,12 @@ class Store:
     async def check(self, runs_dir: Path) -> str | None:
         """Returns why this Redis is not to be used, if it is not the one that has the jobs of
         `runs_dir`; nothing is asked of it then."""
-        refused = self._connection.refused
-        found = await identity.check(self._connection, runs_dir)
-        if refused and not found:
-            await self._call(self._redis.register_script(scripts.OPEN))
-        return found
+        async with self._deciding:
+            refused = self._connection.refused
+            found = await identity.check(self._connection, runs_dir)
+            if refused and not found:
+                await self._call(self._redis.register_script(scripts.OPEN))
+            return found
 
     async def close(self) -> None:
         await self._connection.close()
@@ -276,12 +279,13 @@ class Store:
         """Makes a record for each run folder whose job has none, and notes this Redis as the one
         that has the jobs of `runs_dir`; not before all have one, so a crash in between is no loss.
         """
-        found = await identity.identify(self._connection)
-        self._connection.accept(found)
-        jobs = [await self._recover_one(run) for run in runs]
-        await self._call(self._redis.register_script(scripts.OPEN))
-        identity.adopt(self._connection, found, runs_dir)
-        return jobs
+        async with self._deciding:
+            found = await identity.identify(self._connection)
+            self._connection.accept(found)
+            jobs = [await self._recover_one(run) for run in runs]
+            await self._call(self._redis.register_script(scripts.OPEN))
+            identity.adopt(self._connection, found, runs_dir)
+            return jobs
 
     async def _recover_one(self, run: FoundRun) -> RecoveredJob:
         if run.job is None:
