@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import os
 import random
@@ -530,6 +531,61 @@ def test_adapters_alone_are_moved_and_a_finished_jobs_model_is_called_by_its_id(
     ]
     assert [answer.model.partition("/")[0] for answer in answers] == ids
     stack.hone("doctor", "--weights")
+
+
+GSM8K = gzip.decompress((ROOT / "tests/data/gsm8k/test.jsonl.gz").read_bytes()).splitlines()[:6]
+OPC = (ROOT / "tests/data/opc_sft_stage2/rows.jsonl").read_bytes().splitlines()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "rows", "right"), [("gsm8k", GSM8K, "answer"), ("opc_sft_stage2", OPC, "output")]
+)
+def test_a_public_data_set_trains_in_its_own_layout_by_its_job_file(
+    stack: Stack, name: str, rows: list[bytes], right: str
+) -> None:
+    """`right` is the column with a completion that is right."""
+    file = stack.folder / f"{name}.jsonl"
+    file.write_bytes(b"\n".join(rows))
+    job = str(ROOT / f"deploy/jobs/{name}.toml")
+    changes = (
+        *("model=task/model", f"data.train={file.name}", f"data.eval={file.name}", "steps=2"),
+        *("sampling.prompts_per_step=2", "sampling.group_size=2", "sampling.max_tokens=8"),
+        *(
+            "sampling.overlong_prompts=truncate",
+            "evaluation.num_prompts=2",
+            "training.dtype=float32",
+        ),
+    )
+    options = [word for change in changes for word in ("--set", change)]
+    tried = json.loads(stack.hone("submit", job, "--dry-run", "-o", "json", *options).stdout)
+    first = tried["prompts"][0]
+    row = json.loads(rows[first["index"]])
+    question = row["question" if name == "gsm8k" else "instruction"]
+    assert [said["role"] for said in first["content"]] == ["system", "user"]
+    assert first["content"][1]["content"] == question and question in first["text"]
+    assert (tried["num_train"], tried["num_held_out"]) == (6, 2) and first["num_tokens"] > 10
+    stack.hone("submit", job, "--follow", *options)
+    record = json.loads(stack.hone("get", tried["job"]["name"], "-o", "json").stdout)
+    assert (record["status"], record["step"]) == ("succeeded", 2)
+    assert record["data"]["train"].startswith("xxh3-")
+    for step in json.loads(stack.hone("metrics", record["name"], "-o", "json").stdout)["rows"]:
+        assert 0 in (
+            step["metrics"].get("missing_rewards", 0),
+            step["metrics"].get("eval/missing_rewards"),
+        )
+    graded_row = row | {"tests": row.get("testcase")}
+    for completion, reward in ((row[right], 1.0), ("9", 0.0)):
+        grade = (
+            "grade",
+            "--reward",
+            job,
+            "--completion",
+            completion,
+            "--row",
+            json.dumps(graded_row),
+        )
+        assert json.loads(stack.hone(*grade, "-o", "json").stdout)["value"] == reward
 
 
 def test_nothing_is_left_when_the_stack_is_down(stack: Stack) -> None:
