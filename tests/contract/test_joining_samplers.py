@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import samplers as pool
-from services.orchestrator.loop.samplers import Push, Samplers
+from services.orchestrator.loop import members
+from services.orchestrator.loop.loading import Push
+from services.orchestrator.loop.samplers import Samplers
 from services.orchestrator.loop.syncing import prove
 from shared.config import Settings
 from shared.wire import (
@@ -84,8 +85,8 @@ class Joining:
 
 @pytest.fixture
 async def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Joining]:
-    monkeypatch.setattr(pool, "LOOK_S", 0.01)
-    monkeypatch.setattr(pool, "DISCOVER_S", 0.01)
+    monkeypatch.setattr(members, "LOOK_S", 0.01)
+    monkeypatch.setattr(members, "DISCOVER_S", 0.01)
     joining = Joining(tmp_path)
     async with listening(joining.first) as first, listening(joining.second) as second:
         joining.urls.append(first)

@@ -13,8 +13,9 @@ import pytest
 
 from hone.commands.doctor import examine_stack
 from services.orchestrator.app import create_service
-from services.orchestrator.loop import samplers as samplers_module
+from services.orchestrator.loop import members
 from services.orchestrator.loop.discovery import is_one, sampler_urls
+from services.orchestrator.loop.samplers import Samplers
 from services.orchestrator.queue import registrations
 from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.resources import resource
@@ -464,8 +465,8 @@ async def test_a_sampler_that_redirects_is_not_followed(pool: Pool) -> None:
 async def test_while_redis_is_away_the_samplers_are_those_of_before(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samplers_module, "LOOK_S", 0.01)
-    monkeypatch.setattr(samplers_module, "DISCOVER_S", 0.0)
+    monkeypatch.setattr(members, "LOOK_S", 0.01)
+    monkeypatch.setattr(members, "DISCOVER_S", 0.0)
     asked: list[str] = []
     async with pool_of(1, settings) as (fake,), asyncio.timeout(30):
 
@@ -476,7 +477,7 @@ async def test_while_redis_is_away_the_samplers_are_those_of_before(
             return [fake.url]
 
         settings = settings.model_copy(update={"rollout_url": "registered"})
-        samplers = samplers_module.Samplers(settings, tell_nobody, urls)
+        samplers = Samplers(settings, tell_nobody, urls)
         await samplers.open(ModelRequest(model="m"))
         while len(asked) < 4:
             await asyncio.sleep(0.01)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from services.orchestrator.loop import admission
-from services.orchestrator.loop.samplers import Push, Samplers
+from services.orchestrator.loop.loading import Push
+from services.orchestrator.loop.samplers import Samplers
 from shared.config import Settings
 from shared.presence import tell_nobody
 from shared.service import request_key

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import run, samplers
+from services.orchestrator.loop import members, run
 from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
@@ -62,8 +62,8 @@ async def pool_stack(
     """A stack with these samplers, found at `rollout_url` or at their own URLs. Its job has four
     steps, and looks at its samplers often."""
     monkeypatch.setattr(run, "PAUSES_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(samplers, "LOOK_S", 0.02)
-    monkeypatch.setattr(samplers, "DISCOVER_S", 0.05)
+    monkeypatch.setattr(members, "LOOK_S", 0.02)
+    monkeypatch.setattr(members, "DISCOVER_S", 0.05)
     quiet = job.model_copy(update={"data": job.data.model_copy(update={"eval": None}), "steps": 4})
     fakes = FakeServices(settings)
     urls = rollout_url or ",".join(sampler.url for sampler in all_)

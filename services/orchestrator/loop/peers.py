@@ -8,7 +8,8 @@ from typing import Any
 
 from services.orchestrator.loop.discovery import Registered, is_one, none_registered
 from services.orchestrator.loop.gpus import Gpus
-from services.orchestrator.loop.samplers import Push, Samplers
+from services.orchestrator.loop.loading import Push
+from services.orchestrator.loop.samplers import Samplers
 from services.orchestrator.loop.waits import Waits, waits_for
 from shared.client import Client
 from shared.config import Settings

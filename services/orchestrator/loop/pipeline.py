@@ -17,7 +17,7 @@ max_staleness steps newer than those that sampled it. The next one starts only o
 enough for it serve: nothing sampled is ever thrown away.
 
 Around this: run.py loads the job and goes on after failures (decisions.py), after_step.py records,
-evaluates and writes checkpoints. groups.py replaces groups without signal; samplers.py has who
+evaluates and writes checkpoints. groups.py replaces groups without signal; members.py has who
 samples, and admission.py which sampler each group waits for.
 """
 
