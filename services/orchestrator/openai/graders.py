@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.orchestrator.openai import mapping
 from shared.client import Client
 from shared.config import Settings
-from shared.job import RewardSpec
+from shared.graders import reward_of
 from shared.service import Service
 from shared.wire import (
     GraderRun,
@@ -39,7 +39,7 @@ def add_routes(service: Service, settings: Settings) -> None:
     async def validate(request: ValidateGraderRequest) -> ValidatedGrader:
         """Says whether a job could name this grader; 422 with sentences if not. The columns that
         its templates name count as there."""
-        spec = RewardSpec.model_validate(mapping.reward(request.grader))
+        spec = reward_of(request.grader)
         columns = mapping.columns_of(request.grader)
         async with reward_service() as reward:
             await reward.call(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from shared.errors import BadRequest
+from shared.graders import reward_of
 from shared.job import UPLOADED, SamplingSpec
 from shared.wire import (
     Checkpoint,
@@ -24,9 +25,6 @@ from shared.wire.fine_tuning import PREFIX, ReinforcementHyperparameters
 LEARNING_RATE = 1e-5
 """What `learning_rate_multiplier` multiplies: ten times the default for whole weights, because the
 job trains a low-rank adapter."""
-
-NAMED = ("string_check", "text_similarity", "python", "score_model", "label_model", "multi")
-"""OpenAI's graders, which have `type` and `name` among their params."""
 
 MAX_NAME = 40
 
@@ -53,7 +51,7 @@ def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
             prompts_per_step=knobs.batch_size,
             group_size=_scaled(SamplingSpec().group_size, knobs.compute_multiplier),
         ),
-        "rewards": [reward(request.method.reinforcement.grader)],
+        "rewards": [reward_of(request.method.reinforcement.grader).model_dump(exclude_unset=True)],
         "training": {"learning_rate": _scaled_rate(knobs)},
         "lora": {},
         "evaluation": _given(every=knobs.eval_interval, samples=knobs.eval_samples),
@@ -69,23 +67,6 @@ def steps(request: CreateFineTuningJob, num_rows: int, prompts_per_step: int) ->
     """Returns how many steps go through `num_rows` rows as often as was asked for."""
     epochs = request.method.reinforcement.hyperparameters.n_epochs
     return math.ceil(num_rows * (1 if epochs == "auto" else epochs) / prompts_per_step)
-
-
-def reward(grader: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the grader as a job's reward."""
-    kind = grader.get("type")
-    if not isinstance(kind, str) or kind == "function":
-        raise BadRequest(
-            f"'grader.type' is {kind!r:.80}; expected the name of a grader, for example "
-            "'string_check'"
-        )
-    own = () if kind in NAMED else ("type", "name")
-    name = grader.get("name")
-    return {
-        "grader": kind,
-        "name": name if isinstance(name, str) and name else None,
-        "params": {key: value for key, value in grader.items() if key not in own},
-    }
 
 
 def columns_of(grader: object) -> tuple[str, ...]:

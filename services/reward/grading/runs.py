@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.reward.grading import registry
-from shared.errors import BadRequest
-from shared.job import RewardSpec
+from shared.graders import reward_of
 from shared.wire import (
     GraderErrors,
     GraderRun,
@@ -21,9 +19,10 @@ LABEL = "grader"
 
 
 def request_of(run: GraderRunRequest) -> ScoreRequest:
-    """Raises BadRequest if `run` names no grader."""
+    """Raises BadRequest if `run` names no grader. The reward is LABEL, whatever its name."""
+    spec = reward_of(run.grader).model_copy(update={"name": LABEL})
     item = ScoreItem(prompt="", completion=run.model_sample, row=run.item)
-    return ScoreRequest(items=(item,), rewards=(_spec(run.grader),))
+    return ScoreRequest(items=(item,), rewards=(spec,))
 
 
 def answer(run: GraderRunRequest, score: Score) -> GraderRun:
@@ -54,19 +53,3 @@ def answer(run: GraderRunRequest, score: Score) -> GraderRun:
         metadata=metadata,
         model_grader_token_usage_per_model=usage,
     )
-
-
-def _spec(grader: dict[str, Any]) -> RewardSpec:
-    """`type` and `name` are among the params of OpenAI's graders, and beside those of the others.
-    The job's own code is not run here: it is a file, not an object."""
-    kind = grader.get("type")
-    if not isinstance(kind, str) or kind == "function":
-        raise BadRequest(
-            f"'grader.type' is {kind!r:.80}; expected the name of a grader, for example "
-            "'string_check'"
-        )
-    known = registry.kind_of(kind).params_type.model_fields
-    params = {
-        key: value for key, value in grader.items() if key in known or key not in ("type", "name")
-    }
-    return RewardSpec(grader=kind, name=LABEL, params=params)
