@@ -14,7 +14,18 @@ from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
-from shared.wire import TERMINAL, Batch, GenerateRequest, JobRecord, SubmitRequest, TrainStepRequest
+from shared.wire import (
+    TERMINAL,
+    Batch,
+    GenerateRequest,
+    JobRecord,
+    JobState,
+    Part,
+    RolloutGroup,
+    ScoreItem,
+    SubmitRequest,
+    TrainStepRequest,
+)
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import finish, orchestrator
@@ -169,3 +180,47 @@ async def test_a_damaged_group_is_named_and_sampled_again(
     ]
     assert services.calls["generate"] - sampled == STEPS * PROMPTS - len(others)
     assert not first.parent.exists()
+
+
+async def test_groups_that_were_not_done_in_time_are_sampled_again_when_resumed(
+    fakes: tuple[FakeServices, Settings], redis_url: str, job: Job
+) -> None:
+    services, settings = fakes
+
+    def too_late(group: RolloutGroup) -> RolloutGroup:
+        late = {"finish_reason": "timeout", "error": "not done after 1 s"}
+        rollouts = tuple(rollout.model_copy(update=late) for rollout in group.rollouts)
+        return group.model_copy(update={"rollouts": rollouts})
+
+    services.change["generate"] = too_late
+    async with orchestrator(settings, redis_url) as (store, transport):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        record = await finish(client, small(job, steps=1), "paused")
+        assert record.error and "not done after 1 s" in record.error
+        services.change.clear()
+        await client.call("POST", f"/v1/jobs/{record.id}/resume", None, JobState, deadline_s=30)
+        async with asyncio.timeout(20):
+            while (found := await store.get(record.id)).status in ("queued", "running"):
+                await asyncio.sleep(0.02)
+    assert found.status == "succeeded", found.error
+
+
+async def test_a_group_whose_rewards_are_missing_is_graded_again_and_not_sampled(
+    fakes: tuple[FakeServices, Settings], redis_url: str, job: Job
+) -> None:
+    services, settings = fakes
+    grade = services.grade
+
+    def away(_: ScoreItem) -> Part:
+        return Part(value=None, verdict="failed", detail="the judge is away")
+
+    services.grade = away
+    record = await killed(settings, redis_url, small(job, steps=1), stop_at(services, 4))
+    services.grade = grade
+    services.fault.clear()
+    sampled, finished = services.calls["generate"], len(group_files(record))
+    found = await goes_on(settings, redis_url, record.id)
+    assert (found.status, found.attempts) == ("succeeded", 2)
+    assert services.calls["generate"] - sampled == PROMPTS - finished
+    (batch,) = batches(found)
+    assert all(score.value is not None for scores in batch.scores for score in scores)

@@ -14,6 +14,7 @@ from services.orchestrator.loop.clock import Stopwatch
 from services.orchestrator.loop.decisions import MustPause
 from services.orchestrator.loop.groups import (
     GradedGroup,
+    missing_share,
     refill,
     to_batch,
     too_many_missing,
@@ -64,6 +65,11 @@ class Batches:
     folder: RunFolder
     max_missing: float  # share of rewards, beyond which a batch is not trained on
     warn: Callable[[str], Awaitable[None]] = warn_nobody
+
+    @functools.cached_property
+    def _learned(self) -> str:
+        """Computed once: the job may have its rows within it."""
+        return digest_of(self.job)
 
     async def get(self, step: int) -> Sampled:
         """Returns the stored batch of the step if there is one, else a new one. Raises MustPause if
@@ -121,29 +127,31 @@ class Batches:
 
     async def _found(self, step: int, place: Place, prompt: Prompt) -> GradedGroup | None:
         """Returns the group, if it is on disk and may be trained on: of this prompt, by this job's
-        settings, and within the staleness bound."""
+        settings, and within the staleness bound. One with missing rewards is graded again."""
         try:
             found = await asyncio.to_thread(self.folder.group, step, place)
         except Damaged as error:
             await self.warn(f"step {step}: {error}; it is sampled again")
             return None
-        if not found or not found.is_of(self.job, prompt):
+        if not found or not found.is_of(self._learned, prompt):
             return None
         oldest, newest = self._bounds(step)
         if not all(oldest <= version <= newest for version in found.versions):
             return None
-        return GradedGroup(prompt, found.group, found.scores)
+        is_whole = not missing_share([found.scores])
+        scores = found.scores if is_whole else await self._score(prompt, found.group)
+        return GradedGroup(prompt, found.group, scores)
 
     async def _keep(self, step: int, place: Place, graded: GradedGroup) -> None:
-        """Stores the group, unless nothing of it was sampled: that is asked for again. A write that
+        """Stores the group, unless all of it went wrong: that is asked for again. A write that
         began has ended when the step is left."""
         group = FinishedGroup(
-            learned=digest_of(self.job),
+            learned=self._learned,
             prompt=graded.prompt,
             group=graded.group,
             scores=graded.scores,
         )
-        if group.versions:
+        if group.versions and group.has_samples:
             await to_the_end(asyncio.to_thread(self.folder.write_group, step, place, group))
 
     def _bounds(self, step: int) -> tuple[int, int]:

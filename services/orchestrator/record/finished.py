@@ -49,11 +49,16 @@ class FinishedGroup(Wire):
         """The weight versions that sampled it."""
         return {version for rollout in self.group.rollouts for version in rollout.versions}
 
-    def is_of(self, job: Job, prompt: Prompt) -> bool:
-        """Whether the job would sample just this: the same prompt, by the same settings. As bytes,
-        for a row may hold NaN, which equals nothing."""
+    @property
+    def has_samples(self) -> bool:
+        """Whether there is a rollout that may be graded and trained on."""
+        return any(not rollout.went_wrong for rollout in self.group.rollouts)
+
+    def is_of(self, learned: str, prompt: Prompt) -> bool:
+        """Whether a job that learns what has the digest `learned` would sample just this: the same
+        prompt, by the same settings. As bytes, for a row may hold NaN, which equals nothing."""
         same_prompt = codec.pack(self.prompt) == codec.pack(prompt)
-        return same_prompt and self.learned == digest_of(job)
+        return same_prompt and self.learned == learned
 
 
 def digest_of(job: Job) -> str:
@@ -62,12 +67,15 @@ def digest_of(job: Job) -> str:
 
 
 def write(rollouts: Path, step: int, place: Place, finished: FinishedGroup) -> None:
-    """Stores the group, which some weights sampled."""
+    """Stores the group, which some weights sampled, in place of another one at its place."""
     folder = _folder(rollouts, step)
     disk.make_folder(folder)
     data = codec.encode(finished, codec.MSGPACK)
     path = folder / f"{_name(place)}.v{max(finished.versions)}.msgpack"
     disk.write_file(path, _checksum(data) + data)
+    for other in folder.glob(f"{_name(place)}.v*.msgpack"):
+        if other != path:
+            other.unlink(missing_ok=True)
 
 
 def find(rollouts: Path, step: int, place: Place) -> Path | None:

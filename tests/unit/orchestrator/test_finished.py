@@ -22,6 +22,7 @@ JOB = Job.model_validate(
         "rewards": [{"grader": "length"}],
     }
 )
+LEARNED = finished.digest_of(JOB)
 MESSAGES = ({"role": "user", "content": "3 5 15"},)
 PROMPT = Prompt(index=3, content=MESSAGES, row={"target": math.nan})
 
@@ -39,7 +40,7 @@ def made(*versions: int) -> FinishedGroup:
     )
     group = RolloutGroup(prompt_token_ids=(7,), rollouts=rollouts)
     scores = (Score(value=1.0, parts={}),) * len(rollouts)
-    return FinishedGroup(learned=finished.digest_of(JOB), prompt=PROMPT, group=group, scores=scores)
+    return FinishedGroup(learned=LEARNED, prompt=PROMPT, group=group, scores=scores)
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_a_group_comes_back_as_it_went_at_its_place_only(folder: RunFolder) -> N
     folder.write_group(12, (0, 3), made(10, 11))
     found = folder.group(12, (0, 3))
     assert found and (found.group, found.scores) == (made(10, 11).group, made(10, 11).scores)
-    assert found.versions == {10, 11} and found.is_of(JOB, PROMPT), "a row may hold NaN"
+    assert found.versions == {10, 11} and found.is_of(LEARNED, PROMPT), "a row may hold NaN"
     others = [(12, (1, 3)), (12, (0, 4)), (12, (0, 33)), (11, (0, 3))]
     assert [folder.group(step, place) for step, place in others] == [None] * 4
 
@@ -72,12 +73,12 @@ def test_a_group_is_only_of_a_job_that_learns_the_same(
     changes: dict[str, object], same: bool
 ) -> None:
     job = Job.model_validate({**JOB.model_dump(mode="json"), **changes})
-    assert made(0).is_of(job, PROMPT) is same
+    assert made(0).is_of(finished.digest_of(job), PROMPT) is same
 
 
 def test_a_group_is_only_of_the_prompt_that_it_was_sampled_for() -> None:
-    assert not made(0).is_of(JOB, PROMPT.model_copy(update={"index": 4}))
-    assert not made(0).is_of(JOB, PROMPT.model_copy(update={"row": {"target": 1}}))
+    assert not made(0).is_of(LEARNED, PROMPT.model_copy(update={"index": 4}))
+    assert not made(0).is_of(LEARNED, PROMPT.model_copy(update={"row": {"target": 1}}))
 
 
 def test_a_version_that_is_undone_takes_its_groups_along(folder: RunFolder) -> None:
@@ -103,3 +104,10 @@ def test_a_damaged_group_is_said_once_and_is_gone(folder: RunFolder, damage: byt
     with pytest.raises(Damaged, match=r"000001\.groups/0-0\.v0\.msgpack' is damaged"):
         folder.group(1, (0, 0))
     assert folder.group(1, (0, 0)) is None
+
+
+def test_a_group_takes_the_place_of_one_that_older_weights_sampled(folder: RunFolder) -> None:
+    for version in (3, 11):
+        folder.write_group(12, (0, 3), made(version))
+    names = [path.name for path in (folder.path / "rollouts/000012.groups").iterdir()]
+    assert names == ["0-3.v11.msgpack"]
