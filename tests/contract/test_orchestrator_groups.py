@@ -212,13 +212,14 @@ async def test_a_group_whose_rewards_are_missing_is_graded_again_and_not_sampled
     grade = services.grade
 
     def away(_: ScoreItem) -> Part:
-        return Part(value=None, verdict="failed", detail="the judge is away")
+        return Part(value=None, verdict="error", detail="the judge is away")
 
     services.grade = away
     record = await killed(settings, redis_url, small(job, steps=1), stop_at(services, 4))
     services.grade = grade
     services.fault.clear()
     sampled, finished = services.calls["generate"], len(group_files(record))
+    assert finished == 3
     found = await goes_on(settings, redis_url, record.id)
     assert (found.status, found.attempts) == ("succeeded", 2)
     assert services.calls["generate"] - sampled == PROMPTS - finished

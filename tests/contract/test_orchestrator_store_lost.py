@@ -13,6 +13,8 @@ import redis.asyncio as redis
 
 from services.orchestrator.queue import worker
 from services.orchestrator.queue.store import Store
+from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.found import find_runs
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import Conflict
@@ -205,3 +207,30 @@ async def test_an_emptied_redis_without_run_folders_has_lost_nothing(
         assert await store.check(settings.runs_dir) is None
         await store.close()
         await empty(redis_url)
+
+
+async def test_recovering_is_not_refused_by_a_look_at_the_redis_meanwhile(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    stores = Store(redis_url), Store(redis_url)
+    for number in range(8):
+        RunFolder(settings.runs_dir / f"demo-{number}").create(job)
+    for store in stores:
+        await store.open()
+    await stores[0].check(settings.runs_dir)
+    await empty(redis_url)
+    assert await stores[1].check(settings.runs_dir) is not None
+
+    async def look() -> None:
+        while True:
+            await stores[1].check(settings.runs_dir)
+
+    looking = asyncio.create_task(look())
+    try:
+        found = await stores[1].recover(find_runs(settings.runs_dir), settings.runs_dir)
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        for store in stores:
+            await store.close()
+    assert [each.status for each in found] == ["paused"] * 8
