@@ -27,14 +27,14 @@ class GraderList(Wire):
 
 class ValidateRequest(Wire):
     """`POST /graders/validate`: would these rewards work on rows with these `columns`? 422 with
-    sentences if not.
+    sentences if not. None: which columns there are is not known, and each counts as there.
 
     `prompts` are a handful of the job's: a row that no completion could be graded by is refused
     too.
     """
 
     rewards: tuple[RewardSpec, ...] = Field(max_length=MAX_REWARDS)
-    columns: tuple[str, ...] = Field(max_length=MAX_COLUMNS)
+    columns: tuple[str, ...] | None = Field(default=None, max_length=MAX_COLUMNS)
     prompts: tuple[Prompt, ...] = Field(default=(), max_length=MAX_CHECKED_PROMPTS)
 
 

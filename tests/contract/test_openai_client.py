@@ -124,8 +124,8 @@ async def test_a_job_is_paused_resumed_and_cancelled(stack: Stack, client: opena
     assert (await client.fine_tuning.jobs.resume(second.id)).status == "queued"
     assert (await client.fine_tuning.jobs.cancel(second.id)).status == "cancelled"
     await client.fine_tuning.jobs.cancel(first.id)
-    held.set()
     assert (await ended(client, first.id)).status == "cancelled"
+    held.set()
     with pytest.raises(openai.ConflictError):
         await client.fine_tuning.jobs.resume(first.id)
 
@@ -156,6 +156,8 @@ async def test_graders_are_validated_and_run_by_the_reward_service(settings: Set
         async with openai_client(service.app) as client:
             alpha = client.fine_tuning.alpha.graders
             assert (await alpha.validate(grader=GRADER)).grader is not None
+            values: Any = {"type": "python_value", "target": "target", "numbers": "numbers"}
+            assert (await alpha.validate(grader=values)).grader is not None, "columns come later"
             answer = await alpha.run(grader=GRADER, model_sample="4", item={"answer": "4"})
             assert (answer.reward, answer.metadata.type) == (1.0, "string_check")
             answer = await alpha.run(grader=GRADER, model_sample="5", item={"answer": "4"})

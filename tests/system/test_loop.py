@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -586,6 +587,54 @@ def test_a_public_data_set_trains_in_its_own_layout_by_its_job_file(
             json.dumps(graded_row),
         )
         assert json.loads(stack.hone(*grade, "-o", "json").stdout)["value"] == reward
+
+
+@pytest.mark.soak
+def test_an_openai_client_trains_a_model_and_calls_it_by_its_name(stack: Stack) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{stack.urls['orchestrator']}/v1", api_key="none")
+    train, test = (
+        client.files.create(file=(stack.folder / "task" / name).open("rb"), purpose="fine-tune")
+        for name in ("train.jsonl", "test.jsonl")
+    )
+    demo = stack.job()
+    grader: Any = {"type": demo.rewards[0].grader, **demo.rewards[0].params}
+    assert client.fine_tuning.alpha.graders.validate(grader=grader).grader is not None
+    knobs: Any = {"batch_size": 16, "eval_samples": 1}
+    job = client.fine_tuning.jobs.create(
+        model=demo.model,
+        training_file=train.id,
+        validation_file=test.id,
+        suffix="countdown",
+        method={
+            "type": "reinforcement",
+            "reinforcement": {"grader": grader, "hyperparameters": knobs},
+        },
+        extra_body={
+            "hone": {
+                "steps": 3,
+                "data": {"columns": {"prompt": "prompt"}},
+                "sampling": {"max_tokens": demo.sampling.max_tokens},
+                "training": {"dtype": "float32"},
+                "evaluation": {"num_prompts": 16},
+                "lora": {"rank": 4, "alpha": 64},
+            }
+        },
+    )
+    deadline = time.monotonic() + 300
+    while (now := client.fine_tuning.jobs.retrieve(job.id)).finished_at is None:
+        assert now.status in ("queued", "running"), now.error
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert (now.status, now.fine_tuned_model) == ("succeeded", job.id), now.error
+    events = list(client.fine_tuning.jobs.list_events(job.id))
+    assert {event.type for event in events} == {"message", "metrics"}
+    (newest, *_) = client.fine_tuning.jobs.checkpoints.list(job.id).data
+    assert newest.step_number == 3
+    assert job.id in {model.id for model in client.models.list()}
+    answer = client.completions.create(model=job.id, prompt="1 2 -> 3", max_tokens=2)
+    assert answer.model.partition("/")[0] == job.id
 
 
 def test_nothing_is_left_when_the_stack_is_down(stack: Stack) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from services.orchestrator.openai import mapping
 from shared.client import Client
 from shared.config import Settings
 from shared.graders import reward_of
@@ -37,15 +36,13 @@ def add_routes(service: Service, settings: Settings) -> None:
             )
 
     async def validate(request: ValidateGraderRequest) -> ValidatedGrader:
-        """Says whether a job could name this grader; 422 with sentences if not. The columns that
-        its templates name count as there."""
+        """Says whether a job could name this grader; 422 with sentences if not."""
         spec = reward_of(request.grader)
-        columns = mapping.columns_of(request.grader)
         async with reward_service() as reward:
             await reward.call(
                 "POST",
                 "/graders/validate",
-                ValidateRequest(rewards=(spec,), columns=columns),
+                ValidateRequest(rewards=(spec,)),
                 Validated,
                 deadline_s=VALIDATE_DEADLINE_S,
             )

@@ -28,8 +28,6 @@ job trains a low-rank adapter."""
 
 MAX_NAME = 40
 
-COLUMN = re.compile(r"\bitem\s*\.\s*([A-Za-z_]\w*)")
-
 
 def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
     """Returns the job asked for, of one step: how many there are to be depends on the data. Raises
@@ -67,18 +65,6 @@ def steps(request: CreateFineTuningJob, num_rows: int, prompts_per_step: int) ->
     """Returns how many steps go through `num_rows` rows as often as was asked for."""
     epochs = request.method.reinforcement.hyperparameters.n_epochs
     return math.ceil(num_rows * (1 if epochs == "auto" else epochs) / prompts_per_step)
-
-
-def columns_of(grader: object) -> tuple[str, ...]:
-    """Returns the columns that a grader's templates name as `item.column`."""
-    if isinstance(grader, str):
-        return tuple(COLUMN.findall(grader))
-    parts: list[Any] = []
-    if isinstance(grader, Mapping):
-        parts = list(cast(Mapping[str, Any], grader).values())
-    elif isinstance(grader, list | tuple):
-        parts = list(cast(list[Any], grader))
-    return tuple(dict.fromkeys(name for part in parts for name in columns_of(part)))
 
 
 def fine_tuning_job(record: JobRecord, now: float, trained_tokens: int | None) -> FineTuningJob:

@@ -49,12 +49,13 @@ class Scorer:
     async def check(
         self,
         rewards: Sequence[RewardSpec],
-        columns: Sequence[str],
+        columns: Sequence[str] | None,
         prompts: Sequence[Prompt] = (),
     ) -> None:
-        """Raises BadRequest for whatever could not work on rows with these `columns`, or on one of
-        these `prompts`."""
-        async with self._checked(rewards, columns, None) as callers:
+        """Raises BadRequest for whatever could not work on rows with these `columns` (None: on any
+        rows), or on one of these `prompts`."""
+        there = _AnyColumn() if columns is None else columns
+        async with self._checked(rewards, there, None) as callers:
             for prompt in prompts:
                 for caller in callers:
                     await _check_row(caller.grader, prompt)
@@ -168,6 +169,13 @@ def total(parts: dict[str, Part], specs: dict[str, RewardSpec]) -> Score:
     return Score(
         value=sum(specs[label].weight * value for label, value in values.items()), parts=parts
     )
+
+
+class _AnyColumn(tuple[str, ...]):
+    """Columns that nobody knows yet: each counts as there."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 def _columns(items: Sequence[ScoreItem]) -> list[str]:

@@ -92,11 +92,6 @@ def test_a_knob_that_means_nothing_here_is_refused_by_name(
         request(hyperparameters)
 
 
-def test_the_columns_of_a_grader_are_those_that_its_templates_name():
-    nested = {"graders": {"a": GRADER, "b": {"input": ["{{item.x}} {{ item . y_2 }}", 3]}}}
-    assert mapping.columns_of(nested) == ("answer", "x", "y_2")
-
-
 def test_a_record_is_shown_in_openais_words():
     job = job_of(request({"n_epochs": 2}))
     record = JobRecord(
