@@ -17,7 +17,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import TokensInput
 from vllm.logprobs import FlatLogprobs
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -37,6 +37,7 @@ from services.rollout.on_vllm.processes import (
     stop_children,
 )
 from services.rollout.on_vllm.receiving import meeting, sent_dtypes, updates
+from services.rollout.on_vllm.texts import text_of
 from services.rollout.on_vllm.tokenizers import load_tokenizer
 from services.rollout.on_vllm.versions import label
 from shared.config import Settings
@@ -130,13 +131,25 @@ class VllmEngine:
         ending = asyncio.create_task(self._end_after(name, deadline_s)) if deadline_s else None
         try:
             params = sampling_params(self._masking.wanted(sampling))
+            params.detokenize = bool(sampling.stop)
             output = await self._last_output(prompt_token_ids, params, salt, name, adapter=adapter)
         finally:
             if ending:
                 ending.cancel()
         ended_s = deadline_s if ending and ending.done() else None
         masked = self._masking.gives(sampling)
-        return tuple(rollout(one, owner, adapter, ended_s, masked=masked) for one in output.outputs)
+        rollouts: list[Rollout] = []
+        for one in output.outputs:
+            if not params.detokenize:
+                one.text = self._text_of(prompt_token_ids, one)
+                await asyncio.sleep(0)  # long texts take milliseconds each
+            rollouts.append(rollout(one, owner, adapter, ended_s, masked=masked))
+        return tuple(rollouts)
+
+    def _text_of(self, prompt_token_ids: list[int], completion: CompletionOutput) -> str:
+        stopped = completion.finish_reason == "stop"
+        tokenizer = self._llm.get_tokenizer()
+        return text_of(tokenizer, prompt_token_ids, completion.token_ids, stopped=stopped)
 
     async def _end_after(self, name: int, deadline_s: float) -> None:
         """Ends a request, which then gives what it has."""
