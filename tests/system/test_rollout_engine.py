@@ -487,10 +487,11 @@ async def test_an_older_version_is_a_conflict(service: Running, client: Client) 
 async def test_what_is_not_done_by_its_deadline_ends_there_as_it_is(
     service: Running, client: Client
 ) -> None:
-    sampling = Sampling(n=2, max_tokens=250, temperature=1.0, min_p=0.0)
+    sampling = Sampling(n=8, max_tokens=250, temperature=1.0, min_p=0.0)  # some will be late
     group = await generate(client, sampling=sampling, deadline_s=0.2)
     late = [rollout for rollout in group.rollouts if rollout.finish_reason == "timeout"]
-    assert late and all(rollout.error == "not done after 0.2 s" for rollout in late)
+    assert late, [(one.finish_reason, len(one.token_ids)) for one in group.rollouts]
+    assert all(rollout.error == "not done after 0.2 s" for rollout in late)
     assert all(len(rollout.logprobs) == len(rollout.token_ids) < 250 for rollout in late)
     assert not await under_way(service)
 
