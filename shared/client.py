@@ -208,7 +208,7 @@ class Client:
                 await self._presence.missed(asked_at, problem.detail)
             now = time.monotonic()
             away_since = max(asked_at if away_since is None else away_since, watch.heard_at)
-            if isinstance(problem, Busy):
+            if isinstance(problem, Busy) or problem.code == "no_operation":
                 away_since = now + pause_s  # it is there
             if now + pause_s >= min(end, away_since + ask.patience_s):
                 raise problem

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx2 as httpx
 
 from shared import codec
 from shared.client import Client
+from shared.errors import NotFound
 from shared.operations import WAIT_PATH
 from shared.wire import NoBody, PauseState, WaitRequest, WaitResult
 
@@ -39,3 +42,29 @@ async def test_an_answer_that_cannot_be_decompressed_is_asked_for_again_after_a_
         WAIT_PATH,
         "/operations/a",
     ]
+
+
+async def test_a_service_that_forgot_an_operation_is_there_and_is_asked_anew() -> None:
+    """A service is restarted while its last poll hangs for longer than it may be away."""
+    requests: list[str] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(request.url.path)
+        if request.url.path == WAIT_PATH:
+            await asyncio.sleep(0.1)
+            raise httpx.ReadError("connection lost")
+        if request.url.path == "/operations/a":
+            problem = NotFound("no operation 'a'", code="no_operation").problem()
+            return httpx.Response(404, json=problem)
+        if requests.count("/pause") == 1:
+            return httpx.Response(202, headers={"location": "/operations/a"})
+        headers = {"content-type": codec.JSON}
+        return httpx.Response(200, headers=headers, content=codec.encode(PauseState(paused=True)))
+
+    transport = httpx.MockTransport(answer)
+    async with Client("rollout", "http://localhost", transport=transport) as client:
+        state = await client.call(
+            "POST", "/pause", NoBody(), PauseState, deadline_s=20, patience_s=0.1
+        )
+    assert state.paused
+    assert requests == ["/pause", WAIT_PATH, "/operations/a", "/pause"]
