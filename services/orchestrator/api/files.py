@@ -10,6 +10,7 @@ from fastapi import Query, Request
 from fastapi.responses import FileResponse
 from starlette.datastructures import FormData, UploadFile
 
+from services.orchestrator.api.pages import page_of
 from services.orchestrator.data.uploads import Uploads
 from services.orchestrator.queue.store import Store
 from shared.config import Settings
@@ -69,8 +70,13 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
     ) -> FileList:
         """The uploaded files, newest first."""
         found = await asyncio.to_thread(uploads.list)
-        return page(
-            [file for file in found if purpose in (None, file.purpose)], after, limit, order
+        files = [file for file in found if purpose in (None, file.purpose)]
+        page, more = page_of(files if order == "asc" else files[::-1], after, limit)
+        return FileList(
+            data=tuple(page),
+            first_id=page[0].id if page else None,
+            last_id=page[-1].id if page else None,
+            has_more=more,
         )
 
     @app.get("/v1/files/{file_id}")
@@ -98,25 +104,6 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
                 )
         await asyncio.to_thread(uploads.remove, file_id)
         return FileDeleted(id=file_id)
-
-
-def page(
-    files: list[UploadedFile], after: str | None, limit: int, order: Literal["asc", "desc"]
-) -> FileList:
-    """Returns up to `limit` of `files` (oldest first) that come after the file `after`. Raises
-    BadRequest for one that is not among them."""
-    files = files if order == "asc" else files[::-1]
-    ids = [file.id for file in files]
-    if after is not None and after not in ids:
-        raise BadRequest(f"after is {after!r}; expected the id of a file of the list")
-    rest = files[ids.index(after) + 1 :] if after is not None else files
-    shown = tuple(rest[:limit])
-    return FileList(
-        data=shown,
-        has_more=len(rest) > limit,
-        first_id=shown[0].id if shown else None,
-        last_id=shown[-1].id if shown else None,
-    )
 
 
 def _check_request(request: Request, settings: Settings) -> None:

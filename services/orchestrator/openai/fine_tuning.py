@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from fastapi import Query, Request
 
 from services.orchestrator.api.history import kept_checkpoints
 from services.orchestrator.api.jobs import check_job
+from services.orchestrator.api.pages import page_of
 from services.orchestrator.openai import mapping
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
@@ -33,8 +33,6 @@ PAGE = 1000
 """Jobs and events that are read from the store at a time."""
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
-
-T = TypeVar("T")
 
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
@@ -85,7 +83,7 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         """What happened, newest first."""
         await jobs.record(job_id)
         events = [mapping.fine_tuning_event(event) for event in await jobs.events(job_id)]
-        page, more = _page(events[::-1], [event.id for event in events[::-1]], after, limit)
+        page, more = page_of(events[::-1], after, limit)
         return FineTuningEventList(data=tuple(page), has_more=more)
 
     @app.get(root + "/{job_id}/checkpoints")
@@ -103,7 +101,7 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
             )
             for checkpoint in kept
         ]
-        page, more = _page(shown, [checkpoint.id for checkpoint in shown], after, limit)
+        page, more = page_of(shown, after, limit)
         return FineTuningCheckpointList(
             data=tuple(page),
             first_id=page[0].id if page else None,
@@ -187,16 +185,6 @@ def _wanted(request: Request, metadata: str | None) -> dict[str, str] | None:
 def _fits(record: JobRecord, wanted: dict[str, str] | None) -> bool:
     metadata = record.job.metadata
     return not metadata if wanted is None else wanted.items() <= metadata.items()
-
-
-def _page(
-    things: Sequence[T], ids: Sequence[str], after: str | None, limit: int
-) -> tuple[Sequence[T], bool]:
-    """Returns up to `limit` of what comes after the id `after`, and whether there is more."""
-    if after is not None and after not in ids:
-        raise BadRequest(f"after is {after!r}; expected an id of the list")
-    start = 0 if after is None else ids.index(after) + 1
-    return things[start : start + limit], len(things) > start + limit
 
 
 def _written_at(path: str) -> float:
