@@ -4,6 +4,7 @@ OpenAI's clients find their `error` too."""
 from __future__ import annotations
 
 import asyncio
+import unicodedata
 from typing import Annotated, Any, Literal, cast, get_args
 
 from fastapi import Query, Request
@@ -22,6 +23,11 @@ from shared.wire import FileDeleted, FileList, Purpose, UploadedFile
 FORM = "multipart/form-data"
 FIELDS = ("file", "purpose")
 PURPOSES: tuple[str, ...] = get_args(Purpose)
+MAX_PARTS = 8
+"""Of a form that is read at all, so that a sentence says what is too many."""
+
+MAX_FILENAME_CHARS = 255
+
 FORM_ROOM_BYTES = 1 << 16
 """What a form has beside its file."""
 
@@ -53,12 +59,12 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         """Stores a file, which jobs can name by its id. It is on disk when this answers. With an
         Idempotency-Key it is stored once."""
         _check_request(request, settings)
-        async with request.form(max_files=1, max_fields=len(FIELDS)) as form:
+        async with request.form(max_files=MAX_PARTS, max_fields=MAX_PARTS) as form:
             file, purpose = _fields(form)
             if file.size is not None and file.size > settings.max_file_mib << 20:
                 raise _too_large(file.size, settings)
             key = request.headers.get("idempotency-key")
-            name = file.filename or "file"
+            name = _filename(file)
             return await asyncio.to_thread(uploads.add, file.file, name, purpose, key)
 
     @app.get("/v1/files")
@@ -135,11 +141,26 @@ def _fields(form: FormData) -> tuple[UploadFile, Purpose]:
     for name in form:
         if name not in FIELDS:
             raise BadRequest(
-                f"unknown field {name!r} of the form; {nearest(name, FIELDS, 'its fields')}"
+                f"unknown field {name!r:.80} of the form; {nearest(name, FIELDS, 'its fields')}"
             )
+        if len(form.getlist(name)) > 1:
+            raise BadRequest(f"the form has its field {name!r} more than once; expected it once")
     file, purpose = form.get("file"), form.get("purpose")
     if not isinstance(file, UploadFile):
         raise BadRequest("the form has no file in its field 'file'; expected one")
     if purpose not in PURPOSES:
-        raise BadRequest(f"'purpose': got {purpose!r}; expected one of {', '.join(PURPOSES)}")
+        raise BadRequest(f"'purpose': got {purpose!r:.80}; expected one of {', '.join(PURPOSES)}")
     return file, cast(Purpose, purpose)
+
+
+def _filename(file: UploadFile) -> str:
+    """Returns the name that a file was uploaded by, which lists show and downloads suggest. Raises
+    BadRequest for one that is a path, or no line of text."""
+    name = file.filename or "file"
+    unfit = any(char in "/\\" or unicodedata.category(char) == "Cc" for char in name)
+    if unfit or len(name) > MAX_FILENAME_CHARS:
+        raise BadRequest(
+            f"the file's name is {name!r:.80}, {len(name)} characters; expected at most "
+            f"{MAX_FILENAME_CHARS} without slashes and control characters"
+        )
+    return name
