@@ -19,8 +19,8 @@ per token at most, where a completion's other data is 9 bytes."""
 class SamplingSpec(Section):
     """A step samples `group_size` completions for each of `prompts_per_step` prompts."""
 
-    prompts_per_step: int = Field(default=32, ge=1)
-    """Prompts per step. With the default `group_size` a step has 256 rollouts."""
+    prompts_per_step: int = Field(default=32, ge=1, le=65_536)
+    """Prompts per step, from 1 to 65,536. With the default `group_size` a step has 256 rollouts."""
 
     group_size: int = Field(default=8, ge=1, le=1024)
     """Completions per prompt, compared with each other. A group of 1 has nothing to be compared

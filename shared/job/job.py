@@ -64,12 +64,12 @@ class Job(Section):
     """Commit, tag or branch of a Hugging Face model. None: the newest one, so a run that must be
     repeatable names a commit."""
 
-    steps: int = Field(ge=1)
-    """Batches to train on. Each is one optimizer step unless `training.epochs` or
-    `training.minibatches` make more of it."""
+    steps: int = Field(ge=1, le=10**9)
+    """Batches to train on, up to 1,000,000,000. Each is one optimizer step unless `training.epochs`
+    or `training.minibatches` make more of it."""
 
-    seed: int = Field(default=0, ge=0)
-    """Seeds the order of prompts, sampling, the deal into minibatches and dropout."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seeds the order of prompts, sampling, the deal into minibatches and dropout. Below 2^63."""
 
     max_model_len: int | None = Field(default=None, gt=0)
     """Most tokens of prompt and completion together. None: what the model was made for. A lower

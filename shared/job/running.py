@@ -57,8 +57,9 @@ class EvaluationSpec(Section):
     num_prompts: int | None = Field(default=None, ge=1)
     """How many problems, from the first row on. None: all of them."""
 
-    samples: int = Field(default=1, ge=1)
-    """Completions per problem. More than 1 needs a `temperature` above 0 to make a difference."""
+    samples: int = Field(default=1, ge=1, le=1024)
+    """Completions per problem, from 1 to 1024. More than 1 needs a `temperature` above 0 to make a
+    difference."""
 
     temperature: float = Field(default=0.0, ge=0)
     """Divides the logits. 0: greedy decoding, which gives the same answer each time."""

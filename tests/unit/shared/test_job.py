@@ -201,3 +201,17 @@ def test_true_is_no_number(changed: dict[str, Any], sentence: str) -> None:
 def test_true_stays_true() -> None:
     memory = parse_job({**tomllib.loads(MINIMAL), "memory": {"offload_optimizer": True}}).memory
     assert memory.offload_optimizer is True
+
+
+@pytest.mark.parametrize(
+    ("override", "bound"),
+    [
+        ("sampling.prompts_per_step=65537", "65536"),
+        ("steps=1000000001", "1000000000"),
+        ("seed=9223372036854775808", "9223372036854775808"),
+        ("evaluation.samples=1025", "1024"),
+    ],
+)
+def test_what_no_service_could_hold_is_refused(tmp_path: Path, override: str, bound: str) -> None:
+    with pytest.raises(BadRequest, match=rf"should be less than (or equal to )?{bound}$"):
+        load_job(write(tmp_path), [override])
