@@ -22,7 +22,8 @@ M = TypeVar("M", bound=BaseModel)
 
 def encode(body: BaseModel, media_type: str = JSON) -> bytes:
     """Returns the body's bytes. In msgpack, token ids are int32 bytes and log-probs float32 bytes,
-    and a whole number beyond 64 bits, or a value that is no plain data, raises BadRequest."""
+    and a whole number beyond 64 bits, a value that is no plain data, or text that is no Unicode
+    raises BadRequest."""
     return body.model_dump_json().encode() if media_type == JSON else bytes(pack(body))
 
 
@@ -36,6 +37,11 @@ def pack(body: BaseModel) -> memoryview:
     except TypeError as error:
         raise BadRequest(
             f"{type(body).__name__}: {error}; expected text, numbers, lists and tables of them"
+        ) from error
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"{type(body).__name__} holds {error.object[error.start]!r}, half of a surrogate pair; "
+            "expected text that UTF-8 has"
         ) from error
     except OverflowError as error:
         raise BadRequest(

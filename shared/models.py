@@ -23,6 +23,10 @@ def model_folder(model: str) -> Path | None:
     versions are compared with. Raises BadRequest if `model` is neither.
     """
     folder = Path(model)
+    try:
+        folder.exists()
+    except OSError as error:  # too long, or in a folder that may not be read
+        raise BadRequest(f"'model': {model!r:.80}: {error.strerror}; {EXPECTED}") from error
     if folder.is_dir():
         for pattern in ("config.json", "*.safetensors"):
             if not any(folder.glob(pattern)):

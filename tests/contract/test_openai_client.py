@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from services.orchestrator.openai import graders
 from shared.config import Settings
+from shared.errors import BadRequest
 from shared.service import Service
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
@@ -147,6 +148,36 @@ async def test_what_cannot_be_is_refused_as_openai_does(client: openai.AsyncOpen
             )
         assert refused.value.status_code in (404, 422)
     assert (await client.fine_tuning.jobs.list()).data == [], "nothing half-done stays"
+
+
+async def test_no_request_that_cannot_be_shown_is_taken(stack: Stack, client: openai.AsyncOpenAI):
+    with pytest.raises(openai.UnprocessableEntityError, match=r"'hone\.request'"):
+        await create(client, extra_body={"hone": {"request": {"x": 1}}})
+    with pytest.raises(BadRequest, match=r"'job\.request': unknown key 'x'"):
+        await stack.submit(stack.job.model_copy(update={"request": {"x": 1}}))
+    assert (await client.fine_tuning.jobs.list()).data == []
+
+
+async def test_more_passes_than_a_job_may_have_steps_are_refused(client: openai.AsyncOpenAI):
+    knobs = {"n_epochs": 10**18}
+    method: Any = {
+        "type": "reinforcement",
+        "reinforcement": {"grader": GRADER, "hyperparameters": knobs},
+    }
+    with pytest.raises(openai.UnprocessableEntityError, match="'steps': got"):
+        await client.fine_tuning.jobs.create(
+            model="owner/model", training_file=await upload(client, 6), method=method
+        )
+
+
+async def test_a_body_of_deep_lists_is_a_sentence(client: openai.AsyncOpenAI):
+    with pytest.raises(openai.UnprocessableEntityError, match="the body is no JSON"):
+        await client.post(
+            "/chat/completions",
+            cast_to=object,
+            content=b"[" * 100_000,
+            options={"headers": {"content-type": "application/json"}},
+        )
 
 
 async def test_graders_are_validated_and_run_by_the_reward_service(settings: Settings):

@@ -112,6 +112,13 @@ async def test_what_is_no_upload_is_a_sentence(stack: Stack) -> None:  # noqa: F
     fields = {"purpose": "fine-tune", "porpose": "x"}
     await refused("unknown field 'porpose'", files=file, data=fields | {"purpose": ""})
     await refused("no file in its field 'file'", files={"purpose": (None, "fine-tune")})
+    await refused("its field 'file' more than once", files=[("file", ("a.jsonl", ROWS))] * 2)
+    for name in ("../a.jsonl", "a\\b.jsonl", "a\x1b[31m.jsonl", "a" * 300):
+        named = {"file": (name, ROWS)}
+        await refused("the file's name is ", files=named, data={"purpose": "fine-tune"})
+    await refused(f"got '{'x' * 79};", files=file, data={"purpose": "x" * 1000})
+    expiring = {"purpose": "fine-tune", "expires_after[anchor]": "x", "expires_after[seconds]": "1"}
+    await refused("unknown field 'expires_after[anchor]'", files=file, data=expiring)
     empty = {"file": ("a.jsonl", b"")}
     await refused("the file 'a.jsonl' is empty", files=empty, data={"purpose": "fine-tune"})
     of_a_page = {"origin": "https://example.org"}
@@ -196,7 +203,7 @@ async def test_a_dry_run_shows_the_first_prompts_and_their_tokens(
     assert (await stack.http.get("/v1/jobs")).json()["jobs"] == []
 
 
-async def test_a_dry_run_says_what_would_be_refused(stack: Stack) -> None:  # noqa: F811
+async def test_a_dry_run_says_what_would_be_refused(stack: Stack, tmp_path: Path) -> None:  # noqa: F811
     async def refused(**data: Any) -> str:
         with pytest.raises(BadRequest) as raised:
             body = SubmitRequest(job=with_data(stack.job, **data))
@@ -207,6 +214,13 @@ async def test_a_dry_run_says_what_would_be_refused(stack: Stack) -> None:  # no
     rows = [{"prompt": "x", "level": 1}]
     assert "'leval' is undefined" in await refused(train=rows, template="{{ leval }}")
     assert "'level > 1' is true of no row" in await refused(train=rows, filter="level > 1")
+    torn = str(tmp_path / "torn.jsonl")
+    Path(torn).write_text('{"prompt": "x", "answer": "\\ud800"}\n')
+    assert (await refused(train=torn)).startswith("row 0 of data.train, column 'answer': ")
+    of_test = await refused(train=rows, eval=torn)
+    assert of_test.startswith("row 0 of data.eval, column 'answer': ")
+    template = r"{{ '\ud800' }}"
+    assert "row 0 of data.train, its prompt: " in await refused(train=rows, template=template)
     unknown = await refused(train=rows, columns={"prompt": "lvl"})
     assert "has no column 'lvl' (data.columns.prompt); did you mean 'level'?" in unknown
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Query
+from pydantic import ValidationError
 
 from services.orchestrator.data.preview import preview
 from services.orchestrator.loop.colocation import check_colocation
@@ -16,11 +17,13 @@ from services.orchestrator.record.folder import RunFolder
 from shared import codec
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
+from shared.explain import sentences
 from shared.job import Job
 from shared.job_file import changed
 from shared.models import model_folder
 from shared.service import Service, request_key
 from shared.wire import (
+    CreateFineTuningJob,
     DryRun,
     JobDeleted,
     JobList,
@@ -105,6 +108,8 @@ async def check_job(job: Job, settings: Settings) -> Prompts:
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
             "2 or more"
         )
+    if job.request:
+        _check_request(job)
     check_colocation(job, settings)
     model_folder(job.model)
     prompts = await asyncio.to_thread(load_prompts, job, settings)
@@ -123,9 +128,37 @@ def _check_prompts(prompts: Prompts) -> tuple[Prompt, ...]:
     """Makes the first step's and all held-out prompts, and tries whether they can be sent. Returns
     the first step's."""
     first = prompts.for_step(1)
-    for prompt in (*first, *prompts.held_out()):
-        codec.encode(prompt, codec.MSGPACK)
+    for data, several in (("data.train", first), ("data.eval", prompts.held_out())):
+        for prompt in several:
+            _check_sendable(prompt, data)
     return first
+
+
+def _check_sendable(prompt: Prompt, data: str) -> None:
+    """Raises BadRequest with the row, and the column if it is that."""
+    try:
+        codec.encode(prompt, codec.MSGPACK)
+    except BadRequest as error:
+        at = f"row {prompt.index} of {data}"
+        for name, value in prompt.row.items():
+            _check_value(name, value, at)
+        raise BadRequest(f"{at}, its prompt: {error.detail}") from error
+
+
+def _check_value(name: str, value: Any, at: str) -> None:
+    try:
+        codec.encode(Prompt(index=0, content="", row={name: value}), codec.MSGPACK)
+    except BadRequest as error:
+        raise BadRequest(f"{at}, column {name!r}: {error.detail}") from error
+
+
+def _check_request(job: Job) -> None:
+    """Raises BadRequest for a request of OpenAI's API that this API could not show again."""
+    try:
+        CreateFineTuningJob.model_validate(job.request)
+    except ValidationError as error:
+        faults = sentences(error, CreateFineTuningJob, "'job.request'")
+        raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
 
 
 def _dry_run(job: Job, prompts: Prompts) -> DryRun:

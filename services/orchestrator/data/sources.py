@@ -3,6 +3,7 @@ meant for opens it."""
 
 from __future__ import annotations
 
+import csv
 import itertools
 import re
 from collections.abc import Callable
@@ -66,8 +67,20 @@ def open_source(ask: Ask) -> Table:
     """Returns the table that the job names. Raises BadRequest for one that is not there or not
     allowed, MustPause for one that has changed since the job was submitted, Unavailable while the
     Hub cannot be reached."""
+    if isinstance(ask.source, str):
+        _check_name(ask)
     kind = next(kind for kind in KINDS if kind.is_meant(ask.source))
     return kind.open(ask)
+
+
+def _check_name(ask: Ask) -> None:
+    """Raises BadRequest for what the file system will not even look up."""
+    if "\0" in ask.text:
+        raise BadRequest(f"{ask.key} is {ask.text!r:.80}, with a NUL; {EXPECTED}")
+    try:
+        Path(ask.text).exists()
+    except OSError as error:  # too long, or in a folder that may not be read
+        raise BadRequest(f"{ask.key} is {ask.text!r:.80}: {error.strerror}; {EXPECTED}") from error
 
 
 def _inline(ask: Ask) -> Table:
@@ -84,8 +97,14 @@ def _url(ask: Ask) -> Table:
 
 def _uploaded(ask: Ask) -> Table:
     uploads = Uploads(ask.settings.runs_dir)
-    name = f"uploaded file {ask.text!r} ({uploads.get(ask.text).filename})"
-    return _read(ask, uploads.content(ask.text), name)
+    filename = uploads.get(ask.text).filename
+    path, name = uploads.content(ask.text), f"uploaded file {ask.text!r} ({filename})"
+    if path.suffix not in FORMATS:
+        raise BadRequest(
+            f"{ask.key} is {name}; expected one uploaded with a name ending in .jsonl, .json, .csv "
+            "or .parquet"
+        )
+    return _read(ask, path, name)
 
 
 def _file(ask: Ask) -> Table:
@@ -125,9 +144,20 @@ def _read(ask: Ask, path: Path, name: str) -> Table:
 
 def _csv(path: Path, name: str, version: str) -> Table:
     with path.open("rb") as lines:  # `datasets` has several errors for what is empty
-        if len(list(itertools.islice(filter(bytes.strip, lines), 2))) < 2:
-            raise no_rows(name)
+        first = list(itertools.islice(filter(bytes.strip, lines), 2))
+    if len(first) < 2:
+        raise no_rows(name)
+    header = _header(first[0].decode("utf-8-sig", "replace"))
+    if twice := next((column for column in header if column and header.count(column) > 1), None):
+        raise BadRequest(f"{name} has two columns {twice!r}; expected each name once in its header")
     return _arrow("csv", path, name, version)
+
+
+def _header(line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]))
+    except csv.Error:  # no CSV: whoever reads all of it says so
+        return []
 
 
 def _arrow(format: str, path: Path, name: str, version: str) -> Table:

@@ -121,13 +121,18 @@ class JsonTable:
         try:
             row: Any = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise self._not_json(f"line {number}: {error}") from error
+            at = isinstance(error, json.JSONDecodeError)
+            why = f"{error.msg} at character {error.pos + 1}" if at else str(error)
+            raise self._not_json(f"line {number}: {why}") from error
         if not isinstance(row, dict):
             raise BadRequest(f"line {number} of {self.name} is {row!r:.80}; {AN_OBJECT}")
         return cast(Row, row)
 
     def _not_json(self, why: str) -> BadRequest:
-        return BadRequest(f"{self.name} cannot be read as JSON: {why}; {AN_OBJECT} on each line")
+        return BadRequest(
+            f"{self.name} cannot be read as JSON: {why}; {AN_OBJECT} on each line, or a "
+            "list of objects"
+        )
 
 
 AN_OBJECT = "expected a JSON object"

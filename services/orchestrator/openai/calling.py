@@ -138,7 +138,7 @@ class Calls:
 def _model(body: bytes) -> str:
     try:
         document = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
     name = document.get("model") if isinstance(document, dict) else None
     if not isinstance(name, str):

@@ -130,7 +130,7 @@ class FineTuningJobs:
                     "there are in a stream is not known"
                 )
             count = mapping.steps(request, prompts.num_train, job.sampling.prompts_per_step)
-            job = job.model_copy(update={"steps": count})
+            job = parse_job(document | {"steps": count}, "the job asked for")
         record = await self._store.submit(
             job, self._settings.runs_dir, request_key.get(), prompts.versions
         )

@@ -32,6 +32,8 @@ MAX_NAME = 40
 def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
     """Returns the job asked for, of one step: how many there are to be depends on the data. Raises
     BadRequest for what cannot be the id of a file."""
+    if "request" in request.hone:
+        raise BadRequest("'hone.request' is what was asked for here, and cannot be set")
     _check_file("training_file", request.training_file)
     _check_file("validation_file", request.validation_file)
     knobs = request.method.reinforcement.hyperparameters
@@ -69,7 +71,8 @@ def steps(request: CreateFineTuningJob, num_rows: int, prompts_per_step: int) ->
 
 def fine_tuning_job(record: JobRecord, now: float, trained_tokens: int | None) -> FineTuningJob:
     """Returns the record in OpenAI's shape. `now` (Unix seconds) is what the ETA counts from."""
-    job, request = record.job, CreateFineTuningJob.model_validate(record.job.request)
+    job = record.job
+    request = CreateFineTuningJob.model_validate(job.request, extra="ignore")  # as of any version
     ends_at = now + record.eta_s if record.status == "running" and record.eta_s else None
     return FineTuningJob(
         id=record.id,
@@ -122,7 +125,8 @@ def _check_file(field: str, name: str | None) -> None:
     """Else it would be looked for on the Hub."""
     if name is not None and name.startswith("file-") and not UPLOADED.fullmatch(name):
         raise BadRequest(
-            f"'{field}': got {name!r}; expected the id of an uploaded file, 'file-' and 24 digits"
+            f"'{field}': got {name!r:.80}; expected the id of an uploaded file, 'file-' and 24 "
+            "hexadecimal digits"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import random
 from collections.abc import Sequence
@@ -141,6 +142,8 @@ def test_a_source_is_of_the_kind_that_it_looks_like(source: Any, kind: str) -> N
             "a/b/c",
             "data.train is 'a/b/c'; expected a file ending in .jsonl, .json, .csv or .parquet",
         ),
+        ("a\0b.jsonl", r"data.train is 'a\x00b.jsonl', with a NUL; expected a file"),
+        ("a" * 300 + ".jsonl", "aaa: File name too long; expected a file"),
     ],
 )
 def test_what_is_no_source_is_a_sentence(settings: Settings, source: str, sentence: str) -> None:
@@ -152,12 +155,17 @@ def test_what_is_no_source_is_a_sentence(settings: Settings, source: str, senten
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.jsonl", '{"prompt": "x"}\n\n{"prompt"\n', "a.jsonl' cannot be read as JSON: line 3: "),
+        ("a.jsonl", '{"prompt": "x"}\n\n{"prompt"\n', "line 3: Expecting ':' delimiter at "),
         ("a.jsonl", '{"prompt": "x"}\n[1]\n', "line 2 of dataset '"),
         ("a.jsonl", b'{"prompt": "\xff"}\n', "line 1: 'utf-8' codec can't decode byte 0xff"),
         ("a.json", '[{"prompt": "x"}, 3]', "a.json' is 3; expected a JSON object"),
         ("a.json", "[1, ", "a.json' cannot be read as JSON: "),
         ("a.csv", "prompt,answer\nx,1\ny,2,3\n", "Expected 2 fields in line 3, saw 3"),
+        (
+            "a.csv",
+            "prompt,answer,answer\nx,1,2\n",
+            "a.csv' has two columns 'answer'; expected each",
+        ),
         ("a.parquet", "no parquet", "a.parquet' cannot be read: "),
         ("a.jsonl", "", "a.jsonl' has no rows; expected at least one"),
     ],
@@ -176,6 +184,15 @@ def test_a_broken_file_is_named_with_the_line(
     with pytest.raises(BadRequest) as raised:
         load({"train": str(path), "streaming": streaming}, settings)
     assert sentence in raised.value.detail and name in raised.value.detail
+
+
+def test_an_uploaded_file_whose_name_says_no_format_is_refused(settings: Settings) -> None:
+    uploads = Uploads(settings.runs_dir)
+    file = uploads.add(io.BytesIO(b'{"prompt": "x"}\n'), "rows.txt", "fine-tune", None)
+    with pytest.raises(
+        BadRequest, match=r"\(rows\.txt\); expected one uploaded with a name ending in"
+    ):
+        load({"train": file.id}, settings)
 
 
 def test_jobs_read_files_of_the_folders_that_they_may_and_no_others(tmp_path: Path) -> None:

@@ -92,6 +92,15 @@ def test_a_knob_that_means_nothing_here_is_refused_by_name(
         request(hyperparameters)
 
 
+def test_a_request_that_another_version_stored_is_shown():
+    stored = job_of(request())
+    stored = stored.model_copy(update={"request": stored.request | {"later": 1}})
+    record = JobRecord(
+        id="a-1", name="a", status="queued", created_at=1.0, steps=1, run_dir="/r", job=stored
+    )
+    assert mapping.fine_tuning_job(record, now=2.0, trained_tokens=None).id == "a-1"
+
+
 def test_a_record_is_shown_in_openais_words():
     job = job_of(request({"n_epochs": 2}))
     record = JobRecord(

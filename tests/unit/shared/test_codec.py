@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shared import codec
 from shared.errors import BadRequest
-from shared.wire import Example, ExecuteRequest, Execution, ScoreRequest
+from shared.wire import Example, ExecuteRequest, Execution, Prompt, ScoreRequest
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(tuple)
 logprobs = st.lists(st.floats(-100, 0, width=32), max_size=40).map(tuple)
@@ -60,6 +60,11 @@ def test_an_unknown_field_is_refused_by_name() -> None:
     body = b'{"prompt_token_ids": [], "token_ids": [], "old_logprobs": [], "advantagee": 1}'
     with pytest.raises(BadRequest, match="unknown key 'advantagee'; did you mean 'advantage"):
         codec.decode(Example, body)
+
+
+def test_half_of_a_surrogate_pair_is_a_sentence() -> None:
+    with pytest.raises(BadRequest, match=r"Prompt holds '\\ud800', half of a surrogate pair"):
+        codec.encode(Prompt(index=0, content="a\ud800", row={}), codec.MSGPACK)
 
 
 def test_a_number_beyond_64_bits_is_a_sentence() -> None:

@@ -41,6 +41,13 @@ def test_what_is_neither_is_refused_by_name(model: str) -> None:
     assert raised.value.detail.startswith(f"'model': there is no folder {model!r} here; expected")
 
 
+def test_a_name_that_no_file_may_have_is_refused() -> None:
+    with pytest.raises(
+        BadRequest, match=r"^'model': 'aaa.*: File name too long; expected a folder"
+    ):
+        model_folder("a" * 300)
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"has no config\.json"):
         model_folder(str(tmp_path))
