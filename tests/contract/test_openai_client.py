@@ -14,9 +14,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from services.orchestrator.openai import graders
+from services.orchestrator.openai.calling import Calls
 from shared.config import Settings
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Failed
 from shared.service import Service
+from shared.streams import client_gone
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 from tests.support.reward_service import running_service
@@ -225,3 +227,35 @@ async def test_a_model_is_called_where_it_is_served(stack: Stack, client: openai
     assert [chunk.choices[0].delta.content async for chunk in stream] == ["sums-1 says hello"]
     with pytest.raises(openai.NotFoundError, match="'sums-2' is not served now"):
         await client.chat.completions.create(model="sums-2", messages=hello)
+
+
+async def test_a_call_ends_at_the_sampler_when_its_client_goes_away(stack: Stack):
+    began, ended = asyncio.Event(), asyncio.Event()
+    app = stack.fakes.service("rollout").app
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [{"id": "policy"}]})
+
+    @app.post("/v1/completions", response_model=None)
+    async def hold(request: Request) -> JSONResponse:
+        await request.body()
+        began.set()
+        await client_gone(request)
+        ended.set()
+        return JSONResponse({})
+
+    messages = iter([{"type": "http.request", "body": b'{"model": "policy"}'}])
+
+    async def receive() -> Any:
+        if message := next(messages, None):
+            return message
+        await began.wait()
+        return {"type": "http.disconnect"}
+
+    path = "/v1/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    calls = Calls(stack.settings, stack.store)
+    with pytest.raises(Failed, match="its client went away"):
+        await asyncio.wait_for(calls.pass_on(Request(scope, receive)), 10)
+    await asyncio.wait_for(ended.wait(), 10)

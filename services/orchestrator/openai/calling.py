@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -16,11 +16,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.background import BackgroundTask
 
 from services.orchestrator.loop.discovery import sampler_urls
+from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue.store import Store
 from shared.config import Settings, is_loopback
 from shared.errors import BadRequest, NotFound, Unavailable
 from shared.logs import get_logger
+from shared.operations import client_went_away, done_or
 from shared.service import Service
+from shared.streams import client_gone
 from shared.tls import trusted
 
 CONNECT_S = 5.0
@@ -35,7 +38,7 @@ ROUTES = ("/v1/chat/completions", "/v1/completions")
 PASSED_ON = ("content-type", "x-hone-session", "x-request-id")
 """Headers of a request that go on to the sampler; its token is the stack's own."""
 
-PASSED_BACK = ("content-type", "x-request-id", "retry-after")
+PASSED_BACK = ("content-type", "retry-after")
 
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
@@ -82,21 +85,21 @@ class Calls:
         body = await request.body()
         name = _model(body)
         url = await self._sampler_of(name)
-        stack = contextlib.AsyncExitStack()
-        http = await stack.enter_async_context(self._client(url))
-        headers = {key: request.headers[key] for key in PASSED_ON if key in request.headers}
-        asked = http.build_request("POST", request.url.path, content=body, headers=headers)
-        try:
-            answer = await http.send(asked, stream=True)
-        except httpx.RequestError as error:
-            await stack.aclose()
-            raise Unavailable(f"the sampler at {url} did not answer: {error!r}") from error
-        stack.push_async_callback(answer.aclose)
+        async with contextlib.AsyncExitStack() as unless_answered:
+            http = await unless_answered.enter_async_context(self._client(url))
+            headers = {key: request.headers[key] for key in PASSED_ON if key in request.headers}
+            asked = http.build_request("POST", request.url.path, content=body, headers=headers)
+            try:
+                answer = await _answer(http.send(asked, stream=True), request)
+            except httpx.RequestError as error:
+                raise Unavailable(f"the sampler at {url} did not answer: {error!r}") from error
+            unless_answered.push_async_callback(answer.aclose)
+            stack = unless_answered.pop_all()
         return StreamingResponse(
-            _bytes(answer, url),
+            _bytes(answer, url, stack),
             answer.status_code,
             {key: answer.headers[key] for key in PASSED_BACK if key in answer.headers},
-            background=BackgroundTask(stack.aclose),
+            background=BackgroundTask(stack.aclose),  # of an answer that nobody began to read
         )
 
     async def _sampler_of(self, name: str) -> str:
@@ -135,6 +138,19 @@ class Calls:
         )
 
 
+async def _answer(asked: Coroutine[Any, Any, httpx.Response], request: Request) -> httpx.Response:
+    """Returns the sampler's answer. A client that goes away before it ends the request, so that
+    nothing is sampled for nobody."""
+    asking = asyncio.create_task(asked)
+    try:
+        await done_or(asking, client_gone(request))
+    finally:
+        await stop(asking)
+    if asking.cancelled():
+        raise client_went_away(f"POST {request.url.path}")
+    return asking.result()
+
+
 def _model(body: bytes) -> str:
     try:
         document = json.loads(body)
@@ -146,11 +162,15 @@ def _model(body: bytes) -> str:
     return name
 
 
-async def _bytes(answer: httpx.Response, url: str) -> AsyncGenerator[bytes]:
-    """The answer as it comes. A sampler that dies in the middle cuts it off."""
-    try:
-        async for chunk in answer.aiter_bytes():
-            yield chunk
-    except httpx.RequestError as error:
-        get_logger().warning("a sampler's answer was cut off", url=url, reason=repr(error))
-        raise
+async def _bytes(
+    answer: httpx.Response, url: str, stack: contextlib.AsyncExitStack
+) -> AsyncGenerator[bytes]:
+    """The answer as it comes; `stack` closes its connection at the end. A sampler that dies in the
+    middle cuts it off."""
+    async with stack:
+        try:
+            async for chunk in answer.aiter_bytes():
+                yield chunk
+        except httpx.RequestError as error:
+            get_logger().warning("a sampler's answer was cut off", url=url, reason=repr(error))
+            raise
