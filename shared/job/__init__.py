@@ -4,8 +4,8 @@
 | file | sections |
 |---|---|
 | `job.py` | the job whole: its own keys, how weights are synced |
-| `dataset.py` | `[data]` |
-| `data.py` | `[sampling]`, `[[rewards]]` |
+| `data.py` | `[data]` |
+| `sampling.py` | `[sampling]`, `[[rewards]]` |
 | `learning.py` | `[advantages]`, `[training]`, `[correction]`, `[lora]` |
 | `running.py` | `[memory]`, `[evaluation]`, `[checkpoints]`, `[rollouts]`, `[wandb]` |
 | `checks.py` | what the sections must be to each other |
@@ -20,8 +20,7 @@ OpenAPI document show it.
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
-from shared.job.data import MAX_KEPT, MAX_SOURCE_BYTES, RewardSpec, SamplingSpec
-from shared.job.dataset import UPLOADED, DataSpec, Source, TemplateMessage
+from shared.job.data import UPLOADED, DataSpec, Source, TemplateMessage
 from shared.job.job import MAY_CHANGE, Job, SyncChoice, SyncMethod
 from shared.job.learning import (
     MAX_SERVED_RANK,
@@ -31,4 +30,5 @@ from shared.job.learning import (
     TrainingSpec,
 )
 from shared.job.running import CheckpointSpec, EvaluationSpec, MemorySpec, RolloutsSpec, WandbSpec
+from shared.job.sampling import MAX_KEPT, MAX_SOURCE_BYTES, RewardSpec, SamplingSpec
 from shared.job.section import JOB_ID, Section

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shared.job.data import MAX_KEPT
 from shared.job.learning import MAX_SERVED_RANK
+from shared.job.sampling import MAX_KEPT
 
 if TYPE_CHECKING:
     from shared.job.job import Job

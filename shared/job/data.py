@@ -1,129 +1,152 @@
-"""How it is sampled and what for: `[sampling]`, `[[rewards]]`."""
+"""The problems and where they come from: `[data]`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shared.job.section import Section
 from shared.plain import Plain
 
-MAX_SOURCE_BYTES = 1 << 20
+UPLOADED = re.compile(r"file-[0-9a-f]{24}")
+"""The id of an uploaded file."""
 
-MAX_KEPT = 1024
-"""Largest `sampling.top_k` with which the sampler says which tokens each one could have been: 4 KB
-per token at most, where a completion's other data is 9 bytes."""
+MAX_INLINE_ROWS = 1000
+MAX_INLINE_BYTES = 1 << 18
+"""Of rows that stand in the job itself: each answer about the job has them in it."""
 
+MAX_TEMPLATE_CHARS = 1 << 16
 
-class SamplingSpec(Section):
-    """A step samples `group_size` completions for each of `prompts_per_step` prompts."""
-
-    prompts_per_step: int = Field(default=32, ge=1, le=65_536)
-    """Prompts per step, from 1 to 65,536. With the default `group_size` a step has 256 rollouts."""
-
-    group_size: int = Field(default=8, ge=1, le=1024)
-    """Completions per prompt, compared with each other. A group of 1 has nothing to be compared
-    with and trains nothing; 8 to 16 are usual."""
-
-    max_tokens: int = Field(default=512, ge=1)
-    """Longest completion, in tokens. A completion that reaches it ends with `finish_reason`
-    "length"."""
-
-    temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits; the trainer divides its own by the same. 1 samples the policy itself."""
-
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Samples only from the most likely tokens that together have this probability. 1 samples from
-    the whole vocabulary, so the distribution that is sampled is the one that is trained; less needs
-    `top_k` too: see `correction.truncated_sampling`."""
-
-    top_k: int = Field(default=0, ge=0)
-    """Samples only from this many most likely tokens. 0 samples from the whole vocabulary; else as
-    with `top_p`."""
-
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a completion, besides the model's own end token."""
-
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Token ids that end a completion, besides the model's own end token."""
-
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    """Samples only from tokens at least this share as likely as the likeliest. 0 samples from the
-    whole vocabulary; else as with `top_p`."""
-
-    template_args: dict[str, Plain] = {}
-    """Arguments of the model's chat template, for example `enable_thinking`. Prompts that are text
-    go through none."""
-
-    overlong_prompts: Literal["error", "drop", "truncate"] = "error"
-    """What becomes of a prompt that leaves no room for `max_tokens`. "error": its rollouts end in
-    an error and train nothing. "drop": another prompt takes its place, in at most 10 rounds.
-    "truncate": its first tokens are cut off. Each is counted (`overlong_prompts`)."""
-
-    repeatable: bool = False
-    """Seeds every completion by the job's seed, the step, the prompt's place in it and the
-    completion's in its group (an evaluation's by its place alone), so that the same weights draw
-    the same samples on one engine, in whatever order groups reach it. Two runs of a job then agree
-    as far as nothing else differs: with `max_staleness` above 0 it is a matter of time which
-    weights sample a token, and so is what a deadline cuts off; and numbers are rounded otherwise in
-    batches of other sizes, so that a near tie may fall the other way. Off: vLLM draws for each
-    seeded sequence by itself, which takes time."""
-
-    refills: int = Field(default=0, ge=0, le=10)
-    """Rounds per step in which groups without signal (all rewards equal) are replaced by groups of
-    further prompts: the dynamic sampling of DAPO, arXiv 2503.14476. 0 replaces none, because each
-    round costs sampling time."""
+Source = str | tuple[dict[str, Plain], ...]
+"""Where problems come from: the name of a file or data set, or the rows themselves."""
 
 
-class RewardSpec(Section):
-    """One reward: a grader by name, with its `params`, or your own code by `file` and `function`
-    (docs/rewards.md)."""
+class TemplateMessage(Section):
+    """A chat message, made from a row."""
 
-    grader: str = "function"
-    """Name of a grader; `GET /graders` of the reward service lists them. "function" is your own
-    code in `file`."""
+    role: str = Field(min_length=1)
+    """Who says it: "system", "user", "assistant", or another role of the model's chat template."""
 
-    name: str | None = None
-    """What metrics and stored rollouts call this reward; no two of a job have the same name. None:
-    the grader's name, or the function's."""
+    content: str = Field(max_length=MAX_TEMPLATE_CHARS)
+    """What is said: a Jinja template over the row's columns, at most 65,536 characters."""
 
-    weight: float = Field(default=1.0, ge=-1_000_000, le=1_000_000)
-    """Factor of this reward in the sum that is the rollout's reward, from -1000000 to
-    1000000. Below 0 it is a penalty."""
 
-    shaping: bool = False
-    """The reward is for form only (length, format). It counts in the sum, but not in judging if a
-    group has signal: groups that differ in nothing else are not trained on."""
+class DataSpec(Section):
+    """Training and held-out problems, one per row. The columns beside the prompt go to the
+    graders."""
 
-    params: dict[str, Plain] = {}
-    """Parameters of the grader, checked when the job is submitted. `GET /graders` has their
-    schema."""
+    train: Source
+    """The training problems: a `.jsonl`, `.json`, `.csv` or `.parquet` file on the orchestrator's
+    host, the id of an uploaded file ("file-..."), a Hugging Face dataset id, or the rows themselves
+    as a list of tables (up to 1000, and 256 KiB)."""
 
-    file: str | None = None
-    """Python file with your own reward, relative to the job file or to the working directory. Its
-    text travels with the job."""
+    train_split: str = "train"
+    """Split of a Hugging Face dataset to train on. Files have none."""
 
-    function: str = "reward"
-    """Name in `file` of a function `def reward(completions, **columns) -> list[float]`, as TRL has
-    it, or of a class."""
+    eval: Source | None = None
+    """The held-out problems, never trained on: whatever `train` may be. None: the job does no
+    evaluation."""
 
-    source: str | None = Field(default=None, max_length=MAX_SOURCE_BYTES)
-    """Text of `file`, at most 1 MiB, which `load_job` fills in. A job that is not submitted from a
-    file sets it in place of `file`."""
+    eval_split: str = "test"
+    """Split of a Hugging Face dataset to evaluate on. Files have none."""
 
-    @property
-    def label(self) -> str:
-        """What metrics and stored rollouts call this reward."""
-        return self.name or (self.function if self.grader == "function" else self.grader)
+    config: str | None = None
+    """Configuration of a Hugging Face dataset that has several, for example "main" of
+    openai/gsm8k. It counts for `train` and `eval`."""
+
+    revision: str | None = None
+    """Commit, tag or branch of a Hugging Face dataset, for `train` and `eval`. None: the newest one
+    when the job is submitted. The commit is noted in the job's record, and the job goes on with
+    that one."""
+
+    columns: dict[str, str] = {}
+    """Other names for columns: `{ prompt = "question" }` calls the column "question" `prompt`, for
+    template, filter and graders alike. Columns that are not named keep their names. Empty: all
+    do."""
+
+    template: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
+    """How a row becomes a prompt: a Jinja template over its columns, whose text goes to the model
+    as it is. None: `messages` make the prompt, or else the column `prompt` is it, text or a list of
+    chat messages (`role`, `content`)."""
+
+    messages: tuple[TemplateMessage, ...] | None = Field(default=None, min_length=1)
+    """How a row becomes a prompt of chat messages, each with a `role` and a Jinja template over the
+    row's columns as `content`. They go through the model's chat template. None: see `template`."""
+
+    system_prompt: str | None = None
+    """A system message before every prompt. Prompts that are text become a user message after it,
+    so they go through the chat template too. None: no system message is added."""
+
+    filter: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
+    """A Jinja expression over a row's columns, such as `answer | length < 200`. Rows for which it
+    is not true are left out, in training and evaluation. None: no row is."""
+
+    max_samples: int | None = Field(default=None, ge=1)
+    """Trains on no more than this many rows: the first ones that pass `filter`. None: all of them.
+    How many are held out is `evaluation.num_prompts`."""
+
+    shuffle: bool = True
+    """Each pass over the data takes the rows in another order. False: in the order of the file, for
+    problems that are sorted from easy to hard."""
+
+    shuffle_seed: int | None = Field(default=None, ge=0)
+    """Seeds the order. None: the job's `seed`, so another seed is another order too."""
+
+    streaming: bool = False
+    """Reads the rows one after the other as they are needed, from file or hub, and holds no more
+    than `shuffle_buffer` of them, for data that does not fit on the disk or takes long to fetch.
+    The order is then a shuffle within that buffer. Off by default: rows in any order are a better
+    shuffle, and a job that goes on does not read again what it has had."""
+
+    shuffle_buffer: int = Field(default=10_000, ge=1, le=1_000_000)
+    """Rows that are held to be shuffled with `streaming`, from 1 to 1,000,000. More mix better, and
+    take more memory and time before the first step."""
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _is_a_source(cls, value: Any) -> Any:
+        """One sentence for what is none of the kinds, where pydantic would have one for each."""
+        if value is None or isinstance(value, str):
+            if value == "":
+                raise ValueError("expected a file, a data set's id or a list of rows")
+            return value
+        if not isinstance(value, list | tuple) or not value:
+            raise ValueError(
+                "expected the name of a file or data set, or a list of at least one row"
+            )
+        _check_rows(cast(Sequence[Any], value))
+        return cast(Any, value)
+
+    @field_validator("columns")
+    @classmethod
+    def _each_column_once(cls, columns: dict[str, str]) -> dict[str, str]:
+        old = list(columns.values())
+        if twice := next((name for name in old if old.count(name) > 1), None):
+            raise ValueError(f"expected one name for each column, and {twice!r} has two")
+        return columns
 
     @model_validator(mode="after")
-    def _function_needs_source(self) -> RewardSpec:
-        if self.grader == "function" and self.file is None and self.source is None:
-            raise ValueError('a reward needs either grader = "..." or file = "your_rewards.py"')
-        if self.grader != "function" and (self.file is not None or self.source is not None):
-            raise ValueError(
-                f"grader is {self.grader!r}, and there is code of your own; a reward has one of "
-                "them"
-            )
+    def _one_way_to_make_prompts(self) -> DataSpec:
+        if self.template is not None and self.messages is not None:
+            raise ValueError("data.template and data.messages are both set; expected one of them")
         return self
+
+
+def _check_rows(rows: Sequence[Any]) -> None:
+    if len(rows) > MAX_INLINE_ROWS:
+        raise ValueError(
+            f"expected at most {MAX_INLINE_ROWS} rows in the job itself, not {len(rows)}; put them "
+            "into a file"
+        )
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"expected tables, and row {number} is {row!r:.80}")
+    if (size := len(json.dumps(rows, default=str))) > MAX_INLINE_BYTES:
+        raise ValueError(
+            f"expected at most {MAX_INLINE_BYTES} bytes of rows in the job itself, not {size}; put "
+            "them into a file"
+        )

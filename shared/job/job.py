@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from shared.job import checks
-from shared.job.data import RewardSpec, SamplingSpec
-from shared.job.dataset import DataSpec
+from shared.job.data import DataSpec
 from shared.job.learning import (
     MAX_SERVED_RANK,
     AdvantageSpec,
@@ -23,6 +22,7 @@ from shared.job.running import (
     RolloutsSpec,
     WandbSpec,
 )
+from shared.job.sampling import RewardSpec, SamplingSpec
 from shared.job.section import JOB_ID, Section
 from shared.plain import Plain
 

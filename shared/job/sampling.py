@@ -1,0 +1,129 @@
+"""How it is sampled and what for: `[sampling]`, `[[rewards]]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from shared.job.section import Section
+from shared.plain import Plain
+
+MAX_SOURCE_BYTES = 1 << 20
+
+MAX_KEPT = 1024
+"""Largest `sampling.top_k` with which the sampler says which tokens each one could have been: 4 KB
+per token at most, where a completion's other data is 9 bytes."""
+
+
+class SamplingSpec(Section):
+    """A step samples `group_size` completions for each of `prompts_per_step` prompts."""
+
+    prompts_per_step: int = Field(default=32, ge=1, le=65_536)
+    """Prompts per step, from 1 to 65,536. With the default `group_size` a step has 256 rollouts."""
+
+    group_size: int = Field(default=8, ge=1, le=1024)
+    """Completions per prompt, compared with each other. A group of 1 has nothing to be compared
+    with and trains nothing; 8 to 16 are usual."""
+
+    max_tokens: int = Field(default=512, ge=1)
+    """Longest completion, in tokens. A completion that reaches it ends with `finish_reason`
+    "length"."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits; the trainer divides its own by the same. 1 samples the policy itself."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Samples only from the most likely tokens that together have this probability. 1 samples from
+    the whole vocabulary, so the distribution that is sampled is the one that is trained; less needs
+    `top_k` too: see `correction.truncated_sampling`."""
+
+    top_k: int = Field(default=0, ge=0)
+    """Samples only from this many most likely tokens. 0 samples from the whole vocabulary; else as
+    with `top_p`."""
+
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a completion, besides the model's own end token."""
+
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Token ids that end a completion, besides the model's own end token."""
+
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Samples only from tokens at least this share as likely as the likeliest. 0 samples from the
+    whole vocabulary; else as with `top_p`."""
+
+    template_args: dict[str, Plain] = {}
+    """Arguments of the model's chat template, for example `enable_thinking`. Prompts that are text
+    go through none."""
+
+    overlong_prompts: Literal["error", "drop", "truncate"] = "error"
+    """What becomes of a prompt that leaves no room for `max_tokens`. "error": its rollouts end in
+    an error and train nothing. "drop": another prompt takes its place, in at most 10 rounds.
+    "truncate": its first tokens are cut off. Each is counted (`overlong_prompts`)."""
+
+    repeatable: bool = False
+    """Seeds every completion by the job's seed, the step, the prompt's place in it and the
+    completion's in its group (an evaluation's by its place alone), so that the same weights draw
+    the same samples on one engine, in whatever order groups reach it. Two runs of a job then agree
+    as far as nothing else differs: with `max_staleness` above 0 it is a matter of time which
+    weights sample a token, and so is what a deadline cuts off; and numbers are rounded otherwise in
+    batches of other sizes, so that a near tie may fall the other way. Off: vLLM draws for each
+    seeded sequence by itself, which takes time."""
+
+    refills: int = Field(default=0, ge=0, le=10)
+    """Rounds per step in which groups without signal (all rewards equal) are replaced by groups of
+    further prompts: the dynamic sampling of DAPO, arXiv 2503.14476. 0 replaces none, because each
+    round costs sampling time."""
+
+
+class RewardSpec(Section):
+    """One reward: a grader by name, with its `params`, or your own code by `file` and `function`
+    (docs/rewards.md)."""
+
+    grader: str = "function"
+    """Name of a grader; `GET /graders` of the reward service lists them. "function" is your own
+    code in `file`."""
+
+    name: str | None = None
+    """What metrics and stored rollouts call this reward; no two of a job have the same name. None:
+    the grader's name, or the function's."""
+
+    weight: float = Field(default=1.0, ge=-1_000_000, le=1_000_000)
+    """Factor of this reward in the sum that is the rollout's reward, from -1000000 to
+    1000000. Below 0 it is a penalty."""
+
+    shaping: bool = False
+    """The reward is for form only (length, format). It counts in the sum, but not in judging if a
+    group has signal: groups that differ in nothing else are not trained on."""
+
+    params: dict[str, Plain] = {}
+    """Parameters of the grader, checked when the job is submitted. `GET /graders` has their
+    schema."""
+
+    file: str | None = None
+    """Python file with your own reward, relative to the job file or to the working directory. Its
+    text travels with the job."""
+
+    function: str = "reward"
+    """Name in `file` of a function `def reward(completions, **columns) -> list[float]`, as TRL has
+    it, or of a class."""
+
+    source: str | None = Field(default=None, max_length=MAX_SOURCE_BYTES)
+    """Text of `file`, at most 1 MiB, which `load_job` fills in. A job that is not submitted from a
+    file sets it in place of `file`."""
+
+    @property
+    def label(self) -> str:
+        """What metrics and stored rollouts call this reward."""
+        return self.name or (self.function if self.grader == "function" else self.grader)
+
+    @model_validator(mode="after")
+    def _function_needs_source(self) -> RewardSpec:
+        if self.grader == "function" and self.file is None and self.source is None:
+            raise ValueError('a reward needs either grader = "..." or file = "your_rewards.py"')
+        if self.grader != "function" and (self.file is not None or self.source is not None):
+            raise ValueError(
+                f"grader is {self.grader!r}, and there is code of your own; a reward has one of "
+                "them"
+            )
+        return self
