@@ -14,7 +14,7 @@
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: records, events, metrics, stored rollouts |
 | `files.py` | files that were uploaded |
-| `fine_tuning.py` | the same in OpenAI's shape |
+| `fine_tuning.py` | the jobs API in OpenAI's shape |
 
 All are imported from here. All are frozen and refuse unknown keys. Token ids, log-probs and masks
 stay bytes from end to end (`packed.py`): in JSON a list of numbers, in msgpack 4, 4 and 1 bytes per

@@ -113,8 +113,8 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
 
 
 def _check_request(request: Request, settings: Settings) -> None:
-    """Raises BadRequest for what is no form or too large, and Unauthorized for the form of a web
-    page where nobody has to show a token."""
+    """Raises BadRequest for a body that is not a form or is too large, and Unauthorized for a web
+    page's form where no token is needed."""
     if settings.token is None and "origin" in request.headers:
         raise Unauthorized(
             f"an upload from the web page {request.headers['origin']!r}; without HONE_TOKEN files "

@@ -100,7 +100,7 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
 
 
 async def check_job(job: Job, settings: Settings) -> Prompts:
-    """Returns the job's prompts. Raises a sentence for what would fail the job later, or let it
+    """Returns the job's prompts. Raises HoneError for what would fail the job later, or let it
     learn nothing: data that cannot be read, a model folder that is not one, groups of one, rewards
     that the reward service does not know or that need columns the data lacks."""
     if job.sampling.group_size == 1:

@@ -83,8 +83,8 @@ class InStream:
 
 
 class Tape:
-    """An endless row of passes, read by position. The newest `keep` problems are held; whoever goes
-    back further waits until it is read again from the beginning of a pass."""
+    """An endless sequence of passes, read by position. The newest `keep` problems are held; whoever
+    goes back further waits until it is read again from the beginning of a pass."""
 
     def __init__(self, begin: Callable[[int], Iterator[Problem]], keep: int) -> None:
         self._begin = begin

@@ -196,7 +196,7 @@ class Members:
         try:
             await self._discover()
         except Unavailable as error:
-            get_logger().warning("samplers not found out", reason=error.detail)
+            get_logger().warning("samplers not looked up", reason=error.detail)
 
     async def _discover(self) -> int:
         """Returns how many samplers there are. Raises StoreUnavailable while Redis is away. Where

@@ -1,4 +1,4 @@
-"""OpenAI's API beside the jobs API: reinforcement fine-tuning, and calling what came of it.
+"""OpenAI's API beside the jobs API: reinforcement fine-tuning, and calls of the trained models.
 
 | file | what |
 |---|---|

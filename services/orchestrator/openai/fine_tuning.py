@@ -1,9 +1,10 @@
-"""`/v1/fine_tuning/jobs`: jobs of the jobs API, submitted and shown in OpenAI's words."""
+"""`/v1/fine_tuning/jobs`: jobs of the jobs API, submitted and shown in OpenAI's shape."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -58,23 +59,17 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
     @app.post(root + "/{job_id}/cancel")
     async def cancel_fine_tuning_job(job_id: str) -> FineTuningJob:
         """Cancels a job; a running one within seconds."""
-        await jobs.record(job_id)
-        await store.cancel(job_id)
-        return await jobs.shown(await jobs.record(job_id))
+        return await jobs.changed(job_id, store.cancel)
 
     @app.post(root + "/{job_id}/pause")
     async def pause_fine_tuning_job(job_id: str) -> FineTuningJob:
         """Pauses a job; a running one within seconds."""
-        await jobs.record(job_id)
-        await store.pause(job_id)
-        return await jobs.shown(await jobs.record(job_id))
+        return await jobs.changed(job_id, store.pause)
 
     @app.post(root + "/{job_id}/resume")
     async def resume_fine_tuning_job(job_id: str) -> FineTuningJob:
         """Queues a paused job again."""
-        await jobs.record(job_id)
-        await store.resume(job_id)
-        return await jobs.shown(await jobs.record(job_id))
+        return await jobs.changed(job_id, store.resume)
 
     @app.get(root + "/{job_id}/events")
     async def list_fine_tuning_events(
@@ -111,7 +106,7 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
 
 
 class FineTuningJobs:
-    """The jobs that were submitted in OpenAI's words, among all."""
+    """Those of all jobs that were submitted in OpenAI's shape."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self._settings = settings
@@ -142,6 +137,14 @@ class FineTuningJobs:
         if not record.job.request:
             raise NotFound(f"job {job_id!r} was not submitted here; GET /v1/jobs/{job_id} shows it")
         return record
+
+    async def changed(
+        self, job_id: str, change: Callable[[str], Awaitable[object]]
+    ) -> FineTuningJob:
+        """Returns the job after the change. Raises NotFound as `record` does."""
+        await self.record(job_id)
+        await change(job_id)
+        return await self.shown(await self.record(job_id))
 
     async def shown(self, record: JobRecord) -> FineTuningJob:
         tokens = await asyncio.to_thread(_trained_tokens, record)

@@ -1,4 +1,4 @@
-"""What OpenAI's words mean here. docs/openai.md says it for users."""
+"""OpenAI's requests as jobs, and jobs in OpenAI's shape. docs/openai.md has it for users."""
 
 from __future__ import annotations
 
