@@ -125,8 +125,9 @@ async def watch(
         if told_at not in (None, waits.progress_at):
             await tell("the job goes on: there was an answer again", False)
             told_at = None
-        if told_at is None and waits.stalled_s() >= stall_s:
-            if waits.is_idle:
-                raise Failed(waits.sentence({}))
+        stalls = waits.stalled_s() >= stall_s
+        if stalls and waits.is_idle:
+            raise Failed(waits.sentence({}))
+        if stalls and told_at is None:
             told_at = waits.progress_at
             await tell(waits.sentence(samplers()), True)

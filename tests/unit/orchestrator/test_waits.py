@@ -73,3 +73,18 @@ async def test_where_nothing_is_under_way_the_work_is_begun_again() -> None:
 
     with pytest.raises(Failed, match="no progress for 0 s: nothing is under way"):
         await asyncio.wait_for(watch(Waits(), 0.05, dict, tell), 5)
+
+
+async def test_a_stall_that_was_told_and_whose_call_failed_begins_the_work_again() -> None:
+    told = asyncio.Event()
+
+    async def tell(_message: str, _stalls: bool) -> None:
+        told.set()
+
+    waits = Waits()
+    watching = asyncio.create_task(watch(waits, 0.05, dict, tell))
+    with contextlib.suppress(ValueError), waits.on("rollout", "sampling a group"):
+        await told.wait()
+        raise ValueError
+    with pytest.raises(Failed, match="nothing is under way"):
+        await asyncio.wait_for(watching, 1)
