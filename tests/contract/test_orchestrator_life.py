@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.found import WAS_DELETED, find_runs
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, NotFound
@@ -126,6 +127,8 @@ async def test_a_deleted_job_is_gone_and_its_files_stay_unless_they_are_asked_fo
         for path in ("", "/events", "/metrics", "/rollouts", "/checkpoints"):
             assert (await stack.http.get(f"/v1/jobs/{record.id}{path}")).status_code == 404
     assert (await stack.client.get("/v1/jobs", JobList)).jobs == ()
+    (left,) = find_runs(stack.settings.runs_dir)
+    assert (left.id, left.job, left.problem) == (kept.id, None, WAS_DELETED), "also without Redis"
     assert (await stack.http.delete("/v1/jobs/nope")).status_code == 404
 
 

@@ -70,8 +70,9 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         """Forgets a job that has ended, with its events; another one has to be cancelled first. Its
         run folder, with the checkpoints in it, stays unless `files` is true."""
         run_dir = await store.ended_run_dir(job_id)
-        if files and run_dir:
-            await asyncio.to_thread(RunFolder(run_dir).remove)
+        if run_dir:
+            folder = RunFolder(run_dir)
+            await asyncio.to_thread(folder.remove if files else folder.mark_deleted)
         deleted = await store.delete(job_id)
         return deleted.model_copy(update={"files": files})
 

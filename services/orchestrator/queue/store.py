@@ -32,7 +32,7 @@ from services.orchestrator.queue.records import (
     state_of,
 )
 from services.orchestrator.queue.registrations import Registrations
-from services.orchestrator.record.found import FoundRun
+from services.orchestrator.record.found import WAS_DELETED, FoundRun
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import JOB_ID, Job
 from shared.wire import (
@@ -300,7 +300,7 @@ class Store:
         )
         new, _, status = answer.rpartition(" ")
         if status == "deleted":
-            return RecoveredJob(id=run.id, problem="was deleted; its run folder is left")
+            return RecoveredJob(id=run.id, problem=WAS_DELETED)
         return RecoveredJob.model_validate(
             {
                 "id": run.id,

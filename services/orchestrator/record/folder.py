@@ -8,6 +8,7 @@
                rollouts/000012.groups/            finished groups of a step that has no batch yet
                checkpoints/       Hugging Face checkpoints, written by the trainer
                summary.json       written once, at the end
+               deleted            the job was deleted and its folder left: no record is made of it
     runs/<name>                   points at the newest job of that name
 
 A file is complete or absent (shared/disk.py). A scored batch is written once: whoever has another
@@ -37,6 +38,8 @@ from shared.wire import Batch, MetricsRow
 
 BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
 
+DELETED = "deleted"
+"""The file that says that the job was deleted."""
 
 SHOWN_DIFFERENCES = 3
 
@@ -166,6 +169,11 @@ class RunFolder:
         except finished.Damaged:
             path.unlink(missing_ok=True)
             raise
+
+    def mark_deleted(self) -> None:
+        """Notes that the job was deleted, if the folder is there."""
+        if self.path.is_dir():
+            self._write(DELETED, b"")
 
     def remove(self) -> None:
         """Removes the folder, and the name that points at it. Doing it again changes nothing."""

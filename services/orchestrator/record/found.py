@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.folder import DELETED, RunFolder
 from shared import codec
 from shared.errors import HoneError
 from shared.job import JOB_ID, Job
@@ -17,11 +17,14 @@ from shared.wire import Checkpoint
 
 CHECKPOINT = re.compile(r"step-(\d+)")
 
+WAS_DELETED = "was deleted; its run folder is left"
+
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A job's run folder. `job` None: `problem` says why it cannot be read. `summary` None: the job
-    did not end well, or not yet. Times are Unix seconds; `reward` is that of the last step."""
+    """A job's run folder. `job` None: `problem` says why there is to be no record of it. `summary`
+    None: the job did not end well, or not yet. Times are Unix seconds; `reward` is that of the last
+    step."""
 
     id: str
     path: Path
@@ -47,6 +50,8 @@ def find_runs(runs_dir: Path) -> list[FoundRun]:
 
 
 def _read(path: Path) -> FoundRun:
+    if (path / DELETED).exists():
+        return FoundRun(path.name, path, problem=WAS_DELETED)
     file, data, ended = (path / name for name in ("job.json", "data.json", "summary.json"))
     try:
         job = codec.decode_stored(Job, file.read_bytes())
