@@ -132,8 +132,10 @@ def _expected(fault: dict[str, Any]) -> str | None:
         case "too_short":
             return f"expected at least {fault['ctx']['min_length']} in the list"
         case "too_long":
-            length = fault["ctx"]["actual_length"] or "more"
-            return f"expected at most {fault['ctx']['max_length']} in the list, not {length}"
+            most, length = fault["ctx"]["max_length"], fault["ctx"]["actual_length"] or "more"
+            if fault["ctx"]["field_type"] == "Dictionary":
+                return f"expected at most {most} keys"
+            return f"expected at most {most} in the list, not {length}"
         case _:
             return None
 

@@ -74,6 +74,10 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
         ("sampling.stop=['']", "'sampling.stop.0': got ''; string should have at least 1"),
         ("data=3", "'data': got 3; expected a table (in JSON, an object)"),
         ("rewards=[]", "'rewards': got []; expected at least 1 in the list"),
+        (
+            "metadata={" + ",".join(f"k{n}='x'" for n in range(17)) + "}",
+            "; expected at most 16 keys",
+        ),
         ("model=''", "'model': got ''; string should have at least 1"),
         ("rewards.0.source=x", "grader is 'exact_match', and there is code of your own"),
         ("rewards.0.wieght=1", "unknown key 'rewards.0.wieght'; did you mean 'weight'?"),
