@@ -49,11 +49,16 @@ class Python(Grader[PythonParams]):
                 "run (HONE_ALLOW_JOB_CODE=false)"
             )
         try:
-            compile(self.params.source, "grader.py", "exec", dont_inherit=True)
+            code = compile(self.params.source, "grader.py", "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise BadRequest(
                 f"reward {self.spec.label!r}: its source is not Python: {error}"
             ) from error
+        if "grade" not in code.co_names:  # what the module's own code names
+            raise BadRequest(
+                f"reward {self.spec.label!r}: its source does not define grade; expected "
+                "`def grade(sample, item)`"
+            )
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         return [await self._grade(item) for item in items]

@@ -335,3 +335,5 @@ async def test_python_is_refused_where_job_code_is_or_where_it_is_not_python(
         await grade(forbidding, "python", "x", source=SOURCE)
     with pytest.raises(BadRequest, match="its source is not Python"):
         await grade(scripted_tools, "python", "x", source="def grade(")
+    with pytest.raises(BadRequest, match=r"does not define grade; expected `def grade\(sample"):
+        await grade(scripted_tools, "python", "x", source="def grad(sample, item): return 1")
