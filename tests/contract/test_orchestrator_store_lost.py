@@ -234,3 +234,22 @@ async def test_recovering_is_not_refused_by_a_look_at_the_redis_meanwhile(
         for store in stores:
             await store.close()
     assert [each.status for each in found] == ["paused"] * 8
+
+
+async def test_jobs_of_another_redis_that_shares_the_folder_are_left_to_it(
+    settings: Settings, redis_url: str, job: Job, tmp_path: Path
+) -> None:
+    with running_redis(tmp_path / "other") as other_url:
+        lost, other = Store(redis_url), Store(other_url)
+        for store, name in ((lost, "mine-1"), (other, "theirs-1")):
+            await store.open()
+            assert await store.check(settings.runs_dir) is None
+            RunFolder(settings.runs_dir / name).create(job, redis=store.identity)
+        await empty(redis_url)
+        assert await lost.check(settings.runs_dir) is not None
+        mine, theirs = await lost.recover(find_runs(settings.runs_dir), settings.runs_dir)
+        for store in (lost, other):
+            await store.close()
+    assert (mine.id, mine.status) == ("mine-1", "paused")
+    assert (theirs.id, theirs.status) == ("theirs-1", None)
+    assert theirs.problem and "is a job of another Redis" in theirs.problem

@@ -62,6 +62,7 @@ class Run:
         self._settings = settings
         self._folder = RunFolder(Path(record.run_dir))
         self._journal = Journal(store, lease)
+        self._redis = store.identity
         self._peers = Peers(
             record.job,
             settings,
@@ -191,7 +192,7 @@ class Run:
     async def _begin(self) -> AfterStep:
         """Makes the run folder, and checks what the job names: its data and its rewards."""
         check_colocation(self._job, self._settings)
-        await asyncio.to_thread(self._folder.create, self._job, self._record.data)
+        await asyncio.to_thread(self._folder.create, self._job, self._record.data, self._redis)
         with self._peers.waits.on("data", "reading the prompts"):
             prompts = await asyncio.to_thread(
                 load_prompts, self._job, self._settings, self._record.data

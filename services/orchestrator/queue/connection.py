@@ -74,6 +74,11 @@ class Connection:
         """Lets scripts run in the Redis of this identity, and in no other."""
         self._identity, self.refused = identity, None
 
+    @property
+    def identity(self) -> str | None:
+        """That of the Redis accepted."""
+        return self._identity
+
     def refuse(self, why: str) -> None:
         """Lets nothing be asked of Redis any more."""
         self.refused = why

@@ -47,6 +47,14 @@ def adopt(connection: Connection, found: str, runs_dir: Path) -> None:
     connection.accept(found)
 
 
+def others(connection: Connection, runs_dir: Path) -> dict[str, Path]:
+    """Returns the Redis servers that have jobs of `runs_dir` besides the one that was at the
+    connection's URL: by identity, the file that says so."""
+    notes = {path.read_text().strip(): path for path in sorted(runs_dir.glob(".redis-*"))}
+    notes.pop(_noted(connection, runs_dir) or "", None)
+    return notes
+
+
 def _note(connection: Connection, runs_dir: Path) -> Path:
     """Returns the file with the identity of the Redis that was at the connection's URL."""
     return runs_dir / f".redis-{xxhash.xxh3_64_hexdigest(connection.place.encode())}"

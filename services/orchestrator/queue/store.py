@@ -130,6 +130,11 @@ class Store:
                 await self._call(self._redis.register_script(scripts.OPEN))
             return found
 
+    @property
+    def identity(self) -> str | None:
+        """That of the Redis that has the jobs."""
+        return self._connection.identity
+
     async def close(self) -> None:
         await self._connection.close()
 
@@ -282,14 +287,18 @@ class Store:
         async with self._deciding:
             found = await identity.identify(self._connection)
             self._connection.accept(found)
-            jobs = [await self._recover_one(run) for run in runs]
+            others = identity.others(self._connection, runs_dir)
+            jobs = [await self._recover_one(run, others) for run in runs]
             await self._call(self._redis.register_script(scripts.OPEN))
             identity.adopt(self._connection, found, runs_dir)
             return jobs
 
-    async def _recover_one(self, run: FoundRun) -> RecoveredJob:
+    async def _recover_one(self, run: FoundRun, others: Mapping[str, Path]) -> RecoveredJob:
         if run.job is None:
             return RecoveredJob(id=run.id, problem=run.problem)
+        if other := others.get(run.redis or ""):
+            why = f"is a job of another Redis; if that is no more, remove {str(other)!r} first"
+            return RecoveredJob(id=run.id, problem=why)
         why = None if run.summary else RECOVERED.format(id=run.id, step=run.step)
         answer = await self._call(
             self._recover,

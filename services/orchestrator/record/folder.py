@@ -1,6 +1,7 @@
 """The run folder: everything a job leaves behind, as files that outlive every service.
 
     runs/<job>/job.json           the job as it was submitted
+               redis              the identity of the Redis that has the job
                data.json          which content its data has, as in its record
                metrics.jsonl      one line per step
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
@@ -38,6 +39,9 @@ from shared.wire import Batch, MetricsRow
 
 BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
 
+REDIS = "redis"
+"""The file with the identity of the Redis that has the job."""
+
 DELETED = "deleted"
 """The file that says that the job was deleted."""
 
@@ -52,14 +56,19 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def create(self, job: Job, data: Mapping[str, str] | None = None) -> None:
-        """Makes the folder, `data.json` and `job.json`, and points `runs/<name>` here. Doing it
+    def create(
+        self, job: Job, data: Mapping[str, str] | None = None, redis: str | None = None
+    ) -> None:
+        """Makes the folder, `data.json` and `job.json`, notes the identity of the Redis that has
+        the job, and points `runs/<name>` here. Doing it
         again changes nothing. Raises Conflict if the folder is of a job that learns something else:
         its batches are no replay of this one."""
         self._check_same(job)
         with _disk(self.path):
             disk.make_folder(self.path / "rollouts")
             self._write("data.json", json.dumps(dict(data or {})).encode())
+            if redis:
+                self._write(REDIS, redis.encode())
             self._write("job.json", job.model_dump_json(indent=2).encode())
             _point(self.path.parent / job.name, self.path.name)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.record.folder import DELETED, RunFolder
+from services.orchestrator.record.folder import DELETED, REDIS, RunFolder
 from shared import codec
 from shared.errors import HoneError
 from shared.job import JOB_ID, Job
@@ -24,11 +24,12 @@ WAS_DELETED = "was deleted; its run folder is left"
 class FoundRun:
     """A job's run folder. `job` None: `problem` says why there is to be no record of it. `summary`
     None: the job did not end well, or not yet. Times are Unix seconds; `reward` is that of the last
-    step."""
+    step. `redis` is the identity of the Redis that has the job, if known."""
 
     id: str
     path: Path
     job: Job | None = None
+    redis: str | None = None
     problem: str | None = None
     created_at: float = 0.0
     step: int = 0
@@ -53,6 +54,7 @@ def _read(path: Path) -> FoundRun:
     if (path / DELETED).exists():
         return FoundRun(path.name, path, problem=WAS_DELETED)
     file, data, ended = (path / name for name in ("job.json", "data.json", "summary.json"))
+    redis = path / REDIS
     try:
         job = codec.decode_stored(Job, file.read_bytes())
         rows = RunFolder(path).metrics()
@@ -61,6 +63,7 @@ def _read(path: Path) -> FoundRun:
             id=path.name,
             path=path,
             job=job,
+            redis=redis.read_text().strip() if redis.exists() else None,
             created_at=file.stat().st_mtime,
             step=rows[-1].step if rows else 0,
             reward=rows[-1].metrics.get("reward") if rows else None,
