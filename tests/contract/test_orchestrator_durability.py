@@ -102,6 +102,7 @@ class SilentStore:
     """A store that a run reports to when no worker holds its lease."""
 
     samplers = NoSamplers()
+    identity = None
 
     async def report(self, *_: Any, **__: Any) -> None:
         pass
