@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx2 as httpx
@@ -519,7 +520,8 @@ async def test_a_reload_under_way_splits_a_rollout_between_versions(
 def assert_sampled_by_two(older: Path, newer: Path, rollouts: Sequence[Rollout]) -> None:
     """Each token's log-prob is that of its own version alone, with nothing of the other's in it:
     vLLM computes the cache of a rollout that it goes on with again. One token before or after the
-    span's start, the log-probs would be another version's."""
+    span's start, the log-probs would be another version's: of a token here and there both versions
+    may think alike, of most they do not."""
     differences: list[float] = []
     for rollout in rollouts:
         tokens, start = [5, 6, 7, *rollout.token_ids], rollout.spans[1].start
@@ -527,7 +529,7 @@ def assert_sampled_by_two(older: Path, newer: Path, rollouts: Sequence[Rollout])
         expected = before[:start] + after[start:]
         assert list(rollout.logprobs) == pytest.approx(expected, abs=1e-4)
         differences += [abs(before[t] - after[t]) for t in (start - 1, start)]
-    assert min(differences[::2]) > 1e-3 and min(differences[1::2]) > 1e-3
+    assert median(differences[::2]) > 1e-2 and median(differences[1::2]) > 1e-2
 
 
 async def test_a_newer_epoch_ends_what_the_older_has_under_way(
