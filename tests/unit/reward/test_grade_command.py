@@ -18,10 +18,10 @@ from hone.cli import app
 from hone.commands.grade import _why_silent
 from shared.client import Client
 
+pytestmark = pytest.mark.slow
+
 OWN = """
 import hone
-
-pytestmark = pytest.mark.slow
 class Lines(hone.Reward):
     def score(self, prompt, completion, wanted):
         print("looking at", completion)
