@@ -26,6 +26,8 @@ from shared.wire import (
 )
 from tests.support.rollout_bench import FakeEngine, RolloutBench
 
+pytestmark = pytest.mark.slow
+
 WHO: dict[str, Any] = {"job_id": "demo-1", "attempt": 1, "epoch": 1}
 
 

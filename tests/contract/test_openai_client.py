@@ -23,6 +23,8 @@ from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 from tests.support.reward_service import running_service
 
+pytestmark = pytest.mark.slow
+
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 GRADER: Any = {

@@ -26,6 +26,8 @@ from shared.job import Job
 from shared.wire import DryRun, SubmitRequest
 from tests.support.orchestrator_stack import Stack, job, stack  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 ROWS = b'{"question": "w3 w4", "answer": 1}\n{"question": "w5", "answer": 2}\n'
 
 

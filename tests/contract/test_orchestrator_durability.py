@@ -28,6 +28,8 @@ from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import Stack, finish, orchestrator
 from tests.support.stream_proxy import StreamProxy
 
+pytestmark = pytest.mark.slow
+
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 
