@@ -15,7 +15,7 @@ SEED = 2
 
 
 @pytest.mark.system
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_demo_takes_held_out_accuracy_from_a_third_to_nine_tenths() -> None:
     command = [sys.executable, "-m", "deploy.demo", "--seed", str(SEED), "--samplers", "2"]
     with subprocess.Popen(
