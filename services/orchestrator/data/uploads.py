@@ -18,9 +18,10 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from services.orchestrator.record.writing import writing
 from shared import codec, disk
 from shared.digest import digest_of_file
-from shared.errors import BadRequest, Conflict, Failed, NotFound
+from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import UPLOADED
 from shared.logs import get_logger
 from shared.wire import Purpose, UploadedFile
@@ -47,7 +48,7 @@ class Uploads:
         without content, Failed if the disk cannot take it."""
         digest = hashlib.sha256(key.encode()).hexdigest()[:24] if key else secrets.token_hex(12)
         id = f"file-{digest}"
-        with _writing(self._root):
+        with writing("folder", self._root):
             disk.make_folder(self._root)
             self._sweep()
             aside = self._root / f"{UNFINISHED}{id}.{secrets.token_hex(4)}"
@@ -82,7 +83,7 @@ class Uploads:
         """Raises NotFound."""
         folder = self._folder(id)
         aside = self._root / f"{UNFINISHED}{id}.{secrets.token_hex(4)}"
-        with _writing(self._root):
+        with writing("folder", self._root):
             try:
                 folder.rename(aside)
             except FileNotFoundError as error:
@@ -146,18 +147,3 @@ def _content_name(filename: str) -> str:
 
 def _no_file(id: str) -> NotFound:
     return NotFound(f"no uploaded file {id!r}; GET /v1/files lists them")
-
-
-@contextlib.contextmanager
-def _writing(root: Path):
-    """Turns a failing disk into a sentence."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Failed(
-                f"the disk of {str(root)!r} is full; free some space", code="disk_full"
-            ) from error
-        raise Failed(
-            f"cannot write to {str(root)!r}: {error.strerror or error}; check HONE_RUNS_DIR"
-        ) from error

@@ -19,20 +19,20 @@ one for the step is a worker that was superseded, or about to be.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from services.orchestrator.record import finished
 from services.orchestrator.record.finished import FinishedGroup, Place
+from services.orchestrator.record.writing import writing
 from shared import codec, disk
-from shared.errors import Conflict, Failed, NotFound
+from shared.errors import Conflict, NotFound
 from shared.job import Job
 from shared.job.learned import differences
 from shared.wire import Batch, MetricsRow
@@ -64,7 +64,7 @@ class RunFolder:
         again changes nothing. Raises Conflict if the folder is of a job that learns something else:
         its batches are no replay of this one."""
         self._check_same(job)
-        with _disk(self.path):
+        with writing("run folder", self.path):
             disk.make_folder(self.path / "rollouts")
             self._write("data.json", json.dumps(dict(data or {})).encode())
             if redis:
@@ -88,21 +88,21 @@ class RunFolder:
         """Returns the last recorded step up to `last_step`, or None if there is none. Drops what
         was recorded of later ones, which will be done again, and the groups that weights of later
         ones sampled."""
-        with _disk(self.path):
+        with writing("run folder", self.path):
             finished.forget_newer(self._rollouts, last_step)
         rows = [row for row in self.metrics() if row.step <= last_step]
         self._write("metrics.jsonl", b"".join(_metrics_line(row) for row in rows))
         return rows[-1].step if rows else None
 
     def append_metrics(self, row: MetricsRow) -> None:
-        with _disk(self.path), (self.path / "metrics.jsonl").open("ab") as file:
+        with writing("run folder", self.path), (self.path / "metrics.jsonl").open("ab") as file:
             file.write(_metrics_line(row))
             file.flush()
             os.fsync(file.fileno())
 
     def append_sync(self, row: dict[str, Any]) -> None:
         """Notes in `weights.jsonl` how a version reached the samplers. Nothing is read from it."""
-        with _disk(self.path), (self.path / "weights.jsonl").open("a") as file:
+        with writing("run folder", self.path), (self.path / "weights.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def metrics(self, after_step: int = -1) -> list[MetricsRow]:
@@ -124,7 +124,7 @@ class RunFolder:
         BatchExists if another graded one is there; the same one is stored already."""
         data = codec.pack(batch)
         path, ungraded = self._batch_path(batch.step), self._ungraded_path(batch.step)
-        with _disk(self.path):
+        with writing("run folder", self.path):
             if not batch.graded:
                 disk.write_file(ungraded, data)
                 finished.forget(self._rollouts, batch.step)
@@ -157,14 +157,14 @@ class RunFolder:
 
     def prune_batches(self, first_step: int) -> None:
         """Removes the batches of steps before `first_step`."""
-        with _disk(self.path):
+        with writing("run folder", self.path):
             for step, path in self._batch_files():
                 if step < first_step:
                     path.unlink(missing_ok=True)
 
     def write_group(self, step: int, place: Place, group: FinishedGroup) -> None:
         """Stores a finished group of a step that has no batch yet."""
-        with _disk(self.path):
+        with writing("run folder", self.path):
             finished.write(self._rollouts, step, place, group)
 
     def group(self, step: int, place: Place) -> FinishedGroup | None:
@@ -186,7 +186,7 @@ class RunFolder:
 
     def remove(self) -> None:
         """Removes the folder, and the name that points at it. Doing it again changes nothing."""
-        with _disk(self.path):
+        with writing("run folder", self.path):
             for link in self.path.parent.iterdir() if self.path.parent.is_dir() else ():
                 if link.is_symlink() and link.readlink() == Path(self.path.name):
                     link.unlink()
@@ -212,7 +212,7 @@ class RunFolder:
                 yield int(found[1]), path
 
     def _write(self, name: str, data: bytes) -> None:
-        with _disk(self.path):
+        with writing("run folder", self.path):
             disk.write_file(self.path / name, data)
 
 
@@ -229,27 +229,3 @@ def _point(link: Path, target: str) -> None:
     aside.symlink_to(target)
     aside.replace(link)
     disk.flush(link.parent)
-
-
-@contextlib.contextmanager
-def _disk(path: Path) -> Generator[None]:
-    """Turns a failing disk into a sentence."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free_mib = shutil.disk_usage(_existing(path)).free >> 20
-            raise Failed(
-                f"the disk of run folder {str(path)!r} is full ({free_mib} MiB free); free some "
-                "space",
-                code="disk_full",
-            ) from error
-        raise Failed(
-            f"cannot write to run folder {str(path)!r}: {error.strerror or error}; check "
-            "HONE_RUNS_DIR"
-        ) from error
-
-
-def _existing(path: Path) -> Path:
-    candidates: Iterator[Path] = iter((path, *path.parents))
-    return next(candidate for candidate in candidates if candidate.exists())
