@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
+from services.orchestrator.loop import members
+from services.orchestrator.loop.replica import FIRST_RETRY_S, Replica
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, StateLost
 from shared.job import Job
@@ -109,6 +112,37 @@ async def test_a_sampler_that_comes_back_is_brought_to_the_version_before_it_ser
     (back,) = await pool.said(record, f"sampler {second.url} serves version")
     assert "serves version 2" in back or "serves version 3" in back, back
     assert second.serving.version == 4
+
+
+async def test_a_fault_of_ours_while_a_sampler_comes_back_is_logged_and_tried_again_later(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, second = pool.samplers
+    load, late = members.load, []
+
+    async def failing_twice(replica: Replica, *args: Any, **options: Any) -> Any:
+        if options.get("late"):
+            late.append(time.monotonic())
+            if len(late) <= 2:
+                raise RuntimeError("a fault of ours")
+        return await load(replica, *args, **options)
+
+    async def train(body: Any) -> None:
+        while body.step == 4 and second.serving.version is None:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(members, "load", failing_twice)
+    pool.stack.fakes.fault["train_step"] = train
+    job_id = (await pool.stack.submit()).id
+    while pool.stack.fakes.calls["train_step"] < 2:
+        await asyncio.sleep(0.01)
+    await second.kill()
+    await second.start()
+    record = await pool.stack.until(job_id)
+    assert record.status == "succeeded" and record.recoveries == 0
+    pool.check_groups(record)
+    assert second.serving.version == 4
+    assert late[1] - late[0] >= FIRST_RETRY_S and late[2] - late[1] >= 2 * FIRST_RETRY_S
 
 
 @pytest.mark.parametrize(

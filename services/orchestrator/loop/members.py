@@ -170,6 +170,9 @@ class Members:
             replica.end(error.detail)
             if error.detail != before:
                 get_logger().warning("sampler away", url=replica.url, reason=error.detail)
+        except Exception as error:  # a fault of ours: said, and tried again ever less often
+            replica.end(f"it could not join: {error!r}")
+            get_logger().exception("a sampler could not join", url=replica.url)
         else:
             version = replica.ref.root.version if replica.ref else None
             serves = "the model" if version is None else f"version {version}"

@@ -141,6 +141,9 @@ def make_prompts(problems: Sequence[Problem], spec: DataSpec, where: str) -> tup
         contents = _conversations(spec.messages, problems, spec, where)
     else:
         contents = [_given(problem, spec, where) for problem in problems]
+    for problem, content in zip(problems, contents, strict=True):
+        if not content:
+            raise BadRequest(f"row {problem.index} of {where}: its prompt is empty; expected text")
     return tuple(
         Prompt(index=problem.index, content=content, row=problem.row)
         for problem, content in zip(problems, contents, strict=True)

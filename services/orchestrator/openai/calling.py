@@ -70,16 +70,25 @@ class Calls:
     async def served(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the models of each sampler that answers, by its URL. Raises Unavailable if none
         does."""
-        urls = await sampler_urls(self._settings.rollout_urls, self._store.samplers.urls)
-        found = await asyncio.gather(*map(self._models, urls))
-        served = {
-            url: models for url, models in zip(urls, found, strict=True) if models is not None
-        }
+        served = {url: models async for url, models in self._answers()}
         if not served:
             raise Unavailable(
                 f"no sampler answers at HONE_ROLLOUT_URL {self._settings.rollout_url!r}"
             )
         return served
+
+    async def _answers(self) -> AsyncGenerator[tuple[str, list[dict[str, Any]]]]:
+        """Yields each sampler's URL and its models as it answers; those that are away, not at
+        all."""
+        urls = await sampler_urls(self._settings.rollout_urls, self._store.samplers.urls)
+        asked = [asyncio.create_task(self._models(url)) for url in urls]
+        try:
+            for answer in asyncio.as_completed(asked):
+                url, models = await answer
+                if models is not None:
+                    yield url, models
+        finally:
+            await stop(*asked)
 
     async def pass_on(self, request: Request) -> Response:
         body = await request.body()
@@ -103,10 +112,13 @@ class Calls:
         )
 
     async def _sampler_of(self, name: str) -> str:
+        """Returns the first sampler to answer that it has the model: one that hangs holds up no
+        call, and a busy one is slower to get the next."""
+        async with contextlib.aclosing(self._answers()) as answers:
+            async for url, models in answers:
+                if any(model["id"] == name for model in models):
+                    return url
         served = await self.served()
-        for url, models in served.items():
-            if any(model["id"] == name for model in models):
-                return url
         names = sorted({model["id"] for models in served.values() for model in models})
         raise NotFound(
             f"model {name!r} is not served now; expected one of {', '.join(map(repr, names))}. A "
@@ -114,18 +126,18 @@ class Calls:
             "listed by GET /v1/jobs/<id>/checkpoints"
         )
 
-    async def _models(self, url: str) -> list[dict[str, Any]] | None:
-        """None for a sampler that is away."""
+    async def _models(self, url: str) -> tuple[str, list[dict[str, Any]] | None]:
+        """Returns the URL and what is served there; None for a sampler that is away."""
         try:
             async with self._client(url) as http:
                 answer = await http.get("/v1/models", timeout=MODELS_S)
                 answer.raise_for_status()
-                return cast(list[dict[str, Any]], answer.json()["data"])
+                return url, cast(list[dict[str, Any]], answer.json()["data"])
         except (httpx.HTTPError, ValueError, KeyError) as error:
             get_logger().warning(
                 "a sampler does not say what it serves", url=url, reason=repr(error)
             )
-            return None
+            return url, None
 
     def _client(self, url: str) -> httpx.AsyncClient:
         token = self._settings.bearer()

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import Query, Request
+from fastapi import FastAPI, Query, Request
 
 from services.orchestrator.api.history import kept_checkpoints
 from services.orchestrator.api.jobs import check_job
@@ -30,6 +30,8 @@ from shared.wire import (
     JobRecord,
 )
 
+ROOT = "/v1/fine_tuning/jobs"
+
 PAGE = 1000
 """Jobs and events that are read from the store at a time."""
 
@@ -38,11 +40,15 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
     jobs = FineTuningJobs(settings, store)
-    app = service.app
-    root = "/v1/fine_tuning/jobs"
-    service.operation("POST", root, jobs.create, durable=True)
+    _add_job_routes(service, jobs, store)
+    _add_history_routes(service.app, jobs, store)
 
-    @app.get(root)
+
+def _add_job_routes(service: Service, jobs: FineTuningJobs, store: Store) -> None:
+    app = service.app
+    service.operation("POST", ROOT, jobs.create, durable=True)
+
+    @app.get(ROOT)
     async def list_fine_tuning_jobs(
         request: Request, after: str | None = None, limit: Limit = 20, metadata: str | None = None
     ) -> FineTuningJobList:
@@ -51,27 +57,29 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         found = await jobs.newest(after, limit + 1, _wanted(request, metadata))
         return FineTuningJobList(data=tuple(found[:limit]), has_more=len(found) > limit)
 
-    @app.get(root + "/{job_id}")
+    @app.get(ROOT + "/{job_id}")
     async def get_fine_tuning_job(job_id: str) -> FineTuningJob:
         """One job."""
         return await jobs.shown(await jobs.record(job_id))
 
-    @app.post(root + "/{job_id}/cancel")
+    @app.post(ROOT + "/{job_id}/cancel")
     async def cancel_fine_tuning_job(job_id: str) -> FineTuningJob:
         """Cancels a job; a running one within seconds."""
         return await jobs.changed(job_id, store.cancel)
 
-    @app.post(root + "/{job_id}/pause")
+    @app.post(ROOT + "/{job_id}/pause")
     async def pause_fine_tuning_job(job_id: str) -> FineTuningJob:
         """Pauses a job; a running one within seconds."""
         return await jobs.changed(job_id, store.pause)
 
-    @app.post(root + "/{job_id}/resume")
+    @app.post(ROOT + "/{job_id}/resume")
     async def resume_fine_tuning_job(job_id: str) -> FineTuningJob:
         """Queues a paused job again."""
         return await jobs.changed(job_id, store.resume)
 
-    @app.get(root + "/{job_id}/events")
+
+def _add_history_routes(app: FastAPI, jobs: FineTuningJobs, store: Store) -> None:
+    @app.get(ROOT + "/{job_id}/events")
     async def list_fine_tuning_events(
         job_id: str, after: str | None = None, limit: Limit = 20
     ) -> FineTuningEventList:
@@ -81,7 +89,7 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         page, more = page_of(events[::-1], after, limit)
         return FineTuningEventList(data=tuple(page), has_more=more)
 
-    @app.get(root + "/{job_id}/checkpoints")
+    @app.get(ROOT + "/{job_id}/checkpoints")
     async def list_fine_tuning_checkpoints(
         job_id: str, after: str | None = None, limit: Limit = 10
     ) -> FineTuningCheckpointList:

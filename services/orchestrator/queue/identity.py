@@ -4,6 +4,7 @@ stacks, each with a Redis of its own, may share a folder of runs."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import xxhash
 
 from services.orchestrator.queue import keys
 from services.orchestrator.queue.connection import Connection
+from services.orchestrator.record.writing import writing
 from shared import disk
-from shared.errors import Failed
 
 
 async def identify(connection: Connection) -> str:
@@ -26,8 +27,8 @@ async def check(connection: Connection, runs_dir: Path) -> str | None:
     """Returns why the jobs of `runs_dir` are not to be looked for in this Redis, if so; from then
     on the connection is refused. Else it is opened, and the Redis is noted as theirs."""
     found, noted = await identify(connection), _noted(connection, runs_dir)
-    num_runs = sum(not file.parent.is_symlink() for file in runs_dir.glob("*/job.json"))
-    if noted not in (None, found) and num_runs:
+    is_another = noted not in (None, found)
+    if is_another and (num_runs := await asyncio.to_thread(_count_runs, runs_dir)):
         connection.refuse(_sentence(runs_dir, num_runs))
     else:
         adopt(connection, found, runs_dir)
@@ -36,14 +37,10 @@ async def check(connection: Connection, runs_dir: Path) -> str | None:
 
 def adopt(connection: Connection, found: str, runs_dir: Path) -> None:
     """Notes that the Redis of this identity has the jobs of `runs_dir`."""
-    try:
-        if _noted(connection, runs_dir) != found:
+    if _noted(connection, runs_dir) != found:
+        with writing("folder", runs_dir):
             disk.make_folder(runs_dir)
             disk.write_file(_note(connection, runs_dir), found.encode())
-    except OSError as error:
-        raise Failed(
-            f"cannot write to {str(runs_dir)!r}: {error.strerror}; check HONE_RUNS_DIR"
-        ) from error
     connection.accept(found)
 
 
@@ -53,6 +50,10 @@ def others(connection: Connection, runs_dir: Path) -> dict[str, Path]:
     notes = {path.read_text().strip(): path for path in sorted(runs_dir.glob(".redis-*"))}
     notes.pop(_noted(connection, runs_dir) or "", None)
     return notes
+
+
+def _count_runs(runs_dir: Path) -> int:
+    return sum(not file.parent.is_symlink() for file in runs_dir.glob("*/job.json"))
 
 
 def _note(connection: Connection, runs_dir: Path) -> Path:

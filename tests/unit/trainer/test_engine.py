@@ -413,7 +413,7 @@ def test_a_rank_that_runs_out_of_memory_trains_on_in_smaller_micro_batches(
         prompt_token_ids=(1,), token_ids=(2,) * 249, old_logprobs=(-4.0,) * 249, advantage=1.0
     )
     tokens = rank.call(run_out_of_memory, job, examples, (long,) * 100, tmp_path / "disturbed")
-    assert tokens in (12_500, 6250, 3125, 1562, 750)
+    assert tokens in (12_500, 6250, 3125, 1500, 750)  # half of what 100, 50, 25, 12, 6 rows take
     small = a_job(model, memory=settings | {"micro_batch_tokens": int(tokens)})
     rank.call(train, small, [examples, (long,) * 100, examples], 1e-2, tmp_path / "plain")
     plain, after = (
