@@ -13,6 +13,10 @@ import structlog
 from shared.config import Settings
 from tests.support.running import running_redis
 
+# Threads that spin while they wait take the cores of every other process of a test, and torch reads
+# this when it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 FIRST_FILES = ("test_demo.py", "test_rollout_engine.py", "test_loop.py", "test_trainer_resume.py")
 """Minutes each: they begin first, so that no worker is left alone with one at the end. The one test
 of the demo is given out with the next file but one: the two that run a whole stack follow each

@@ -336,3 +336,37 @@ async def test_the_adapter_before_under_the_label_of_the_new_one_is_refused(benc
     trainer.step()
     await bench.sync(trainer)
     assert await bench.largest_gap(trainer) < 1e-3
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+async def test_twenty_adapters_agree_with_peft_and_new_engines_of_the_merged_weights(
+    bench: Bench,
+) -> None:
+    """One engine through all steps, and then a new one for each step, with the adapter merged into
+    the weights it starts from."""
+    trainer = bench.trainer("job")
+    engine = await bench.sampler.ready_engine()
+    kept: list[dict[str, Any]] = []
+    with_adapter: list[Any] = []
+    to_peft = to_new = 0.0
+    for _ in range(20):
+        trainer.step()
+        await bench.sync(trainer)
+        adapter = bench.adapter("job")
+        found = np.array([await engine.logprobs(ids, adapter) for ids in SEQUENCES])
+        ours = np.array([trainer.logprobs(ids) for ids in SEQUENCES])
+        to_peft = max(to_peft, np.abs(found - ours).max())
+        kept.append({name: value.clone() for name, value in trainer.network.state_dict().items()})
+        with_adapter.append(found)
+    print(f"largest gap to PEFT over 20 steps: {to_peft:.1e}")
+    assert to_peft < 1e-3
+    for step, (weights, found) in enumerate(zip(kept, with_adapter, strict=True), 1):
+        trainer.version += 1
+        trainer.network.load_state_dict(weights)
+        await bench.sync(trainer, "restart")
+        engine = await bench.sampler.ready_engine()
+        anew = np.array([await engine.logprobs(ids) for ids in SEQUENCES])
+        to_new = max(to_new, np.abs(found - anew).max())
+        print(f"largest gap to a new engine, after step {step}: {to_new:.1e}")
+    assert to_new < 1e-3

@@ -122,9 +122,12 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     no_store_server = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     # Micro-batches differ in size: without this, memory freed by one is of no use to the next.
     allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    # A thread that has nothing to do leaves its core to the sampler, instead of spinning.
+    idle_threads = {"OMP_WAIT_POLICY": "PASSIVE"}
     return (
         sockets
         | allocator
+        | idle_threads
         | own_folder()
         | os.environ
         | no_store_server

@@ -89,6 +89,17 @@ def test_every_format_gives_the_same_rows(
     assert str(found[7].row["answer"]) == "8"
 
 
+@pytest.mark.parametrize("ending", [".csv", ".parquet"])
+def test_a_file_is_read_without_a_word_to_anybody(
+    tmp_path: Path, settings: Settings, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("datasets.load.get_session", lambda: asked.append("the Hub"))
+    monkeypatch.setattr("datasets.config.HF_UPDATE_DOWNLOAD_COUNTS", True)
+    load({"train": write(tmp_path / f"rows{ending}"), **MAPPED}, settings)
+    assert asked == []
+
+
 def test_rows_in_the_job_and_uploaded_files_are_sources_too(settings: Settings) -> None:
     inline = load({"train": ROWS, **MAPPED}, settings)
     with Path(write(settings.runs_dir.parent / "rows.jsonl")).open("rb") as content:
