@@ -89,6 +89,7 @@ async def test_an_unknown_job_is_not_found(stack: Stack) -> None:
             await stack.client.get(f"/v1/jobs/nope{path}", JobRecord)
 
 
+@pytest.mark.slow
 async def test_a_queued_job_is_cancelled_at_once_and_a_running_one_within_seconds(
     stack: Stack,
 ) -> None:
@@ -114,6 +115,7 @@ async def test_an_ended_job_cannot_be_cancelled(stack: Stack) -> None:
     assert response.status_code == 409 and "has succeeded" in response.json()["detail"]
 
 
+@pytest.mark.slow
 async def test_a_deleted_job_is_gone_and_its_files_stay_unless_they_are_asked_for(
     stack: Stack,
 ) -> None:

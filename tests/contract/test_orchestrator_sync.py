@@ -30,6 +30,8 @@ from tests.support import orchestrator_stack
 from tests.support.fake_services import WHERE, logprobs_of
 from tests.support.orchestrator_stack import Stack
 
+pytestmark = pytest.mark.slow
+
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 NO_GPUS = Gpus(None, ())

@@ -156,6 +156,7 @@ def test_a_lease_is_on_the_same_service_however_its_url_is_spelt(
     assert resource(url) == name
 
 
+@pytest.mark.slow
 async def test_attempts_grow_over_all_jobs_and_over_an_emptied_redis(
     store: Store, raw: Any, tmp_path: Path
 ) -> None:
@@ -286,6 +287,7 @@ async def proxied(redis_url: str, folder: Path) -> AsyncGenerator[tuple[Store, S
         await store.close()
 
 
+@pytest.mark.slow
 async def test_a_worker_that_redis_cannot_be_reached_from_stops_within_its_lease(
     redis_url: str, tmp_path: Path, other: Store
 ) -> None:
@@ -331,6 +333,7 @@ async def test_a_redis_that_stands_still_stops_the_worker_within_its_lease(
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 async def test_a_short_silence_of_redis_costs_nothing(store: Store, raw: Any) -> None:
     await submit(store)
     pid = (await raw.info("server"))["process_id"]

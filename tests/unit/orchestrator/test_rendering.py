@@ -62,6 +62,7 @@ def test_the_row_that_a_template_does_not_work_on_is_named(renderer: Renderer) -
         renderer.texts("{{ q }}", [{"q": b"bytes"}])
 
 
+@pytest.mark.slow
 def test_a_template_that_never_ends_is_ended_and_the_next_one_works(renderer: Renderer) -> None:
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(CannotRender, match="more than 2 s of processor time"):

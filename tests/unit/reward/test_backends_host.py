@@ -116,6 +116,7 @@ def test_what_a_killed_service_left_is_removed_by_the_next(tmp_path: Path) -> No
     assert (left.exists(), of_another.exists()) == (False, True)
 
 
+@pytest.mark.slow
 async def test_a_program_and_its_children_share_one_bound_of_memory_and_of_cpu_time() -> None:
     if Groups.find().problem:
         pytest.skip(f"no control groups here: {Groups.find().problem}")

@@ -207,6 +207,7 @@ async def test_a_template_is_bounded(scripted_tools: GraderTools, template: str)
         await grade(scripted_tools, "string_check", "x", **params)
 
 
+@pytest.mark.slow
 async def test_other_requests_are_answered_while_a_pattern_is_compiled_and_texts_compared(
     scripted_tools: GraderTools,
 ) -> None:
@@ -229,6 +230,7 @@ async def test_other_requests_are_answered_while_a_pattern_is_compiled_and_texts
     assert longest_s < 0.2
 
 
+@pytest.mark.slow
 async def test_other_requests_are_answered_while_long_tests_are_read(
     scripted_tools: GraderTools,
 ) -> None:

@@ -98,6 +98,7 @@ async def test_all_wrong_answers_earn_zero_in_this_form(math: Grader[Any], form:
         assert await values(math, texts) == [0.0] * 1319
 
 
+@pytest.mark.slow
 async def test_an_unmarked_answer_is_found_by_math_verify(math: Grader[Any]) -> None:
     for shift, wanted in ((0, 1.0), (1, 0.0)):
         texts = [

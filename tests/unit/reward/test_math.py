@@ -184,6 +184,7 @@ async def test_formulas_are_compared_by_what_they_mean(math: Math) -> None:
     assert parts == [(completion, value) for completion, _, value in cases]
 
 
+@pytest.mark.slow
 @of_the_module
 async def test_a_comparison_that_never_ends_is_ended_and_the_next_is_right(math: Math) -> None:
     start = time.monotonic()

@@ -435,6 +435,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_moment_leaves_only_whole_checkpoints(tmp_path):
     newest = 0
     for life in range(4):

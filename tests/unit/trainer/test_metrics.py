@@ -309,6 +309,7 @@ def _rank_metrics(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_report_the_same_numbers_as_one(one_rank, tmp_path):
     torch.multiprocessing.spawn(_rank_metrics, args=(str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))

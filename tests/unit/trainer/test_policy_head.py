@@ -92,6 +92,7 @@ def test_a_nan_anywhere_is_not_hidden(monkeypatch):
     assert logprobs.isnan().tolist() == [False, True, False]
 
 
+@pytest.mark.slow
 def test_no_tensor_is_larger_than_a_tile_or_the_weight(monkeypatch):
     small_tiles(monkeypatch, 64)
     largest = 0
@@ -113,6 +114,7 @@ def test_no_tensor_is_larger_than_a_tile_or_the_weight(monkeypatch):
     assert largest == 1000 * 2  # the hidden states; whole logits would be 1000 x 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 def test_bfloat16_weights_are_scored_in_float32_at_logits_as_models_have_them(bias):
     # Logits of deviation 8, so up to 30 and more, over 32,768 tokens. In bfloat16 a logit of 30 is
