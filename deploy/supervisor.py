@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -27,60 +26,19 @@ from urllib.parse import quote
 import httpx2 as httpx
 
 from deploy import devices, redis_server
+from deploy.child import Child
 from shared.config import Settings, load_settings
 from shared.errors import BadRequest, Failed, HoneError
 from shared.ports import check_port
-from shared.processes import ending_with_parent
 
 SERVICES = ("reward", "trainer", "rollout", "orchestrator")
 """In the order of starting; stopped the other way round."""
 
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 30.0
-MAX_RESTARTS = 5
-RESTART_WINDOW_S = 600.0
 
 STACK_LINK = "of-stack"
 """Beside the weights that a stack has in shared memory: a link to the folder of that stack."""
-
-
-@dataclass
-class Child:
-    """A process of the stack, its log, and when it was started again."""
-
-    name: str
-    command: list[str]
-    environment: dict[str, str]
-    log: Path
-    process: subprocess.Popen[bytes] | None = None
-    restarts: list[float] = field(default_factory=list)
-
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=ending_with_parent(),
-            )
-
-    def exit_code(self) -> int | None:
-        return self.process.poll() if self.process else None
-
-    def signal(self, number: int) -> None:
-        """Signals the child's whole process group, or what is left of it."""
-        if self.process:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-
-    def why(self) -> str:
-        """Returns the last line it logged, which for a service that refused to start is the
-        reason."""
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it logged nothing"
 
 
 class Supervisor:
@@ -231,7 +189,7 @@ class Supervisor:
         child = Child(name, command, environment, self._folder / "logs" / f"{name}.log")
         child.log.write_bytes(b"")
         self._children.append(child)
-        child.start()
+        child.start(time.monotonic())
 
     def _wait_until_ready(self, report: IO[str]) -> None:
         token = self._settings.bearer()
@@ -271,17 +229,11 @@ class Supervisor:
 
     def _restart_the_dead(self) -> None:
         for child in self._children:
-            code = child.exit_code()
-            if code is None or self._stopping:
-                continue
-            now = time.monotonic()
-            child.restarts = [at for at in child.restarts if now - at < RESTART_WINDOW_S]
-            child.signal(signal.SIGKILL)
-            if len(child.restarts) >= MAX_RESTARTS:
-                continue
-            _say(sys.stdout, "restarted", service=child.name, exit_code=code, time=time.time())
-            child.restarts.append(now)
-            child.start()
+            if self._stopping:
+                return
+            code = child.revive(time.monotonic())
+            if code is not None:
+                _say(sys.stdout, "restarted", service=child.name, exit_code=code, time=time.time())
 
     def _stop_all(self) -> None:
         """Ends the services, then Redis, which outlives them because they still write to it."""

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.system, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 NUM_KILLS = 5
-"""In one stack: its supervisor starts a service again five times in ten minutes."""
+"""In one stack."""
 
 BACK_S = 240.0
 """Seconds in which a killed sampler must serve again, on a machine that does other things too."""

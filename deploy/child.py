@@ -1,0 +1,77 @@
+"""A process of the stack: how it is started, and when it is started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.processes import ending_with_parent
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
+"""Between its end and its next start: twice as long each time, until it is steady."""
+
+STEADY_S = 10.0
+"""What ran for so long has not failed at its start."""
+
+
+@dataclass
+class Child:
+    """A process and its log. `now` is time.monotonic() in all of it."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    _started_at: float = field(default=0.0, init=False)
+    _due_at: float | None = field(default=None, init=False)
+    _pause_s: float = field(default=0.0, init=False)
+
+    def start(self, now: float) -> None:
+        self._started_at, self._due_at = now, None
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=ending_with_parent(),
+            )
+
+    def revive(self, now: float) -> int | None:
+        """Starts it again if it has ended and its pause is over, however often that was; returns
+        the exit code it ended with, if so."""
+        code = self.exit_code()
+        if code is None:
+            return None
+        if self._due_at is None:
+            self.signal(signal.SIGKILL)  # what is left of its group
+            is_steady = now - self._started_at >= STEADY_S
+            longer_s = max(2 * self._pause_s, FIRST_PAUSE_S)
+            self._pause_s = FIRST_PAUSE_S if is_steady else min(longer_s, MAX_PAUSE_S)
+            self._due_at = now + self._pause_s
+        if now < self._due_at:
+            return None
+        self.start(now)
+        return code
+
+    def exit_code(self) -> int | None:
+        return self.process.poll() if self.process else None
+
+    def signal(self, number: int) -> None:
+        """Signals the child's whole process group, or what is left of it."""
+        if self.process:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def why(self) -> str:
+        """Returns the last line it logged, which for a service that refused to start is the
+        reason."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it logged nothing"
