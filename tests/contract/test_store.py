@@ -24,7 +24,7 @@ from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import Job
 from shared.presence import Presence, tell_nobody
-from tests.support.stream_proxy import StreamProxy
+from tests.support.link import Link
 
 TRAINER = "http://trainer"
 RUNS = Path("/runs")
@@ -280,10 +280,11 @@ async def test_only_a_step_that_was_not_done_before_counts_attempts_anew(
 
 
 @contextlib.asynccontextmanager
-async def proxied(redis_url: str, folder: Path) -> AsyncGenerator[tuple[Store, StreamProxy]]:
-    async with StreamProxy(redis_url.removeprefix("unix://"), folder / "proxy.sock") as proxy:
-        store = Store(f"unix://{proxy.path}")
-        yield store, proxy
+async def linked(redis_url: str, folder: Path) -> AsyncGenerator[tuple[Store, Link]]:
+    at = folder / "link.sock"
+    async with Link(Path(redis_url.removeprefix("unix://")), at) as link:
+        store = Store(f"unix://{at}")
+        yield store, link
         await store.close()
 
 
@@ -294,13 +295,13 @@ async def test_a_worker_that_redis_cannot_be_reached_from_stops_within_its_lease
     """Its connections hang, as with a cut network; another worker takes the job over, and nothing
     that the first one then sends counts."""
     job_id = await submit(other)
-    async with proxied(redis_url, tmp_path) as (store, proxy):
+    async with linked(redis_url, tmp_path) as (store, link):
         taken_at = time.monotonic()
         lease = await take(store, lease_s=2)
         beat = asyncio.create_task(heartbeat.keep(store, lease, taken_at, REDIS))
         await asyncio.sleep(1)
         assert not beat.done()
-        proxy.stall()
+        link.stall()
         cut_at = time.monotonic()
         with pytest.raises(LeaseLost, match="no heartbeat"):
             await beat
@@ -311,7 +312,7 @@ async def test_a_worker_that_redis_cannot_be_reached_from_stops_within_its_lease
         assert second.job_id == job_id and time.monotonic() > stopped_at, "stopped before"
         late = asyncio.create_task(store.report(lease, "log", "late"))
         await asyncio.sleep(0.1)
-        proxy.go_on()
+        link.mend()
         with pytest.raises(LeaseLost):
             await late
         assert "late" not in await messages(other, job_id)

@@ -1,0 +1,118 @@
+"""Two orchestrators over one trainer and one Redis, and a partition between one of them and Redis:
+one trains, the other has stopped by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator.loop.run import Outcome, Run
+from services.orchestrator.queue import worker
+from services.orchestrator.queue.store import Store
+from services.orchestrator.record.folder import RunFolder
+from shared.client import Client
+from shared.config import Settings
+from shared.job import Job
+from shared.wire import TERMINAL, JobRecord, SubmitRequest
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.link import Link
+from tests.support.orchestrator_stack import finish, orchestrator
+
+pytestmark = pytest.mark.slow
+
+job = orchestrator_stack.job  # a fixture
+
+LEASE_S = 3.0
+ROUTES = ("model", "job", "generate", "train_step", "publish", "reload", "checkpoint", "abort")
+
+
+async def until_ended(store: Store, job_id: str) -> JobRecord:
+    async with asyncio.timeout(60):
+        while (record := await store.get(job_id)).status not in TERMINAL:
+            await asyncio.sleep(0.02)
+    return record
+
+
+@pytest.mark.parametrize("partition", [Link.stall, Link.cut], ids=["bytes", "connections"])
+async def test_of_two_orchestrators_one_trains_and_the_one_cut_off_has_stopped(
+    settings: Settings,
+    redis_url: str,
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    partition: Callable[[Link], None],
+) -> None:
+    """It still reaches the trainer. Nothing comes from Redis any more: no byte, or no connection.
+    When Redis is back, it is as good as the other one."""
+    began: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    asked: list[int] = []
+
+    class Noted(Run):
+        async def run(self) -> Outcome:
+            attempt = self._peers.attempt
+            began[attempt] = time.monotonic()
+            try:
+                return await super().run()
+            finally:
+                ended[attempt] = time.monotonic()
+
+    async def note(body: Any) -> None:
+        asked.append(body.attempt)
+
+    async def note_and_hold(body: Any) -> None:
+        asked.append(body.attempt)
+        if body.step == 3 and body.attempt == min(began):
+            reached.set()
+            await released.wait()
+
+    monkeypatch.setattr(worker, "Run", Noted)
+    monkeypatch.setattr(worker, "PAUSE_S", 0.1)
+    reached, released = asyncio.Event(), asyncio.Event()
+    fakes = FakeServices(settings)
+    holding: dict[str, Callable[[Any], Awaitable[None]]] = {"train_step": note_and_hold}
+    fakes.fault = dict.fromkeys(ROUTES, note) | holding
+    settings = settings.model_copy(update={"lease_s": LEASE_S})
+    at = tmp_path / "link.sock"
+    async with (
+        fakes.running(settings) as settings,
+        Link(Path(redis_url.removeprefix("unix://")), at) as link,
+        orchestrator(settings, f"unix://{at}") as (_, transport),
+    ):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        body = SubmitRequest(job=job)
+        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        await asyncio.wait_for(reached.wait(), 20)
+        async with orchestrator(settings, redis_url, stopped=True) as (store, _):
+            await asyncio.sleep(3 * worker.POLL_S)
+            assert len(began) == 1, "the other one sees that the trainer is leased"
+            partition(link)
+            cut_at = time.monotonic()
+            async with asyncio.timeout(30):
+                while len(began) < 2:
+                    await asyncio.sleep(0.02)
+            first, second = sorted(began)
+            assert ended[first] < cut_at + LEASE_S and ended[first] < began[second]
+            released.set()
+            found = await until_ended(store, record.id)
+            messages = [event.message for event in await store.events(record.id, "0")]
+            link.mend()
+        async with asyncio.timeout(60):
+            again = await finish(client, job.model_copy(update={"steps": 1}))
+    assert (found.status, found.attempts) == ("succeeded", 2)
+    assert [request.step for request in fakes.trained][:8] == list(range(1, 9))
+    assert asked[: asked.index(second)] == [first] * asked.index(second)
+    assert first not in asked[asked.index(second) :], "not even to say that it ends"
+    assert messages.count("running") == 2 and messages.count("succeeded") == 1
+    assert [text[:6] for text in messages if ": reward" in text] == [
+        f"step {step}" for step in range(1, 9)
+    ]
+    rows = RunFolder(Path(found.run_dir)).metrics()
+    assert [row.step for row in rows] == list(range(9))
+    assert again.status == "succeeded"
