@@ -129,18 +129,29 @@ async def test_an_engine_that_dies_in_the_middle_of_a_sync_is_loaded_again(
 # --- what a person can mend
 
 
+FULL = Failed("no space to write '/runs/x'", code="disk_full")
+
+
 async def test_a_full_disk_pauses_the_job_and_it_goes_on_once_there_is_space(stack: Stack) -> None:
-    full = Failed("no space to write '/runs/x'", code="disk_full")
-    stack.fakes.fault["checkpoint"] = first(1, lambda _: True, raising(full))
+    stack.fakes.fault["checkpoint"] = first(1_000_000, lambda _: True, raising(FULL))
     job_id = (await stack.submit()).id
     paused = await stack.until(job_id, "paused", "failed")
-    assert paused.status == "paused" and paused.error == (
+    assert (paused.status, paused.recoveries) == ("paused", 3)
+    assert paused.error == (
         "no space to write '/runs/x'; free some space, "
         f"then `hone resume {job_id}` goes on from there"
     )
+    del stack.fakes.fault["checkpoint"]
     await stack.post(f"{job_id}/resume")
     done = await stack.until(job_id)
     assert (done.status, done.step, done.error) == ("succeeded", 8, None)
+    assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
+
+
+async def test_a_disk_that_is_full_for_a_while_needs_no_hand(stack: Stack) -> None:
+    stack.fakes.fault["checkpoint"] = first(3, lambda _: True, raising(FULL))
+    record = await stack.until((await stack.submit()).id, "succeeded", "paused", "failed")
+    assert (record.status, record.recoveries) == ("succeeded", 3)
     assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
 
 

@@ -87,7 +87,7 @@ RULES = (
     Rule(StateLost, Action.RECOVER, LOOK),
     Rule(Unavailable, Action.PAUSE, "find out why, or raise the deadline", _codes("deadline")),
     Rule(Unavailable, Action.RECOVER, LOOK),
-    Rule(Failed, Action.PAUSE, "free some space", _codes("disk_full")),
+    Rule(Failed, Action.RECOVER, "free some space", _codes("disk_full")),
     Rule(Failed, Action.PAUSE, MEMORY, _codes("out_of_memory")),
     Rule(
         Failed,

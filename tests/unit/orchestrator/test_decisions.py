@@ -60,7 +60,7 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (Failed, "tensors_differ"): RECOVER,
     (Failed, "out_of_memory"): PAUSE,
     (Failed, "not_finite"): PAUSE,
-    (Failed, "disk_full"): PAUSE,
+    (Failed, "disk_full"): RECOVER,
 }
 
 
@@ -103,7 +103,8 @@ def test_a_job_that_has_run_does_not_fail() -> None:
 
 
 def test_a_pause_names_its_remedy() -> None:
-    assert decide(Failed("the disk is full", code="disk_full")).why.endswith("; free some space")
+    full = Failed("the disk is full", code="disk_full")
+    assert decide(full, MAX_RECOVERIES).why.endswith("; free some space")
     assert decide(ZeroDivisionError("1/0")).why == (
         "a bug in Hone: ZeroDivisionError: 1/0; look at the trace in the orchestrator's log"
     )
