@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up down test soak gpu check format lock clean
+.PHONY: help setup demo up down test soak faults gpu check format lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ gpu: $(VENV)/.ready ## the tests that need a GPU
 
 soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 	$(BIN)/python -m pytest -m soak
+
+faults: $(VENV)/.ready ## break one part of a running job after another, 80 times (SEED=0)
+	$(BIN)/python -m tests.faults --seed $(SEED)
 
 check: $(VENV)/.ready ## lint, types and the fast tests (a few minutes)
 	$(BIN)/ruff check .
