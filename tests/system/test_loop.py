@@ -378,7 +378,9 @@ async def test_the_overlapped_loop_learns_too(
     stack: Stack, learned: dict[str, Any], tmp_path: Path
 ) -> None:
     async with own_orchestrator(stack, tmp_path) as client:
-        record, _ = await finish(client, stack.job(name="overlapped", steps=FEW_STEPS, max_staleness=1))
+        record, _ = await finish(
+            client, stack.job(name="overlapped", steps=FEW_STEPS, max_staleness=1)
+        )
     assert record.status == "succeeded" and record.summary is not None
     rows = [
         json.loads(line)
