@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 from pydantic import BaseModel
 
-from shared import codec
+from shared import codec, tracing
 from shared.config import is_loopback
 from shared.errors import Busy, HoneError, Unavailable, from_problem
 from shared.logs import get_logger
@@ -165,7 +165,7 @@ class Client:
 
     def _request(self, ask: _Ask) -> httpx.Request:
         content: bytes | _Chunks | None = None
-        headers: dict[str, str] = {}
+        headers = tracing.headers()
         if ask.body is not None:
             data = (
                 codec.pack(ask.body)
@@ -173,7 +173,7 @@ class Client:
                 else memoryview(codec.encode(ask.body))
             )
             content = bytes(data) if len(data) <= CHUNK_BYTES else _Chunks(data)
-            headers = {"content-type": self._media_type, "content-length": str(len(data))}
+            headers |= {"content-type": self._media_type, "content-length": str(len(data))}
         if ask.key:
             prefer = f"respond-async, wait={ask.wait_s}"
             headers |= {"prefer": prefer, "idempotency-key": ask.key}

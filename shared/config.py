@@ -62,6 +62,11 @@ class Settings(BaseSettings):
     log_format: Literal["json", "console"] = "json"
     """"json": one object per line, for machines; "console": for people."""
 
+    otel_endpoint: str | None = None
+    """Collector that traces of steps are sent to over OTLP/HTTP, for example
+    http://127.0.0.1:4318, for all services alike. Needs the extra `otel`. None: that of
+    OTEL_EXPORTER_OTLP_ENDPOINT, else there are no traces and OpenTelemetry is not imported."""
+
     max_body_mib: int = Field(default=1024, gt=0)
     """Largest request body, in MiB. A step's batch is one body, 9 bytes per token."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from shared import tracing
 from shared.config import Settings
 
 Logger = structlog.stdlib.BoundLogger
@@ -32,6 +33,7 @@ def configure(service: str, settings: Settings) -> None:
     )
     chain: list[Any] = [
         structlog.contextvars.merge_contextvars,
+        tracing.stamp,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso"),
         structlog.processors.format_exc_info,

@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from shared import tracing
 from shared.draining import Draining
 from shared.errors import Conflict, Failed, HoneError, NotFound
 from shared.logs import get_logger
@@ -139,8 +140,9 @@ class Operations:
 
     async def _run(self, work: Callable[[], Awaitable[BaseModel]], name: str) -> BaseModel:
         try:
-            async with failing_as(name, self._deadline_s):
-                return await work()
+            with tracing.span(name, serves=True):
+                async with failing_as(name, self._deadline_s):
+                    return await work()
         except asyncio.CancelledError as error:
             if self._draining.has_begun():
                 raise self._draining.error() from error

@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from shared import codec, openapi, rendering, streams
+from shared import codec, openapi, rendering, streams, tracing
 from shared.config import Settings
 from shared.connections import Connection
 from shared.draining import Draining
@@ -115,13 +115,14 @@ class Service:
                 return await streams.answer(stream(body), request, name, deadline_s, self.draining)
             given = key(body) if key else request.headers.get("idempotency-key")
             request_key.set(given)
-            operation = self.operations.start(
-                lambda: handler(body),
-                f"{name} {given}" if given else None,
-                hashlib.sha256(data).hexdigest(),
-                name,
-                durable=durable,
-            )
+            with tracing.continuing(request.headers):
+                operation = self.operations.start(
+                    lambda: handler(body),
+                    f"{name} {given}" if given else None,
+                    hashlib.sha256(data).hexdigest(),
+                    name,
+                    durable=durable,
+                )
             return await self.answer(operation, request, ends_with_client=cancellable and not given)
 
         self._bodies[path, method] = body_type
@@ -223,6 +224,7 @@ class Service:
             get_logger().info("service started")
             yield
             await self.operations.close()
+        await asyncio.to_thread(tracing.close)
         get_logger().info("service stopped")
 
     async def _wait_any(self, request: Request) -> Response:

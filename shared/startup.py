@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from shared import logs
+from shared import logs, tracing
 from shared.config import Settings, load_settings
 from shared.errors import HoneError
 
@@ -16,6 +16,7 @@ def run_main(name: str, main: Callable[[Settings], int | None]) -> None:
     try:
         settings = load_settings()
         logs.configure(name, settings)
+        tracing.configure(name, settings)
         sys.exit(main(settings))
     except HoneError as error:
         sys.stderr.write(f"{error.detail}\n")

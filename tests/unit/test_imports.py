@@ -16,7 +16,8 @@ WIRE = {"pydantic", "pydantic_core", "fastapi", "starlette", "httpx2"}
 ALLOWED: dict[str, set[str]] = {
     "shared": WIRE
     | {"msgpack", "pydantic_settings", "prometheus_client", "structlog", "uvicorn", "xxhash"}
-    | {"numpy", "zstandard"},  # in delta.py, which only trainer and sampler import
+    | {"numpy", "zstandard"}  # in delta.py, which only trainer and sampler import
+    | {"opentelemetry"},  # in tracing.py, only where a collector is named
     "hone": WIRE | {"typer", "rich"},
     "services/orchestrator": WIRE
     | {"redis", "wandb", "datasets", "huggingface_hub", "jinja2", "tokenizers", "xxhash"},
@@ -78,7 +79,7 @@ def test_no_relative_imports() -> None:
 def test_shared_imports_without_the_engines() -> None:
     code = (
         "import sys, shared.service, shared.client, shared.wire; "
-        "print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+        "print([m for m in ('torch', 'vllm', 'numpy', 'opentelemetry') if m in sys.modules])"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert ended.stdout.strip() == "[]"

@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+from services.orchestrator.loop.clock import StepClock
 from services.orchestrator.loop.evaluation import evaluate
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Step
@@ -15,6 +16,7 @@ from services.orchestrator.record.journal import Journal
 from services.orchestrator.record.retention import first_needed
 from services.orchestrator.record.telemetry import step_metrics
 from services.orchestrator.record.tracking import Tracker
+from shared import tracing
 from shared.job import Job
 from shared.wire import Checkpoint, MetricsRow
 
@@ -34,20 +36,43 @@ class AfterStep:
     journal: Journal
     tracker: Tracker
     _warned: set[str] = field(default_factory=set[str], init=False)
+    _clock: StepClock = field(init=False)
+    _record_s: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._clock = StepClock(self.peers.waits.busy_s)
 
     async def start(self) -> None:
         """Evaluates the weights that training begins with, as step 0."""
-        await self._record(0, await self._evaluate(0), None)
+        trace = tracing.begin("step", job=self.peers.job_id, step=0)
+        with trace.within():
+            await self._record(0, await self._evaluate(0), None)
+        trace.end()
 
-    async def __call__(self, step: Step, step_s: float, eta_s: float | None) -> Checkpoint | None:
+    def begin(self) -> None:
+        """Begins the first step now; each other one begins when the one before has ended."""
+        self._clock.begin()
+        self._record_s = 0.0
+
+    async def __call__(self, step: Step, eta_s: float | None) -> Checkpoint | None:
         """Returns the step's checkpoint, if it has one. The last step has."""
+        with step.trace.within():
+            checkpoint = await self._finish(step, eta_s)
+        step.trace.end()
+        return checkpoint
+
+    async def _finish(self, step: Step, eta_s: float | None) -> Checkpoint | None:
         number, last = step.batch.step, step.batch.step == self.job.steps
-        metrics = step_metrics(step, self.job, step_s)
+        metrics = step_metrics(step, self.job)
         await self._warn(step, metrics)
-        every = self.job.checkpoints.every
-        checkpoint = await self._checkpoint(number) if last or _due(number, every) else None
+        checkpoint = None
+        if last or _due(number, self.job.checkpoints.every):
+            start = time.monotonic()
+            checkpoint = await self._checkpoint(number)
+            metrics["time/checkpoint"] = time.monotonic() - start
         if last or _due(number, self.job.evaluation.every):
             metrics |= await self._evaluate(number)
+        metrics |= {"time/record": self._record_s, **self._clock.end()}
         await self._record(number, metrics, eta_s)
         return checkpoint
 
@@ -60,17 +85,20 @@ class AfterStep:
     async def _evaluate(self, version: int) -> dict[str, float]:
         start = time.monotonic()
         held_out = await asyncio.to_thread(self.prompts.held_out)
-        metrics = await evaluate(self.job, held_out, self.peers, version)
+        with tracing.span("eval", version=version):
+            metrics = await evaluate(self.job, held_out, self.peers, version)
         return metrics | {"time/eval": time.monotonic() - start} if metrics else {}
 
     async def _record(self, number: int, metrics: dict[str, float], eta_s: float | None) -> None:
         """Writes the step's row, then says so: the store knows of nothing that is not on disk."""
+        start = time.monotonic()
         row = MetricsRow(step=number, metrics=metrics)
         await asyncio.to_thread(self.folder.append_metrics, row)
         self.tracker.log(number, metrics)
         await self.journal.row(row, self.job.steps, eta_s)
         if self.tracker.trouble:
             await self._warn_once("wandb", self.tracker.trouble)
+        self._record_s = time.monotonic() - start
 
     async def _warn(self, step: Step, metrics: dict[str, float]) -> None:
         number = step.batch.step

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.orchestrator.loop.clock import Stopwatch
 from services.orchestrator.loop.decisions import MustPause
@@ -25,6 +25,7 @@ from services.orchestrator.loop.seeds import group_seed
 from services.orchestrator.loop.tasks import all_of, to_the_end
 from services.orchestrator.record.finished import Damaged, FinishedGroup, Place, digest_of
 from services.orchestrator.record.folder import RunFolder
+from shared import tracing
 from shared.job import Job
 from shared.logs import get_logger
 from shared.wire import Batch, Prompt, RolloutGroup, Score
@@ -36,11 +37,14 @@ MAX_RESAMPLED = 2
 @dataclass(frozen=True)
 class Sampled:
     """A scored batch, and the seconds it took: none if it was stored. `num_resampled` groups were
-    sampled more than once, for the staleness bound."""
+    sampled more than once, for the staleness bound. `span` is when this began and ended, and
+    `trace` the step's."""
 
     batch: Batch
     seconds: dict[str, float]
     num_resampled: int = 0
+    span: tuple[float, float] | None = None
+    trace: tracing.Trace = tracing.NONE
 
 
 @dataclass
@@ -74,6 +78,11 @@ class Batches:
     async def get(self, step: int) -> Sampled:
         """Returns the stored batch of the step if there is one, else a new one. Raises MustPause if
         too many rewards are missing; the rollouts are stored then, and graded again next time."""
+        trace = tracing.begin("step", job=self.job_id, step=step)
+        with trace.within(), tracing.span("sample"):
+            return replace(await self._get(step), trace=trace)
+
+    async def _get(self, step: int) -> Sampled:
         count = _Round(Stopwatch())
         stored = await asyncio.to_thread(self._stored, step)
         if stored and stored.graded:
@@ -88,7 +97,7 @@ class Batches:
             ungraded = batch.model_copy(update={"graded": False})
             await asyncio.to_thread(self.folder.write_batch, ungraded)
             raise MustPause(reason)
-        return Sampled(batch, count.watch.seconds, count.num_resampled)
+        return Sampled(batch, count.watch.seconds, count.num_resampled, count.watch.span)
 
     def _stored(self, step: int) -> Batch | None:
         return self.folder.batch(step) if step in self.folder.batch_steps() else None

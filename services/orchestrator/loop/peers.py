@@ -11,6 +11,7 @@ from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.loading import Push
 from services.orchestrator.loop.samplers import Samplers
 from services.orchestrator.loop.waits import Waits, waits_for
+from shared import tracing
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import Failed
@@ -166,7 +167,7 @@ class Peers:
     async def trainer_state(self) -> TrainerState:
         return await self._trainer.get("/state", TrainerState, deadline_s=self._settings.patience_s)
 
-    @waits_for("rollout", "sampling a group")
+    @waits_for("rollout", "sampling a group", "generate")
     async def generate(
         self,
         prompt: Prompt,
@@ -177,6 +178,7 @@ class Peers:
         sampling: Sampling | None = None,
     ) -> RolloutGroup:
         """Returns the prompt's group, by the job's sampling and `seed` or by `sampling`."""
+        tracing.note(prompt=prompt.index)
         spec = self._job.sampling
         body = GenerateRequest(
             **self._fence(),
@@ -187,14 +189,17 @@ class Peers:
             sampling=sampling or self._sampling(seed),
             min_version=min_version,
         )
-        return await self._samplers.generate(body, key)
+        group = await self._samplers.generate(body, key)
+        tracing.note(sampler=group.replica, tokens=sum(r.num_sampled for r in group.rollouts))
+        return group
 
-    @waits_for("reward", "grading a group")
+    @waits_for("reward", "grading a group", "grade")
     async def score(
         self, prompt: Prompt, group: RolloutGroup, *, job_id: str | None = None
     ) -> tuple[Score, ...]:
         """Returns the group's scores `[G]`: NOT_GRADED for rollouts that went wrong. What
         graders cache goes into the run folder of `job_id`, if given."""
+        tracing.note(prompt=prompt.index)
         items = tuple(
             score_item(prompt, rollout) for rollout in group.rollouts if not rollout.went_wrong
         )
@@ -219,11 +224,12 @@ class Peers:
         )
         await self._reward.call("POST", "/graders/validate", body, Validated, deadline_s=60.0)
 
-    @waits_for("trainer", "training a step")
+    @waits_for("trainer", "training a step", "train")
     async def train_step(
         self, step: int, examples: tuple[Example, ...], totals: StepTotals
     ) -> StepResult:
         """Trains one step, while the samplers sleep if they share the trainer's GPU."""
+        tracing.note(examples=len(examples))
         await self.free_gpu()
         body = TrainStepRequest(**self._fence(), step=step, examples=examples, totals=totals)
         deadline_s = self._settings.train_deadline_s
@@ -231,8 +237,9 @@ class Peers:
             "POST", "/train_step", body, StepResult, deadline_s=deadline_s
         )
 
-    @waits_for("trainer", "publishing weights")
+    @waits_for("trainer", "publishing weights", "publish")
     async def publish_weights(self, version: int, method: SyncMethod) -> WeightsRef:
+        tracing.note(version=version, weight_sync=method)
         body = PublishRequest(**self._fence(), version=version, method=method)
         deadline_s = self._settings.sync_deadline_s
         return await self._trainer.call(
@@ -250,12 +257,13 @@ class Peers:
                 f"{deadline_s:g} s for it (HONE_SYNC_DEADLINE_S); lower the one, or raise the other"
             )
 
-    @waits_for("rollout", "loading weights")
+    @waits_for("rollout", "loading weights", "load")
     async def push_weights(self, push: Push) -> list[ServingWeights]:
         """Makes every sampler serve what is pushed; returns what each answered."""
+        tracing.note(version=push.ref.root.version)
         return await self._samplers.push(push)
 
-    @waits_for("trainer", "writing a checkpoint")
+    @waits_for("trainer", "writing a checkpoint", "checkpoint")
     async def checkpoint(self, step: int) -> Checkpoint:
         body = CheckpointRequest(**self._fence(), step=step)
         deadline_s = self._settings.sync_deadline_s

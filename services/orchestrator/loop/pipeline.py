@@ -30,13 +30,14 @@ from dataclasses import dataclass
 
 from services.orchestrator.loop.advantages import Advantages, batch_advantages
 from services.orchestrator.loop.batches import Batches, Sampled
-from services.orchestrator.loop.clock import Stopwatch
+from services.orchestrator.loop.clock import Stopwatch, gap_s
 from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.journal import Journal
+from shared import tracing
 from shared.job import Job
 from shared.wire import Batch, StepResult
 
@@ -45,7 +46,8 @@ from shared.wire import Batch, StepResult
 class Step:
     """A finished step. `seconds` says where the time went; `staleness` is in steps; a `replayed`
     batch was stored and not sampled; `num_resampled` groups were sampled more than once; `serves`:
-    the weights that it made serve, as they do after every `sync_every` steps."""
+    the weights that it made serve, as they do after every `sync_every` steps; `trace` has not
+    ended."""
 
     batch: Batch
     advantages_PG: Advantages
@@ -55,6 +57,7 @@ class Step:
     replayed: bool
     num_resampled: int = 0
     serves: bool = True
+    trace: tracing.Trace = tracing.NONE
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Pipeline:
         next one waits until it is asked for."""
         sampling: deque[asyncio.Task[Sampled]] = deque()
         next_step, served = last_step + 1, last_step
+        sampled_before: tuple[float, float] | None = None
         try:
             for step in range(last_step + 1, self.job.steps + 1):
                 watch = Stopwatch()
@@ -78,7 +82,10 @@ class Pipeline:
                     next_step += 1
                 sampled = await sampling.popleft()
                 watch.lap("wait_for_batch")
-                finished = await self._train(sampled, watch)
+                watch.seconds["wait_for_trainer"] = gap_s(sampled_before, sampled.span)
+                sampled_before = sampled.span
+                with sampled.trace.within():
+                    finished = await self._train(sampled, watch)
                 served = step if finished.serves else served
                 yield finished
         finally:
@@ -106,6 +113,7 @@ class Pipeline:
             replayed=not sampled.seconds,
             num_resampled=sampled.num_resampled,
             serves=serves,
+            trace=sampled.trace,
         )
 
 

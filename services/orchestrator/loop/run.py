@@ -34,6 +34,7 @@ from services.orchestrator.record.journal import Journal
 from services.orchestrator.record.progress import Progress
 from services.orchestrator.record.summary import summarize
 from services.orchestrator.record.tracking import Tracker
+from shared import tracing
 from shared.config import Settings
 from shared.errors import HoneError
 from shared.logs import get_logger
@@ -150,7 +151,7 @@ class Run:
 
     async def _train(self) -> dict[str, Any]:
         after = self._after = self._after or await self._begin()
-        state = await self._load()
+        state = await self._traced_load()
         pipeline = self._pipeline(after.prompts)
         done = await asyncio.to_thread(self._folder.start_at, state.step)
         if done is not None:
@@ -163,13 +164,12 @@ class Run:
         self._began = self._began or time.monotonic()
         progress = Progress(last, self._job.steps)
         async with contextlib.aclosing(pipeline.steps(last)) as steps:
-            since = time.monotonic()
+            after.begin()
             async for step in steps:
                 number = step.batch.step
                 eta_s = progress.eta_s(number, replayed=step.replayed)
-                checkpoint = await after(step, time.monotonic() - since, eta_s)
+                checkpoint = await after(step, eta_s)
                 self._note_progress(number)
-                since = time.monotonic()
         train_s = time.monotonic() - self._began
         checkpoint = checkpoint or await self._peers.checkpoint(self._job.steps)
         rows = await asyncio.to_thread(self._folder.metrics)
@@ -202,6 +202,13 @@ class Run:
         return AfterStep(
             self._job, prompts, self._peers, self._folder, self._journal, self._tracker
         )
+
+    async def _traced_load(self) -> TrainerState:
+        trace = tracing.begin("load job", job=self._record.id)
+        with trace.within():
+            state = await self._load()
+        trace.end()
+        return state
 
     async def _load(self) -> TrainerState:
         """Loads the job into trainer and sampler, and makes both serve the trainer's last step,

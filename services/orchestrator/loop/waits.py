@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from shared import tracing
 from shared.errors import Failed
 
 LOOKS = 10
 """How often within `HONE_STALL_S` the watch looks."""
 
 MAX_LOOK_S = 5.0
+
+SERVICES = ("rollout", "trainer", "reward")
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -29,6 +32,9 @@ class Waits:
         self._clock = clock
         self._under_way: dict[object, tuple[str, str, float]] = {}
         self._last: dict[str, tuple[str, float]] = {}
+        self._calls: Counter[str] = Counter()
+        self._busy_since: dict[str, float] = {}
+        self._busy_s: dict[str, float] = {}
         self.progress_at = clock()
 
     @contextlib.contextmanager
@@ -37,12 +43,31 @@ class Waits:
         `what` is as in "sampling a group"."""
         call = object()
         self._under_way[call] = service, what, self._clock()
+        self._count(service, 1)
         try:
             yield
             self.progress_at = self._clock()
             self._last[service] = what, self.progress_at
         finally:
             del self._under_way[call]
+            self._count(service, -1)
+
+    def _count(self, service: str, change: int) -> None:
+        before = self._calls[service]
+        self._calls[service] = before + change
+        if not before:
+            self._busy_since[service] = self._clock()
+        elif before + change == 0:
+            since = self._busy_since.pop(service)
+            self._busy_s[service] = self._busy_s.get(service, 0.0) + self._clock() - since
+
+    def busy_s(self) -> dict[str, float]:
+        """Returns for how many seconds each service had at least one call under way, so far."""
+        now = self._clock()
+        return {
+            service: self._busy_s.get(service, 0.0) + now - self._busy_since.get(service, now)
+            for service in SERVICES
+        }
 
     @property
     def services(self) -> set[str]:
@@ -90,19 +115,20 @@ S = TypeVar("S", bound=HasWaits)
 
 
 def waits_for(
-    service: str, what: str
+    service: str, what: str, span: str | None = None
 ) -> Callable[
     [Callable[Concatenate[S, P], Coroutine[Any, Any, T]]],
     Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
 ]:
-    """Notes each call of a method as a wait."""
+    """Notes each call of a method as a wait, and as a span of the trace under way, called `span`
+    or `what`."""
 
     def decorate(
         method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
     ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
         @functools.wraps(method)
         async def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
-            with self.waits.on(service, what):
+            with self.waits.on(service, what), tracing.span(span or what):
                 return await method(self, *args, **kwargs)
 
         return call

@@ -22,9 +22,16 @@ thing.
 | skipped_steps                  | 1 if the update was refused: loss or gradient not finite    |
 | loss, grad_norm, learning_rate | of the update; the trainer's own metrics stand beside them  |
 | time/<stage>                   | seconds; time/step is all of it                             |
+| time/wait_for_batch            | with nothing to train on: the samplers are the bottleneck   |
+| time/wait_for_trainer          | from the end of one batch's sampling to the beginning of    |
+|                                | this one's: it had to wait for weights new enough           |
+| time/record                    | writing the row of the step before                          |
+| utilization/<service>          | share of time/step in which the job had asked it something  |
 
-Rewards are those of dropped groups too. With staleness, time/generate and time/reward overlap the
-training of earlier steps. Lengths are of the rollouts that did not end in an error.
+Rewards are those of dropped groups too. Lengths are of the rollouts that did not end in an error.
+A step follows the one before without a gap, so their time/step add up to the whole: waiting for the
+batch, store, train, sync, checkpoint, eval and record. time/generate and time/reward are of this
+step's batch: without staleness all of the waiting for it, else in part under earlier steps.
 """
 
 from __future__ import annotations
@@ -39,8 +46,8 @@ from shared.job import Job
 from shared.wire import RolloutGroup, Score
 
 
-def step_metrics(step: Step, job: Job, step_s: float) -> dict[str, float]:
-    """Returns the metrics of a finished step that took `step_s` seconds of wall clock."""
+def step_metrics(step: Step, job: Job) -> dict[str, float]:
+    """Returns the metrics of a step whose weights serve."""
     result = step.result
     return {
         **reward_metrics((*step.batch.scores, *step.batch.dropped), job),
@@ -57,7 +64,6 @@ def step_metrics(step: Step, job: Job, step_s: float) -> dict[str, float]:
         "learning_rate": result.learning_rate,
         **result.metrics,
         **{f"time/{stage}": seconds for stage, seconds in step.seconds.items()},
-        "time/step": step_s,
     }
 
 

@@ -39,7 +39,7 @@ from services.trainer.processes.rendezvous import Meeting, Place, meet, tell_lib
 from services.trainer.processes.together import Ranks
 from services.trainer.trainer import Seams, Trainer
 from services.trainer.zero.out_of_memory import first_line
-from shared import logs
+from shared import logs, tracing
 from shared.config import Settings, load_settings
 from shared.errors import HoneError, Unavailable
 from shared.job import Job
@@ -180,6 +180,7 @@ def lead(
 ) -> None:
     """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank is gone. The
     job that the ranks before had loaded comes first."""
+    tracing.configure("trainer", settings)
     inbox = Inbox()
     readiness = Readiness.after_loading(inbox, folder.job())
     service = create_service(

@@ -124,21 +124,16 @@ def make_step(dropped: tuple[tuple[Score, ...], ...] = (), **changes: Any) -> St
 
 
 def test_step_metrics_carry_lengths_staleness_and_time() -> None:
-    metrics = step_metrics(make_step(), JOB, 1.5)
+    metrics = step_metrics(make_step(), JOB)
     assert metrics["completions/mean_length"] == pytest.approx(12 / 4)
     assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 4)
-    assert (
-        metrics["staleness"],
-        metrics["entropy"],
-        metrics["time/train"],
-        metrics["time/step"],
-    ) == (1, 0.7, 0.2, 1.5)
+    assert (metrics["staleness"], metrics["entropy"], metrics["time/train"]) == (1, 0.7, 0.2)
     assert (metrics["skipped_steps"], metrics["dropped_groups"]) == (0, 0)
 
 
 def test_dropped_groups_count_in_rewards_which_would_else_look_better() -> None:
     zero, missing = score(0.0, right=0.0), score(None, right=None)
-    metrics = step_metrics(make_step(dropped=((zero, zero), (zero, missing))), JOB, 1.5)
+    metrics = step_metrics(make_step(dropped=((zero, zero), (zero, missing))), JOB)
     assert metrics["dropped_groups"] == 2
     assert metrics["reward"] == pytest.approx(2 / 6)
     assert metrics["missing_rewards"] == pytest.approx(2 / 8)
@@ -151,7 +146,7 @@ def test_rollouts_that_ended_in_an_error_are_counted_and_have_no_length() -> Non
     groups = (step.batch.groups[0], RolloutGroup(prompt_token_ids=(3,), rollouts=(errored,) * 2))
     scores = (step.batch.scores[0], (NOT_GRADED, NOT_GRADED))
     batch = step.batch.model_copy(update={"groups": groups, "scores": scores})
-    metrics = step_metrics(dataclasses.replace(step, batch=batch), JOB, 1.5)
+    metrics = step_metrics(dataclasses.replace(step, batch=batch), JOB)
     assert metrics["errored_rollouts"] == pytest.approx(2 / 4)
     assert metrics["missing_rewards"] == 0.0 and metrics["reward"] == pytest.approx(1 / 2)
     assert metrics["completions/mean_length"] == pytest.approx(6 / 2)
@@ -163,7 +158,7 @@ def test_lengths_are_of_what_the_policy_sampled_as_in_trl() -> None:
     with_tool = rollout(4).model_copy(update={"sampled": Mask([1, 0, 0, 0])})
     group = RolloutGroup(prompt_token_ids=(3,), rollouts=(with_tool, rollout(4)))
     batch = step.batch.model_copy(update={"groups": (group,)})
-    metrics = step_metrics(dataclasses.replace(step, batch=batch), JOB, 1.5)
+    metrics = step_metrics(dataclasses.replace(step, batch=batch), JOB)
     assert metrics["completions/mean_length"] == pytest.approx(5 / 2)
     assert metrics["completions/max_length"] == 4
 
@@ -176,7 +171,7 @@ def test_a_conversation_is_graded_by_the_length_that_the_policy_sampled() -> Non
 
 
 def test_a_step_whose_update_was_refused_is_counted() -> None:
-    assert step_metrics(make_step(skipped=True), JOB, 1.5)["skipped_steps"] == 1
+    assert step_metrics(make_step(skipped=True), JOB)["skipped_steps"] == 1
 
 
 def scored_batch() -> Batch:

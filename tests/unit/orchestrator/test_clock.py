@@ -1,0 +1,69 @@
+"""Where a step's seconds go, by a clock that stands still."""
+
+from __future__ import annotations
+
+import contextlib
+
+from services.orchestrator.loop.clock import StepClock, gap_s
+from services.orchestrator.loop.waits import Waits
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_service_is_busy_while_anything_is_asked_of_it_however_much() -> None:
+    clock = Clock()
+    waits = Waits(clock)
+    clock.now += 3
+    with waits.on("rollout", "sampling a group"):
+        clock.now += 2
+        with waits.on("rollout", "sampling a group"), waits.on("reward", "grading a group"):
+            clock.now += 5
+        assert waits.busy_s() == {"rollout": 7.0, "trainer": 0.0, "reward": 5.0}
+        clock.now += 1
+    clock.now += 10
+    with contextlib.suppress(ValueError), waits.on("rollout", "sampling a group"):
+        clock.now += 4
+        raise ValueError
+    assert waits.busy_s() == {"rollout": 12.0, "trainer": 0.0, "reward": 5.0}
+
+
+def test_steps_follow_each_other_without_a_gap_each_with_its_own_shares() -> None:
+    clock = Clock()
+    waits = Waits(clock)
+    with waits.on("rollout", "sampling a group"):
+        clock.now += 7  # before the first step
+        steps = StepClock(waits.busy_s, clock)
+        clock.now += 2
+    with waits.on("trainer", "training a step"):
+        clock.now += 6
+    assert steps.end() == {
+        "time/step": 8.0,
+        "utilization/rollout": 0.25,
+        "utilization/trainer": 0.75,
+        "utilization/reward": 0.0,
+    }
+    clock.now += 3
+    with waits.on("reward", "grading a group"):
+        clock.now += 1
+        assert steps.end() == {
+            "time/step": 4.0,
+            "utilization/rollout": 0.0,
+            "utilization/trainer": 0.0,
+            "utilization/reward": 0.25,
+        }
+    clock.now += 50
+    steps.begin()
+    clock.now += 1
+    assert steps.end()["time/step"] == 1.0
+
+
+def test_the_gap_between_two_spans_is_none_where_they_overlap_or_one_is_missing() -> None:
+    assert gap_s((1.0, 4.0), (6.5, 8.0)) == 2.5
+    assert gap_s((1.0, 4.0), (3.0, 8.0)) == 0.0
+    assert gap_s(None, (3.0, 8.0)) == gap_s((1.0, 4.0), None) == 0.0
