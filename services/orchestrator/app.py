@@ -13,7 +13,7 @@ from services.orchestrator.queue.store import Store
 from services.orchestrator.queue.worker import Worker
 from shared.config import Settings
 from shared.draining import Draining
-from shared.errors import Unavailable
+from shared.errors import HoneError, Unavailable
 from shared.service import Service
 
 
@@ -22,7 +22,7 @@ def create_service(settings: Settings, store: Store) -> Service:
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
-        with contextlib.suppress(Unavailable):  # the worker waits for Redis, and checks then
+        with contextlib.suppress(HoneError):  # the worker waits until it can check, and says why
             await store.check(settings.runs_dir)
         leaving = asyncio.create_task(_work(Worker(store, settings), service.draining))
         try:

@@ -87,7 +87,7 @@ class Joining:
 
 @pytest.fixture
 async def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Joining]:
-    monkeypatch.setattr(members, "LOOK_S", 0.01)
+    monkeypatch.setattr(members, "LOOK_AT_AWAY_S", 0.01)
     monkeypatch.setattr(members, "DISCOVER_S", 0.01)
     joining = Joining(tmp_path)
     async with listening(joining.first) as first, listening(joining.second) as second:

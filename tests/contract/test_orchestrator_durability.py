@@ -13,6 +13,7 @@ from services.orchestrator.loop.run import Run
 from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import Lease, Store
 from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.note import Note
 from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
@@ -105,6 +106,9 @@ class SilentStore:
 
     async def report(self, *_: Any, **__: Any) -> None:
         pass
+
+    async def note(self, _: str) -> Note:
+        return Note(created_at=0.0, status="running")
 
 
 async def test_an_orchestrator_that_is_stopped_gives_its_job_back_at_once(

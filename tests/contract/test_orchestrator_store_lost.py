@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.queue import worker
+from services.orchestrator.queue import connection, worker
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.found import find_runs
+from services.orchestrator.record.note import Note
 from shared.client import Client
 from shared.config import Settings
-from shared.errors import Conflict
+from shared.errors import BadRequest, Conflict
 from shared.job import Job
 from shared.wire import (
     CheckpointList,
@@ -52,8 +53,13 @@ def client_of(transport: Any) -> Client:
     return Client("orchestrator", "http://localhost", transport=transport)
 
 
-async def submit(client: Client, job: Job) -> JobRecord:
-    return await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60)
+async def submit(client: Client, job: Job, key: str | None = None) -> JobRecord:
+    body = SubmitRequest(job=job)
+    return await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60, key=key)
+
+
+async def status(client: Client, job_id: str) -> str:
+    return (await client.get(f"/v1/jobs/{job_id}", JobRecord)).status
 
 
 async def listed(client: Client) -> dict[str, str]:
@@ -65,8 +71,16 @@ async def recover(client: Client) -> Recovered:
     return await client.call("POST", "/v1/recover", None, Recovered, deadline_s=60)
 
 
+async def change(client: Client, job_id: str, what: str) -> JobState:
+    return await client.call("POST", f"/v1/jobs/{job_id}/{what}", None, JobState, deadline_s=30)
+
+
 async def resume(client: Client, job_id: str) -> JobState:
-    return await client.call("POST", f"/v1/jobs/{job_id}/resume", None, JobState, deadline_s=30)
+    return await change(client, job_id, "resume")
+
+
+async def refuse(_: object) -> None:
+    raise BadRequest("no such model")
 
 
 async def until(get: Callable[[], Awaitable[Any]], wanted: Any) -> None:
@@ -253,3 +267,129 @@ async def test_jobs_of_another_redis_that_shares_the_folder_are_left_to_it(
     assert (mine.id, mine.status) == ("mine-1", "paused")
     assert (theirs.id, theirs.status) == ("theirs-1", None)
     assert theirs.problem and "is a job of another Redis" in theirs.problem
+
+
+async def test_a_recovered_job_has_ended_as_it_ended_and_keeps_its_age_and_key(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    fakes = FakeServices(settings)
+    before: dict[str, JobRecord] = {}
+    async with fakes.running(settings) as settings:
+        async with orchestrator(settings, redis_url) as (_, transport):
+            client = client_of(transport)
+            reached = blocking(fakes, 2)
+            ids = {"running": (await submit(client, job, key="mine")).id}
+            await asyncio.wait_for(reached.wait(), 20)
+            await change(client, ids["running"], "cancel")
+            fakes.fault.clear()
+            await until(lambda: status(client, ids["running"]), "cancelled")
+
+            reached = blocking(fakes, 2)
+            ids["paused"] = (await submit(client, job)).id
+            await asyncio.wait_for(reached.wait(), 20)
+            await change(client, ids["paused"], "pause")
+            fakes.fault.clear()
+            await until(lambda: status(client, ids["paused"]), "paused")
+            await change(client, ids["paused"], "cancel")
+
+            fakes.fault["job"] = refuse
+            ids["wrong"] = (await finish(client, job)).id
+            fakes.fault.clear()
+            for job_id in ids.values():
+                before[job_id] = await client.get(f"/v1/jobs/{job_id}", JobRecord)
+        await empty(redis_url)
+        async with orchestrator(settings, redis_url) as (_, transport):
+            client = client_of(transport)
+            await recover(client)
+            for job_id, record in before.items():
+                rebuilt = await client.get(f"/v1/jobs/{job_id}", JobRecord)
+                for name in ("status", "error", "created_at", "finished_at"):
+                    assert getattr(rebuilt, name) == getattr(record, name), (job_id, name)
+            assert [record.status for record in before.values()] == [
+                "cancelled",
+                "cancelled",
+                "failed",
+            ]
+            assert (await submit(client, job, key="mine")).id == ids["running"]
+            with pytest.raises(Conflict) as refusal:
+                await submit(client, job.model_copy(update={"steps": 2}), key="mine")
+            assert refusal.value.code == "body_differs"
+
+
+async def test_ended_jobs_that_were_dropped_are_not_brought_back(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    for number, end in enumerate(("failed", "succeeded", "cancelled")):
+        folder = RunFolder(settings.runs_dir / f"demo-{number}")
+        folder.create(job)
+        at = {"created_at": 10.0 + number, "finished_at": 20.0 + number}
+        folder.write_note(Note.model_validate({**at, "status": end}))
+    store = Store(redis_url, keep_jobs=2)
+    await store.open()
+    for _ in range(2):
+        found = await store.recover(find_runs(settings.runs_dir), settings.runs_dir)
+        shown = [(each.id, each.status) for each in found]
+        assert shown == [
+            ("demo-0", None),
+            ("demo-1", "succeeded"),
+            ("demo-2", "cancelled"),
+        ]
+        assert found[0].problem and "HONE_KEEP_JOBS" in found[0].problem
+    assert [record.created_at for record in (await store.list(None, 10)).jobs] == [12.0, 11.0]
+    await store.close()
+
+
+async def test_an_orchestrator_whose_jobs_were_taken_to_another_redis_leaves_them(
+    settings: Settings,
+    redis_url: str,
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "_place", lambda _: "redis://the-same-name:6379")
+    fakes = FakeServices(settings)
+    reached = blocking(fakes, 3)
+    async with fakes.running(settings) as settings:
+        with running_redis(tmp_path / "new") as new_url:
+            async with orchestrator(settings, redis_url) as (_, old):
+                record = await submit(client_of(old), job)
+                await asyncio.wait_for(reached.wait(), 20)
+                async with orchestrator(settings, new_url) as (_, new):
+                    await recover(client_of(new))
+                    with pytest.raises(Conflict, match="are in another Redis now"):
+                        async with asyncio.timeout(20):
+                            while await listed(client_of(old)):
+                                await asyncio.sleep(0.02)
+                    fakes.fault.clear()
+                    await resume(client_of(new), record.id)
+                    wanted = {record.id: "succeeded"}
+                    await until(lambda: listed(client_of(new)), wanted)
+                assert [body.step for body in fakes.trained] == list(range(1, 9))
+            client = redis.from_url(redis_url, decode_responses=True)
+            assert await client.hget(f"hone:job:{record.id}", "attempts") == "1"
+            await client.aclose()
+
+
+async def test_a_worker_waits_for_a_folder_of_runs_that_cannot_be_read(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    fakes = FakeServices(settings)
+    store = Store(redis_url)
+    await store.open()
+    await store.check(settings.runs_dir)
+    await store.close()
+    (note,) = settings.runs_dir.glob(".redis-*")
+    said = note.read_text()
+    note.unlink()
+    note.mkdir()  # reading it is an error, also for root
+    async with (
+        fakes.running(settings) as settings,
+        orchestrator(settings, redis_url) as (_, transport),
+    ):
+        client = client_of(transport)
+        record = await submit(client, job)
+        await asyncio.sleep(0.2)
+        assert await status(client, record.id) == "queued"
+        note.rmdir()
+        note.write_text(said)
+        await until(lambda: status(client, record.id), "succeeded")

@@ -465,7 +465,7 @@ async def test_a_sampler_that_redirects_is_not_followed(pool: Pool) -> None:
 async def test_while_redis_is_away_the_samplers_are_those_of_before(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "LOOK_S", 0.01)
+    monkeypatch.setattr(members, "LOOK_AT_AWAY_S", 0.01)
     monkeypatch.setattr(members, "DISCOVER_S", 0.0)
     asked: list[str] = []
     async with pool_of(1, settings) as (fake,), asyncio.timeout(30):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.queue import connection, heartbeat, keys, scripts
+from services.orchestrator.queue import connection, heartbeat, keys, lua
 from services.orchestrator.queue.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.queue.ids import new_job_id
 from services.orchestrator.queue.records import Unreadable
@@ -651,7 +651,7 @@ async def test_of_the_events_the_newest_are_kept(redis_url: str) -> None:
 
 def test_scripts_keep_a_calls_answer_longer_than_it_is_retried() -> None:
     attempts = connection.RETRIES + 1
-    assert attempts * (connection.SOCKET_TIMEOUT_S + 5 + 2.0) < scripts.CALL_TTL_S
+    assert attempts * (connection.SOCKET_TIMEOUT_S + 5 + 2.0) < lua.CALL_TTL_S
 
 
 async def test_a_redis_that_is_away_is_unavailable(tmp_path: Path) -> None:

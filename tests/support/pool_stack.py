@@ -62,7 +62,7 @@ async def pool_stack(
     """A stack with these samplers, found at `rollout_url` or at their own URLs. Its job has four
     steps, and looks at its samplers often."""
     monkeypatch.setattr(run, "PAUSES_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(members, "LOOK_S", 0.02)
+    monkeypatch.setattr(members, "LOOK_AT_AWAY_S", 0.02)
     monkeypatch.setattr(members, "DISCOVER_S", 0.05)
     quiet = job.model_copy(update={"data": job.data.model_copy(update={"eval": None}), "steps": 4})
     fakes = FakeServices(settings)

@@ -14,6 +14,7 @@ from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.noting import cancel
 from shared import codec
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
@@ -79,7 +80,7 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
     @app.post("/v1/jobs/{job_id}/cancel")
     async def cancel_job(job_id: str) -> JobState:
         """Cancels a queued or paused job now, a running one within seconds."""
-        return await store.cancel(job_id)
+        return await cancel(store, job_id)
 
     @app.post("/v1/jobs/{job_id}/pause")
     async def pause_job(job_id: str) -> JobState:

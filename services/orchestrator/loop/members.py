@@ -23,7 +23,7 @@ from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
 from shared.wire import ModelRequest
 
-LOOK_S = 0.25
+LOOK_AT_AWAY_S = 0.25
 """How often the pool looks for samplers that are to be asked again."""
 
 DISCOVER_S = 5.0
@@ -147,7 +147,7 @@ class Members:
         joins: dict[Replica, asyncio.Task[None]] = {}
         try:
             while True:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(LOOK_AT_AWAY_S)
                 if time.monotonic() >= self._discover_at:
                     await self.discover()
                 for replica in [*self.replicas.values()]:
@@ -189,7 +189,7 @@ class Members:
             if not is_said:
                 await self._tell(f"waiting for a first sampler: {self._places()}", True)
             is_said = True
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LOOK_AT_AWAY_S)
 
     def _places(self) -> str:
         return f"HONE_ROLLOUT_URL is {self._settings.rollout_url!r}, which stands for none now"

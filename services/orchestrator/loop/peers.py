@@ -52,7 +52,7 @@ MAX_PROMPTS_TRIED = 8
 """How many rows are looked at before a job begins: enough to see that a column is another one than
 meant, and soon done."""
 
-LOOK_S = 15.0
+PRESENCE_DEADLINE_S = 15.0
 """Seconds for which a service is asked whether it is there, before those without work are asked
 anew."""
 
@@ -287,7 +287,7 @@ class Peers:
         }
         idle = clients.keys() - self.waits.services
         asked = (client for service in sorted(idle) for client in clients[service])
-        calls = (client.get("/version", VersionInfo, deadline_s=LOOK_S) for client in asked)
+        calls = (client.get("/version", VersionInfo, deadline_s=PRESENCE_DEADLINE_S) for client in asked)
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def abort(self) -> None:

@@ -43,7 +43,7 @@ from shared.wire import JobRecord, TrainerState
 LOOK_AT_IDLE_S = 2.0
 """Seconds between two times that services without work are asked whether they are there."""
 
-LOOK_S = 2.0
+LOOK_AT_LOADING_S = 2.0
 """Seconds between two looks at what a trainer that loads a job does."""
 
 
@@ -63,7 +63,7 @@ class Run:
         self._settings = settings
         self._folder = RunFolder(Path(record.run_dir))
         self._journal = Journal(store, lease)
-        self._redis = store.identity
+        self._store = store
         self._peers = Peers(
             record.job,
             settings,
@@ -192,7 +192,8 @@ class Run:
     async def _begin(self) -> AfterStep:
         """Makes the run folder, and checks what the job names: its data and its rewards."""
         check_colocation(self._job, self._settings)
-        await asyncio.to_thread(self._folder.create, self._job, self._record.data, self._redis)
+        await asyncio.to_thread(self._folder.create, self._job, self._record.data, self._store.identity)
+        await asyncio.to_thread(self._folder.write_note, await self._store.note(self._record.id))
         with self._peers.waits.on("data", "reading the prompts"):
             prompts = await asyncio.to_thread(
                 load_prompts, self._job, self._settings, self._record.data
@@ -242,7 +243,7 @@ class Run:
         the call that it watches, too, and is decided there."""
         said = None
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LOOK_AT_LOADING_S)
             with contextlib.suppress(HoneError):
                 doing = (await self._peers.trainer_state()).doing
                 if doing and doing != said:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from services.orchestrator.api.pages import page_of
 from services.orchestrator.openai import mapping
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.noting import cancel
 from shared.config import Settings
 from shared.errors import BadRequest, NotFound
 from shared.job_file import parse_job
@@ -65,7 +67,7 @@ def _add_job_routes(service: Service, jobs: FineTuningJobs, store: Store) -> Non
     @app.post(ROOT + "/{job_id}/cancel")
     async def cancel_fine_tuning_job(job_id: str) -> FineTuningJob:
         """Cancels a job; a running one within seconds."""
-        return await jobs.changed(job_id, store.cancel)
+        return await jobs.changed(job_id, functools.partial(cancel, store))
 
     @app.post(ROOT + "/{job_id}/pause")
     async def pause_fine_tuning_job(job_id: str) -> FineTuningJob:

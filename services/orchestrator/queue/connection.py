@@ -23,7 +23,7 @@ SOCKET_TIMEOUT_S = 30.0
 """More than a follower waits for events, and than a slow disk delays an answer."""
 
 RETRIES = 6
-"""With SOCKET_TIMEOUT_S below scripts.CALL_TTL_S in all."""
+"""With SOCKET_TIMEOUT_S below lua.CALL_TTL_S in all."""
 
 MAX_CONNECTIONS = 64
 """For everything but heartbeats and followers. A caller that finds none free waits for one."""

@@ -11,9 +11,11 @@ from pathlib import Path
 import xxhash
 
 from services.orchestrator.queue import keys
-from services.orchestrator.queue.connection import Connection
+from services.orchestrator.queue.connection import Connection, StoreEmptied
 from services.orchestrator.record.writing import writing
 from shared import disk
+from shared.errors import Failed
+from shared.logs import get_logger
 
 
 async def identify(connection: Connection) -> str:
@@ -23,10 +25,25 @@ async def identify(connection: Connection) -> str:
     return str(await connection.reach(client.get(keys.STORE)))
 
 
+async def check_still(connection: Connection, runs_dir: Path) -> None:
+    """Raises StoreEmptied, and refuses the connection from then on, once the jobs of `runs_dir` are
+    in another Redis than the one in use: `hone recover` took them there. A note that cannot be read
+    says nothing."""
+    try:
+        noted = await asyncio.to_thread(_noted, connection, runs_dir)
+    except Failed as error:
+        get_logger().warning("which Redis has the jobs is not known", reason=error.detail)
+        return
+    if noted not in (None, connection.identity):
+        connection.refuse(_superseded(runs_dir))
+        raise StoreEmptied(_superseded(runs_dir))
+
+
 async def check(connection: Connection, runs_dir: Path) -> str | None:
     """Returns why the jobs of `runs_dir` are not to be looked for in this Redis, if so; from then
-    on the connection is refused. Else it is opened, and the Redis is noted as theirs."""
-    found, noted = await identify(connection), _noted(connection, runs_dir)
+    on the connection is refused. Else it is opened, and the Redis is noted as theirs. Raises Failed
+    for a folder that cannot be read or written."""
+    found, noted = await identify(connection), await asyncio.to_thread(_noted, connection, runs_dir)
     is_another = noted not in (None, found)
     if is_another and (num_runs := await asyncio.to_thread(_count_runs, runs_dir)):
         connection.refuse(_sentence(runs_dir, num_runs))
@@ -62,8 +79,24 @@ def _note(connection: Connection, runs_dir: Path) -> Path:
 
 
 def _noted(connection: Connection, runs_dir: Path) -> str | None:
+    """Raises Failed for a note that cannot be read."""
     path = _note(connection, runs_dir)
-    return path.read_text().strip() if path.is_file() else None
+    try:
+        return path.read_bytes().decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Failed(
+            f"{str(path)!r} cannot be read: {error.strerror or error}; check HONE_RUNS_DIR"
+        ) from error
+
+
+def _superseded(runs_dir: Path) -> str:
+    return (
+        f"the jobs of {str(runs_dir)!r} are in another Redis now, into which `hone recover` took "
+        "them, and this orchestrator still uses the one that had them before; let HONE_REDIS_URL "
+        "lead to the other one, and start this orchestrator again"
+    )
 
 
 def _sentence(runs_dir: Path, num_runs: int) -> str:

@@ -23,8 +23,7 @@ A job's hash has the fields of `wire.JobRecord`, and besides:
     owner             the worker that has it, for people
     tries             how often a worker took the job up since a step was done that was not before
     furthest          the last of the steps that ever were done
-    key               the idempotency key of its submission
-    submission        the call that made it
+    key, fingerprint  the idempotency key of its submission, and what it was used for
     last_step, last_eval   the newest step that has such an event
 """
 

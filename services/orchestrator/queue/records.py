@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from services.orchestrator.record.found import FoundRun
+from services.orchestrator.record.note import Note
 from shared.errors import BadRequest, Failed
 from shared.job import Job
 from shared.wire import Event, JobRecord, JobState
@@ -41,6 +42,8 @@ def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
         "id": run.id,
         "name": job.name,
         "created_at": run.created_at,
+        "key": run.key,
+        "fingerprint": run.fingerprint,
         "finished_at": run.finished_at,
         "steps": job.steps,
         "step": run.step,
@@ -51,6 +54,13 @@ def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
         "data": json.dumps(run.data),
         "job": job.model_dump_json(),
     }
+
+
+def note_of(job_id: str, fields: dict[str, str]) -> Note:
+    try:
+        return Note.model_validate(fields, extra="ignore")
+    except ValueError as error:
+        raise _unreadable(job_id, fields, error) from error
 
 
 def state_of(job_id: str, fields: dict[str, str]) -> JobState:

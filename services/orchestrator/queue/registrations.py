@@ -5,14 +5,61 @@ from __future__ import annotations
 import json
 import time
 
-from services.orchestrator.queue import scripts
 from services.orchestrator.queue.connection import Connection
+from services.orchestrator.queue.lua import SHARED
 from shared.errors import Conflict
 from shared.wire import RegisteredSampler, Registration
 
 REGISTRATION_S = 15.0
 """Seconds that a registration lasts; a sampler renews it after a third of that. Long enough for a
 pause of its process; what it does not answer meanwhile, others sample."""
+
+REGISTER = (
+    SHARED
+    + """
+local key = SAMPLER .. call.replica
+local known = redis.call('GET', key)
+local url = known and cjson.decode(known).url
+if url and url ~= cjson.decode(call.registration).url then return url end
+redis.call('SADD', SAMPLERS, call.replica)
+redis.call('SET', key, call.registration, 'PX', call.lease_ms)
+return 'ok'
+"""
+)
+"""call: replica, registration (JSON), lease_ms. Registers the sampler, or renews its lease. Returns
+'ok', or the URL of another sampler that has the name."""
+
+UNREGISTER = (
+    SHARED
+    + """
+local known = redis.call('GET', SAMPLER .. call.replica)
+if known and call.boot_id and cjson.decode(known).boot_id ~= call.boot_id then return 'other' end
+redis.call('SREM', SAMPLERS, call.replica)
+redis.call('DEL', SAMPLER .. call.replica)
+return 'ok'
+"""
+)
+"""call: replica; perhaps boot_id. Returns 'ok', also if it was not registered; 'other' if another
+life of it than `boot_id` has the registration, which stays."""
+
+REGISTERED = (
+    SHARED
+    + """
+local found = {}
+for _, replica in ipairs(redis.call('SMEMBERS', SAMPLERS)) do
+  local registration = redis.call('GET', SAMPLER .. replica)
+  if registration then
+    local left_ms = redis.call('PTTL', SAMPLER .. replica)
+    found[#found + 1] = {replica, registration, left_ms}
+  else
+    redis.call('SREM', SAMPLERS, replica)
+  end
+end
+return cjson.encode(found)
+"""
+)
+"""Returns a list of [replica, registration, milliseconds that are left], as JSON; {} for none.
+Forgets those whose lease has ended."""
 
 
 class Registrations:
@@ -21,9 +68,9 @@ class Registrations:
 
     def __init__(self, connection: Connection) -> None:
         self._call = connection.call
-        self._register = connection.client.register_script(scripts.REGISTER)
-        self._unregister = connection.client.register_script(scripts.UNREGISTER)
-        self._registered = connection.client.register_script(scripts.REGISTERED)
+        self._register = connection.client.register_script(REGISTER)
+        self._unregister = connection.client.register_script(UNREGISTER)
+        self._registered = connection.client.register_script(REGISTERED)
 
     async def register(self, replica: str, registration: Registration) -> RegisteredSampler:
         """Registers a sampler for REGISTRATION_S seconds. Raises Conflict while another one, at

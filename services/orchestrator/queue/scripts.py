@@ -9,151 +9,15 @@
 A worker shows its lease: the job, the trainer and the attempt. Once the trainer's lease has expired
 or is another's, or the job does not run any more, nothing is changed.
 
-A script's arguments are one JSON object of texts, `call` in the script. It answers 'emptied', and
-does nothing, in another Redis than that of `call.store`. A script of `once` changes
-things once however often it is sent: `hone:call:<call>` keeps its answer for the retries of a
-caller whose connection broke before the answer came.
+What scripts are made of, and how they are called, is in lua.py.
 """
 
 from __future__ import annotations
 
-from services.orchestrator.queue import keys
-
-CALL_TTL_S = 900
-"""Longer than a caller goes on retrying (connection.py)."""
-
-_KEYS = f"""
-local JOBS, QUEUE, ENDED = '{keys.JOBS}', '{keys.QUEUE}', '{keys.ENDED}'
-local STORE = '{keys.STORE}'
-local ATTEMPTS, LEASE = '{keys.ATTEMPTS}', '{keys.LEASE}'
-local KEY, DELETED = '{keys.KEY}', '{keys.DELETED}'
-local SAMPLERS, SAMPLER = '{keys.SAMPLERS}', '{keys.SAMPLER}'
-local function job(id) return '{keys.JOB}' .. id end
-local function events(id) return job(id) .. '{keys.EVENTS}' end
-local function checkpoints(id) return job(id) .. '{keys.CHECKPOINTS}' end
-"""
-
-_SHARED = (
-    _KEYS
-    + """
-local call = cjson.decode(ARGV[1])
-
--- Nothing is changed in a Redis that is not the one accepted.
-if call.store and redis.call('GET', STORE) ~= call.store then return 'emptied' end
-
-local function field(id, name) return redis.call('HGET', job(id), name) end
-local function set(id, ...) redis.call('HSET', job(id), ...) end
-local function asked(id, what) return field(id, what .. '_requested') == '1' end
-
--- Whether there is a job of that id: its key exists and is a hash.
-local function is_job(id) return redis.call('TYPE', job(id)).ok == 'hash' end
-
-local function has_ended(id)
-  local status = field(id, 'status')
-  return status == 'succeeded' or status == 'failed' or status == 'cancelled'
-end
-
-local function event(id, type, level, message, data)
-  redis.call('XADD', events(id), 'MAXLEN', '~', call.keep_events, '*', 'type', type,
-    'level', level, 'message', message, 'data', data, 'time', call.now)
-end
-
--- Sets the status and says so.
-local function become(id, status, level, message)
-  set(id, 'status', status)
-  event(id, 'status', level, message, cjson.encode({status = status}))
-end
-
--- Whether the lease given last for the job is valid.
-local function is_leased(id)
-  local attempt, trainer = field(id, 'attempt'), field(id, 'trainer')
-  return attempt and trainer and redis.call('GET', LEASE .. trainer) == attempt
-end
-
--- Whether the caller has the job.
-local function is_mine()
-  return is_job(call.id) and field(call.id, 'status') == 'running'
-    and field(call.id, 'attempt') == call.attempt and is_leased(call.id)
-end
-
--- The leases on the job's samplers, as far as they are its own.
-local function samplers(id)
-  local own = {}
-  for name in string.gmatch(field(id, 'samplers') or '', '%S+') do
-    if redis.call('GET', LEASE .. name) == field(id, 'attempt') then
-      own[#own + 1] = LEASE .. name
-    end
-  end
-  return own
-end
-
--- Frees the trainer and the samplers, if they are the job's.
-local function free(id)
-  if not is_leased(id) then return end
-  for _, lease in ipairs(samplers(id)) do redis.call('DEL', lease) end
-  redis.call('DEL', LEASE .. field(id, 'trainer'))
-end
-
--- Puts the job last into the queue.
-local function enqueue(id)
-  local last = redis.call('ZREVRANGE', QUEUE, 0, 0, 'WITHSCORES')[2] or '0'
-  redis.call('ZADD', QUEUE, tonumber(last) + 1, id)
-  become(id, 'queued', 'info', 'queued')
-end
-
-local function pause(id, level, why)
-  redis.call('ZREM', QUEUE, id)
-  redis.call('HDEL', job(id), 'pause_requested')
-  set(id, 'error', why)
-  become(id, 'paused', level, why)
-end
-
-local function forget(id)
-  local key = is_job(id) and field(id, 'key')
-  if key and string.find(redis.call('GET', KEY .. key) or '', id .. ' ', 1, true) == 1 then
-    redis.call('DEL', KEY .. key)
-  end
-  redis.call('DEL', job(id), events(id), checkpoints(id))
-  for _, list in ipairs({JOBS, QUEUE, ENDED}) do redis.call('ZREM', list, id) end
-end
-
--- What a job that has just ended leaves. Of the ended ones the newest are kept.
-local function close(id)
-  set(id, 'finished_at', call.now)
-  redis.call('HDEL', job(id), 'pause_requested')
-  redis.call('ZREM', QUEUE, id)
-  redis.call('ZADD', ENDED, call.now, id)
-  for _, old in ipairs(redis.call('ZRANGE', ENDED, 0, -1 - tonumber(call.keep_jobs))) do
-    forget(old)
-  end
-end
-
-local function cancel(id)
-  redis.call('HDEL', job(id), 'error')
-  become(id, 'cancelled', 'info', 'cancelled')
-  close(id)
-end
-"""
-)
-
-
-def once(body: str) -> str:
-    """Returns the script that runs `body` once for each call, and answers retries with what it
-    returned. An empty answer says that nothing was changed, and is not kept."""
-    return f"""{_SHARED}
-local function act()
-{body}
-end
-local known = redis.call('GET', KEYS[1])
-if known then return known end
-local answer = act()
-if answer ~= '' then redis.call('SET', KEYS[1], answer, 'EX', {CALL_TTL_S}) end
-return answer
-"""
-
+from services.orchestrator.queue.lua import SHARED, once
 
 OPEN = (
-    _SHARED
+    SHARED
     + """
 for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
   local status = is_job(id) and field(id, 'status')
@@ -223,7 +87,7 @@ often pauses. Returns attempt and job id; '' if any of them is taken or nothing 
 at least the Unix seconds, so that none is given twice even if Redis is emptied."""
 
 BEAT = (
-    _SHARED
+    SHARED
     + """
 if not is_mine() then return 'lost' end
 redis.call('PEXPIRE', LEASE .. call.trainer, call.lease_ms)
@@ -340,66 +204,30 @@ ended; '' if there is no such job."""
 RECOVER = once("""
   if is_job(call.id) then return field(call.id, 'status') or '?' end
   if redis.call('EXISTS', DELETED .. call.id) == 1 then return 'deleted' end
+  local ended_at = call.status and call.fields.finished_at
+  if ended_at and redis.call('ZCOUNT', ENDED, ended_at, '+inf') >= tonumber(call.keep_jobs) then
+    return 'old'
+  end
   for name, value in pairs(call.fields) do set(call.id, name, value) end
   for step, checkpoint in pairs(call.checkpoints) do
     redis.call('HSET', checkpoints(call.id), step, checkpoint)
   end
   redis.call('ZADD', JOBS, call.fields.created_at, call.id)
-  if call.why then
+  if call.key then
+    local submission = call.id .. ' ' .. call.fingerprint
+    redis.call('SET', KEY .. call.key, submission, 'EX', call.key_left_s, 'NX')
+  end
+  if not call.status then
     pause(call.id, 'warning', call.why)
     return 'new paused'
   end
-  become(call.id, 'succeeded', 'info', 'succeeded')
+  if call.error then set(call.id, 'error', call.error) end
+  local failed = call.status == 'failed'
+  become(call.id, call.status, failed and 'error' or 'info', call.error or call.status)
   redis.call('ZADD', ENDED, call.fields.finished_at, call.id)
-  return 'new succeeded'
+  return 'new ' .. call.status
 """)
-"""call: id, fields, checkpoints (step -> JSON); perhaps why. Makes the record of a job that has
-none: paused for the reason why, or else succeeded. Returns 'new ' and its status; the status that
-it has already; or 'deleted' if the job was deleted."""
-
-REGISTER = (
-    _SHARED
-    + """
-local key = SAMPLER .. call.replica
-local known = redis.call('GET', key)
-local url = known and cjson.decode(known).url
-if url and url ~= cjson.decode(call.registration).url then return url end
-redis.call('SADD', SAMPLERS, call.replica)
-redis.call('SET', key, call.registration, 'PX', call.lease_ms)
-return 'ok'
-"""
-)
-"""call: replica, registration (JSON), lease_ms. Registers the sampler, or renews its lease. Returns
-'ok', or the URL of another sampler that has the name."""
-
-UNREGISTER = (
-    _SHARED
-    + """
-local known = redis.call('GET', SAMPLER .. call.replica)
-if known and call.boot_id and cjson.decode(known).boot_id ~= call.boot_id then return 'other' end
-redis.call('SREM', SAMPLERS, call.replica)
-redis.call('DEL', SAMPLER .. call.replica)
-return 'ok'
-"""
-)
-"""call: replica; perhaps boot_id. Returns 'ok', also if it was not registered; 'other' if another
-life of it than `boot_id` has the registration, which stays."""
-
-REGISTERED = (
-    _SHARED
-    + """
-local found = {}
-for _, replica in ipairs(redis.call('SMEMBERS', SAMPLERS)) do
-  local registration = redis.call('GET', SAMPLER .. replica)
-  if registration then
-    local left_ms = redis.call('PTTL', SAMPLER .. replica)
-    found[#found + 1] = {replica, registration, left_ms}
-  else
-    redis.call('SREM', SAMPLERS, replica)
-  end
-end
-return cjson.encode(found)
-"""
-)
-"""Returns a list of [replica, registration, milliseconds that are left], as JSON; {} for none.
-Forgets those whose lease has ended."""
+"""call: id, fields, checkpoints (step -> JSON), and the status of a job that ended or else why it is
+paused; perhaps error; perhaps key, fingerprint, key_left_s. Makes the record of a job that has
+none. Returns 'new ' and its status; the status that it has already; 'deleted' if the job was
+deleted; 'old' if the newest ended jobs, which are kept, ended after it."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from services.orchestrator.queue import identity, keys, scripts
+from services.orchestrator.queue import identity, keys, rebuilding, scripts
 from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.ids import new_job_id
 from services.orchestrator.queue.records import (
@@ -27,12 +27,13 @@ from services.orchestrator.queue.records import (
     Unreadable,
     check_event_id,
     event_of,
+    note_of,
     record_of,
-    recovered_fields,
     state_of,
 )
 from services.orchestrator.queue.registrations import Registrations
-from services.orchestrator.record.found import WAS_DELETED, FoundRun
+from services.orchestrator.record.found import FoundRun
+from services.orchestrator.record.note import Note
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import JOB_ID, Job
 from shared.wire import (
@@ -52,14 +53,8 @@ probably kills its workers itself."""
 
 PAUSED_ON_REQUEST = "paused on request"
 
-RECOVERED = (
-    "its record was lost with Redis's data and rebuilt from its run folder, which does not say "
-    "whether it was running, paused, failed or cancelled; `hone resume {id}` goes on after step "
-    "{step}"
-)
-"""Why a job is paused whose record was rebuilt."""
-
 KEY_TTL_S = 24 * 3600
+"""Seconds for which an idempotency key, or that a job was deleted, is remembered."""
 
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
@@ -93,6 +88,7 @@ class Store:
         self._connection = connection = Connection(url, limits)
         self.samplers = Registrations(connection)
         self._deciding = asyncio.Lock()  # which Redis is used
+        self._runs_dir: Path | None = None  # whose jobs it has
         self._redis, self._followers = connection.client, connection.followers
         self._call, self._do, self._hash = connection.call, connection.do, connection.hash
         self._submit = self._redis.register_script(scripts.SUBMIT)
@@ -104,7 +100,6 @@ class Store:
         self._resume = self._redis.register_script(scripts.RESUME)
         self._cancel = self._redis.register_script(scripts.CANCEL)
         self._delete = self._redis.register_script(scripts.DELETE)
-        self._recover = self._redis.register_script(scripts.RECOVER)
 
     async def open(self) -> None:
         """Checks that Redis keeps what it accepts, and that every job that waits is in the queue.
@@ -128,7 +123,13 @@ class Store:
             found = await identity.check(self._connection, runs_dir)
             if refused and not found:
                 await self._call(self._redis.register_script(scripts.OPEN))
+            self._runs_dir = runs_dir
             return found
+
+    async def check_still(self) -> None:
+        """Raises StoreEmptied once the jobs are in another Redis than the one in use."""
+        if self._runs_dir:
+            await identity.check_still(self._connection, self._runs_dir)
 
     @property
     def identity(self) -> str | None:
@@ -162,6 +163,7 @@ class Store:
             "run_dir": (runs_dir / job_id).resolve(),
             "job": spec,
             "key": key,
+            "fingerprint": fingerprint if key else None,
             "data": json.dumps(dict(data or {})),
         }
         answer = await self._call(
@@ -189,6 +191,13 @@ class Store:
         if not fields:
             raise _no_job(job_id)
         return record_of(job_id, fields)
+
+    async def note(self, job_id: str) -> Note:
+        """Returns what the run folder keeps of the record. Raises NotFound, or Unreadable."""
+        fields = await self._hash(keys.job(_known(job_id)))
+        if not fields:
+            raise _no_job(job_id)
+        return note_of(job_id, fields)
 
     async def status(self, job_id: str) -> str | None:
         """Returns the job's status, or None if there is no such job (any more)."""
@@ -282,43 +291,9 @@ class Store:
 
     async def recover(self, runs: Sequence[FoundRun], runs_dir: Path) -> list[RecoveredJob]:
         """Makes a record for each run folder whose job has none, and notes this Redis as the one
-        that has the jobs of `runs_dir`; not before all have one, so a crash in between is no loss.
-        """
+        that has the jobs of `runs_dir`."""
         async with self._deciding:
-            found = await identity.identify(self._connection)
-            self._connection.accept(found)
-            others = identity.others(self._connection, runs_dir)
-            jobs = [await self._recover_one(run, others) for run in runs]
-            await self._call(self._redis.register_script(scripts.OPEN))
-            identity.adopt(self._connection, found, runs_dir)
-            return jobs
-
-    async def _recover_one(self, run: FoundRun, others: Mapping[str, Path]) -> RecoveredJob:
-        if run.job is None:
-            return RecoveredJob(id=run.id, problem=run.problem)
-        if other := others.get(run.redis or ""):
-            why = f"is a job of another Redis; if that is no more, remove {str(other)!r} first"
-            return RecoveredJob(id=run.id, problem=why)
-        why = None if run.summary else RECOVERED.format(id=run.id, step=run.step)
-        answer = await self._call(
-            self._recover,
-            id=run.id,
-            fields=recovered_fields(run, run.job),
-            checkpoints={str(each.step): each.model_dump_json() for each in run.checkpoints},
-            why=why,
-        )
-        new, _, status = answer.rpartition(" ")
-        if status == "deleted":
-            return RecoveredJob(id=run.id, problem=WAS_DELETED)
-        return RecoveredJob.model_validate(
-            {
-                "id": run.id,
-                "status": status,
-                "step": run.step,
-                "steps": run.job.steps,
-                "known": not new,
-            }
-        )
+            return await rebuilding.rebuild(self._connection, runs, runs_dir, KEY_TTL_S)
 
     async def events(
         self, job_id: str, after: str, *, block_s: float | None = None, count: int = 1000
@@ -347,6 +322,7 @@ class Store:
         """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits: the
         first in the queue that no worker has. A job that was cut off keeps its place, so it goes on
         before others begin."""
+        await self.check_still()
         answer = await self._call(
             self._take,
             owner=owner,
@@ -363,6 +339,7 @@ class Store:
     async def beat(self, lease: Lease) -> Asked | None:
         """Renews the lease; returns what was asked for, if anything. Tries once, for as long as the
         caller waits. Raises LeaseLost."""
+        await self.check_still()
         answer = await self._call(
             self._beat, lease_ms=int(lease.lease_s * 1000), trainer=lease.trainer, **_by(lease)
         )

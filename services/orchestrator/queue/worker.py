@@ -21,8 +21,9 @@ from services.orchestrator.queue.connection import StoreEmptied
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import Lease, LeaseLost, Store
+from services.orchestrator.record.noting import note_end
 from shared.config import Settings
-from shared.errors import NotFound, Unavailable
+from shared.errors import HoneError, NotFound, Unavailable
 from shared.logs import get_logger
 from shared.presence import Presence
 
@@ -118,7 +119,7 @@ class Worker:
                 if why != said:
                     get_logger().error("no job is accepted or run", reason=why)
                 said = why
-            except Unavailable as error:
+            except HoneError as error:  # Redis, or the folder of runs, cannot be used
                 get_logger().warning("queue unavailable", reason=error.detail)
             await asyncio.sleep(PAUSE_S)
 
@@ -143,6 +144,7 @@ class Worker:
             else:
                 await self._finish(lease, _outcome(work))
             self._lease = None
+            await note_end(self._store, lease.job_id)
         finally:
             await stop(work, beat)
             await run.close()

@@ -2,6 +2,8 @@
 
     runs/<job>/job.json           the job as it was submitted
                redis              the identity of the Redis that has the job
+               record.json        what a rebuilt record needs besides (note.py): when it was
+                                  submitted, with which key, and how it ended
                data.json          which content its data has, as in its record
                metrics.jsonl      one line per step
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
@@ -30,6 +32,7 @@ from typing import Any
 
 from services.orchestrator.record import finished
 from services.orchestrator.record.finished import FinishedGroup, Place
+from services.orchestrator.record.note import Note
 from services.orchestrator.record.writing import writing
 from shared import codec, disk
 from shared.errors import Conflict, NotFound
@@ -41,6 +44,8 @@ BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
 
 REDIS = "redis"
 """The file with the identity of the Redis that has the job."""
+
+NOTE = "record.json"
 
 DELETED = "deleted"
 """The file that says that the job was deleted."""
@@ -62,8 +67,9 @@ class RunFolder:
         """Makes the folder, `data.json` and `job.json`, notes the identity of the Redis that has
         the job, and points `runs/<name>` here. Doing it
         again changes nothing. Raises Conflict if the folder is of a job that learns something else:
-        its batches are no replay of this one."""
+        its batches are no replay of this one; or if another Redis has the job."""
         self._check_same(job)
+        self._check_redis(redis)
         with writing("run folder", self.path):
             disk.make_folder(self.path / "rollouts")
             self._write("data.json", json.dumps(dict(data or {})).encode())
@@ -83,6 +89,18 @@ class RunFolder:
                 f"{'; '.join(different[:SHOWN_DIFFERENCES])}; to go on would not be faithful to "
                 "what is in the run folder: put it back as it was, or submit the job anew"
             )
+
+    def _check_redis(self, redis: str | None) -> None:
+        file = self.path / REDIS
+        if redis and file.exists() and file.read_text().strip() != redis:
+            raise Conflict(
+                f"the job is in another Redis now, into which `hone recover` took it: {str(file)!r} "
+                "names that one; go on with it there. Only if that Redis is no more, remove the file"
+            )
+
+    def belong_to(self, redis: str) -> None:
+        """Notes the Redis that has the job from now on."""
+        self._write(REDIS, redis.encode())
 
     def start_at(self, last_step: int) -> int | None:
         """Returns the last recorded step up to `last_step`, or None if there is none. Drops what
@@ -178,6 +196,16 @@ class RunFolder:
         except finished.Damaged:
             path.unlink(missing_ok=True)
             raise
+
+    def write_note(self, note: Note) -> None:
+        """Writes `record.json`, if the folder is there: of a job that never began there is none."""
+        if self.path.is_dir():
+            self._write(NOTE, note.model_dump_json(indent=2).encode())
+
+    def note(self) -> Note | None:
+        """Returns what `record.json` says; None in the folder of an older version of Hone."""
+        path = self.path / NOTE
+        return codec.decode_stored(Note, path.read_bytes()) if path.exists() else None
 
     def mark_deleted(self) -> None:
         """Notes that the job was deleted, if the folder is there."""

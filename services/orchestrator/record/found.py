@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from services.orchestrator.record.folder import DELETED, REDIS, RunFolder
+from services.orchestrator.record.note import Note
 from shared import codec
 from shared.errors import HoneError
 from shared.job import JOB_ID, Job
@@ -17,14 +18,17 @@ from shared.wire import Checkpoint
 
 CHECKPOINT = re.compile(r"step-(\d+)")
 
+End = Literal["succeeded", "failed", "cancelled"]
+
 WAS_DELETED = "was deleted; its run folder is left"
 
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A job's run folder. `job` None: `problem` says why there is to be no record of it. `summary`
-    None: the job did not end well, or not yet. Times are Unix seconds; `reward` is that of the last
-    step. `redis` is the identity of the Redis that has the job, if known."""
+    """A job's run folder. `job` None: `problem` says why there is to be no record of it. `end` is
+    how the job ended, None if it has not as far as the folder says. `summary` is there only if it
+    ended well. Times are Unix seconds; `reward` is that of the last step. `redis` is the identity
+    of the Redis that has the job, if known. `key` and `fingerprint` are of its submission."""
 
     id: str
     path: Path
@@ -32,11 +36,15 @@ class FoundRun:
     redis: str | None = None
     problem: str | None = None
     created_at: float = 0.0
+    finished_at: float | None = None
+    end: End | None = None
+    error: str | None = None
+    key: str | None = None
+    fingerprint: str | None = None
     step: int = 0
     reward: float | None = None
     data: dict[str, str] = field(default_factory=dict[str, str])
     summary: dict[str, Any] | None = None
-    finished_at: float | None = None
     checkpoints: list[Checkpoint] = field(default_factory=list[Checkpoint])
 
 
@@ -57,24 +65,36 @@ def _read(path: Path) -> FoundRun:
     redis = path / REDIS
     try:
         job = codec.decode_stored(Job, file.read_bytes())
-        rows = RunFolder(path).metrics()
+        rows, note = RunFolder(path).metrics(), RunFolder(path).note()
         summary = json.loads(ended.read_bytes()) if ended.exists() else None
         return FoundRun(
             id=path.name,
             path=path,
             job=job,
             redis=redis.read_text().strip() if redis.exists() else None,
-            created_at=file.stat().st_mtime,
+            **_of_note(note, file, ended),
             step=rows[-1].step if rows else 0,
             reward=rows[-1].metrics.get("reward") if rows else None,
             data=json.loads(data.read_bytes()) if data.exists() else {},
             summary=summary,
-            finished_at=ended.stat().st_mtime if summary else None,
             checkpoints=list(_checkpoints(path / "checkpoints")),
         )
     except (OSError, ValueError, KeyError, HoneError) as error:
         reason = error.detail if isinstance(error, HoneError) else f"{error!r}"
         return FoundRun(path.name, path, problem=f"{str(path)!r} cannot be read: {reason}")
+
+
+def _of_note(note: Note | None, job: Path, ended: Path) -> dict[str, Any]:
+    """Returns what the note says. A job that wrote its summary has succeeded; the folder of an
+    older version of Hone has no note, and its files' times say when."""
+    known: dict[str, Any] = {}
+    if note and note.has_ended:
+        known = {"end": note.status, "error": note.error, "finished_at": note.finished_at}
+    elif ended.exists():
+        known = {"end": "succeeded", "finished_at": ended.stat().st_mtime}
+    if note is None:
+        return {**known, "created_at": job.stat().st_mtime}
+    return {**known, **note.model_dump(include={"created_at", "key", "fingerprint"})}
 
 
 def _checkpoints(folder: Path) -> Iterator[Checkpoint]:

@@ -239,3 +239,13 @@ def test_batches_are_kept_that_a_restart_may_replay(
         }
     )
     assert first_needed(job, checkpoint) == first
+
+
+def test_a_job_that_another_redis_has_is_not_gone_on_with(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "demo-1")
+    folder.create(JOB, redis="old")
+    folder.create(JOB, redis="old")
+    folder.belong_to("new")
+    with pytest.raises(Conflict, match="in another Redis now"):
+        folder.create(JOB, redis="old")
+    folder.create(JOB, redis="new")

@@ -1,0 +1,79 @@
+"""The records of jobs again, from their run folders, where Redis lost them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.orchestrator.queue import identity, scripts
+from services.orchestrator.queue.connection import Connection
+from services.orchestrator.queue.records import recovered_fields
+from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.found import WAS_DELETED, FoundRun
+from shared.job import Job
+from shared.wire import RecoveredJob
+
+PAUSED = (
+    "its record was lost with Redis's data and rebuilt from its run folder, which does not say "
+    "that it has ended; `hone resume {id}` goes on after step {step}"
+)
+"""Why a job is paused whose record was rebuilt."""
+
+TOO_OLD = "ended before the newest ended jobs, of which HONE_KEEP_JOBS are kept"
+
+
+async def rebuild(
+    connection: Connection, runs: Sequence[FoundRun], runs_dir: Path, key_ttl_s: float
+) -> list[RecoveredJob]:
+    """Makes a record for each run folder whose job has none, as `Store.recover` says. The Redis is
+    noted as theirs when all have one, so a crash in between is no loss. An idempotency key is
+    known again for the rest of its `key_ttl_s`."""
+    found = await identity.identify(connection)
+    connection.accept(found)
+    others = identity.others(connection, runs_dir)
+    script = connection.client.register_script(scripts.RECOVER)
+    jobs: dict[str, RecoveredJob] = {}
+    for run in sorted(runs, key=lambda run: -(run.finished_at or 0.0)):  # the newest are kept
+        if run.job is None:
+            jobs[run.id] = RecoveredJob(id=run.id, problem=run.problem)
+        elif other := others.get(run.redis or ""):
+            why = f"is a job of another Redis; if that is no more, remove {str(other)!r} first"
+            jobs[run.id] = RecoveredJob(id=run.id, problem=why)
+        else:
+            arguments = _arguments(run, run.job, key_ttl_s)
+            answer = await connection.call(script, **arguments)
+            jobs[run.id] = _answered(run, run.job, answer)
+            if answer == "new paused":
+                await asyncio.to_thread(RunFolder(run.path).belong_to, found)
+    await connection.call(connection.client.register_script(scripts.OPEN))
+    identity.adopt(connection, found, runs_dir)
+    return [jobs[run.id] for run in runs]
+
+
+def _arguments(run: FoundRun, job: Job, key_ttl_s: float) -> Mapping[str, Any]:
+    key_left_s = int(run.created_at + key_ttl_s - time.time())
+    has_key = run.key and run.fingerprint and key_left_s > 0
+    return {
+        "id": run.id,
+        "fields": recovered_fields(run, job),
+        "checkpoints": {str(each.step): each.model_dump_json() for each in run.checkpoints},
+        "status": run.end,
+        "error": run.error,
+        "why": None if run.end else PAUSED.format(id=run.id, step=run.step),
+        "key": run.key if has_key else None,
+        "fingerprint": run.fingerprint,
+        "key_left_s": key_left_s,
+    }
+
+
+def _answered(run: FoundRun, job: Job, answer: str) -> RecoveredJob:
+    """Returns what the script's answer says."""
+    if answer in ("deleted", "old"):
+        return RecoveredJob(id=run.id, problem=WAS_DELETED if answer == "deleted" else TOO_OLD)
+    new, _, status = answer.rpartition(" ")
+    return RecoveredJob.model_validate(
+        {"id": run.id, "status": status, "step": run.step, "steps": job.steps, "known": not new}
+    )

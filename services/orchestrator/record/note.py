@@ -1,0 +1,23 @@
+"""What the run folder keeps of the job's record (`record.json`), so that the record can be rebuilt
+where Redis lost it."""
+
+from __future__ import annotations
+
+from shared.wire import TERMINAL, JobStatus, Wire
+
+
+class Note(Wire):
+    """As the record was when a worker took the job up, or when the job ended. Times are Unix
+    seconds. `key` is the idempotency key of its submission, which had the content `fingerprint`."""
+
+    created_at: float
+    finished_at: float | None = None
+    status: JobStatus
+    error: str | None = None
+    key: str | None = None
+    fingerprint: str | None = None
+    schema_version: int = 1
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in TERMINAL
