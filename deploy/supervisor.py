@@ -25,14 +25,12 @@ from urllib.parse import quote
 
 import httpx2 as httpx
 
-from deploy import devices, redis_server
+from deploy import devices, redis_server, slots
 from deploy.child import Child
+from deploy.slots import SERVICES, Slot
 from shared.config import Settings, load_settings
 from shared.errors import BadRequest, Failed, HoneError
 from shared.ports import check_port
-
-SERVICES = ("reward", "trainer", "rollout", "orchestrator")
-"""In the order of starting; stopped the other way round."""
 
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 30.0
@@ -93,15 +91,18 @@ class Supervisor:
             yield
 
     def _state(self) -> dict[str, Any]:
-        urls = {name: self._url(self._port(name)) for name in SERVICES}
-        urls |= {_sampler(port): self._url(port) for port in self._sampler_ports()[1:]}
-        return {"pid": os.getpid(), "urls": urls, "logs": str(self._folder / "logs")}
+        urls = {name: self._url(port) for name, port in slots.ports(self._settings).items()}
+        state = {"pid": os.getpid(), "urls": urls, "logs": str(self._folder / "logs")}
+        return state | {"settings": slots.places(slots.slots(self._settings), self._url)}
 
     def _shm(self) -> Path:
         """Returns where this stack's weights are in shared memory: a folder of its own, removed
         with it."""
         digest = hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:12]
         return self._settings.shm_dir / digest
+
+    def _shm_of(self, slot: Slot) -> Path:
+        return self._shm() / f"trainer-{slot.trainer}" if slot.number else self._shm()
 
     def _own_shared_memory(self) -> None:
         """Makes that folder, with a link to the stack's, and removes those of stacks that were
@@ -110,7 +111,8 @@ class Supervisor:
         own = self._shm()
         shutil.rmtree(own, ignore_errors=True)
         try:
-            own.mkdir(parents=True)
+            for slot in slots.slots(self._settings):
+                self._shm_of(slot).mkdir(parents=True, exist_ok=True)
             (own / STACK_LINK).symlink_to(self._folder)
         except OSError as error:
             raise BadRequest(
@@ -125,19 +127,13 @@ class Supervisor:
     def _port(self, name: str) -> int:
         return int(getattr(self._settings, f"{name}_port"))
 
-    def _sampler_ports(self) -> range:
-        first = self._settings.rollout_port
-        return range(first, first + self._settings.rollout_replicas)
-
     def _url(self, port: int) -> str:
         return f"http://{_reachable(self._settings.host)}:{port}"
 
     def _check_ports(self) -> None:
         """Raises for a port in use before anything is started."""
-        for name in SERVICES:
-            check_port(self._settings.host, self._port(name), name)
-        for port in self._sampler_ports()[1:]:
-            check_port(self._settings.host, port, "rollout")
+        for name, port in slots.ports(self._settings).items():
+            check_port(self._settings.host, port, name.partition("-")[0])
 
     def _start_redis(self) -> None:
         if self._settings.redis_url is not None:
@@ -152,7 +148,7 @@ class Supervisor:
         environment = dict(os.environ) | {
             f"HONE_{other.upper()}_URL": self._url(self._port(other)) for other in SERVICES
         }
-        environment["HONE_ROLLOUT_URL"] = ",".join(map(self._url, self._sampler_ports()))
+        environment |= slots.variables(slots.slots(self._settings), self._url)
         environment["HONE_RUNS_DIR"] = str(self._settings.runs_dir.resolve())
         environment["HONE_SHM_DIR"] = str(self._shm())
         if self._settings.redis_url is None:
@@ -162,17 +158,37 @@ class Supervisor:
         plan = devices.plan(devices.visible_devices(), self._settings)
         if plan is not None:
             environment |= plan.environment(name)
-            if self._settings.rollout_replicas > 1:
-                raise BadRequest(
-                    f"HONE_ROLLOUT_REPLICAS is {self._settings.rollout_replicas} on a machine with "
-                    "GPUs; expected 1: start further samplers by hand, each with its own GPUs, and "
-                    "name them all in HONE_ROLLOUT_URL"
-                )
+            self._check_alone()
         command = [sys.executable, "-m", f"services.{name}"]
-        self._add(name, command, environment)
-        if name == "rollout":
-            for port in self._sampler_ports()[1:]:
-                self._add(_sampler(port), command, environment | {"HONE_ROLLOUT_PORT": str(port)})
+        if name not in ("trainer", "rollout"):
+            self._add(name, command, environment)
+            return
+        for slot in slots.slots(self._settings):
+            environment |= self._of_slot(slot)
+            for port in slot.samplers if name == "rollout" else (slot.trainer,):
+                child = name if port == self._port(name) else slots.beside(name, port)
+                self._add(child, command, environment | {f"HONE_{name.upper()}_PORT": str(port)})
+
+    def _of_slot(self, slot: Slot) -> dict[str, str]:
+        """Returns the variables of a trainer and its samplers. Each has shared memory of its own: a
+        trainer frees that of its last job, which may be another one's by then."""
+        settings, num = self._settings, self._settings.trainers
+        variables = slots.variables([slot], self._url)
+        variables["HONE_SHM_DIR"] = str(self._shm_of(slot))
+        if num > 1 and settings.trainer_threads is None:
+            cores = len(os.sched_getaffinity(0))
+            variables["HONE_TRAINER_THREADS"] = str(max(cores // num // settings.trainer_ranks, 1))
+        return variables
+
+    def _check_alone(self) -> None:
+        """Raises BadRequest for several of a service on a machine with GPUs."""
+        for name in ("trainers", "rollout_replicas"):
+            if (number := getattr(self._settings, name)) > 1:
+                raise BadRequest(
+                    f"HONE_{name.upper()} is {number} on a machine with GPUs; expected 1: start "
+                    "further trainers and samplers by hand, each with GPUs of its own, and name "
+                    "them all in HONE_TRAINER_URL and HONE_ROLLOUT_URL"
+                )
 
     def _say_devices(self, report: IO[str]) -> None:
         plan = devices.plan(devices.visible_devices(), self._settings)
@@ -195,13 +211,11 @@ class Supervisor:
         token = self._settings.bearer()
         headers = {"authorization": f"Bearer {token}"} if token else {}
         with httpx.Client(headers=headers, timeout=5.0, trust_env=False) as client:
-            for name in SERVICES:
-                url = f"{self._url(self._port(name))}/readyz"
-                self._wait_for(name, lambda url=url: _is_ready(client, url))
-                _say(report, "started", service=name)
-            for port in self._sampler_ports()[1:]:
+            for name, port in slots.ports(self._settings).items():
                 url = f"{self._url(port)}/readyz"
-                self._wait_for(_sampler(port), lambda url=url: _is_ready(client, url))
+                self._wait_for(name, lambda url=url: _is_ready(client, url))
+                if name in SERVICES:
+                    _say(report, "started", service=name)
 
     def _wait_for(self, name: str, ready: Any) -> None:
         deadline = time.monotonic() + START_DEADLINE_S
@@ -266,11 +280,6 @@ def running(folder: Path) -> dict[str, Any] | None:
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
             return json.loads((folder / "stack.json").read_text())
         return None
-
-
-def _sampler(port: int) -> str:
-    """Names a sampler beside the first one, and its log."""
-    return f"rollout-{port}"
 
 
 def _say(stream: IO[str], event: str, **fields: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from shared.config import Settings, load_settings
 
@@ -20,7 +21,10 @@ def orchestrator(folder: Path = FOLDER) -> tuple[str, str | None]:
 def located(settings: Settings, folder: Path = FOLDER) -> Settings:
     """Returns the settings, with the URLs of the stack that was started in `folder` for services of
     which the environment does not say where they are."""
+    state = _state(folder)
     urls = {f"{service}_url": url for service, url in read(folder).items()}
+    urls = {name: url for name, url in urls.items() if name in Settings.model_fields}
+    urls |= state.get("settings", {})
     return settings.model_copy(
         update={name: url for name, url in urls.items() if name not in settings.model_fields_set}
     )
@@ -28,8 +32,11 @@ def located(settings: Settings, folder: Path = FOLDER) -> Settings:
 
 def read(folder: Path = FOLDER) -> dict[str, str]:
     """Returns the services' URLs of the stack started in `folder`; empty if none was."""
+    return dict(_state(folder).get("urls", {}))
+
+
+def _state(folder: Path) -> dict[str, Any]:
     try:
-        state = json.loads((folder / "stack.json").read_text())
+        return json.loads((folder / "stack.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
-    return dict(state["urls"])

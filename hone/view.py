@@ -4,7 +4,7 @@ line for a running job."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -69,10 +69,20 @@ def time_split(metrics: dict[str, float]) -> str:
 
 
 def job_list(records: Sequence[JobRecord]) -> Group:
-    """Returns the table of jobs, and below it why those are paused that wait for a person."""
+    """Returns the table of jobs, and below it who has the trainers that queued ones wait for, and
+    why those are paused that wait for a person."""
     paused = [record for record in records if record.status == "paused" and record.error]
     why = [f"{record.id} is paused: {record.error}" for record in paused]
-    return Group(job_table(records), *(Text(line, style=COLOURS["paused"]) for line in why))
+    taken = next((record.waits_for for record in records if record.waits_for), {})
+    return Group(
+        job_table(records),
+        *(Text(line, style=COLOURS["queued"]) for line in _holders(taken)),
+        *(Text(line, style=COLOURS["paused"]) for line in why),
+    )
+
+
+def _holders(taken: Mapping[str, str]) -> list[str]:
+    return [f"the trainer {trainer} is taken by {job}" for trainer, job in sorted(taken.items())]
 
 
 def job_table(records: Iterable[JobRecord]) -> Table:
@@ -85,13 +95,17 @@ def job_table(records: Iterable[JobRecord]) -> Table:
         )
         table.add_row(
             record.id,
-            Text(record.status, style=COLOURS[record.status]),
+            Text(_status(record), style=COLOURS[record.status]),
             f"{record.step}/{record.steps}",
             "" if record.reward is None else f"{record.reward:.3f}",
             duration(time.time() - record.created_at),
             eta,
         )
     return table
+
+
+def _status(record: JobRecord) -> str:
+    return record.status if record.place is None else f"{record.status} ({record.place})"
 
 
 def job_details(record: JobRecord) -> Table:
@@ -101,6 +115,10 @@ def job_details(record: JobRecord) -> Table:
         "status": record.status,
         "step": f"{record.step}/{record.steps}",
         "reward": record.reward,
+        "priority": record.job.priority or None,
+        "place in the queue": record.place,
+        "waits because": "; ".join(_holders(record.waits_for)) or None,
+        "trainer": record.trainer,
         "model": record.job.model,
         "run folder": record.run_dir,
         "paused because" if record.status == "paused" else "error": record.error,

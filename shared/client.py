@@ -24,12 +24,12 @@ import httpx2 as httpx
 from pydantic import BaseModel
 
 from shared import codec, tracing
-from shared.config import is_loopback
 from shared.errors import Busy, HoneError, Unavailable, from_problem
 from shared.logs import get_logger
 from shared.polling import FIRST_PAUSE_S, MAX_PAUSE_S, Poller
 from shared.presence import Presence, Tell, tell_nobody
 from shared.tls import trusted
+from shared.urls import is_loopback
 
 WAIT_S = 20
 MAX_FETCHES = 4

@@ -8,27 +8,27 @@ ignored.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.errors import BadRequest
 from shared.explain import nearest, sentences
-from shared.urls import check_service_url
+from shared.urls import (
+    check_samplers,
+    check_service_url,
+    check_trainers,
+    is_loopback,
+    sampler_places,
+    trainer_urls,
+)
 
 PREFIX = "HONE_"
 _TOKEN = re.compile(r"[!-~]{8,}")
-DNS_PREFIX = "dns+"
-"""Before the URL of a name that stands for a sampler at each of its addresses."""
-
-REGISTERED = "registered"
-"""In the place of a URL: every sampler that registered itself."""
 
 PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003, "redis": 6379}
 
@@ -91,16 +91,20 @@ class Settings(BaseSettings):
     orchestrator_url: str = f"http://127.0.0.1:{PORTS['orchestrator']}"
     """Where `hone` finds the orchestrator. If it is not set, a stack of `hone up` comes first."""
 
+    trainer_url: str = f"http://127.0.0.1:{PORTS['trainer']}"
+    """Where the orchestrator finds the trainer, and the sampler for `weight_sync = "http"`,
+    "delta", and "lora" on another machine: node 0, of several. For the orchestrator there may be
+    several trainers, with semicolons between them, each with samplers of its own (`rollout_url`):
+    so many jobs run at once. Orchestrators that share Redis and a trainer on another machine have
+    to name its host alike: a job's lease is on the trainer at this host and port, and on the
+    samplers at theirs."""
+
     rollout_url: str = f"http://127.0.0.1:{PORTS['rollout']}"
     """Where the orchestrator finds the samplers, with commas between several places: a URL;
     dns+http://<name>:<port>, which is one at each address of the name, looked up every 5 s; or
-    "registered", which is every sampler that has `rollout_advertise_url`."""
-
-    trainer_url: str = f"http://127.0.0.1:{PORTS['trainer']}"
-    """Where the orchestrator finds the trainer, and the sampler for `weight_sync = "http"`,
-    "delta", and "lora" on another machine: node 0, of several. Orchestrators that share Redis and a
-    trainer on another machine have to name its host alike: a job's lease is on the trainer at this
-    host and port, and on the samplers at theirs."""
+    "registered", which is every sampler that has `rollout_advertise_url`. Of several trainers each
+    has its own, in the order of `trainer_url`, with a semicolon between them:
+    "http://a:8001,http://b:8001;http://c:8001"."""
 
     reward_url: str = f"http://127.0.0.1:{PORTS['reward']}"
     """Where the orchestrator and `hone grade` find the reward service."""
@@ -188,7 +192,7 @@ class Settings(BaseSettings):
     `rollout_url` there."""
 
     rollout_replicas: int = Field(default=1, ge=1, le=64)
-    """Samplers that `hone up` starts, on the ports from `rollout_port` on. More than 1 only where
+    """Samplers that `hone up` starts for each trainer, on the ports from `rollout_port` on. More than 1 only where
     there is no GPU: there each sampler needs GPUs of its own, and is started by hand."""
 
     kv_cache_gib: int = Field(default=1, gt=0)
@@ -254,6 +258,11 @@ class Settings(BaseSettings):
     holds three versions. Trainer and sampler must see the same one."""
 
     # trainer
+
+    trainers: int = Field(default=1, ge=1, le=16)
+    """Trainers that `hone up` starts, on the ports from `trainer_port` on, each with
+    `rollout_replicas` samplers of its own: so many jobs run at once. More than 1 only where there
+    is no GPU: there each service needs GPUs of its own, and is started by hand."""
 
     trainer_ranks: int = Field(default=1, ge=1)
     """Processes on each node, one per GPU."""
@@ -335,17 +344,17 @@ class Settings(BaseSettings):
     def _folders(cls, value: Any) -> Any:
         return tuple(map(Path, _split(value))) if isinstance(value, str) else value
 
+    @field_validator("trainer_url")
+    @classmethod
+    def _trainers(cls, value: str) -> str:
+        check_trainers(value)
+        return value
+
     @field_validator("rollout_url")
     @classmethod
-    def _places(cls, value: str) -> str:
-        for place in _split(value) or [value]:
-            if place == REGISTERED:
-                continue
-            url = urlsplit(place.removeprefix(DNS_PREFIX))
-            if url.scheme not in ("http", "https") or not url.hostname:
-                raise ValueError(f"{place!r} is no URL; expected for example http://host:8001")
-            if place.startswith(DNS_PREFIX) and not url.port:
-                raise ValueError(f"{place!r} has no port; expected for example {place}:8001")
+    def _samplers(cls, value: str, info: ValidationInfo) -> str:
+        if (trainers := info.data.get("trainer_url")) is not None:  # else that is wrong already
+            check_samplers(value, trainers)
         return value
 
     @field_validator("rollout_advertise_url")
@@ -355,8 +364,24 @@ class Settings(BaseSettings):
 
     @property
     def rollout_urls(self) -> tuple[str, ...]:
-        """The places in `rollout_url`, one by one."""
-        return tuple(_split(self.rollout_url))
+        """The places in `rollout_url`, one by one, of all trainers."""
+        return tuple(place for places in sampler_places(self.rollout_url) for place in places)
+
+    @property
+    def trainer_urls(self) -> tuple[str, ...]:
+        """The trainers in `trainer_url`, one by one."""
+        return trainer_urls(self.trainer_url)
+
+    @property
+    def slots(self) -> tuple[Settings, ...]:
+        """These settings for each trainer: with that one, and with its samplers."""
+        if len(self.trainer_urls) == 1:
+            return (self,)
+        samplers = sampler_places(self.rollout_url)
+        return tuple(
+            self.model_copy(update={"trainer_url": trainer, "rollout_url": ",".join(places)})
+            for trainer, places in zip(self.trainer_urls, samplers, strict=True)
+        )
 
     def bearer(self) -> str | None:
         return self.token.get_secret_value() if self.token else None
@@ -411,12 +436,3 @@ _NAME = re.compile(r"^'(\w+)")
 
 def _in_environment(name: re.Match[str]) -> str:
     return f"'{PREFIX}{name[1].upper()}"
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

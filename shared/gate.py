@@ -13,13 +13,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import connections
-from shared.config import Settings, is_loopback
+from shared.config import Settings
 from shared.draining import Draining
 from shared.errors import BadRequest, HoneError, Malformed, Unauthorized
 from shared.health import OPEN_PATHS
 from shared.logs import get_logger
 from shared.rendering import problem
 from shared.streams import LINES
+from shared.urls import is_loopback
 
 SINGLE = ("host", "authorization", "content-type", "content-length", "idempotency-key")
 """Headers that mean something here. One that came twice would be read as one by a proxy and as the

@@ -2,10 +2,84 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from urllib.parse import urlsplit
 
 _VISIBLE = re.compile(r"[!-~]{1,1000}")
+
+DNS_PREFIX = "dns+"
+"""Before the URL of a name that stands for a sampler at each of its addresses."""
+
+REGISTERED = "registered"
+"""In the place of a URL: every sampler that registered itself."""
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def trainer_urls(text: str) -> tuple[str, ...]:
+    """Returns the trainers that HONE_TRAINER_URL names."""
+    return _split(text, ";")
+
+
+def sampler_places(text: str) -> tuple[tuple[str, ...], ...]:
+    """Returns where the samplers of each trainer are, as HONE_ROLLOUT_URL says it."""
+    return tuple(_split(group, ",") for group in text.split(";"))
+
+
+def check_trainers(text: str) -> None:
+    """Raises ValueError for what HONE_TRAINER_URL must not be."""
+    urls = trainer_urls(text)
+    for url in urls or (text,):
+        _check_url(url, "http://host:8002, with semicolons between several")
+    _check_apart([{url} for url in urls])
+
+
+def check_samplers(text: str, trainers: str) -> None:
+    """Raises ValueError for what HONE_ROLLOUT_URL must not be beside these trainers."""
+    groups = sampler_places(text)
+    for place in (place for group in groups for place in group or (text,)):
+        if place != REGISTERED:
+            _check_url(place.removeprefix(DNS_PREFIX), "http://host:8001", shown=place)
+            if place.startswith(DNS_PREFIX) and not urlsplit(place).port:
+                raise ValueError(f"{place!r} has no port; expected for example {place}:8001")
+    if len(groups) != (num_trainers := len(trainer_urls(trainers))):
+        raise ValueError(
+            f"{text!r} has the samplers of {len(groups)} trainer(s), and HONE_TRAINER_URL names "
+            f"{num_trainers}; expected those of each, with semicolons between them"
+        )
+    _check_apart([set(group) for group in groups])
+
+
+def _check_url(text: str, example: str, shown: str | None = None) -> None:
+    try:
+        url = urlsplit(text)
+        is_url = url.scheme in ("http", "https") and url.hostname and url.port != 0
+    except ValueError:  # no number, or no address in its brackets
+        is_url = False
+    if not is_url or "," in text:
+        raise ValueError(f"{shown or text!r} is no URL; expected for example {example}")
+
+
+def _check_apart(groups: list[set[str]]) -> None:
+    """Raises ValueError for a service that is there for two jobs."""
+    seen: set[str] = set()
+    for group in groups:
+        same = {url.rstrip("/").lower() for url in group}
+        if twice := same & seen:
+            raise ValueError(f"{min(twice)!r} is there twice; a service has one job at a time")
+        seen |= same
+
+
+def _split(text: str, separator: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(separator) if part.strip())
 
 
 def check_service_url(url: str) -> str:

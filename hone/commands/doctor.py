@@ -21,8 +21,9 @@ from rich.text import Text
 from hone import host, stack
 from hone.shell import Output, OutputOption, command, show
 from shared.client import Client
-from shared.config import DNS_PREFIX, REGISTERED, Settings, load_settings
+from shared.config import Settings, load_settings
 from shared.errors import BadRequest, HoneError
+from shared.urls import DNS_PREFIX, REGISTERED
 from shared.wire import CheckedWeights, NoBody, RegisteredSampler, SamplerList
 
 ENGINES = {
@@ -226,7 +227,7 @@ async def _services(settings: Settings, samplers: dict[str, str]) -> list[Check]
     urls = {
         "orchestrator": settings.orchestrator_url,
         **samplers,
-        "trainer": settings.trainer_url,
+        **_numbered("trainer", settings.trainer_urls),
         "reward": settings.reward_url,
     }
     token = settings.bearer()
@@ -263,12 +264,17 @@ def _lease(sampler: RegisteredSampler) -> Check:
 def _samplers(settings: Settings, registered: tuple[RegisteredSampler, ...] = ()) -> dict[str, str]:
     """Returns where each sampler is, by what to call it. Of a name that stands for several, one
     answers."""
-    urls = [place for place in settings.rollout_urls if place != REGISTERED]
-    named = {f"rollout {number}": url for number, url in enumerate(urls, 1)}
-    if len(named) == 1 and len(settings.rollout_urls) == 1:
-        named = {"rollout": urls[0]}
+    places = settings.rollout_urls
+    numbered = _numbered("rollout", places)
+    named = {name: url for name, url in numbered.items() if url != REGISTERED}
     own = {f"rollout {sampler.replica}": sampler.url for sampler in registered}
     return {name: url.removeprefix(DNS_PREFIX) for name, url in (named | own).items()}
+
+
+def _numbered(service: str, urls: tuple[str, ...]) -> dict[str, str]:
+    if len(urls) == 1:
+        return {service: urls[0]}
+    return {f"{service} {number}": url for number, url in enumerate(urls, 1)}
 
 
 async def _held(settings: Settings, sampler: str, url: str) -> Check:

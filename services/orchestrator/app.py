@@ -1,4 +1,4 @@
-"""The orchestrator: the jobs API, and the worker that does the work."""
+"""The orchestrator: the jobs API, and the workers that do the work."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from shared.service import Service
 
 
 def create_service(settings: Settings, store: Store) -> Service:
-    """Returns the orchestrator, its worker running inside."""
+    """Returns the orchestrator, with a worker for each trainer running inside."""
+    others = len(settings.slots) > 1
+    workers = [Worker(store, slot, others=others) for slot in settings.slots]
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
         with contextlib.suppress(HoneError):  # the worker waits until it can check, and says why
             await store.check(settings.runs_dir)
-        leaving = asyncio.create_task(_work(Worker(store, settings), service.draining))
+        leaving = [asyncio.create_task(_work(worker, service.draining)) for worker in workers]
         try:
             yield
         finally:
             service.draining.begin()
-            await leaving
+            await asyncio.gather(*leaving)
             await store.close()
 
     async def check_redis() -> str | None:

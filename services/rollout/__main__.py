@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 
 from shared.config import Settings
+from shared.errors import BadRequest
 from shared.models import model_folder
 from shared.startup import run_main
 
@@ -17,6 +18,11 @@ def main(settings: Settings) -> None:
     from services.rollout.weights.copies import Copies
     from services.rollout.weights.fetching import Fetcher
 
+    if len(settings.trainer_urls) > 1:
+        raise BadRequest(
+            f"HONE_TRAINER_URL is {settings.trainer_url!r}; expected one URL: a sampler has the "
+            "weights of one trainer"
+        )
     if settings.rollout_model:
         model_folder(settings.rollout_model)
     replica = settings.rollout_replica or f"{socket.gethostname()}:{settings.rollout_port}"

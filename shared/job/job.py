@@ -30,6 +30,7 @@ MAY_CHANGE = frozenset(
     {
         "name",
         "steps",
+        "priority",
         "weight_sync",
         "memory",
         "evaluation",
@@ -70,6 +71,10 @@ class Job(Section):
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seeds the order of prompts, sampling, the deal into minibatches and dropout. Below 2^63."""
+
+    priority: int = Field(default=0, ge=-100, le=100)
+    """Which queued job is taken first: the one with the highest, of several the one submitted
+    first. From -100 to 100. A job that runs is never stopped for another one."""
 
     max_model_len: int | None = Field(default=None, gt=0)
     """Most tokens of prompt and completion together. None: what the model was made for. A lower

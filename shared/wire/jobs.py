@@ -30,6 +30,10 @@ class JobRecord(Wire):
     went on after a service had lost its state, and `attempts` how often a worker took it up.
     `data` says which content the job's data has, by "train" and "eval": a file's digest, or a
     dataset's commit on the Hub. It goes on with that content only.
+
+    `place` is that of a queued job: 1 for the one that is taken next. `waits_for` says who has the
+    trainers meanwhile: host and port, and the job. `trainer` is the one that the job was given
+    last.
     """
 
     id: JobId
@@ -48,6 +52,9 @@ class JobRecord(Wire):
     error: str | None = None
     run_dir: str
     attempts: int = 0
+    place: int | None = None
+    waits_for: dict[str, JobId] = {}
+    trainer: str | None = None
     summary: dict[str, Any] | None = None
     data: dict[str, str] = {}
     job: Job

@@ -116,7 +116,7 @@ async def check_job(job: Job, settings: Settings) -> Prompts:
     model_folder(job.model)
     prompts = await asyncio.to_thread(load_prompts, job, settings)
     first = await asyncio.to_thread(_check_prompts, prompts)
-    peers = Peers(job, settings)
+    peers = Peers(job, settings.slots[0])
     try:
         await peers.validate_rewards(prompts.columns, first)
         return prompts

@@ -59,7 +59,7 @@ async def regrade(
     columns."""
     check_steps(request, folder)
     changed_job = job.model_copy(update={"rewards": request.rewards})
-    peers = Peers(changed_job, settings)
+    peers = Peers(changed_job, settings.slots[0])
     steps: list[RegradedStep] = []
     examples: list[RegradedRollout] = []
     try:

@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 from fastapi import Path
 
 from services.orchestrator.queue.store import Store
-from shared.config import REGISTERED, Settings, is_loopback
+from shared.config import Settings
 from shared.errors import BadRequest
 from shared.service import Service
+from shared.urls import REGISTERED, is_loopback
 from shared.wire import RegisteredSampler, Registration, SamplerList, Unregistered
 
 Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,99}$")]

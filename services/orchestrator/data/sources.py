@@ -19,11 +19,12 @@ from services.orchestrator.data.tables import (
     no_rows,
 )
 from services.orchestrator.data.uploads import Uploads
-from shared.config import Settings, is_loopback
+from shared.config import Settings
 from shared.digest import digest_of_file
 from shared.errors import BadRequest, Unavailable
 from shared.job import UPLOADED, DataSpec, Source
 from shared.models import HUB_ID
+from shared.urls import is_loopback
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 COMMIT = re.compile(r"[0-9a-f]{40}")

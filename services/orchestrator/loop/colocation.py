@@ -23,8 +23,8 @@ def check_colocation(job: Job, settings: Settings) -> None:
             f"HONE_COLOCATE is set, so the sampler sleeps at each step anyway: got weight_sync "
             f'"{job.weight_sync}", expected "auto" or one that loads in place'
         )
-    if not is_one(settings.rollout_urls):
+    if not all(is_one(slot.rollout_urls) for slot in settings.slots):
         raise BadRequest(
             "HONE_COLOCATE is set, so the sampler is the one on the trainer's GPU: got "
-            f"HONE_ROLLOUT_URL {settings.rollout_url!r}, expected one URL"
+            f"HONE_ROLLOUT_URL {settings.rollout_url!r}, expected one URL for each trainer"
         )

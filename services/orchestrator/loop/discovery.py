@@ -8,8 +8,8 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
-from shared.config import DNS_PREFIX, REGISTERED
 from shared.logs import get_logger
+from shared.urls import DNS_PREFIX, REGISTERED
 
 Registered = Callable[[], Awaitable[Sequence[str]]]
 """Returns the URLs of the samplers that are registered now."""

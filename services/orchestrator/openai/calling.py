@@ -18,13 +18,14 @@ from starlette.background import BackgroundTask
 from services.orchestrator.loop.discovery import sampler_urls
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue.store import Store
-from shared.config import Settings, is_loopback
+from shared.config import Settings
 from shared.errors import BadRequest, NotFound, Unavailable
 from shared.logs import get_logger
 from shared.operations import client_went_away, done_or
 from shared.service import Service
 from shared.streams import client_gone
 from shared.tls import trusted
+from shared.urls import is_loopback
 
 CONNECT_S = 5.0
 MODELS_S = 10.0

@@ -2,7 +2,10 @@
 
     hone:store                   string  the identity of this Redis (identity.py)
     hone:jobs                    zset    every job id by creation time
-    hone:queue                   zset    the to-do list: ids of queued and running jobs, by position
+    hone:queue                   zset    ids of the jobs that wait to begin, by place
+    hone:begun                   zset    ids of those that a worker began and that neither ended
+                                         nor paused, by place: running, or to go on first
+    hone:submitted               string  `submitted_ms` of the newest job
     hone:ended                   zset    ids of ended jobs by the time they ended, for retention
     hone:attempts                string  the attempt of the lease given last, for all jobs
     hone:job:<id>                hash    the record, and what only the scripts use (see below)
@@ -19,6 +22,8 @@
 A job's hash has the fields of `wire.JobRecord`, and besides:
 
     schema            version of what `store.py` wrote
+    submitted_ms      its age in the queue: Unix milliseconds of its submission, no two alike
+    priority          that of the job
     attempt, trainer, samplers  the newest lease given for the job, and what it is on
     owner             the worker that has it, for people
     tries             how often a worker took the job up since a step was done that was not before
@@ -32,6 +37,8 @@ from __future__ import annotations
 STORE = "hone:store"
 JOBS = "hone:jobs"
 QUEUE = "hone:queue"
+BEGUN = "hone:begun"
+SUBMITTED = "hone:submitted"
 ENDED = "hone:ended"
 ATTEMPTS = "hone:attempts"
 JOB = "hone:job:"

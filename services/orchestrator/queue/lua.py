@@ -15,7 +15,8 @@ CALL_TTL_S = 900
 """Longer than a caller goes on retrying (connection.py)."""
 
 _KEYS = f"""
-local JOBS, QUEUE, ENDED = '{keys.JOBS}', '{keys.QUEUE}', '{keys.ENDED}'
+local JOBS, QUEUE, BEGUN, ENDED = '{keys.JOBS}', '{keys.QUEUE}', '{keys.BEGUN}', '{keys.ENDED}'
+local SUBMITTED = '{keys.SUBMITTED}'
 local STORE = '{keys.STORE}'
 local ATTEMPTS, LEASE = '{keys.ATTEMPTS}', '{keys.LEASE}'
 local KEY, DELETED = '{keys.KEY}', '{keys.DELETED}'
@@ -86,15 +87,46 @@ local function free(id)
   redis.call('DEL', LEASE .. field(id, 'trainer'))
 end
 
--- Puts the job last into the queue.
+-- Whether the job waits for a worker, as a queued one does and one whose worker is gone.
+local function is_waiting(id)
+  local status = is_job(id) and field(id, 'status')
+  return status == 'queued' or status == 'running' and not is_leased(id)
+end
+
+-- What the lists are sorted by: priority, then age. Whole numbers of less than 53 bits.
+local function place(id)
+  local submitted_ms = field(id, 'submitted_ms') or (field(id, 'created_at') or 0) * 1000
+  return math.floor(submitted_ms) - (field(id, 'priority') or 0) * 2^42
+end
+
+local function leave_queue(id)
+  redis.call('ZREM', QUEUE, id)
+  redis.call('ZREM', BEGUN, id)
+end
+
+-- The jobs that go on before any other begins.
+local function begun_waiting()
+  local found = {}
+  for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
+    if is_waiting(id) then found[#found + 1] = id end
+  end
+  return found
+end
+
 local function enqueue(id)
-  local last = redis.call('ZREVRANGE', QUEUE, 0, 0, 'WITHSCORES')[2] or '0'
-  redis.call('ZADD', QUEUE, tonumber(last) + 1, id)
-  become(id, 'queued', 'info', 'queued')
+  redis.call('ZREM', BEGUN, id)
+  redis.call('ZADD', QUEUE, place(id), id)
+  local before = #begun_waiting() + redis.call('ZRANK', QUEUE, id)
+  become(id, 'queued', 'info', before == 0 and 'queued' or 'queued, ' .. before .. ' before it')
+end
+
+local function begin(id)
+  redis.call('ZREM', QUEUE, id)
+  redis.call('ZADD', BEGUN, place(id), id)
 end
 
 local function pause(id, level, why)
-  redis.call('ZREM', QUEUE, id)
+  leave_queue(id)
   redis.call('HDEL', job(id), 'pause_requested')
   set(id, 'error', why)
   become(id, 'paused', level, why)
@@ -106,14 +138,14 @@ local function forget(id)
     redis.call('DEL', KEY .. key)
   end
   redis.call('DEL', job(id), events(id), checkpoints(id))
-  for _, list in ipairs({JOBS, QUEUE, ENDED}) do redis.call('ZREM', list, id) end
+  for _, list in ipairs({JOBS, QUEUE, BEGUN, ENDED}) do redis.call('ZREM', list, id) end
 end
 
 -- What a job that has just ended leaves. Of the ended ones the newest are kept.
 local function close(id)
   set(id, 'finished_at', call.now)
   redis.call('HDEL', job(id), 'pause_requested')
-  redis.call('ZREM', QUEUE, id)
+  leave_queue(id)
   redis.call('ZADD', ENDED, call.now, id)
   for _, old in ipairs(redis.call('ZRANGE', ENDED, 0, -1 - tonumber(call.keep_jobs))) do
     forget(old)

@@ -46,6 +46,8 @@ def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
         "fingerprint": run.fingerprint,
         "finished_at": run.finished_at,
         "steps": job.steps,
+        "priority": job.priority,
+        "submitted_ms": int(run.created_at * 1000),
         "step": run.step,
         "furthest": run.step,
         "reward": run.reward,

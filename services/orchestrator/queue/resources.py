@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from urllib.parse import urlsplit
 
-from shared.config import REGISTERED, is_loopback
+from shared.urls import REGISTERED, is_loopback
 
 PORTS = {"http": 80, "https": 443}
 

@@ -21,7 +21,8 @@ OPEN = (
     + """
 for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
   local status = is_job(id) and field(id, 'status')
-  if (status == 'queued' or status == 'running') and not redis.call('ZSCORE', QUEUE, id) then
+  local is_listed = redis.call('ZSCORE', QUEUE, id) or redis.call('ZSCORE', BEGUN, id)
+  if (status == 'queued' or status == 'running') and not is_listed then
     enqueue(id)
   elseif status and has_ended(id) then
     redis.call('ZADD', ENDED, 'NX', field(id, 'finished_at') or call.now, id)
@@ -38,6 +39,12 @@ SUBMIT = once("""
   if redis.call('EXISTS', job(call.id)) == 1 then return 'taken' end
   for name, value in pairs(call.fields) do set(call.id, name, value) end
   redis.call('ZADD', JOBS, call.now, call.id)
+  local time = redis.call('TIME')
+  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+  local last_ms = tonumber(redis.call('GET', SUBMITTED) or '0')
+  local submitted_ms = string.format('%.0f', math.max(now_ms, last_ms + 1))
+  redis.call('SET', SUBMITTED, submitted_ms)
+  set(call.id, 'submitted_ms', submitted_ms)
   enqueue(call.id)
   local answer = call.id .. ' ' .. call.fingerprint
   if call.key ~= '' then redis.call('SET', KEY .. call.key, answer, 'EX', call.key_ttl_s) end
@@ -52,39 +59,71 @@ TAKE = once("""
     if redis.call('EXISTS', LEASE .. name) == 1 then return '' end
   end
 
-  for _, id in ipairs(redis.call('ZRANGE', QUEUE, 0, -1)) do
-    local status = is_job(id) and field(id, 'status')
-    if status ~= 'queued' and status ~= 'running' then
-      redis.call('ZREM', QUEUE, id)
-    elseif status == 'queued' or not is_leased(id) then
-      if redis.call('HINCRBY', job(id), 'tries', 1) > tonumber(call.max_tries) then
-        local why = 'gave up after ' .. call.max_tries
-          .. ' attempts in a row that were cut off before a step was done; look into the'
-          .. " orchestrator's log, then `hone resume " .. id .. '` goes on from there'
-        if asked(id, 'cancel') then cancel(id) else pause(id, 'error', why) end
-      else
-        local last, now = redis.call('INCR', ATTEMPTS), tonumber(redis.call('TIME')[1])
-        local attempt = string.format('%d', math.max(last, now))
-        redis.call('SET', ATTEMPTS, attempt)
-        for name in string.gmatch(resources, '%S+') do
-          redis.call('SET', LEASE .. name, attempt, 'PX', call.lease_ms)
-        end
-        set(id, 'attempt', attempt, 'trainer', call.trainer, 'samplers', call.samplers,
-          'owner', call.owner, 'status', 'running')
-        redis.call('HSETNX', job(id), 'started_at', call.now)
-        local attempts = redis.call('HINCRBY', job(id), 'attempts', 1)
-        event(id, 'status', 'info', 'running',
-          cjson.encode({status = 'running', attempts = attempts}))
-        return attempt .. ' ' .. id
+  -- Whether the job is now the caller's. One that was cut off too often pauses instead.
+  local function taken(id)
+    if redis.call('HINCRBY', job(id), 'tries', 1) > tonumber(call.max_tries) then
+      local why = 'gave up after ' .. call.max_tries
+        .. ' attempts in a row that were cut off before a step was done; look into the'
+        .. " orchestrator's log, then `hone resume " .. id .. '` goes on from there'
+      if asked(id, 'cancel') then cancel(id) else pause(id, 'error', why) end
+      return false
+    end
+    local last, now = redis.call('INCR', ATTEMPTS), tonumber(redis.call('TIME')[1])
+    local attempt = string.format('%d', math.max(last, now))
+    redis.call('SET', ATTEMPTS, attempt)
+    for name in string.gmatch(resources, '%S+') do
+      redis.call('SET', LEASE .. name, attempt, 'PX', call.lease_ms)
+    end
+    begin(id)
+    set(id, 'attempt', attempt, 'trainer', call.trainer, 'samplers', call.samplers,
+      'owner', call.owner, 'status', 'running')
+    redis.call('HSETNX', job(id), 'started_at', call.now)
+    local attempts = redis.call('HINCRBY', job(id), 'attempts', 1)
+    event(id, 'status', 'info', 'running', cjson.encode({status = 'running', attempts = attempts}))
+    return true
+  end
+
+  local function first_of(ids)
+    for _, id in ipairs(ids) do
+      local status = is_job(id) and field(id, 'status')
+      if status ~= 'queued' and status ~= 'running' then
+        leave_queue(id)
+      elseif is_waiting(id) and taken(id) then
+        return field(id, 'attempt') .. ' ' .. id
       end
     end
   end
-  return ''
+
+  local own, others = {}, {}
+  for _, id in ipairs(begun_waiting()) do
+    table.insert(field(id, 'trainer') == call.trainer and own or others, id)
+  end
+  return first_of(own) or first_of(others) or first_of(redis.call('ZRANGE', QUEUE, 0, -1)) or ''
 """)
-"""call: owner, trainer, samplers (with blanks between them), lease_ms, max_tries. Gives the first
-job that nobody has to a worker that can have the trainer and the samplers; one that was cut off too
-often pauses. Returns attempt and job id; '' if any of them is taken or nothing waits. Attempts are
-at least the Unix seconds, so that none is given twice even if Redis is emptied."""
+"""call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries. Gives the trainer,
+the samplers and a job that waits to the caller: one that was cut off, of these first one that had
+this trainer; else the first in the queue. A job that was cut off too often pauses. Returns attempt
+and job id; '' if any of the resources is taken or nothing waits. Attempts are at least the Unix
+seconds, so that none is given twice even if Redis is emptied."""
+
+WAITING = (
+    SHARED
+    + """
+local holders, places, begun = {}, {}, begun_waiting()
+for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
+  if is_job(id) and is_leased(id) then holders[field(id, 'trainer')] = id end
+end
+for place, id in ipairs(begun) do places[id] = place end
+for id in string.gmatch(call.ids, '%S+') do
+  local rank = redis.call('ZRANK', QUEUE, id)
+  if rank then places[id] = #begun + rank + 1 end
+end
+return cjson.encode({holders = holders, places = places})
+"""
+)
+"""call: ids (with blanks between). Returns who waits for what, as JSON: `holders`, the job that has
+each trainer that is taken; and `places`, 1 for the job that is taken next, of those of the jobs
+that wait."""
 
 BEAT = (
     SHARED

@@ -97,6 +97,7 @@ class Store:
         self._report = self._redis.register_script(scripts.REPORT)
         self._halt = self._redis.register_script(scripts.HALT)
         self._pause = self._redis.register_script(scripts.PAUSE)
+        self._waiting = self._redis.register_script(scripts.WAITING)
         self._resume = self._redis.register_script(scripts.RESUME)
         self._cancel = self._redis.register_script(scripts.CANCEL)
         self._delete = self._redis.register_script(scripts.DELETE)
@@ -159,6 +160,7 @@ class Store:
             "name": job.name,
             "created_at": time.time(),
             "steps": job.steps,
+            "priority": job.priority,
             "step": 0,
             "run_dir": (runs_dir / job_id).resolve(),
             "job": spec,
@@ -187,10 +189,31 @@ class Store:
 
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound, or Unreadable for a record that this version cannot read."""
-        fields = await self._hash(keys.job(job_id)) if re.fullmatch(JOB_ID, job_id) else {}
+        (record,) = await self._with_places([await self._read(job_id)])
+        return record
+
+    async def _read(self, job_id: str) -> JobRecord:
+        """Returns the record without its place in the queue; raises as `get` does."""
+        fields = await self._hash(keys.job(_known(job_id)))
         if not fields:
             raise _no_job(job_id)
         return record_of(job_id, fields)
+
+    async def _with_places(self, records: Sequence[JobRecord]) -> list[JobRecord]:
+        """Returns the records; those of queued jobs say which place they have, and who has the
+        trainers."""
+        queued = [record.id for record in records if record.status == "queued"]
+        if not queued:
+            return list(records)
+        found = json.loads(await self._call(self._waiting, ids=" ".join(queued)))
+        return [
+            record.model_copy(
+                update={"place": found["places"].get(record.id), "waits_for": found["holders"]}
+            )
+            if record.status == "queued"
+            else record
+            for record in records
+        ]
 
     async def note(self, job_id: str) -> Note:
         """Returns what the run folder keeps of the record. Raises NotFound, or Unreadable."""
@@ -215,13 +238,13 @@ class Store:
         unreadable: list[str] = []
         for job_id in shown:
             try:
-                records.append(await self.get(job_id))
+                records.append(await self._read(job_id))
             except NotFound:  # deleted since
                 continue
             except Unreadable:
                 unreadable.append(job_id)
         return JobList(
-            jobs=tuple(records),
+            jobs=tuple(await self._with_places(records)),
             next_after=shown[-1] if len(ids) > limit else None,
             unreadable=tuple(unreadable),
         )
@@ -231,7 +254,7 @@ class Store:
         found: list[JobRecord] = []
         for job_id in await self._do(self._redis.zdiff([keys.JOBS, keys.ENDED])):
             with contextlib.suppress(NotFound, Unreadable):  # deleted since, or of another version
-                found.append(await self.get(job_id))
+                found.append(await self._read(job_id))
         return found
 
     async def cancel(self, job_id: str) -> JobState:
@@ -260,7 +283,11 @@ class Store:
         """Returns the state of the job, which is queued again if it was paused, to go on as `job`
         if given; a pause that was asked for and has not happened yet is called off. Raises Conflict
         if it has ended, or runs and was to change."""
-        fields = {"job": job.model_dump_json(), "steps": job.steps} if job else None
+        fields = (
+            {"job": job.model_dump_json(), "steps": job.steps, "priority": job.priority}
+            if job
+            else None
+        )
         before = await self._call(self._resume, id=_known(job_id), fields=fields)
         if job and before in ("queued", "running"):
             raise Conflict(f"job {job_id!r} is {before}; pause it before you change it")
@@ -319,9 +346,9 @@ class Store:
     async def take(
         self, owner: str, trainer: str, lease_s: float, samplers: Sequence[str] = ()
     ) -> Lease | None:
-        """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits: the
-        first in the queue that no worker has. A job that was cut off keeps its place, so it goes on
-        before others begin."""
+        """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits: one
+        that was cut off, if possible of this trainer, before others begin; else the first in the
+        queue, by priority and age."""
         await self.check_still()
         answer = await self._call(
             self._take,

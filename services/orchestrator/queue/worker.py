@@ -1,5 +1,4 @@
-"""Takes jobs from the queue and runs them, one at a time, on the trainer and samplers that the
-settings name.
+"""Takes jobs from the queue and runs them, one at a time, on one trainer and its samplers.
 
 While a job runs, its lease is renewed (heartbeat.py). A lost lease stops the work here at once,
 without a word to the store.
@@ -19,7 +18,7 @@ from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import heartbeat
 from services.orchestrator.queue.connection import StoreEmptied
 from services.orchestrator.queue.records import Unreadable
-from services.orchestrator.queue.resources import resource
+from services.orchestrator.queue.slots import Slot
 from services.orchestrator.queue.store import Lease, LeaseLost, Store
 from services.orchestrator.record.noting import note_end
 from shared.config import Settings
@@ -38,12 +37,15 @@ GOODBYE_S = 2.0
 
 
 class Worker:
-    def __init__(self, store: Store, settings: Settings) -> None:
+    """`settings` name one trainer and its samplers. If they are away and there are `others`, jobs
+    are left to these."""
+
+    def __init__(self, store: Store, settings: Settings, *, others: bool = False) -> None:
         self._store = store
         self._settings = settings
+        self._slot = Slot(settings, store.samplers.urls)
+        self._others = others
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self._trainer = resource(settings.trainer_url)
-        self._samplers = sorted({resource(url) for url in settings.rollout_urls})
         self._lease: Lease | None = None
         self._redis = Presence("Redis", self._tell)
         self._news: str | None = None
@@ -56,9 +58,11 @@ class Worker:
             asked_at = time.monotonic()
             try:
                 await self._give_back()
-                self._lease = await self._store.take(
-                    self._owner, self._trainer, self._settings.lease_s, self._samplers
-                )
+                if not self._others or await self._slot.is_there():
+                    asked_at = time.monotonic()
+                    self._lease = await self._store.take(
+                        self._owner, self._slot.trainer, self._settings.lease_s, self._slot.samplers
+                    )
                 await self._redis.heard()
                 if self._lease:
                     await self._work(self._lease, asked_at)

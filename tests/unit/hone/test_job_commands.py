@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 from typer.testing import CliRunner
@@ -19,8 +19,11 @@ from tests.support.job_records import record
 class Orchestrator:
     """Answers as `hone.Client` does, for a job in one state."""
 
+    waits: Mapping[str, object] = {}
+
     def __init__(self, status: str) -> None:
-        self.record = record(status, "gave up after 20 attempts" if status == "paused" else None)
+        why = "gave up after 20 attempts" if status == "paused" else None
+        self.record = record(status, why).model_copy(update=self.waits)
 
     def list(self, limit: int) -> JobList:
         return JobList(jobs=(self.record,)[:limit], unreadable=("old-1",)[:limit])
@@ -109,3 +112,17 @@ def test_what_was_rebuilt_is_shown_as_a_table(monkeypatch: pytest.MonkeyPatch) -
         "demo-1 paused 3/9 rebuilt from its run folder",
         "demo-1 paused 3/9 was known already",
     ]
+
+
+def test_a_queued_job_is_shown_with_its_place_and_who_has_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: dict[str, object] = {"place": 2, "waits_for": {"gpu-1:8002": "demo-0"}}
+    monkeypatch.setattr(Orchestrator, "waits", waits)
+    _, shown = run(monkeypatch, "queued", "ls")
+    assert shown.splitlines()[1].split()[:3] == ["demo-1", "queued", "(2)"]
+    assert shown.splitlines()[2] == "the trainer gpu-1:8002 is taken by demo-0"
+    _, shown = run(monkeypatch, "queued", "get", "demo")
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "place in the queue 2" in lines
+    assert "waits because the trainer gpu-1:8002 is taken by demo-0" in lines

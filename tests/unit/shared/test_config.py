@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.config import load_settings
+from shared.config import Settings, load_settings
 from shared.errors import BadRequest
 
 
@@ -57,3 +57,42 @@ def test_secrets_do_not_show_in_settings(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HONE_REDIS_URL", "redis://:hidden-word@127.0.0.1/0")
     shown = repr(load_settings())
     assert "secret-token" not in shown and "hidden-word" not in shown
+
+
+def test_each_trainer_has_settings_of_its_own() -> None:
+    settings = Settings(
+        trainer_url="http://a:1; http://b:2/",
+        rollout_url="http://a:3,dns+http://c:4;registered",
+        lease_s=7,
+    )
+    assert [(slot.trainer_url, slot.rollout_urls) for slot in settings.slots] == [
+        ("http://a:1", ("http://a:3", "dns+http://c:4")),
+        ("http://b:2/", ("registered",)),
+    ]
+    assert settings.rollout_urls == ("http://a:3", "dns+http://c:4", "registered")
+    assert {slot.lease_s for slot in settings.slots} == {7}
+    alone = Settings(rollout_url="http://a:1,http://b:1")
+    assert alone.slots == (alone,)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "samplers", "said"),
+    [
+        ("http://a:1;http://b:2", "http://c:3", r"the samplers of 1 trainer\(s\), .* names 2"),
+        ("http://a:1", "http://c:3;http://d:4", r"the samplers of 2 trainer\(s\), .* names 1"),
+        ("http://a:1;http://b:2", "http://c:3;http://C:3/", "'http://c:3' is there twice"),
+        ("http://a:1;http://b:2", "registered;registered", "'registered' is there twice"),
+        ("http://a:1;http://a:1/", "http://c:3;http://d:4", "'http://a:1' is there twice"),
+        ("http://a:1,http://b:2", "http://c:3", "no URL; .* with semicolons between several"),
+        ("http://a:1;http://b:2", "http://c:3;", "no URL; expected for example http://host:8001"),
+        ("", "http://c:3", "'' is no URL"),
+        ("http://a:x", "http://c:3", "'http://a:x' is no URL"),
+    ],
+)
+def test_trainers_and_samplers_that_do_not_belong_together_are_refused(
+    monkeypatch: pytest.MonkeyPatch, trainers: str, samplers: str, said: str
+) -> None:
+    monkeypatch.setenv("HONE_TRAINER_URL", trainers)
+    monkeypatch.setenv("HONE_ROLLOUT_URL", samplers)
+    with pytest.raises(BadRequest, match=said):
+        load_settings()

@@ -1,0 +1,72 @@
+"""Which services a stack on one machine has, and at which ports: of some there may be several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shared.config import PREFIX, Settings
+from shared.errors import BadRequest
+
+SERVICES = ("reward", "trainer", "rollout", "orchestrator")
+"""In the order of starting; stopped the other way round."""
+
+Url = Callable[[int], str]
+"""Returns the URL of a service by its port."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A trainer and its samplers, by their ports; `number` counts from 0."""
+
+    number: int
+    trainer: int
+    samplers: range
+
+
+def slots(settings: Settings) -> list[Slot]:
+    each, first = settings.rollout_replicas, settings.rollout_port
+    return [
+        Slot(
+            number,
+            settings.trainer_port + number,
+            range(first + number * each, first + (number + 1) * each),
+        )
+        for number in range(settings.trainers)
+    ]
+
+
+def ports(settings: Settings) -> dict[str, int]:
+    """Returns the port of each service, by the name of its process. Raises BadRequest for one that
+    would be that of two."""
+    trainers = [slot.trainer for slot in slots(settings)]
+    samplers = [port for slot in slots(settings) for port in slot.samplers]
+    found = {name: int(getattr(settings, f"{name}_port")) for name in SERVICES}
+    found |= {beside("trainer", port): port for port in trainers[1:]}
+    found |= {beside("rollout", port): port for port in samplers[1:]}
+    owners: dict[int, str] = {}
+    for name, port in found.items():
+        if (other := owners.setdefault(port, name)) != name:
+            first = f"{PREFIX}{name.partition('-')[0].upper()}_PORT"
+            raise BadRequest(
+                f"port {port} would be that of {other} and of {name}; expected {first} to begin "
+                "where as many ports in a row are free"
+            )
+    return found
+
+
+def beside(service: str, port: int) -> str:
+    """Names a trainer or sampler beside the first one, and its log."""
+    return f"{service}-{port}"
+
+
+def places(chosen: Sequence[Slot], url: Url) -> dict[str, str]:
+    """Returns how settings name these trainers and their samplers."""
+    return {
+        "trainer_url": ";".join(url(slot.trainer) for slot in chosen),
+        "rollout_url": ";".join(",".join(map(url, slot.samplers)) for slot in chosen),
+    }
+
+
+def variables(chosen: Sequence[Slot], url: Url) -> dict[str, str]:
+    return {f"{PREFIX}{name.upper()}": text for name, text in places(chosen, url).items()}

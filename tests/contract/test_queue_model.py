@@ -1,0 +1,312 @@
+"""The queue against a model of it in plain Python: random operations by several orchestrators on a
+real Redis, and after each the same jobs in the same states and places."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio as redis
+
+from services.orchestrator.queue import keys
+from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store
+from shared.job import Job
+
+RUNS = Path("/runs")
+JOB = Job.model_validate(
+    {
+        "name": "demo",
+        "model": "m/m",
+        "steps": 1000,
+        "data": {"train": "x"},
+        "rewards": [{"grader": "length"}],
+    }
+)
+SLOTS = {"t1": ("s1", "s2"), "t2": ("s3",), "t3": ("s2", "s4")}
+"""Trainers and their samplers. Orchestrators that were set up differently share `s2`."""
+
+NUM_OPERATIONS = 150
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 60))]
+
+
+@dataclass
+class Modelled:
+    """A job as the model has it. `order` counts submissions."""
+
+    id: str
+    order: int
+    priority: int
+    status: str = "queued"
+    begun: bool = False
+    trainer: str | None = None
+    attempt: int = 0
+    tries: int = 0
+    asked: set[str] = field(default_factory=set[str])
+    step: int = 0
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        return -self.priority, self.order
+
+
+class Model:
+    def __init__(self) -> None:
+        self.jobs: dict[str, Modelled] = {}
+        self.leases: dict[str, int] = {}
+        """Resource -> attempt."""
+        self.last_attempt = 0
+
+    def has_lease(self, job: Modelled) -> bool:
+        return job.trainer is not None and self.leases.get(job.trainer) == job.attempt
+
+    def waiting(self) -> tuple[list[Modelled], list[Modelled]]:
+        """Returns those that were begun, and those that were not, each by turn."""
+        found = [
+            job
+            for job in sorted(self.jobs.values(), key=lambda job: job.turn)
+            if job.status == "queued" or (job.status == "running" and not self.has_lease(job))
+        ]
+        return [job for job in found if job.begun], [job for job in found if not job.begun]
+
+    def places(self) -> dict[str, int]:
+        begun, queued = self.waiting()
+        return {job.id: place for place, job in enumerate(begun + queued, 1)}
+
+    def holders(self) -> dict[str, str]:
+        return {job.trainer or "": job.id for job in self.jobs.values() if self.has_lease(job)}
+
+    def take(self, trainer: str) -> Modelled | None:
+        resources = (trainer, *SLOTS[trainer])
+        if any(name in self.leases for name in resources):
+            return None
+        begun, queued = self.waiting()
+        own = [job for job in begun if job.trainer == trainer]
+        for job in [*own, *(job for job in begun if job not in own), *queued]:
+            job.tries += 1
+            if job.tries > MAX_TRIES:
+                self.end(job, "cancelled" if "cancel" in job.asked else "paused")
+                continue
+            job.begun, job.status, job.trainer = True, "running", trainer
+            return job
+        return None
+
+    def grant(self, job: Modelled, attempt: int) -> None:
+        assert attempt > self.last_attempt, "attempts grow"
+        self.last_attempt = job.attempt = attempt
+        assert job.trainer
+        for name in (job.trainer, *SLOTS[job.trainer]):
+            self.leases[name] = attempt
+
+    def free(self, attempt: int) -> None:
+        self.leases = {name: each for name, each in self.leases.items() if each != attempt}
+
+    def end(self, job: Modelled, status: str) -> None:
+        job.status, job.begun = status, False
+        job.asked.discard("pause")
+
+    def is_current(self, lease: Lease) -> bool:
+        job = self.jobs.get(lease.job_id)
+        if job is None or job.status != "running" or job.attempt != lease.attempt:
+            return False
+        return self.has_lease(job)
+
+
+class Driver:
+    """Does each operation to both, and compares."""
+
+    def __init__(self, stores: list[Store], raw: Any, seed: int) -> None:
+        self.stores, self.raw = stores, raw
+        self.model = Model()
+        self.choose = random.Random(seed)
+        self.leases: list[Lease] = []
+
+    @property
+    def store(self) -> Store:
+        return self.choose.choice(self.stores)
+
+    def job(self, *statuses: str) -> Modelled | None:
+        fitting = [job for job in self.model.jobs.values() if job.status in statuses]
+        return self.choose.choice(fitting) if fitting else None
+
+    async def submit(self) -> None:
+        priority = self.choose.choice((-3, 0, 0, 0, 100))
+        job = JOB.model_copy(update={"priority": priority})
+        record = await self.store.submit(job, RUNS, None)
+        model = self.model
+        model.jobs[record.id] = Modelled(record.id, len(model.jobs), priority)
+
+    async def take(self) -> None:
+        trainer = self.choose.choice(list(SLOTS))
+        expected = self.model.take(trainer)
+        lease = await self.store.take("worker", trainer, 1000.0, SLOTS[trainer])
+        assert (lease and lease.job_id) == (expected and expected.id)
+        if lease and expected:
+            self.model.grant(expected, lease.attempt)
+            self.leases.append(lease)
+
+    async def expire(self) -> None:
+        """As Redis does when nobody renews it."""
+        if self.leases:
+            attempt = self.choose.choice(self.leases[-4:]).attempt
+            names = [name for name, each in self.model.leases.items() if each == attempt]
+            for name in names:
+                await self.raw.delete(keys.LEASE + name)
+            self.model.free(attempt)
+
+    async def work(self) -> None:
+        """A worker, perhaps one that was superseded, does something with its lease."""
+        if not self.leases:
+            return
+        lease = self.choose.choice(self.leases[-6:])
+        job, is_current = self.model.jobs.get(lease.job_id), self.model.is_current(lease)
+        what = self.choose.choice((self.beat, self.step, self.finish, self.halt, self.halt_why))
+        if is_current:
+            assert job
+            await what(lease, job)
+        else:
+            with pytest.raises(LeaseLost):
+                await what(lease, Modelled("", 0, 0))
+
+    async def beat(self, lease: Lease, job: Modelled) -> None:
+        asked = await self.store.beat(lease)
+        assert asked == ("cancel" if "cancel" in job.asked else "pause" if job.asked else None)
+
+    async def step(self, lease: Lease, job: Modelled) -> None:
+        await self.store.report(lease, "step", "a step", {"step": job.step + 1}, step=job.step + 1)
+        job.step, job.tries = job.step + 1, 0
+
+    async def finish(self, lease: Lease, job: Modelled) -> None:
+        status = self.choose.choice(("succeeded", "failed"))
+        await self.store.report(lease, "status", status, {"status": status}, status=status)
+        self.model.free(lease.attempt)
+        self.model.end(job, status)
+
+    async def halt(self, lease: Lease, job: Modelled) -> None:
+        await self.store.halt(lease, None)
+        self.model.free(lease.attempt)
+        if job.asked:
+            self.model.end(job, "cancelled" if "cancel" in job.asked else "paused")
+        else:
+            job.status, job.tries = "queued", job.tries - 1
+
+    async def halt_why(self, lease: Lease, job: Modelled) -> None:
+        await self.store.halt(lease, "a disk is full")
+        self.model.free(lease.attempt)
+        self.model.end(job, "cancelled" if "cancel" in job.asked else "paused")
+
+    async def pause(self) -> None:
+        if job := self.job("queued", "running"):
+            await self.store.pause(job.id)
+            if job.status == "queued":
+                self.model.end(job, "paused")
+            else:
+                job.asked.add("pause")
+
+    async def resume(self) -> None:
+        if job := self.job("paused"):
+            changed = None
+            if self.choose.random() < 0.3:
+                job.priority = self.choose.choice((-1, 5))
+                changed = JOB.model_copy(update={"priority": job.priority})
+            await self.store.resume(job.id, changed)
+            job.status, job.tries, job.begun = "queued", 0, False
+
+    async def cancel(self) -> None:
+        if job := self.job("queued", "running", "paused"):
+            await self.store.cancel(job.id)
+            if job.status == "running":
+                job.asked.add("cancel")
+            else:
+                self.model.end(job, "cancelled")
+
+    async def delete(self) -> None:
+        if job := self.job("succeeded", "failed", "cancelled"):
+            await self.store.delete(job.id)
+            del self.model.jobs[job.id]
+
+    async def compare(self) -> None:
+        model = self.model
+        listed = await self.store.list(None, 1000)
+        places, holders = model.places(), model.holders()
+        shown = {
+            job.id: (job.status, job.place, job.waits_for, job.step) for job in listed.jobs
+        }
+        expected = {
+            job.id: (
+                job.status,
+                places[job.id] if job.status == "queued" else None,
+                holders if job.status == "queued" else {},
+                job.step,
+            )
+            for job in model.jobs.values()
+        }
+        assert shown == expected
+
+
+WEIGHTS = {
+    Driver.submit: 5,
+    Driver.take: 8,
+    Driver.work: 8,
+    Driver.expire: 3,
+    Driver.pause: 2,
+    Driver.resume: 3,
+    Driver.cancel: 1,
+    Driver.delete: 1,
+}
+
+
+@pytest.fixture
+async def stores(redis_url: str) -> AsyncGenerator[list[Store]]:
+    stores = [Store(redis_url), Store(redis_url)]
+    for store in stores:
+        await store.open()
+    yield stores
+    for store in stores:
+        await store.close()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_the_queue_does_what_its_model_does(
+    stores: list[Store], redis_url: str, seed: int
+) -> None:
+    raw = redis.from_url(redis_url, decode_responses=True)
+    driver = Driver(stores, raw, seed)
+    operations = driver.choose.choices(list(WEIGHTS), list(WEIGHTS.values()), k=NUM_OPERATIONS)
+    for operation in operations:
+        await operation(driver)
+        await driver.compare()
+    await raw.aclose()
+
+
+async def test_of_many_orchestrators_none_gets_what_another_one_has(redis_url: str) -> None:
+    """Each has all trainers; whoever has a job holds its trainer and samplers alone."""
+    stores = [Store(redis_url) for _ in range(4)]
+    await stores[0].open()
+    ids = {(await stores[0].submit(JOB, RUNS, None)).id for _ in range(24)}
+    held: set[str] = set()
+    done: list[str] = []
+
+    async def work(store: Store, trainer: str) -> None:
+        while len(done) < len(ids):
+            lease = await store.take("worker", trainer, 1000.0, SLOTS[trainer])
+            if lease is None:
+                await asyncio.sleep(0.001)
+                continue
+            resources = {trainer, *SLOTS[trainer]}
+            assert not held & resources
+            held.update(resources)
+            await asyncio.sleep(0)
+            done.append(lease.job_id)
+            held.difference_update(resources)
+            await store.report(lease, "status", "ok", {"status": "succeeded"}, status="succeeded")
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(work(store, trainer) for store in stores for trainer in SLOTS))
+    for store in stores:
+        await store.close()
+    assert set(done) == ids and len(done) == len(ids)

@@ -1,0 +1,213 @@
+"""Several trainers behind one orchestrator, each with a sampler of its own: several jobs at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from services.orchestrator.loop import run
+from services.orchestrator.queue import slots
+from services.orchestrator.queue.resources import resource
+from shared.client import Client
+from shared.config import Settings
+from shared.job import Job
+from shared.wire import JobRecord, JobState, SubmitRequest
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import orchestrator
+
+job = orchestrator_stack.job  # a fixture
+
+
+@dataclass
+class Several:
+    """Two trainers, each with a sampler; `first` grades for both."""
+
+    first: FakeServices
+    second: FakeServices
+    settings: Settings
+    client: Client
+
+    async def submit(self, job: Job, **changes: Any) -> JobRecord:
+        body = SubmitRequest(job=job.model_copy(update=changes))
+        return await self.client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+
+    async def get(self, job_id: str) -> JobRecord:
+        return await self.client.get(f"/v1/jobs/{job_id}", JobRecord)
+
+    async def post(self, job_id: str, what: str) -> JobState:
+        path = f"/v1/jobs/{job_id}/{what}"
+        return await self.client.call("POST", path, None, JobState, deadline_s=30)
+
+    async def until(self, job_id: str, status: str) -> JobRecord:
+        async with asyncio.timeout(60):
+            while (record := await self.get(job_id)).status != status:
+                assert record.error is None, record.error
+                await asyncio.sleep(0.02)
+        return record
+
+
+@contextlib.asynccontextmanager
+async def several(settings: Settings, redis_url: str) -> AsyncGenerator[Several]:
+    first, second = FakeServices(settings), FakeServices(settings)
+    async with first.running(settings) as one, second.running(settings) as other:
+        both = one.model_copy(
+            update={
+                "trainer_url": f"{one.trainer_url};{other.trainer_url}",
+                "rollout_url": f"{one.rollout_url};{other.rollout_url}",
+            }
+        )
+        async with (
+            orchestrator(both, redis_url) as (_, transport),
+            Client("orchestrator", "http://localhost", transport=transport) as client,
+        ):
+            yield Several(first, second, both, client)
+
+
+def blocked(fakes: FakeServices) -> asyncio.Event:
+    """Lets no step end before the event is set."""
+    go = asyncio.Event()
+
+    async def block(_: Any) -> None:
+        await go.wait()
+
+    fakes.fault["train_step"] = block
+    return go
+
+
+async def test_two_jobs_run_at_once_and_the_third_says_what_it_waits_for(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    async with several(settings, redis_url) as stack:
+        gates = blocked(stack.first), blocked(stack.second)
+        running = [await stack.submit(job) for _ in range(2)]
+        for record in running:
+            await stack.until(record.id, "running")
+        trainers = [resource(slot.trainer_url) for slot in stack.settings.slots]
+        waiting = await stack.submit(job, name="third")
+        last = await stack.submit(job, name="last")
+        urgent = await stack.submit(job, name="urgent", priority=1)
+        records = [await stack.get(record.id) for record in running]
+        assert {record.trainer for record in records} == set(trainers)
+        taken = {record.trainer: record.id for record in records}
+        found = [await stack.get(record.id) for record in (urgent, waiting, last)]
+        assert [(record.place, record.waits_for) for record in found] == [
+            (1, taken),
+            (2, taken),
+            (3, taken),
+        ]
+        assert (records[0].place, records[0].waits_for) == (None, {})
+        gates[1].set()
+        stack.second.fault.clear()
+        for record in (urgent, waiting, last):
+            await stack.until(record.id, "succeeded")
+        assert (await stack.get(str(taken[trainers[0]]))).status == "running"
+        gates[0].set()
+        for record in running:
+            await stack.until(record.id, "succeeded")
+        ids = [body.job_id for body in stack.second.trained if body.step == 1]
+        assert ids[1:] == [urgent.id, waiting.id, last.id]
+        assert len({body.job_id for body in stack.first.trained}) == 1
+
+
+async def test_a_job_goes_on_with_another_trainer_where_it_was(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    """What the first trainer had is replayed from the run folder."""
+    first, second = FakeServices(settings), FakeServices(settings)
+    reached, go = asyncio.Event(), asyncio.Event()
+
+    async def block(body: Any) -> None:
+        if body.step == 3:
+            reached.set()
+            await go.wait()
+
+    first.fault["train_step"] = block
+    async with first.running(settings) as one, second.running(settings) as other:
+        async with (
+            orchestrator(one, redis_url) as (_, transport),
+            Client("orchestrator", "http://localhost", transport=transport) as client,
+        ):
+            stack = Several(first, second, one, client)
+            job_id = (await stack.submit(job)).id
+            await asyncio.wait_for(reached.wait(), 20)
+            await stack.post(job_id, "pause")
+            go.set()
+            async with asyncio.timeout(20):
+                while (await stack.get(job_id)).status != "paused":
+                    await asyncio.sleep(0.02)
+            had = (await stack.get(job_id)).trainer
+        async with (
+            orchestrator(other, redis_url) as (_, transport),
+            Client("orchestrator", "http://localhost", transport=transport) as client,
+        ):
+            stack = Several(first, second, other, client)
+            await stack.post(job_id, "resume")
+            record = await stack.until(job_id, "succeeded")
+    assert (had, record.trainer) == (resource(one.trainer_url), resource(other.trainer_url))
+    assert [body.step for body in second.trained] == list(range(1, job.steps + 1))
+    replayed = [body.examples for body in second.trained[: len(first.trained)]]
+    assert replayed == [body.examples for body in first.trained] and replayed
+
+
+async def test_a_trainer_that_is_away_takes_no_job_where_there_is_another(
+    settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "LOOK_AT_SLOT_S", 0.05)
+    monkeypatch.setattr(run, "PAUSES_S", (0.0, 0.0, 0.0))
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as there:
+        both = there.model_copy(
+            update={
+                "trainer_url": f"http://127.0.0.1:9;{there.trainer_url}",
+                "rollout_url": f"http://127.0.0.1:10;{there.rollout_url}",
+                "patience_s": 0.1,
+            }
+        )
+        async with (
+            orchestrator(both, redis_url) as (_, transport),
+            Client("orchestrator", "http://localhost", transport=transport) as client,
+        ):
+            stack = Several(fakes, fakes, both, client)
+            records = [await stack.submit(job, steps=2) for _ in range(3)]
+            for record in records:
+                ended = await stack.until(record.id, "succeeded")
+                assert ended.trainer == resource(there.trainer_url)
+
+
+async def test_a_job_that_was_cut_off_goes_back_to_its_own_trainer(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    """With the orchestrator dead and started again, each job finds what its trainer has of it."""
+    first, second = FakeServices(settings), FakeServices(settings)
+    async with first.running(settings) as one, second.running(settings) as other:
+        both = one.model_copy(
+            update={
+                "trainer_url": f"{one.trainer_url};{other.trainer_url}",
+                "rollout_url": f"{one.rollout_url};{other.rollout_url}",
+                "lease_s": 1.0,
+            }
+        )
+        gates = blocked(first), blocked(second)
+        async with (
+            orchestrator(both, redis_url) as (_, transport),
+            Client("orchestrator", "http://localhost", transport=transport) as client,
+        ):
+            stack = Several(first, second, both, client)
+            ids = [(await stack.submit(job)).id for _ in range(2)]
+            had = [(await stack.until(id, "running")).trainer for id in ids]
+        for gate in gates:
+            gate.set()
+        async with (
+            orchestrator(both, redis_url) as (_, transport),
+            Client("orchestrator", "http://localhost", transport=transport) as client,
+        ):
+            stack = Several(first, second, both, client)
+            ended = [await stack.until(id, "succeeded") for id in ids]
+        assert [record.trainer for record in ended] == had
+        assert [record.attempts for record in ended] == [2, 2]
