@@ -30,8 +30,8 @@ JOB = Job.model_validate(
 SLOTS = {"t1": ("s1", "s2"), "t2": ("s3",), "t3": ("s2", "s4")}
 """Trainers and their samplers. Orchestrators that were set up differently share `s2`."""
 
-NUM_OPERATIONS = 150
-SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 60))]
+NUM_OPERATIONS = 120
+SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 60))]
 
 
 @dataclass
@@ -233,9 +233,7 @@ class Driver:
         model = self.model
         listed = await self.store.list(None, 1000)
         places, holders = model.places(), model.holders()
-        shown = {
-            job.id: (job.status, job.place, job.waits_for, job.step) for job in listed.jobs
-        }
+        shown = {job.id: (job.status, job.place, job.waits_for, job.step) for job in listed.jobs}
         expected = {
             job.id: (
                 job.status,

@@ -619,7 +619,12 @@ async def test_an_ended_job_is_deleted_with_all_its_keys(store: Store, raw: Any)
         assert (await store.delete(record.id)).id == record.id
     left = set(await raw.keys("*"))
     calls = {key for key in left if key.startswith(keys.CALL)}
-    assert left - calls == {keys.STORE, keys.ATTEMPTS, keys.DELETED + record.id}
+    assert left - calls == {
+        keys.STORE,
+        keys.ATTEMPTS,
+        keys.SUBMITTED,
+        keys.DELETED + record.id,
+    }
     with pytest.raises(NotFound):
         await store.get(record.id)
     again = await store.submit(JOB, Path("/runs"), "key-1")

@@ -287,7 +287,9 @@ class Peers:
         }
         idle = clients.keys() - self.waits.services
         asked = (client for service in sorted(idle) for client in clients[service])
-        calls = (client.get("/version", VersionInfo, deadline_s=PRESENCE_DEADLINE_S) for client in asked)
+        calls = (
+            client.get("/version", VersionInfo, deadline_s=PRESENCE_DEADLINE_S) for client in asked
+        )
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def abort(self) -> None:

@@ -192,7 +192,9 @@ class Run:
     async def _begin(self) -> AfterStep:
         """Makes the run folder, and checks what the job names: its data and its rewards."""
         check_colocation(self._job, self._settings)
-        await asyncio.to_thread(self._folder.create, self._job, self._record.data, self._store.identity)
+        await asyncio.to_thread(
+            self._folder.create, self._job, self._record.data, self._store.identity
+        )
         await asyncio.to_thread(self._folder.write_note, await self._store.note(self._record.id))
         with self._peers.waits.on("data", "reading the prompts"):
             prompts = await asyncio.to_thread(

@@ -1,5 +1,5 @@
-"""What all scripts that Redis runs for Hone share: keys, reading their arguments, and the steps that
-a job's changes are made of.
+"""What all scripts that Redis runs for Hone share: keys, reading their arguments, and the steps
+that a job's changes are made of.
 
 A script's arguments are one JSON object of texts, `call` in the script. It answers 'emptied', and
 does nothing, in another Redis than that of `call.store`. A script of `once` changes

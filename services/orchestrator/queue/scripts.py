@@ -100,11 +100,11 @@ TAKE = once("""
   end
   return first_of(own) or first_of(others) or first_of(redis.call('ZRANGE', QUEUE, 0, -1)) or ''
 """)
-"""call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries. Gives the trainer,
-the samplers and a job that waits to the caller: one that was cut off, of these first one that had
-this trainer; else the first in the queue. A job that was cut off too often pauses. Returns attempt
-and job id; '' if any of the resources is taken or nothing waits. Attempts are at least the Unix
-seconds, so that none is given twice even if Redis is emptied."""
+"""call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries. Gives the
+trainer, the samplers and a job that waits to the caller: one that was cut off, of these first one
+that had this trainer; else the first in the queue. A job that was cut off too often pauses. Returns
+attempt and job id; '' if any of the resources is taken or nothing waits. Attempts are at least the
+Unix seconds, so that none is given twice even if Redis is emptied."""
 
 WAITING = (
     SHARED
@@ -266,7 +266,7 @@ RECOVER = once("""
   redis.call('ZADD', ENDED, call.fields.finished_at, call.id)
   return 'new ' .. call.status
 """)
-"""call: id, fields, checkpoints (step -> JSON), and the status of a job that ended or else why it is
-paused; perhaps error; perhaps key, fingerprint, key_left_s. Makes the record of a job that has
+"""call: id, fields, checkpoints (step -> JSON), and the status of a job that ended or else why it
+is paused; perhaps error; perhaps key, fingerprint, key_left_s. Makes the record of a job that has
 none. Returns 'new ' and its status; the status that it has already; 'deleted' if the job was
 deleted; 'old' if the newest ended jobs, which are kept, ended after it."""

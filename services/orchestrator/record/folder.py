@@ -94,8 +94,8 @@ class RunFolder:
         file = self.path / REDIS
         if redis and file.exists() and file.read_text().strip() != redis:
             raise Conflict(
-                f"the job is in another Redis now, into which `hone recover` took it: {str(file)!r} "
-                "names that one; go on with it there. Only if that Redis is no more, remove the file"
+                f"the job is in another Redis now, into which `hone recover` took it ({str(file)!r}"
+                " names that one); go on with it there, or remove the file if that Redis is no more"
             )
 
     def belong_to(self, redis: str) -> None:

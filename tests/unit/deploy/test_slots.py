@@ -38,5 +38,5 @@ def test_each_trainer_has_its_own_samplers():
 def test_a_port_of_two_services_is_named():
     with pytest.raises(BadRequest, match="port 8002 would be that of trainer and of rollout-8002"):
         slots.ports(Settings(rollout_replicas=2))
-    with pytest.raises(BadRequest, match="port 8003 .* expected HONE_TRAINER_PORT"):
+    with pytest.raises(BadRequest, match=r"port 8003 .* expected HONE_TRAINER_PORT"):
         slots.ports(Settings(trainers=2, rollout_port=9000))
