@@ -73,7 +73,8 @@ def job_list(records: Sequence[JobRecord]) -> Group:
     why those are paused that wait for a person."""
     paused = [record for record in records if record.status == "paused" and record.error]
     why = [f"{record.id} is paused: {record.error}" for record in paused]
-    taken = next((record.waits_for for record in records if record.waits_for), {})
+    none: Mapping[str, str] = {}
+    taken = next((record.waits_for for record in records if record.waits_for), none)
     return Group(
         job_table(records),
         *(Text(line, style=COLOURS["queued"]) for line in _holders(taken)),
