@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from shared import codec, tracing
 from shared.errors import Busy, HoneError, Unavailable, from_problem
-from shared.logs import get_logger
+from shared.logs import get_logger, request_id
 from shared.polling import FIRST_PAUSE_S, MAX_PAUSE_S, Poller
 from shared.presence import Presence, Tell, tell_nobody
 from shared.tls import trusted
@@ -141,7 +141,9 @@ class Client:
     ) -> AsyncGenerator[tuple[str, str, str]]:
         """Yields `(id, event, data)` of the server-sent events at `path`, without resuming; the
         caller resumes with `last_id`."""
-        headers = {"accept": "text/event-stream"} | ({"last-event-id": last_id} if last_id else {})
+        headers = {"accept": "text/event-stream", "x-request-id": request_id()}
+        if last_id:
+            headers["last-event-id"] = last_id
         try:
             async with self._http.stream("GET", path, headers=headers) as response:
                 if response.status_code != 200:
@@ -165,7 +167,7 @@ class Client:
 
     def _request(self, ask: _Ask) -> httpx.Request:
         content: bytes | _Chunks | None = None
-        headers = tracing.headers()
+        headers = {"x-request-id": request_id(), **tracing.headers()}
         if ask.body is not None:
             data = (
                 codec.pack(ask.body)
@@ -181,7 +183,7 @@ class Client:
 
     async def _retrying(self, ask: _Ask, result: type[M]) -> M:
         request = self._request(ask)
-        watch = _Watch(self.name, f"{ask.method} {ask.path}")
+        watch = _Watch(self.name, f"{ask.method} {ask.path}", request.headers["x-request-id"])
         end = time.monotonic() + ask.deadline_s
         pause_s = FIRST_PAUSE_S
         away_since: float | None = None
@@ -190,7 +192,7 @@ class Client:
             try:
                 async with asyncio.timeout(max(end - asked_at, 0.01)):
                     response = await self._finished(request, watch)
-                if response.status_code == 200:
+                if response.status_code in (200, 201):
                     media_type = response.headers.get("content-type", codec.JSON).partition(";")[0]
                     return codec.decode(result, response.content, media_type)
                 problem = self._error(response)
@@ -282,9 +284,9 @@ class _Watch:
     for; whose call it is, the log's `service` says. `heard_at` is when the service said last that
     it works on it."""
 
-    def __init__(self, service: str, operation: str) -> None:
+    def __init__(self, service: str, operation: str, request_id: str) -> None:
         self.heard_at = 0.0
-        self._names = {"waits_for": service, "to": operation}
+        self._names = {"waits_for": service, "to": operation, "request_id": request_id}
         self._start = time.monotonic()
         self._report_at = self._start + FIRST_REPORT_S
 

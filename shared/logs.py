@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import logging
+import re
+import secrets
 import sys
 from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import structlog
@@ -13,18 +16,21 @@ import structlog
 from shared import tracing
 from shared.config import Settings
 
+API_KEY = re.compile(r"hone_(?P<name>[a-z0-9-]{1,40})_[A-Za-z0-9_-]{43}")
+"""The secret of a named API key. Of one that stands in a log only the name is left."""
+
 Logger = structlog.stdlib.BoundLogger
 
 
 def configure(service: str, settings: Settings) -> None:
     """Sends all logs of this process, the libraries' warnings included, to stderr, one JSON object
     (or console line) each."""
-    secrets = settings.secrets()
+    hidden = settings.secrets()
 
     def redact(
         _logger: Any, _method: str, event: MutableMapping[str, Any]
     ) -> MutableMapping[str, Any]:
-        return {key: _without(value, secrets) for key, value in event.items()}
+        return {key: _without(value, hidden) for key, value in event.items()}
 
     render = (
         structlog.processors.JSONRenderer()
@@ -69,8 +75,28 @@ def get_logger() -> Logger:
     return structlog.get_logger()
 
 
-def _without(value: Any, secrets: list[str]) -> Any:
+def request_id() -> str:
+    """Returns the id of the request that is being answered. Outside of one, a new one for a request
+    to be made: of the job that is being worked on, if any, so that the logs of all services are
+    searched by a job's id."""
+    bound = structlog.contextvars.get_contextvars()
+    job = f"{bound['job']}." if "job" in bound else ""
+    return bound.get("request_id") or job + secrets.token_hex(8)
+
+
+def of_request(id: str) -> AbstractContextManager[None]:
+    """All that is logged within has the id."""
+    return structlog.contextvars.bound_contextvars(request_id=id)
+
+
+def of_job(job_id: str) -> None:
+    """All that this task logs from now on has the job."""
+    structlog.contextvars.bind_contextvars(job=job_id)
+
+
+def _without(value: Any, hidden: list[str]) -> Any:
     if isinstance(value, str):
-        for secret in secrets:
+        for secret in hidden:
             value = value.replace(secret, "***")
+        return API_KEY.sub(r"hone_\g<name>_***", value)
     return value

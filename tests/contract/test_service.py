@@ -403,6 +403,7 @@ async def test_a_long_wait_names_who_is_waited_for_and_for_what(
         with pytest.raises(Unavailable):
             await call(counter.client(patience_s=0.5))
     waits = [line for line in logs if line["event"].startswith("waiting for")]
+    assert all(line.pop("request_id") for line in waits)
     assert waits[0] == {"event": "waiting for an operation", "log_level": "info"} | pair
     assert (
         waits[-1]

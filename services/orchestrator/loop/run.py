@@ -37,7 +37,7 @@ from services.orchestrator.record.tracking import Tracker
 from shared import tracing
 from shared.config import Settings
 from shared.errors import HoneError
-from shared.logs import get_logger
+from shared.logs import get_logger, of_job
 from shared.wire import JobRecord, TrainerState
 
 LOOK_AT_IDLE_S = 2.0
@@ -82,6 +82,7 @@ class Run:
     async def run(self) -> Outcome:
         """Returns what became of the job. Raises LeaseLost if it is another worker's, and
         StoreUnavailable."""
+        of_job(self._record.id)
         self._tracker.start()
         outcome: Outcome | None = None
         try:

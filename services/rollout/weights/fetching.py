@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2 as httpx
 
 from shared.errors import Failed, HoneError, Unavailable, from_problem
-from shared.logs import get_logger
+from shared.logs import get_logger, request_id
 from shared.tls import trusted
 from shared.wire import WeightFile
 
@@ -39,7 +39,9 @@ class Fetcher:
         network. Raises Failed for files that are not there any more, or not of their size."""
         folder.mkdir(parents=True, exist_ok=True)
         _check_space(files, folder)
-        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        headers = {"x-request-id": request_id()}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
         with httpx.Client(
             base_url=self._url, headers=headers, timeout=TIMEOUT_S, verify=trusted()
         ) as http:

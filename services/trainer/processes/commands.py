@@ -25,7 +25,7 @@ from services.trainer.processes.together import Ranks, as_hone_error
 from services.trainer.trainer import Trainer
 from shared import codec
 from shared.errors import HoneError, Unavailable, from_problem
-from shared.logs import get_logger
+from shared.logs import get_logger, of_request, request_id
 from shared.wire import CheckpointRequest, PublishRequest, TrainerJob, TrainStepRequest, Wire
 
 IDLE_S = 30.0
@@ -64,6 +64,7 @@ class Ticket:
     name: str
     body: Wire
     answer: Future[BaseModel]
+    request_id: str
 
 
 class Inbox:
@@ -76,7 +77,7 @@ class Inbox:
 
     def put(self, name: str, body: Wire) -> Future[BaseModel]:
         """Returns where the ranks' answer will be."""
-        ticket = Ticket(name, body, Future())
+        ticket = Ticket(name, body, Future(), request_id())
         self._tickets.put(ticket)
         return ticket.answer
 
@@ -133,7 +134,9 @@ def follow(trainer: Trainer, ranks: Ranks, inbox: Inbox | None) -> None:
         ticket = inbox.next(IDLE_S) if inbox else None
         message: bytes = ranks.broadcast(_encode(ticket))
         if message:
-            outcome = perform(trainer, ranks, *_decode(message))
+            name, id, body = _decode(message)
+            with of_request(id):
+                outcome = perform(trainer, ranks, name, body)
             if ticket is not None:
                 _answer(ticket.answer, outcome)
 
@@ -197,11 +200,14 @@ def _answer(answer: Future[BaseModel], outcome: BaseModel | HoneError) -> None:
 
 
 def _encode(ticket: Ticket | None) -> bytes:
-    return (
-        ticket.name.encode() + b"\n" + codec.encode(ticket.body, codec.MSGPACK) if ticket else b""
-    )
+    if ticket is None:
+        return b""
+    head = f"{ticket.name} {ticket.request_id}\n".encode()
+    return head + codec.encode(ticket.body, codec.MSGPACK)
 
 
-def _decode(message: bytes) -> tuple[str, Wire]:
-    name, _, data = message.partition(b"\n")
-    return name.decode(), codec.decode(BODIES[name.decode()], data, codec.MSGPACK)
+def _decode(message: bytes) -> tuple[str, str, Wire]:
+    """Returns a command's name, its request's id, and its body."""
+    head, _, data = message.partition(b"\n")
+    name, id = head.decode().split(" ")
+    return name, id, codec.decode(BODIES[name], data, codec.MSGPACK)

@@ -9,6 +9,7 @@ import httpx2 as httpx
 from shared import codec
 from shared.client import Client
 from shared.errors import NotFound
+from shared.logs import of_job, of_request
 from shared.operations import WAIT_PATH
 from shared.wire import NoBody, PauseState, WaitRequest, WaitResult
 
@@ -68,3 +69,26 @@ async def test_a_service_that_forgot_an_operation_is_there_and_is_asked_anew() -
         )
     assert state.paused
     assert requests == ["/pause", WAIT_PATH, "/operations/a", "/pause"]
+
+
+async def test_a_call_carries_the_id_of_the_request_or_job_that_it_is_made_for() -> None:
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["x-request-id"])
+        return httpx.Response(201, json={"paused": True})
+
+    transport = httpx.MockTransport(answer)
+    async with Client("rollout", "http://localhost", transport=transport) as client:
+
+        async def call() -> None:
+            await client.call("POST", "/pause", NoBody(), PauseState, deadline_s=20)
+
+        await call()
+        await call()
+        with of_request("abc-1"):
+            await call()
+        of_job("demo-0k2m")
+        await call()
+    assert len(set(seen)) == 4 and len(seen[0]) == 16
+    assert seen[2] == "abc-1" and seen[3].startswith("demo-0k2m.")

@@ -22,7 +22,8 @@ from services.trainer.processes.commands import (
 )
 from services.trainer.processes.together import Ranks, as_hone_error
 from shared.errors import Conflict, Failed, HoneError, Unavailable
-from shared.wire import PublishRequest, StepResult, TrainStepRequest
+from shared.logs import of_request, request_id
+from shared.wire import PublishRequest, StepResult, TrainerState, TrainStepRequest
 from tests.support.trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
 
 
@@ -219,10 +220,16 @@ async def test_commands_cross_the_channel_whole_and_idling_is_no_error(
     thread.start()
     await inbox.run("load_job", job_request())
     await asyncio.sleep(0.1)  # some empty commands
-    seen: list[TrainStepRequest] = []
-    monkeypatch.setattr(trainer, "train_step", lambda body: seen.append(body) or trainer.state())
-    await inbox.run("train_step", step_request(1))
-    assert seen == [step_request(1)]
+    seen: list[tuple[TrainStepRequest, str]] = []
+
+    def note(body: TrainStepRequest) -> TrainerState:
+        seen.append((body, request_id()))
+        return trainer.state()
+
+    monkeypatch.setattr(trainer, "train_step", note)
+    with of_request("demo-1.abc"):
+        await inbox.run("train_step", step_request(1))
+    assert seen == [(step_request(1), "demo-1.abc")]
     with pytest.raises(Conflict, match="loaded with another body"):
         await inbox.run("load_job", job_request(learning_rate=0.5))
     assert len(engines) == 1
