@@ -13,6 +13,7 @@ from shared.errors import (
     BadRequest,
     Conflict,
     Failed,
+    Forbidden,
     HoneError,
     NotFound,
     Unauthorized,
@@ -21,7 +22,7 @@ from shared.errors import (
 from shared.job import Job
 from shared.job_file import load_job
 from shared.rewards import Outcome, Reward
-from shared.wire import Event, JobRecord
+from shared.wire import Event, JobRecord, JobSummary
 
 __all__ = [
     "BadRequest",
@@ -29,9 +30,11 @@ __all__ = [
     "Conflict",
     "Event",
     "Failed",
+    "Forbidden",
     "HoneError",
     "Job",
     "JobRecord",
+    "JobSummary",
     "NotFound",
     "Outcome",
     "Reward",

@@ -5,27 +5,37 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.parse import quote, urlencode
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from hone.background import Background
 from shared import client as shared_client
-from shared.errors import NotFound, Unavailable
+from shared.errors import BadRequest, NotFound, Unavailable
+from shared.explain import sentences
 from shared.job import JOB_ID, Job, RewardSpec
 from shared.wire import (
     TERMINAL,
+    Access,
     CheckpointList,
+    CreatedKey,
+    CreateKey,
     DryRun,
     Event,
     EventList,
+    GradedRollout,
     JobDeleted,
     JobList,
     JobRecord,
     JobState,
+    JobStatus,
+    KeyList,
+    KeyRevoked,
     MetricsList,
+    MetricsRow,
     Recovered,
     RegradeReport,
     RegradeRequest,
@@ -98,9 +108,22 @@ class Client:
             job, lambda job_id: self._client.get(f"/v1/jobs/{job_id}", JobRecord)
         )
 
-    def list(self, limit: int = 1000) -> JobList:
-        """Returns the newest `limit` jobs, newest first."""
-        return self._background.run(self._client.get(f"/v1/jobs?limit={limit}", JobList))
+    def list(
+        self,
+        limit: int = 1000,
+        *,
+        after: str | None = None,
+        status: JobStatus | None = None,
+        name: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> JobList:
+        """Returns summaries of the newest `limit` jobs, newest first: those older than job `after`,
+        of this status and name, and with this metadata, as far as given."""
+        given = {"after": after, "status": status, "name": name}
+        query = {key: value for key, value in given.items() if value is not None}
+        query |= {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
+        path = f"/v1/jobs?{urlencode({'limit': limit, **query})}"
+        return self._background.run(self._client.get(path, JobList))
 
     def cancel(self, job: str) -> JobState:
         """Cancels a queued or paused job now, a running one within seconds."""
@@ -139,18 +162,30 @@ class Client:
         return self._background.run(call)
 
     def metrics(self, job: str, after_step: int = -1) -> MetricsList:
-        return self._background.run(
-            self._client.get(
-                f"/v1/jobs/{self.get(job).id}/metrics?after_step={after_step}", MetricsList
-            )
-        )
+        """Returns the metrics of all steps after `after_step`."""
+        path = f"/v1/jobs/{self.get(job).id}/metrics?after_step="
+        rows: list[MetricsRow] = []
+        last: int | None = after_step
+        while last is not None:
+            page = self._background.run(self._client.get(f"{path}{last}", MetricsList))
+            rows += page.rows
+            last = page.next_after_step
+        return MetricsList(rows=tuple(rows))
 
     def rollouts(self, job: str, step: int | None = None) -> RolloutList:
-        """Returns the graded rollouts of `step`, or of the newest step."""
-        query = "" if step is None else f"?step={step}"
-        return self._background.run(
-            self._client.get(f"/v1/jobs/{self.get(job).id}/rollouts{query}", RolloutList)
-        )
+        """Returns all graded rollouts of `step`, or of the newest step."""
+        path = f"/v1/jobs/{self.get(job).id}/rollouts"
+        query = {} if step is None else {"step": step}
+        found: list[GradedRollout] = []
+        after: int | None = 0
+        while True:
+            page = self._background.run(
+                self._client.get(f"{path}?{urlencode({**query, 'after': after})}", RolloutList)
+            )
+            found += page.rollouts
+            query, after = {"step": page.step}, page.next_after
+            if after is None:
+                return RolloutList(step=page.step, rollouts=tuple(found))
 
     def regrade(
         self,
@@ -212,6 +247,27 @@ class Client:
         assert record.status in TERMINAL
         return record
 
+    def create_key(self, name: str, access: Access = "full") -> CreatedKey:
+        """Returns a new API key with its secret, which is shown only this once. Raises Conflict if
+        there is one of the name. Needs HONE_TOKEN, as do the other two."""
+        try:
+            body = CreateKey(name=name, access=access)
+        except ValidationError as error:
+            faults = sentences(error, CreateKey)
+            raise BadRequest("; ".join(fault["detail"] for fault in faults)) from error
+        call = self._client.call("POST", "/v1/keys", body, CreatedKey, deadline_s=CHANGE_DEADLINE_S)
+        return self._background.run(call)
+
+    def keys(self) -> KeyList:
+        """Returns the API keys that are valid, by name."""
+        return self._background.run(self._client.get("/v1/keys", KeyList))
+
+    def revoke_key(self, name: str) -> KeyRevoked:
+        """Revokes an API key: no request with it is answered any more."""
+        path = f"/v1/keys/{quote(name, safe='')}"
+        call = self._client.call("DELETE", path, None, KeyRevoked, deadline_s=CHANGE_DEADLINE_S)
+        return self._background.run(call)
+
     def _post(self, job: str, action: str, body: BaseModel | None = None) -> JobState:
         return self._by_id_or_name(
             job,
@@ -228,9 +284,8 @@ class Client:
         try:
             return self._background.run(call(job))
         except NotFound:
-            page = self.list()
-            ids = [record.id for record in page.jobs if record.name == job]
-            ids += [job_id for job_id in page.unreadable if job_id.rpartition("-")[0] == job]
+            page = self.list(1, name=job)
+            ids = [*(summary.id for summary in page.jobs), *page.unreadable]
             if not ids:
                 raise
             return self._background.run(call(max(ids)))  # ids of one name sort by time

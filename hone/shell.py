@@ -45,7 +45,15 @@ JobArgument = Annotated[
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
     """Registers a command under the function's name. Its HoneErrors become one sentence and exit
     code 2."""
+    return command_of(app)(function)
 
+
+def command_of(group: typer.Typer) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns the decorator that registers a command as `command` does, in a group of commands."""
+    return functools.partial(_register, group)
+
+
+def _register(group: typer.Typer, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -56,7 +64,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
 
-    return app.command(function.__name__)(run)
+    return group.command(function.__name__)(run)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shared.wire import DryRun, Event, JobRecord, MetricsRow, PreviewedPrompt
+from shared.wire import DryRun, Event, JobRecord, JobSummary, MetricsRow, PreviewedPrompt
 
 COLUMNS = {
     "reward": "reward",
@@ -68,7 +68,7 @@ def time_split(metrics: dict[str, float]) -> str:
     return " ".join(f"{stage} {seconds:.2f}" for stage, seconds in shown) + " s"
 
 
-def job_list(records: Sequence[JobRecord]) -> Group:
+def job_list(records: Sequence[JobSummary]) -> Group:
     """Returns the table of jobs, and below it who has the trainers that queued ones wait for, and
     why those are paused that wait for a person."""
     paused = [record for record in records if record.status == "paused" and record.error]
@@ -86,7 +86,7 @@ def _holders(taken: Mapping[str, str]) -> list[str]:
     return [f"the trainer {trainer} is taken by {job}" for trainer, job in sorted(taken.items())]
 
 
-def job_table(records: Iterable[JobRecord]) -> Table:
+def job_table(records: Iterable[JobSummary]) -> Table:
     table = Table("job", "status", "step", "reward", "age", "ETA", box=None, pad_edge=False)
     for record in records:
         eta = (
@@ -146,11 +146,31 @@ def dry_run(tried: DryRun) -> Text:
         f"columns: {', '.join(tried.columns)}",
         *([f"data: {sources}"] if sources else []),
         *([f"tokens are not counted: {tried.not_counted}"] if tried.not_counted else []),
+        _memory(tried),
     ]
     for prompt in tried.prompts:
         size = "" if prompt.num_tokens is None else f", {prompt.num_tokens} tokens"
         lines += ["", f"row {prompt.index}{size}:", _shown(prompt)]
     return Text("\n".join(lines))
+
+
+def _memory(tried: DryRun) -> str:
+    found = tried.memory
+    if found is None:
+        return f"memory is not estimated: {tried.not_estimated}"
+    parts = {
+        "weights": found.weights_gib,
+        "reference": found.reference_gib,
+        "gradients": found.gradients_gib,
+        "optimizer": found.optimizer_gib,
+        "activations": found.activations_gib,
+    }
+    shown = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib)
+    return (
+        f"memory, about: {sum(parts.values()):.1f} GiB on each GPU of the trainer ({shown}); "
+        f"{found.sampler_weights_gib:.1f} GiB on the sampler's, and {found.cache_bytes_per_token} "
+        "bytes of cache per token"
+    )
 
 
 def _shown(prompt: PreviewedPrompt) -> str:

@@ -4,6 +4,7 @@
     ├── BadRequest   422  the caller is wrong; sending it again will not help
     │   ├── Malformed    400  not even HTTP as it should be; the connection is closed
     │   ├── Unauthorized 401
+    │   ├── Forbidden    403
     │   └── NotFound     404
     ├── Conflict     409  out of order, superseded, or the same key with another body
     ├── StateLost    409  what the call builds on is gone; only loading again helps
@@ -25,10 +26,11 @@ MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:hone:"
 
 CODES = {
-    # BadRequest, Malformed, Unauthorized, NotFound
+    # BadRequest, Malformed, Unauthorized, Forbidden, NotFound
     "bad_request": "the body, a parameter or a setting is wrong",
     "malformed": "a header came twice, or the body did not arrive in time",
     "unauthorized": "the bearer token or the Host header is missing or wrong",
+    "forbidden": "the API key does not allow this; use another one, or HONE_TOKEN",
     "not_found": "there is no such route or thing",
     "no_operation": "the operation polled for is not known here: the service was restarted since",
     # Conflict
@@ -117,6 +119,13 @@ class Unauthorized(BadRequest):
     default_code = "unauthorized"
 
 
+class Forbidden(BadRequest):
+    status = 403
+    kind = "forbidden"
+    title = "Forbidden"
+    default_code = "forbidden"
+
+
 class NotFound(BadRequest):
     status = 404
     kind = "not-found"
@@ -161,6 +170,7 @@ KINDS: tuple[type[HoneError], ...] = (
     BadRequest,
     Malformed,
     Unauthorized,
+    Forbidden,
     NotFound,
     Conflict,
     StateLost,

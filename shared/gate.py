@@ -7,6 +7,7 @@ import hmac
 import re
 import secrets
 import time
+from typing import Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -26,6 +27,9 @@ SINGLE = ("host", "authorization", "content-type", "content-length", "idempotenc
 """Headers that mean something here. One that came twice would be read as one by a proxy and as the
 other by us."""
 
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+"""What is taken for the id of a request; with any other X-Request-Id it gets a new one."""
+
 STREAMS = (b"text/event-stream", LINES.encode())
 
 
@@ -44,13 +48,28 @@ class RequestMetrics:
         )
 
 
+class Keys(Protocol):
+    """What a service takes beside HONE_TOKEN."""
+
+    async def check(self, secret: str, method: str, path: str) -> str:
+        """Returns the name of the key with this secret. Raises Unauthorized if there is none, and
+        Forbidden if it does not allow the request."""
+        ...
+
+
 class Gate:
     """Plain ASGI middleware, so streams stream."""
 
     def __init__(
-        self, app: ASGIApp, settings: Settings, metrics: RequestMetrics, draining: Draining
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: RequestMetrics,
+        draining: Draining,
+        keys: Keys | None = None,
     ) -> None:
         self._app = app
+        self._keys = keys
         self._token = settings.bearer()
         self._max_body_bytes = settings.max_body_mib << 20
         self._metrics = metrics
@@ -65,7 +84,7 @@ class Gate:
             for name, value in scope["headers"]
         }
         request_id = headers.get("x-request-id", "")
-        if not re.fullmatch(r"[\w.-]{1,64}", request_id):
+        if not REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(8)
         structlog.contextvars.bind_contextvars(request_id=request_id)
         status = 0
@@ -83,6 +102,7 @@ class Gate:
 
         try:
             _check_single([name.decode("latin-1").lower() for name, _ in scope["headers"]])
+            await self._authorize(scope, headers)
             self._check(scope["path"], headers)
             await self._app(scope, self._bounded(receive), send_with_id)
         except HoneError as error:
@@ -95,7 +115,7 @@ class Gate:
         finally:
             self._note_end(scope, status or 500, time.perf_counter() - start)
 
-    def _check(self, path: str, headers: dict[str, str]) -> None:
+    async def _authorize(self, scope: Scope, headers: dict[str, str]) -> None:
         if self._token is None:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
             if not is_loopback(host):
@@ -103,12 +123,20 @@ class Gate:
                     f"Host is {host!r}; without HONE_TOKEN this service answers only requests to "
                     "127.0.0.1 or localhost"
                 )
-        elif path not in OPEN_PATHS:
-            given = headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-                raise Unauthorized(
-                    "the header 'Authorization: Bearer <HONE_TOKEN>' is missing or wrong"
-                )
+            return
+        if scope["path"] in OPEN_PATHS:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not given:
+            raise Unauthorized("the header 'Authorization: Bearer <HONE_TOKEN>' is missing")
+        if hmac.compare_digest(given.encode(), self._token.encode()):
+            return
+        if self._keys is None:
+            raise Unauthorized("the token of the header 'Authorization: Bearer' is wrong")
+        name = await self._keys.check(given, scope["method"], scope["path"])
+        structlog.contextvars.bind_contextvars(key=name)
+
+    def _check(self, path: str, headers: dict[str, str]) -> None:
         if self._draining.has_begun() and path not in OPEN_PATHS:
             raise self._draining.error()
         length = headers.get("content-length", "0")

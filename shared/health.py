@@ -7,10 +7,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from shared import openapi
 from shared.draining import Draining
+from shared.wire import Dependency, Health, Readiness, VersionInfo
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/version"})
 """What is answered without a token."""
@@ -35,29 +37,36 @@ def add_health_routes(
     version_info: Callable[[], dict[str, Any]],
 ) -> None:
     @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
+    async def healthz() -> Health:
         """The process lives."""
-        return {"status": "ok", "service": name}
+        return Health(service=name)
 
-    @app.get("/readyz")
-    async def readyz() -> JSONResponse:
+    not_ready: openapi.Responses = {503: openapi.problem_responses()[503] | {"model": Readiness}}
+
+    @app.get("/readyz", responses=not_ready)
+    async def readyz(response: Response) -> Readiness:
         """Every dependency, and whether the service is ready: 200 or 503."""
         details = {name: await check() for name, check in readiness.items()}
         if draining.has_begun():
             details["service"] = draining.error().detail
         ready = not any(details.values())
-        shown = {
-            name: {"ok": detail is None, "detail": detail or "ready"}
+        response.status_code = 200 if ready else 503
+        dependencies = {
+            name: Dependency(ok=detail is None, detail=detail or "ready")
             for name, detail in details.items()
         }
-        return JSONResponse({"ready": ready, "dependencies": shown}, 200 if ready else 503)
+        return Readiness(ready=ready, dependencies=dependencies)
 
-    @app.get("/metrics")
+    metrics_text: openapi.Responses = {
+        200: openapi.other("metrics as text", "text/plain", schema=openapi.TEXT)
+    }
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=metrics_text)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
-    async def version_() -> dict[str, Any]:
+    async def version_() -> VersionInfo:
         """Versions of Hone and of the engine inside."""
-        return {"service": name, "hone": hone_version(), **version_info()}
+        return VersionInfo(service=name, hone=hone_version(), **version_info())

@@ -1,7 +1,9 @@
-"""The OpenAPI document of a service: each body, result and error is a schema under components."""
+"""The OpenAPI document of a service: each body, result and error is a schema under components, and
+has an example."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
@@ -10,9 +12,19 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
 from shared import codec
-from shared.errors import KINDS, MEDIA_TYPE
+from shared.errors import KINDS, MEDIA_TYPE, Busy, HoneError
+from shared.rendering import Made
+from shared.wire.examples import EXAMPLES
+
+Responses = dict[int | str, dict[str, Any]]
+"""By status, as FastAPI takes them."""
 
 COMPONENT = "#/components/schemas/{model}"
+
+BINARY: dict[str, Any] = {"type": "string", "format": "binary"}
+TEXT: dict[str, Any] = {"type": "string"}
+
+LOCATION: dict[str, Any] = {"Location": {"description": "where it is", "schema": TEXT}}
 
 
 class Fault(BaseModel):
@@ -49,16 +61,57 @@ class Accepted(BaseModel):
     operation: str
 
 
-def problem_responses() -> dict[int | str, dict[str, Any]]:
-    """Returns the responses that every route can give beside its own."""
-    titles: dict[int | str, list[str]] = {}
-    for kind in KINDS:
-        titles.setdefault(kind.status, []).append(kind.title)
-    schema = {"$ref": COMPONENT.format(model=Problem.__name__)}
+def answers(result: Any) -> Responses:
+    """Returns the responses of an operation or query with this type of result, which is JSON, or
+    msgpack for those who accept that."""
+    if issubclass(result, Made):
+        (body,) = result.__pydantic_generic_metadata__["args"]
+        return answers(body) | {201: answers(body)[200] | {"headers": LOCATION}}
+    return {200: {"model": result, "content": {codec.MSGPACK: {"schema": BINARY}}}}
+
+
+def accepted() -> Responses:
+    """Returns the response to those who prefer not to wait for an operation."""
+    return {202: {"model": Accepted, "headers": LOCATION}}
+
+
+def any_answer() -> Responses:
+    """Returns the responses that have the result of any operation."""
+    anything: dict[str, Any] = {}
+    content = {codec.JSON: {"schema": anything}, codec.MSGPACK: {"schema": BINARY}}
     return {
-        status: {"description": " or ".join(names), "content": {MEDIA_TYPE: {"schema": schema}}}
-        for status, names in titles.items()
+        200: {"description": "what came of the operation", "content": content},
+        201: {"description": "what it made", "content": content, "headers": LOCATION},
+        **accepted(),
     }
+
+
+def other(description: str, *media_types: str, schema: dict[str, Any] = BINARY) -> dict[str, Any]:
+    """Returns a response that is no JSON."""
+    return {
+        "description": description,
+        "content": {media_type: {"schema": schema} for media_type in media_types},
+    }
+
+
+def problem_responses() -> Responses:
+    """Returns the responses that every route can give beside its own."""
+    kinds: dict[int | str, list[type[HoneError]]] = {}
+    for kind in KINDS:
+        kinds.setdefault(kind.status, []).append(kind)
+    return {status: _problem_response(several) for status, several in kinds.items()}
+
+
+def _problem_response(kinds: list[type[HoneError]]) -> dict[str, Any]:
+    example = kinds[0]("a sentence that says what was wrong, what was expected, and where")
+    content = {
+        "schema": {"$ref": COMPONENT.format(model=Problem.__name__)},
+        "example": example.problem(),
+    }
+    seconds = {"description": "seconds until it is worth asking again", "schema": TEXT}
+    headers = {"headers": {"Retry-After": seconds}} if Busy in kinds else {}
+    titles = " or ".join(kind.title for kind in kinds)
+    return {"description": titles, "content": {MEDIA_TYPE: content}, **headers}
 
 
 def document(app: FastAPI, bodies: dict[tuple[str, str], Any]) -> dict[str, Any]:
@@ -78,6 +131,27 @@ def document(app: FastAPI, bodies: dict[tuple[str, str], Any]) -> dict[str, Any]
     components = made.setdefault("components", {}).setdefault("schemas", {})
     components.update(definitions.get("$defs", {}))
     for path, method in bodies:
-        content = {codec.JSON: {"schema": schemas[(path, method), "validation"]}}
+        content = {
+            codec.JSON: {"schema": schemas[(path, method), "validation"]},
+            codec.MSGPACK: {"schema": BINARY},
+        }
         made["paths"][path][method.lower()]["requestBody"] = {"content": content, "required": True}
+    _add_examples(made)
     return made
+
+
+def _add_examples(made: dict[str, Any]) -> None:
+    for content in _contents(made):
+        schema = content.get("schema", {})
+        name = schema.get("anyOf", [schema])[0].get("$ref", "").rpartition("/")[2]
+        if name in EXAMPLES:
+            content["example"] = EXAMPLES[name]
+
+
+def _contents(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields what the document says of each body and answer in JSON."""
+    for methods in made["paths"].values():
+        for operation in methods.values():
+            for one in (operation.get("requestBody", {}), *operation["responses"].values()):
+                if codec.JSON in one.get("content", {}):
+                    yield one["content"][codec.JSON]

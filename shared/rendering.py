@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import re
+from typing import Generic, TypeVar, cast
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +17,8 @@ from shared import codec
 from shared.errors import MEDIA_TYPE, BadRequest, Busy, HoneError, Malformed, NotFound, from_problem
 from shared.explain import nearest, refused
 
+M = TypeVar("M", bound=BaseModel)
+
 MAX_WAIT_S = 60.0
 
 GZIP_BYTES = 1024
@@ -26,6 +29,15 @@ THREAD_BYTES = 1 << 17
 
 GZIP_LEVEL = 1
 """The fastest: of token ids, which are mostly zero bits, others gain little."""
+
+
+class Made(BaseModel, Generic[M]):
+    """What an operation made: `body` is the answer, `location` the path of what there is now. What
+    is not new, because the same request had made it before, is answered with 200."""
+
+    body: M
+    location: str
+    is_new: bool
 
 
 async def refuse_unknown_parameters(request: Request) -> None:
@@ -52,7 +64,14 @@ def media_type(request: Request, data: bytes) -> str:
 
 
 async def render(result: BaseModel, request: Request) -> Response:
-    """Returns the result in the media type and the encoding that the request accepts."""
+    """Returns the result in the media type and the encoding that the request accepts; what was made
+    with 201 and where it is."""
+    if isinstance(result, Made):
+        made = cast(Made[BaseModel], result)
+        response = await render(made.body, request)
+        if made.is_new:
+            response.status_code, response.headers["location"] = 201, made.location
+        return response
     accepted = request.headers.get("accept", "")
     kind = codec.MSGPACK if codec.MSGPACK in accepted else codec.JSON
     data = codec.encode(result, kind)

@@ -21,10 +21,10 @@ import hashlib
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, Gauge
@@ -36,7 +36,7 @@ from shared.config import Settings
 from shared.connections import Connection
 from shared.draining import Draining
 from shared.errors import HoneError
-from shared.gate import Gate, RequestMetrics
+from shared.gate import Gate, Keys, RequestMetrics
 from shared.health import Check, add_health_routes, hone_version
 from shared.logs import get_logger
 from shared.operations import WAIT_PATH, Operation, Operations
@@ -53,7 +53,8 @@ process."""
 
 class Service:
     """One HTTP service: `app` is the ASGI application, with the health routes in place. `busy` says
-    how much is under way, in the service's own unit; None: its operations."""
+    how much is under way, in the service's own unit; None: its operations. `keys` are taken beside
+    HONE_TOKEN."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class Service:
         lifespan: Callable[
             [], contextlib.AbstractAsyncContextManager[None]
         ] = contextlib.nullcontext,
+        keys: Keys | None = None,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -74,6 +76,7 @@ class Service:
         self.operations = Operations(settings.operation_deadline_s, self.draining)
         self._busy = busy or self.operations.num_running
         self._lifespan = lifespan
+        self._keys = keys
         self._bodies: dict[tuple[str, str], Any] = {}
         self.app = self._make_app()
         add_health_routes(
@@ -125,15 +128,19 @@ class Service:
                 )
             return await self.answer(operation, request, ends_with_client=cancellable and not given)
 
-        self._bodies[path, method] = body_type
+        self.body(body_type, method, path)
         self.app.add_api_route(
             path,
             endpoint,
             methods=[method],
             name=handler.__name__,
             description=handler.__doc__ or "",
-            responses={200: {"model": result_type}, 202: {"model": openapi.Accepted}},
+            responses=openapi.answers(result_type) | openapi.accepted(),
         )
+
+    def body(self, body_type: type[BaseModel], method: str, path: str) -> None:
+        """Says in the OpenAPI document which body a route reads by itself."""
+        self._bodies[path, method] = body_type
 
     def query(self, path: str, handler: Callable[[], Awaitable[BaseModel]]) -> None:
         """Adds a GET route without parameters that answers in JSON or msgpack."""
@@ -147,7 +154,7 @@ class Service:
             methods=["GET"],
             name=handler.__name__,
             description=handler.__doc__ or "",
-            responses={200: {"model": get_type_hints(handler, include_extras=True)["return"]}},
+            responses=openapi.answers(get_type_hints(handler, include_extras=True)["return"]),
         )
 
     async def answer(
@@ -206,15 +213,18 @@ class Service:
             settings=self.settings,
             metrics=RequestMetrics(self.registry),
             draining=self.draining,
+            keys=self._keys,
         )
         app.add_exception_handler(HoneError, rendering.answer_error)
         app.add_exception_handler(RequestValidationError, rendering.answer_validation)
         app.add_exception_handler(HTTPException, rendering.answer_http)
-        app.add_api_route("/operations/{id}", self._poll, methods=["GET"])
         app.add_api_route(
-            WAIT_PATH, self._wait_any, methods=["POST"], responses={200: {"model": WaitResult}}
+            "/operations/{id}", self._poll, methods=["GET"], responses=openapi.any_answer()
         )
-        self._bodies[WAIT_PATH, "POST"] = WaitRequest
+        app.add_api_route(
+            WAIT_PATH, self._wait_any, methods=["POST"], responses=openapi.answers(WaitResult)
+        )
+        self.body(WaitRequest, "POST", WAIT_PATH)
         app.openapi = lambda: openapi.document(app, self._bodies)
         return app
 
@@ -233,7 +243,10 @@ class Service:
         wanted = codec.decode(WaitRequest, data, rendering.media_type(request, data))
         return await rendering.render(await self.operations.wait_any(wanted, self._busy), request)
 
-    async def _poll(self, id: str, request: Request, wait: float = 0.0) -> Response:
+    async def _poll(
+        self, id: str, request: Request, wait: Annotated[float, Query(allow_inf_nan=False)] = 0.0
+    ) -> Response:
+        """The result of an operation; 202 if it is not there within `wait` seconds."""
         operation = self.operations.get(id)
         wait_s = min(max(wait, 0.0), rendering.MAX_WAIT_S)
         result = await self.operations.wait(operation, wait_s)

@@ -11,8 +11,9 @@ import typer
 from hone import view
 from hone.commands.logs import follow
 from hone.shell import JobArgument, Output, OutputOption, command, connect, err, out, show
+from shared.errors import BadRequest
 from shared.job_file import load_job
-from shared.wire import TERMINAL
+from shared.wire import TERMINAL, JobStatus
 
 NO_JOBS = "no jobs yet; `hone submit JOB.toml` starts one"
 
@@ -59,11 +60,17 @@ def submit(
 @command
 def ls(
     limit: Annotated[int, typer.Option(help="how many")] = 20,
+    status: Annotated[JobStatus | None, typer.Option(help="only jobs of this status")] = None,
+    name: Annotated[str | None, typer.Option(help="only jobs of this name")] = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE, only jobs with it; may be repeated")
+    ] = None,
     output: OutputOption = Output.table,
 ) -> None:
     """List jobs, newest first."""
+    wanted = _pairs(metadata or [])
     with connect() as client:
-        listed = client.list(limit)
+        listed = client.list(limit, status=status, name=name, metadata=wanted)
     show(output, listed.jobs, lambda: view.job_list(listed.jobs) if listed.jobs else NO_JOBS)
     if listed.unreadable:
         err.print(
@@ -72,6 +79,13 @@ def ls(
             markup=False,
             highlight=False,
         )
+
+
+def _pairs(given: list[str]) -> dict[str, str]:
+    for one in given:
+        if "=" not in one:
+            raise BadRequest(f"--metadata {one!r}: expected NAME=VALUE, for example team=math")
+    return dict(one.split("=", 1) for one in given)
 
 
 @command

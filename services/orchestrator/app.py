@@ -6,7 +6,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
-from services.orchestrator.api import files, history, jobs, recover, regrade, samplers
+from services.orchestrator.api import (
+    files,
+    history,
+    jobs,
+    keys,
+    recover,
+    regrade,
+    samplers,
+    states,
+)
+from services.orchestrator.api.access import Keys
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.openai import calling, fine_tuning, graders
 from services.orchestrator.queue.store import Store
@@ -41,13 +51,18 @@ def create_service(settings: Settings, store: Store) -> Service:
             return error.detail
         return None
 
-    service = Service("orchestrator", settings, readiness={"redis": check_redis}, lifespan=lifespan)
+    named = Keys(settings.runs_dir)
+    service = Service(
+        "orchestrator", settings, readiness={"redis": check_redis}, lifespan=lifespan, keys=named
+    )
     jobs.add_routes(service, settings, store)
+    states.add_routes(service, store)
     history.add_routes(service, store)
     regrade.add_route(service, settings, store)
     recover.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
     files.add_routes(service, settings, store)
+    keys.add_routes(service, settings, named)
     fine_tuning.add_routes(service, settings, store)
     graders.add_routes(service, settings)
     calling.add_routes(service, settings, store)

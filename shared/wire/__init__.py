@@ -14,7 +14,10 @@
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: records, events, metrics, stored rollouts |
 | `files.py` | files that were uploaded |
+| `keys.py` | API keys |
+| `calling.py` | completions that are passed on to a sampler |
 | `fine_tuning.py` | the jobs API in OpenAI's shape |
+| `examples.py` | one of each body, for the OpenAPI documents |
 
 All are imported from here. All are frozen and refuse unknown keys. Token ids, log-probs and masks
 stay bytes from end to end (`packed.py`): in JSON a list of numbers, in msgpack 4, 4 and 1 bytes per
@@ -27,17 +30,21 @@ token. The job's own sections are in `shared/job/`. What is stored is read toler
 # pyright: reportUnusedImport=false
 
 from shared.wire.base import (
+    Dependency,
     Fence,
     Fenced,
     Fencing,
+    Health,
     JobId,
     Message,
     NoBody,
+    Readiness,
     VersionInfo,
     WaitRequest,
     WaitResult,
     Wire,
 )
+from shared.wire.calling import CallAnswer, CallRequest, ServedModel, ServedModelList
 from shared.wire.files import FileDeleted, FileList, Purpose, UploadedFile
 from shared.wire.fine_tuning import (
     CreateFineTuningJob,
@@ -74,6 +81,8 @@ from shared.wire.jobs import (
     JobRecord,
     JobState,
     JobStatus,
+    JobSummary,
+    MemoryEstimate,
     MetricsList,
     MetricsRow,
     PreviewedPrompt,
@@ -87,6 +96,7 @@ from shared.wire.jobs import (
     RolloutList,
     SubmitRequest,
 )
+from shared.wire.keys import Access, ApiKey, CreatedKey, CreateKey, KeyList, KeyRevoked
 from shared.wire.rewards import (
     MAX_CHECKED_PROMPTS,
     MAX_COLUMNS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -47,6 +47,28 @@ class Fenced(Fencing):
 
 class NoBody(Wire):
     """The empty body of a POST that needs none."""
+
+
+class Health(Wire):
+    """`GET /healthz`: the process lives."""
+
+    status: Literal["ok"] = "ok"
+    service: str
+
+
+class Dependency(Wire):
+    """Whether what a service needs is there; `detail` says why not."""
+
+    ok: bool
+    detail: str
+
+
+class Readiness(Wire):
+    """`GET /readyz`: whether the service can be used (200) or not yet (503), and each of its
+    dependencies by name."""
+
+    ready: bool
+    dependencies: dict[str, Dependency]
 
 
 class VersionInfo(BaseModel):

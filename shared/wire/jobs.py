@@ -23,13 +23,11 @@ class SubmitRequest(Wire):
     job: Job
 
 
-class JobRecord(Wire):
-    """A job as the API shows it. Times are Unix seconds. `run_dir` holds everything it wrote.
+class JobSummary(Wire):
+    """A job as lists show it. Times are Unix seconds.
 
     `error` is a sentence: why it failed, or why it was paused. `recoveries` counts how often it
     went on after a service had lost its state, and `attempts` how often a worker took it up.
-    `data` says which content the job's data has, by "train" and "eval": a file's digest, or a
-    dataset's commit on the Hub. It goes on with that content only.
 
     `place` is that of a queued job: 1 for the one that is taken next. `waits_for` says who has the
     trainers meanwhile: host and port, and the job. `trainer` is the one that the job was given
@@ -38,6 +36,7 @@ class JobRecord(Wire):
 
     id: JobId
     name: str
+    model: str
     status: JobStatus
     created_at: float
     started_at: float | None = None
@@ -49,12 +48,20 @@ class JobRecord(Wire):
     cancel_requested: bool = False
     pause_requested: bool = False
     recoveries: int = 0
-    error: str | None = None
-    run_dir: str
     attempts: int = 0
     place: int | None = None
     waits_for: dict[str, JobId] = {}
     trainer: str | None = None
+    error: str | None = None
+    metadata: dict[str, str] = {}
+
+
+class JobRecord(JobSummary):
+    """All there is to know of a job. `run_dir` holds everything it wrote. `data` says which content
+    its data has, by "train" and "eval": a file's digest, or a dataset's commit on the Hub. It goes
+    on with that content only. `summary` is what came of it, once it has succeeded."""
+
+    run_dir: str
     summary: dict[str, Any] | None = None
     data: dict[str, str] = {}
     job: Job
@@ -71,10 +78,28 @@ class PreviewedPrompt(Wire):
     num_tokens: int | None = None
 
 
+class MemoryEstimate(Wire):
+    """What a job probably needs, in GiB on each GPU of the trainer: its weights, those of the
+    reference model (with `beta`), gradients, float32 copies with Adam's moments, and the
+    activations of a micro-batch. `optimizer_gib` is in the host's memory with
+    `memory.offload_optimizer`. A GPU of the sampler holds its part of the weights, and the cache
+    with so many bytes per token of prompt and completion."""
+
+    num_parameters: int
+    num_trainable: int
+    weights_gib: float
+    reference_gib: float
+    gradients_gib: float
+    optimizer_gib: float
+    activations_gib: float
+    sampler_weights_gib: float
+    cache_bytes_per_token: int
+
+
 class DryRun(Wire):
     """`POST /v1/jobs/dry_run`: the job as it would run, and its first prompts. `num_train` is None
     for a stream; `data` are the versions as in a job's record. `not_counted` says why prompts have
-    no `num_tokens`."""
+    no `num_tokens`, and `not_estimated` why there is no `memory`."""
 
     job: Job
     columns: tuple[str, ...]
@@ -83,6 +108,8 @@ class DryRun(Wire):
     data: dict[str, str]
     prompts: tuple[PreviewedPrompt, ...]
     not_counted: str = ""
+    memory: MemoryEstimate | None = None
+    not_estimated: str = ""
 
 
 class JobState(Wire):
@@ -106,9 +133,9 @@ class ResumeRequest(Wire):
 class JobList(Wire):
     """Newest first. `next_after` goes back as `?after=` for the next page; None at the end.
     `unreadable` are the ids of those on the page that another version of Hone wrote and this one
-    cannot read."""
+    cannot read; `GET /v1/jobs/{id}` has all of a job."""
 
-    jobs: tuple[JobRecord, ...]
+    jobs: tuple[JobSummary, ...]
     next_after: str | None = None
     unreadable: tuple[str, ...] = ()
 
@@ -152,6 +179,9 @@ class Event(Wire):
 
 
 class EventList(Wire):
+    """A page, oldest first. The next one begins after the last id (`?after=`); it is empty while
+    nothing else has happened."""
+
     events: tuple[Event, ...]
 
 
@@ -161,7 +191,11 @@ class MetricsRow(Wire):
 
 
 class MetricsList(Wire):
+    """A page, by step. `next_after_step` goes back as `?after_step=` for the next page; None at the
+    end."""
+
     rows: tuple[MetricsRow, ...]
+    next_after_step: int | None = None
 
 
 class GradedRollout(Wire):
@@ -178,8 +212,12 @@ class GradedRollout(Wire):
 
 
 class RolloutList(Wire):
+    """A page of a step's rollouts, all of a prompt's group in a row. `next_after` goes back as
+    `?after=` for the next page; None at the end."""
+
     step: int
     rollouts: tuple[GradedRollout, ...]
+    next_after: int | None = None
 
 
 class RegradeRequest(Wire):

@@ -104,6 +104,8 @@ async def test_a_job_is_submitted_followed_and_listed(client: openai.AsyncOpenAI
     other = await create(client)
     listed = [one.id async for one in client.fine_tuning.jobs.list(limit=1)]
     assert listed == [other.id, job.id]
+    newest = await client.fine_tuning.jobs.list_events(job.id, limit=2)
+    assert newest.data == events[:2] and newest.has_more
     by_metadata = await client.fine_tuning.jobs.list(metadata={"team": "a"})
     assert [one.id for one in by_metadata.data] == [job.id]
     await ended(client, other.id)
@@ -222,6 +224,9 @@ async def test_a_model_is_called_where_it_is_served(stack: Stack, client: openai
         return JSONResponse({"object": "chat.completion", "choices": choices})
 
     assert [model.id async for model in client.models.list()] == ["owner/model", "policy", "sums-1"]
+    assert (await client.models.retrieve("owner/model")).id == "owner/model"
+    with pytest.raises(openai.NotFoundError, match="'sums-2' is not served now"):
+        await client.models.retrieve("sums-2")
     hello: Any = [{"role": "user", "content": "hello"}]
     answer = await client.chat.completions.create(model="sums-1", messages=hello)
     assert answer.choices[0].message.content == "sums-1 says hello"

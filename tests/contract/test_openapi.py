@@ -13,10 +13,12 @@ from services.reward.app import create_service as create_reward
 from services.rollout.app import create_service as create_rollout
 from services.rollout.sampler import Sampler
 from services.trainer.app import create_service as create_trainer
+from shared import wire
 from shared.config import Settings
 from shared.errors import KINDS, HoneError
-from shared.openapi import Problem
+from shared.openapi import Accepted, Problem
 from shared.service import Service
+from shared.wire.examples import EXAMPLES
 
 unused = cast(Any, None)
 SERVICES: dict[str, Callable[[Settings], Service]] = {
@@ -86,6 +88,28 @@ def test_every_error_is_a_problem_document(document: dict[str, Any]) -> None:
             schema = content["application/problem+json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/Problem"}, name
     assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def test_every_body_and_answer_has_an_example(document: dict[str, Any]) -> None:
+    for name, operation in operations(document):
+        bodies = {"body": operation.get("requestBody", {}), **operation["responses"]}
+        for status, one in bodies.items():
+            content = one.get("content", {}).get("application/json", {})
+            if content.get("schema"):
+                assert "example" in content, (name, status)
+
+
+def models() -> dict[str, Any]:
+    """Every model that an example may be of, by its name."""
+    found: dict[str, Any] = {Accepted.__name__: Accepted}
+    for name in dir(wire):
+        found[name] = getattr(wire, name)
+    return found
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_is_one(name: str) -> None:
+    models()[name].model_validate(EXAMPLES[name])
 
 
 def test_a_query_says_what_it_answers(settings: Settings) -> None:

@@ -93,6 +93,24 @@ async def test_metrics_and_rollouts_are_served_from_the_run_folder(stack: Stack)
     assert (await stack.client.get(f"/v1/jobs/{record.id}/rollouts", RolloutList)).step == 8
 
 
+async def test_events_metrics_and_rollouts_come_in_pages(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    at = f"/v1/jobs/{record.id}"
+    events = (await stack.client.get(f"{at}/events", EventList)).events
+    first = (await stack.client.get(f"{at}/events?limit=2", EventList)).events
+    rest = (await stack.client.get(f"{at}/events?after={first[1].id}", EventList)).events
+    assert first + rest == events
+    page = await stack.client.get(f"{at}/metrics?limit=3", MetricsList)
+    assert ([row.step for row in page.rows], page.next_after_step) == ([0, 1, 2], 2)
+    page = await stack.client.get(f"{at}/metrics?after_step=5&limit=3", MetricsList)
+    assert ([row.step for row in page.rows], page.next_after_step) == ([6, 7, 8], None)
+    whole = await stack.client.get(f"{at}/rollouts?step=4", RolloutList)
+    page = await stack.client.get(f"{at}/rollouts?step=4&limit=20", RolloutList)
+    assert (page.rollouts, page.next_after) == (whole.rollouts[:20], 20)
+    page = await stack.client.get(f"{at}/rollouts?step=4&after=20&limit=4", RolloutList)
+    assert (page.rollouts, page.next_after) == (whole.rollouts[20:], None)
+
+
 async def test_rollouts_are_kept_as_far_back_as_the_job_says(stack: Stack) -> None:
     changes = {
         "rollouts": RolloutsSpec(keep_last=2),

@@ -83,6 +83,27 @@ async def test_jobs_are_listed_newest_first_in_pages(stack: Stack) -> None:
     assert [record.id for record in rest.jobs] == ids[:1] and rest.next_after is None
 
 
+async def test_a_list_has_summaries_filtered_by_status_name_and_metadata(stack: Stack) -> None:
+    tagged = stack.job.model_copy(update={"metadata": {"team": "math"}})
+    made = await stack.submit(tagged)
+    await stack.until(made.id)
+    (summary,) = (await stack.http.get("/v1/jobs?metadata[team]=math")).json()["jobs"]
+    assert "job" not in summary and "run_dir" not in summary
+    assert (summary["model"], summary["metadata"]) == ("owner/model", {"team": "math"})
+    for query, count in (
+        ("status=succeeded&name=demo", 1),
+        ("status=queued", 0),
+        ("name=dem", 0),
+        ("metadata[team]=art", 0),
+        ("metadata=null", 0),
+    ):
+        assert len((await stack.http.get(f"/v1/jobs?{query}")).json()["jobs"]) == count, query
+    refused = (await stack.http.get("/v1/jobs?status=done")).json()["detail"]
+    assert refused.startswith("'status': got 'done'; ")
+    refused = (await stack.http.get("/v1/jobs?metadata=math")).json()["detail"]
+    assert refused == "'metadata': got 'math'; expected metadata[name]=value, or null"
+
+
 async def test_an_unknown_job_is_not_found(stack: Stack) -> None:
     for path in ("", "/events", "/metrics", "/rollouts", "/checkpoints"):
         with pytest.raises(NotFound, match="no job 'nope'"):

@@ -33,6 +33,27 @@ async def test_submitting_twice_with_a_key_is_submitting_once(stack: Stack) -> N
     assert (await stack.submit(key="k2")).id != first.id
 
 
+async def test_a_new_job_is_answered_with_201_and_where_it_is(stack: Stack) -> None:
+    body = {"job": stack.job.model_dump(mode="json", exclude_unset=True)}
+    headers = {"idempotency-key": "k1"}
+    made = await stack.http.post("/v1/jobs", json=body, headers=headers)
+    assert made.status_code == 201
+    assert made.headers["location"] == f"/v1/jobs/{made.json()['id']}"
+    assert (await stack.http.get(made.headers["location"])).json()["id"] == made.json()["id"]
+    again = await stack.http.post("/v1/jobs", json=body, headers=headers)
+    assert (again.status_code, again.json()["id"]) == (200, made.json()["id"])
+    assert "location" not in again.headers
+
+
+async def test_a_job_that_was_polled_for_is_answered_with_201_too(stack: Stack) -> None:
+    body = {"job": stack.job.model_dump(mode="json", exclude_unset=True)}
+    prefers = {"prefer": "respond-async, wait=0"}
+    accepted = await stack.http.post("/v1/jobs", json=body, headers=prefers)
+    assert accepted.status_code == 202
+    made = await stack.http.get(accepted.headers["location"] + "?wait=20")
+    assert (made.status_code, made.headers["location"]) == (201, f"/v1/jobs/{made.json()['id']}")
+
+
 async def test_a_key_is_free_again_once_its_job_was_deleted(stack: Stack) -> None:
     first = await stack.submit(key="mine")
     await stack.until(first.id)
@@ -69,6 +90,11 @@ async def test_a_key_is_remembered_across_a_restart(
             {"data": {"train": "TRAIN", "columns": {"prompt": "question"}}},
             "has no column 'question'",
         ),
+        (
+            {"data": {"train": "file-abc"}},
+            "data.train is 'file-abc'; expected the id of an uploaded file, 'file-' and 24 hex",
+        ),
+        ({"data": {"train": "file-" + 24 * "a"}}, f"no uploaded file 'file-{24 * 'a'}'"),
         ({"model": "/nope/model"}, "there is no folder '/nope/model' here"),
         ({"model": "/"}, "the folder '/' has no config.json"),
         (

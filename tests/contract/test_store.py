@@ -20,10 +20,11 @@ from services.orchestrator.queue.connection import StoreEmptied, StoreUnavailabl
 from services.orchestrator.queue.ids import new_job_id
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store
+from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store, Wanted
 from shared.errors import BadRequest, Conflict, NotFound
-from shared.job import Job
+from shared.job import DataSpec, Job
 from shared.presence import Presence, tell_nobody
+from shared.wire import JobSummary
 from tests.support.link import Link
 
 TRAINER = "http://trainer"
@@ -398,7 +399,8 @@ async def test_an_id_that_is_another_jobs_is_never_answered_as_that_job(
     for job in (JOB, JOB.model_copy(update={"steps": 3})):
         with pytest.raises(Conflict, match="there is a job 'demo-same' already"):
             await store.submit(job, Path("/runs"), "key")
-    assert (await store.list(None, 10)).jobs == (first,)
+    (only,) = (await store.list(None, 10)).jobs
+    assert only.model_dump() == first.model_dump(include=set(JobSummary.model_fields))
 
 
 async def twice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,7 +493,20 @@ async def test_a_record_with_fields_of_another_version_is_read(store: Store, raw
     assert (await store.get(job_id)).job == JOB
 
 
-@pytest.mark.parametrize("damage", [{"job": "{}"}, {"job": "no json"}, {"steps": "many"}])
+@pytest.mark.parametrize("damage", [{"job": "{}"}, {"job": "no json"}])
+async def test_a_job_that_cannot_be_read_is_listed_by_what_can(
+    store: Store, raw: Any, damage: dict[str, str]
+) -> None:
+    job_id = await submit(store)
+    await raw.hset(keys.job(job_id), mapping=damage)
+    assert [(one.id, one.status) for one in (await store.list(None, 2)).jobs] == [
+        (job_id, "queued")
+    ]
+    with pytest.raises(Unreadable, match="cannot be read by this version"):
+        await store.get(job_id)
+
+
+@pytest.mark.parametrize("damage", [{"steps": "many"}, {"created_at": "once"}])
 async def test_a_record_that_cannot_be_read_is_named_and_hides_no_other(
     store: Store, raw: Any, damage: dict[str, str]
 ) -> None:
@@ -509,6 +524,71 @@ async def test_a_record_that_cannot_be_read_is_named_and_hides_no_other(
     assert await store.ended_run_dir(ids[1]) == RUNS / ids[1]
     await store.delete(ids[1])
     assert (await store.list(None, 10)).unreadable == ()
+
+
+async def test_a_list_has_the_jobs_that_fit_all_that_is_asked_for(store: Store) -> None:
+    a = await submit(store, metadata={"team": "math", "run": "1"})
+    b = await submit(store, name="other-one", metadata={"team": "math"})
+    c = await submit(store, request={"model": "m"})
+    await store.pause(a)
+
+    async def found(**wanted: Any) -> list[str]:
+        return [one.id for one in (await store.list(None, 10, Wanted(**wanted))).jobs]
+
+    assert await found() == [c, b, a]
+    assert await found(status="paused") == [a]
+    assert await found(name="other-one") == [b]
+    assert await found(name="other") == [] == await found(name="demo", status="running")
+    assert await found(metadata={"team": "math"}) == [b, a]
+    assert await found(metadata={"team": "math", "run": "1"}) == [a]
+    assert await found(metadata={"team": "x"}) == []
+    assert await found(metadata=None) == [c]
+    assert await found(openai=True) == [c]
+    page = await store.list(None, 1, Wanted(metadata={"team": "math"}))
+    assert ([one.id for one in page.jobs], page.next_after) == ([b], b)
+    page = await store.list(b, 1, Wanted(metadata={"team": "math"}))
+    assert ([one.id for one in page.jobs], page.next_after) == ([a], None)
+
+
+async def test_a_record_of_an_older_version_is_listed_and_filtered_too(
+    store: Store, raw: Any
+) -> None:
+    file = "file-" + 24 * "a"
+    job_id = await submit(
+        store, metadata={"team": "math"}, request={"model": "m"}, data=DataSpec(train=file)
+    )
+    await raw.hdel(keys.job(job_id), "model", "metadata", "openai", "files")
+    await store.open()
+    wanted = Wanted(metadata={"team": "math"}, openai=True)
+    (listed,) = (await store.list(None, 10, wanted)).jobs
+    assert (listed.id, listed.model, listed.metadata) == (job_id, "m/m", {"team": "math"})
+    with pytest.raises(Conflict, match=f"file '{file}' is in use by job '{job_id}', which is que"):
+        await store.remove_file(file)
+
+
+async def test_a_file_is_removed_or_submitted_with_but_not_both(store: Store) -> None:
+    file, other = "file-" + 24 * "a", "file-" + 24 * "b"
+    job_id = await submit(store, data=DataSpec(train="x", eval=file))
+    with pytest.raises(Conflict, match=f"in use by job '{job_id}', which is queued"):
+        await store.remove_file(file)
+    await store.remove_file(other)
+    with pytest.raises(BadRequest, match=f"'{other}' was removed while the job was submitted"):
+        await submit(store, data=DataSpec(train=other))
+    await store.cancel(job_id)
+    await store.remove_file(file)
+    await store.remove_file(file)
+    await store.restore_file(other)
+    await submit(store, data=DataSpec(train=other))
+
+
+async def test_events_are_read_from_the_newest_back(store: Store) -> None:
+    job_id = await submit(store)
+    await store.pause(job_id)
+    await store.resume(job_id)
+    events = await store.events(job_id, "0")
+    assert len(events) == 3
+    assert await store.newest_events(job_id, None, 2) == [events[2], events[1]]
+    assert await store.newest_events(job_id, events[1].id, 2) == [events[0]]
 
 
 async def test_what_is_no_job_does_not_stop_the_queue(store: Store, raw: Any) -> None:

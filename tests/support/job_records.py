@@ -19,6 +19,7 @@ def record(status: str, error: str | None = None) -> JobRecord:
         {
             "id": "demo-1",
             "name": "demo",
+            "model": "m",
             "status": status,
             "job": JOB,
             "run_dir": "/runs/demo-1",

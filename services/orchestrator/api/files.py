@@ -14,8 +14,9 @@ from starlette.datastructures import FormData, UploadFile
 from services.orchestrator.api.pages import page_of
 from services.orchestrator.data.uploads import Uploads
 from services.orchestrator.queue.store import Store
+from shared import openapi
 from shared.config import Settings
-from shared.errors import BadRequest, Conflict, Unauthorized
+from shared.errors import BadRequest, Unauthorized
 from shared.explain import nearest
 from shared.service import Service
 from shared.wire import FileDeleted, FileList, Purpose, UploadedFile
@@ -51,10 +52,14 @@ UPLOAD_BODY: dict[str, Any] = {
 
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
-    app = service.app
     uploads = Uploads(settings.runs_dir)
+    _add_upload(service, settings, uploads, store)
+    _add_reading(service, uploads)
+    _add_removal(service, uploads, store)
 
-    @app.post("/v1/files", openapi_extra=UPLOAD_BODY)
+
+def _add_upload(service: Service, settings: Settings, uploads: Uploads, store: Store) -> None:
+    @service.app.post("/v1/files", openapi_extra=UPLOAD_BODY)
     async def upload_file(request: Request) -> UploadedFile:
         """Stores a file, which jobs can name by its id. It is on disk when this answers. With an
         Idempotency-Key it is stored once."""
@@ -65,7 +70,14 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
                 raise _too_large(file.size, settings)
             key = request.headers.get("idempotency-key")
             name = _filename(file)
-            return await asyncio.to_thread(uploads.add, file.file, name, purpose, key)
+            stored = await asyncio.to_thread(uploads.add, file.file, name, purpose, key)
+        if key:  # a file of this id may have been removed before
+            await store.restore_file(stored.id)
+        return stored
+
+
+def _add_reading(service: Service, uploads: Uploads) -> None:
+    app = service.app
 
     @app.get("/v1/files")
     async def list_files(
@@ -90,7 +102,9 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         """One file."""
         return await asyncio.to_thread(uploads.get, file_id)
 
-    @app.get("/v1/files/{file_id}/content", response_class=FileResponse)
+    content: openapi.Responses = {200: openapi.other("the file", "application/octet-stream")}
+
+    @app.get("/v1/files/{file_id}/content", response_class=FileResponse, responses=content)
     async def get_content(file_id: str) -> FileResponse:
         """The bytes of a file, as they were uploaded."""
         file = await asyncio.to_thread(uploads.get, file_id)
@@ -98,16 +112,13 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
             uploads.content(file_id), media_type="application/octet-stream", filename=file.filename
         )
 
-    @app.delete("/v1/files/{file_id}")
+
+def _add_removal(service: Service, uploads: Uploads, store: Store) -> None:
+    @service.app.delete("/v1/files/{file_id}")
     async def delete_file(file_id: str) -> FileDeleted:
         """Removes a file that no job needs any more."""
         await asyncio.to_thread(uploads.get, file_id)
-        for record in await store.not_ended():
-            if file_id in (record.job.data.train, record.job.data.eval):
-                raise Conflict(
-                    f"file {file_id!r} is in use by job {record.id!r}, which is {record.status}; "
-                    "cancel the job or wait for its end"
-                )
+        await store.remove_file(file_id)
         await asyncio.to_thread(uploads.remove, file_id)
         return FileDeleted(id=file_id)
 

@@ -15,6 +15,7 @@ from services.orchestrator.queue.records import check_event_id
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.graded import graded
+from shared import openapi
 from shared.errors import Busy
 from shared.job import Job
 from shared.service import Service
@@ -27,6 +28,8 @@ from shared.wire import (
     RolloutList,
 )
 
+EVENT_STREAM = "text/event-stream"
+
 SSE_WAIT_S = 15.0
 """Seconds without an event after which a follower gets a comment, which keeps proxies from hanging
 up."""
@@ -37,49 +40,76 @@ Step = Annotated[int, Query(ge=0, le=MAX_STEP)]
 
 
 def add_routes(service: Service, store: Store) -> None:
-    app = service.app
+    _add_events(service, store)
+    _add_results(service, store)
+    _add_checkpoints(service, store)
+
+
+def _add_events(service: Service, store: Store) -> None:
     followers = Followers(store)
+    stream = openapi.other("", EVENT_STREAM, schema=openapi.TEXT)
+    either: openapi.Responses = {200: {"content": stream["content"]}}
 
-    async def folder(job_id: str) -> RunFolder:
-        return RunFolder(Path((await store.get(job_id)).run_dir))
-
-    @app.get("/v1/jobs/{job_id}/events", response_model=None)
-    async def events(job_id: str, request: Request, after: str = "0") -> EventList | Response:
+    @service.app.get("/v1/jobs/{job_id}/events", response_model=EventList, responses=either)
+    async def events(
+        job_id: str,
+        request: Request,
+        after: str = "0",
+        limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    ) -> EventList | Response:
         """What happened: a JSON page, or a stream of server-sent events to the job's end if that is
         accepted. Either goes on after the id given by `after` or Last-Event-ID."""
         await store.get(job_id)
-        if "text/event-stream" not in request.headers.get("accept", ""):
-            return EventList(events=tuple(await store.events(job_id, after)))
+        if EVENT_STREAM not in request.headers.get("accept", ""):
+            return EventList(events=tuple(await store.events(job_id, after, count=limit)))
         last = request.headers.get("last-event-id", after)
         check_event_id(last, "Last-Event-ID")
         followers.check_room()
         return StreamingResponse(
             followers.follow(job_id, last),
-            media_type="text/event-stream",
+            media_type=EVENT_STREAM,
             headers={"cache-control": "no-store"},
         )
 
+
+def _add_results(service: Service, store: Store) -> None:
+    app = service.app
+
     @app.get("/v1/jobs/{job_id}/metrics")
     async def metrics(
-        job_id: str, after_step: Annotated[int, Query(ge=-1, le=MAX_STEP)] = -1
+        job_id: str,
+        after_step: Annotated[int, Query(ge=-1, le=MAX_STEP)] = -1,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     ) -> MetricsList:
         """A row of metrics per step; row 0 is the evaluation before training."""
-        return MetricsList(
-            rows=tuple(await asyncio.to_thread((await folder(job_id)).metrics, after_step))
-        )
+        run = RunFolder(Path((await store.get(job_id)).run_dir))
+        found = await asyncio.to_thread(run.metrics, after_step)
+        rows = tuple(found[:limit])
+        more = len(found) > limit
+        return MetricsList(rows=rows, next_after_step=rows[-1].step if more else None)
 
     @app.get("/v1/jobs/{job_id}/rollouts")
     async def rollouts(
-        job_id: str, step: Step | None = None, limit: Annotated[int, Query(ge=1)] = 10_000
+        job_id: str,
+        step: Step | None = None,
+        after: Annotated[int, Query(ge=0, le=MAX_STEP)] = 0,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     ) -> RolloutList:
-        """The graded rollouts of a step; of the newest one without `step`."""
+        """The graded rollouts of a step, `[P*G]` without the first `after`; of the newest step
+        without `step`."""
         record = await store.get(job_id)
         run = RunFolder(Path(record.run_dir))
         number = step if step is not None else max(run.batch_steps(), default=0)
         batch = await asyncio.to_thread(run.batch, number)
-        return RolloutList(step=number, rollouts=graded(batch, record.job)[:limit])
+        found = graded(batch, record.job)
+        end = after + limit
+        return RolloutList(
+            step=number, rollouts=found[after:end], next_after=end if end < len(found) else None
+        )
 
-    @app.get("/v1/jobs/{job_id}/checkpoints")
+
+def _add_checkpoints(service: Service, store: Store) -> None:
+    @service.app.get("/v1/jobs/{job_id}/checkpoints")
     async def checkpoints(job_id: str) -> CheckpointList:
         """The checkpoints there are, oldest first: those written, without those that the trainer
         has since removed."""

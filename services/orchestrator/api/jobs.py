@@ -1,104 +1,48 @@
-"""Submitting jobs, looking at them, and changing what becomes of them."""
+"""Submitting jobs, and what is checked before."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
 
-from fastapi import Query
 from pydantic import ValidationError
 
+from services.orchestrator.api.rows import check_rows
+from services.orchestrator.data.memory import CannotEstimate, estimate
 from services.orchestrator.data.preview import preview
 from services.orchestrator.loop.colocation import check_colocation
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts, load_prompts
+from services.orchestrator.queue.ids import new_job_id
 from services.orchestrator.queue.store import Store
-from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.noting import cancel
-from shared import codec
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.explain import sentences
 from shared.job import Job
-from shared.job_file import changed
 from shared.models import model_folder
+from shared.rendering import Made
 from shared.service import Service, request_key
-from shared.wire import (
-    CreateFineTuningJob,
-    DryRun,
-    JobDeleted,
-    JobList,
-    JobRecord,
-    JobState,
-    Prompt,
-    ResumeRequest,
-    SubmitRequest,
-)
+from shared.wire import CreateFineTuningJob, DryRun, JobRecord, SubmitRequest
 
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
-    async def submit(request: SubmitRequest) -> JobRecord:
-        """Accepts a job once its data, rewards and model have been checked. Accepted, it is on
-        disk."""
+    async def submit(request: SubmitRequest) -> Made[JobRecord]:
+        """Accepts a job once its data, rewards and model have been checked: 201, and it is on disk.
+        With an Idempotency-Key that was used for it before: 200, and the job as it is now."""
         prompts = await check_job(request.job, settings)
-        return await store.submit(
-            request.job, settings.runs_dir, request_key.get(), prompts.versions
+        job_id = new_job_id(request.job.name)
+        record = await store.submit(
+            request.job, settings.runs_dir, request_key.get(), prompts.versions, job_id
         )
+        is_new = record.id == job_id
+        return Made[JobRecord](body=record, location=f"/v1/jobs/{record.id}", is_new=is_new)
 
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
         prompts = await check_job(request.job, settings)
-        return await asyncio.to_thread(_dry_run, request.job, prompts)
+        return await asyncio.to_thread(_dry_run, request.job, prompts, settings)
 
     service.operation("POST", "/v1/jobs", submit, durable=True)
     service.operation("POST", "/v1/jobs/dry_run", dry_run)
-    app = service.app
-
-    @app.get("/v1/jobs")
-    async def list_jobs(
-        after: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 50
-    ) -> JobList:
-        """Jobs, newest first."""
-        return await store.list(after, limit)
-
-    @app.get("/v1/jobs/{job_id}")
-    async def get_job(job_id: str) -> JobRecord:
-        """One job."""
-        return await store.get(job_id)
-
-    @app.delete("/v1/jobs/{job_id}")
-    async def delete_job(job_id: str, files: bool = False) -> JobDeleted:
-        """Forgets a job that has ended, with its events; another one has to be cancelled first. Its
-        run folder, with the checkpoints in it, stays unless `files` is true."""
-        run_dir = await store.ended_run_dir(job_id)
-        if run_dir:
-            folder = RunFolder(run_dir)
-            await asyncio.to_thread(folder.remove if files else folder.mark_deleted)
-        deleted = await store.delete(job_id)
-        return deleted.model_copy(update={"files": files})
-
-    @app.post("/v1/jobs/{job_id}/cancel")
-    async def cancel_job(job_id: str) -> JobState:
-        """Cancels a queued or paused job now, a running one within seconds."""
-        return await cancel(store, job_id)
-
-    @app.post("/v1/jobs/{job_id}/pause")
-    async def pause_job(job_id: str) -> JobState:
-        """Pauses a queued job now, a running one within seconds. The worker is then free for the
-        next job."""
-        return await store.pause(job_id)
-
-    @app.post("/v1/jobs/{job_id}/resume")
-    async def resume_job(job_id: str, request: ResumeRequest | None = None) -> JobState:
-        """Queues a paused job again. It goes on where it was, with other memory settings, steps and
-        the like if the body says so."""
-        if request is None or not request.set:
-            return await store.resume(job_id)
-        record = await store.get(job_id)
-        job = changed(record.job, request.set)
-        if job.steps < record.step:
-            raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
-        return await store.resume(job_id, job)
 
 
 async def check_job(job: Job, settings: Settings) -> Prompts:
@@ -115,7 +59,7 @@ async def check_job(job: Job, settings: Settings) -> Prompts:
     check_colocation(job, settings)
     model_folder(job.model)
     prompts = await asyncio.to_thread(load_prompts, job, settings)
-    first = await asyncio.to_thread(_check_prompts, prompts)
+    first = await asyncio.to_thread(check_rows, prompts)
     peers = Peers(job, settings.slots[0])
     try:
         await peers.validate_rewards(prompts.columns, first)
@@ -124,34 +68,6 @@ async def check_job(job: Job, settings: Settings) -> Prompts:
         raise Unavailable(error.detail) from error
     finally:
         await peers.close()
-
-
-def _check_prompts(prompts: Prompts) -> tuple[Prompt, ...]:
-    """Makes the first step's and all held-out prompts, and tries whether they can be sent. Returns
-    the first step's."""
-    first = prompts.for_step(1)
-    for data, several in (("data.train", first), ("data.eval", prompts.held_out())):
-        for prompt in several:
-            _check_sendable(prompt, data)
-    return first
-
-
-def _check_sendable(prompt: Prompt, data: str) -> None:
-    """Raises BadRequest with the row, and the column if it is that."""
-    try:
-        codec.encode(prompt, codec.MSGPACK)
-    except BadRequest as error:
-        at = f"row {prompt.index} of {data}"
-        for name, value in prompt.row.items():
-            _check_value(name, value, at)
-        raise BadRequest(f"{at}, its prompt: {error.detail}") from error
-
-
-def _check_value(name: str, value: Any, at: str) -> None:
-    try:
-        codec.encode(Prompt(index=0, content="", row={name: value}), codec.MSGPACK)
-    except BadRequest as error:
-        raise BadRequest(f"{at}, column {name!r}: {error.detail}") from error
 
 
 def _check_request(job: Job) -> None:
@@ -163,8 +79,13 @@ def _check_request(job: Job) -> None:
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
 
 
-def _dry_run(job: Job, prompts: Prompts) -> DryRun:
+def _dry_run(job: Job, prompts: Prompts, settings: Settings) -> DryRun:
     shown, why = preview(job, prompts.for_step(1))
+    memory, not_estimated = None, ""
+    try:
+        memory = estimate(job, settings)
+    except CannotEstimate as error:
+        not_estimated = str(error)
     return DryRun(
         job=job,
         columns=prompts.columns,
@@ -173,4 +94,6 @@ def _dry_run(job: Job, prompts: Prompts) -> DryRun:
         data=prompts.versions,
         prompts=shown,
         not_counted=why,
+        memory=memory,
+        not_estimated=not_estimated,
     )

@@ -18,6 +18,7 @@ from services.orchestrator.loop.tasks import all_of
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.graded import graded
+from shared import openapi
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
@@ -35,7 +36,9 @@ TOLERANCE = 1e-6
 
 
 def add_route(service: Service, settings: Settings, store: Store) -> None:
-    @service.app.post("/v1/jobs/{job_id}/regrade", response_model=RegradeReport)
+    given = openapi.answers(RegradeReport) | openapi.accepted()
+
+    @service.app.post("/v1/jobs/{job_id}/regrade", response_model=None, responses=given)
     async def regrade_job(job_id: str, body: RegradeRequest, request: Request) -> Response:
         """Grades stored rollouts by other rewards and says what would flip. Nothing is written to
         the run."""

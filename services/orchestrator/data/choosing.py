@@ -18,6 +18,10 @@ PROMPT = "prompt"
 """The column that is the prompt, where no template makes one."""
 
 
+class BadRow(BadRequest):
+    """A row that no prompt can be made of, or sent; others may be good."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """A row, and its number in the source, from 0."""
@@ -130,7 +134,7 @@ def unrenderable(
     if error.position is None:
         return BadRequest(f"{key} does not work: {error.reason}")
     problem = problems[error.position]
-    return BadRequest(
+    return BadRow(
         f"{key} does not work on row {problem.index} of {where}: {error.reason}; its columns are "
         f"{', '.join(problem.row)}"
     )

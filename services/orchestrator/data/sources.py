@@ -108,6 +108,13 @@ def _uploaded(ask: Ask) -> Table:
     return _read(ask, path, name)
 
 
+def _no_upload(ask: Ask) -> Table:
+    raise BadRequest(
+        f"{ask.key} is {ask.text!r:.80}; expected the id of an uploaded file, 'file-' and 24 "
+        "hexadecimal digits, as GET /v1/files lists them"
+    )
+
+
 def _file(ask: Ask) -> Table:
     path = Path(ask.text)
     _check_allowed(ask, path.resolve())
@@ -225,5 +232,6 @@ KINDS = (
     Kind("URL", lambda source: bool(URL.match(str(source))), _url),
     Kind("uploaded file", lambda source: bool(UPLOADED.fullmatch(str(source))), _uploaded),
     Kind("file", _is_file, _file),
+    Kind("id that no upload has", lambda source: str(source).startswith("file-"), _no_upload),
     Kind("Hugging Face dataset", lambda _: True, _hub),
 )

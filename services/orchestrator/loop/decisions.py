@@ -17,6 +17,7 @@ from shared.errors import (
     BadRequest,
     Conflict,
     Failed,
+    Forbidden,
     HoneError,
     NotFound,
     StateLost,
@@ -72,6 +73,7 @@ def _codes(*codes: str) -> frozenset[str]:
     return frozenset(codes)
 
 
+SAME_TOKEN = "give all services the same HONE_TOKEN"
 LOOK = "make sure that it works (`hone doctor` shows how the services are)"
 
 MEMORY = "free memory on its device, or change [memory] with `hone resume JOB --set KEY=VALUE`"
@@ -96,7 +98,8 @@ RULES = (
         _codes("not_finite"),
     ),
     Rule(Failed, Action.RECOVER, LOOK),
-    Rule(Unauthorized, Action.PAUSE, "give all services the same HONE_TOKEN"),
+    Rule(Unauthorized, Action.PAUSE, SAME_TOKEN),
+    Rule(Forbidden, Action.PAUSE, SAME_TOKEN),
     Rule(
         NotFound, Action.PAUSE, "make sure that all services have the same version (`hone doctor`)"
     ),

@@ -9,6 +9,7 @@ from typing import Any
 
 from services.orchestrator.data.choosing import (
     PROMPT,
+    BadRow,
     Columns,
     Problem,
     chosen,
@@ -22,7 +23,6 @@ from services.orchestrator.data.sources import Ask, open_source
 from services.orchestrator.data.tables import Table
 from services.orchestrator.loop.groups import num_rounds
 from shared.config import Settings
-from shared.errors import BadRequest
 from shared.job import DataSpec, Job, TemplateMessage
 from shared.wire import Prompt
 
@@ -34,8 +34,8 @@ class Prompts:
     a template: call the methods off the event loop.
 
     `columns` are those that every problem has, held-out ones included; `versions` say which content
-    the sources have, by "train" and "eval", as far as that is known. `num_train` is None for a
-    stream.
+    the sources have, by "train" and "eval", as far as that is known. `train` are all problems to
+    train on, None for a stream.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Prompts:
         columns: tuple[str, ...] = (),
         names: tuple[str, str] = ("data.train", "data.eval"),
         versions: Mapping[str, str] | None = None,
-        num_train: int | None = None,
+        train: Sequence[Problem] | None = None,
     ) -> None:
         self._job = job
         self._order = order
@@ -55,7 +55,11 @@ class Prompts:
         self._names = names
         self.columns = columns
         self.versions = dict(versions or {})
-        self.num_train = num_train
+        self.train = train
+
+    @property
+    def num_train(self) -> int | None:
+        return None if self.train is None else len(self.train)
 
     @property
     def num_held_out(self) -> int:
@@ -69,7 +73,12 @@ class Prompts:
         earlier round of the step could have taken, so fewer than `[P]` once a small data set has no
         more.
         """
-        return make_prompts(self._order.take(step, round), self._job.data, self._names[0])
+        return self.made_of(self._order.take(step, round))
+
+    def made_of(self, problems: Sequence[Problem]) -> tuple[Prompt, ...]:
+        """Returns the prompts of problems to train on. Raises BadRow for one that cannot be
+        made."""
+        return make_prompts(problems, self._job.data, self._names[0])
 
     def held_out(self) -> tuple[Prompt, ...]:
         """Returns the evaluation problems, the same ones each time; empty without `data.eval`."""
@@ -91,7 +100,7 @@ def load_prompts(
         Ask("data.train", spec.train, spec.train_split, spec, settings, wanted.get("train"))
     )
     found = {"train": train.version}
-    columns, order, num_train = _ordered(job, train)
+    columns, order, problems = _ordered(job, train)
     names, eval_name = columns.names, "data.eval"
     held_out: Sequence[Problem] = ()
     if spec.eval is not None:
@@ -108,14 +117,14 @@ def load_prompts(
         columns=names,
         names=(train.name, eval_name),
         versions={name: version for name, version in found.items() if version},
-        num_train=num_train,
+        train=problems,
     )
 
 
-def _ordered(job: Job, table: Table) -> tuple[Columns, Order, int | None]:
+def _ordered(job: Job, table: Table) -> tuple[Columns, Order, Sequence[Problem] | None]:
     if not job.data.streaming:
         columns, problems = chosen(table, job.data, job.data.max_samples)
-        return columns, InTable(job, problems), len(problems)
+        return columns, InTable(job, problems), problems
     columns = looked_at(table, job.data)
     order = InStream(job, lambda: streamed(table, columns, job.data), num_rounds(job))
     return columns, order, None
@@ -131,8 +140,8 @@ def _held_out(job: Job, table: Table) -> tuple[Columns, Sequence[Problem]]:
 
 
 def make_prompts(problems: Sequence[Problem], spec: DataSpec, where: str) -> tuple[Prompt, ...]:
-    """Returns the prompt of each problem. Raises BadRequest, with the row, for one that cannot be
-    made."""
+    """Returns the prompt of each problem. Raises BadRow for one that cannot be made, and BadRequest
+    for a template that works on none."""
     problems = list(problems)
     if spec.template is not None:
         texts = _rendered("data.template", spec.template, problems, where)
@@ -143,7 +152,7 @@ def make_prompts(problems: Sequence[Problem], spec: DataSpec, where: str) -> tup
         contents = [_given(problem, spec, where) for problem in problems]
     for problem, content in zip(problems, contents, strict=True):
         if not content:
-            raise BadRequest(f"row {problem.index} of {where}: its prompt is empty; expected text")
+            raise BadRow(f"row {problem.index} of {where}: its prompt is empty; expected text")
     return tuple(
         Prompt(index=problem.index, content=content, row=problem.row)
         for problem, content in zip(problems, contents, strict=True)
@@ -194,7 +203,7 @@ def _given(problem: Problem, spec: DataSpec, where: str) -> Content:
     if isinstance(value, list) and value and all(map(_is_message, value)):
         return (*_system(spec), *value)
     column = spec.columns.get(PROMPT, PROMPT)
-    raise BadRequest(
+    raise BadRow(
         f"row {problem.index} of {where}, column {column!r}: got {value!r:.80}; expected text or a "
         "list of chat messages, each with a role and its content"
     )

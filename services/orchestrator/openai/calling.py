@@ -6,26 +6,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, cast
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
 from services.orchestrator.loop.discovery import sampler_urls
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue.store import Store
+from shared import codec, openapi
 from shared.config import Settings
 from shared.errors import BadRequest, NotFound, Unavailable
-from shared.logs import get_logger
+from shared.logs import get_logger, request_id
 from shared.operations import client_went_away, done_or
 from shared.service import Service
 from shared.streams import client_gone
 from shared.tls import trusted
 from shared.urls import is_loopback
+from shared.wire import CallAnswer, CallRequest, ServedModel, ServedModelList
 
 CONNECT_S = 5.0
 MODELS_S = 10.0
@@ -36,10 +38,16 @@ ANSWER_S = 600.0
 
 ROUTES = ("/v1/chat/completions", "/v1/completions")
 
-PASSED_ON = ("content-type", "x-hone-session", "x-request-id")
+PASSED_ON = ("content-type", "x-hone-session")
 """Headers of a request that go on to the sampler; its token is the stack's own."""
 
 PASSED_BACK = ("content-type", "retry-after")
+
+_STREAM = openapi.other("", "text/event-stream", schema=openapi.TEXT)
+ANSWERS: openapi.Responses = {
+    200: {"content": _STREAM["content"]},
+    "default": openapi.other("an error of the sampler's, in OpenAI's shape", codec.JSON, schema={}),
+}
 
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
@@ -47,20 +55,28 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
     app = service.app
 
     @app.get("/v1/models")
-    async def list_models() -> JSONResponse:
+    async def list_models() -> ServedModelList:
         """What can be called now, in OpenAI's shape: base models, `policy` (the weights that serve,
         whichever they are), and trained models by their jobs' ids."""
-        models = {
-            model["id"]: model for found in (await calls.served()).values() for model in found
-        }
-        return JSONResponse({"object": "list", "data": list(models.values())})
+        return ServedModelList(data=tuple((await calls.served()).values()))
+
+    @app.get("/v1/models/{model_id:path}")
+    async def get_model(model_id: str) -> ServedModel:
+        """One of the models that can be called now."""
+        served = await calls.served()
+        if model_id not in served:
+            raise _not_served(model_id, served)
+        return served[model_id]
 
     async def complete(request: Request) -> Response:
         """Samples a model, as OpenAI's API does."""
         return await calls.pass_on(request)
 
     for route in ROUTES:
-        app.add_api_route(route, complete, methods=["POST"], response_model=None)
+        service.body(CallRequest, "POST", route)
+        app.add_api_route(
+            route, complete, methods=["POST"], response_model=CallAnswer, responses=ANSWERS
+        )
 
 
 class Calls:
@@ -68,17 +84,17 @@ class Calls:
         self._settings = settings
         self._store = store
 
-    async def served(self) -> dict[str, list[dict[str, Any]]]:
-        """Returns the models of each sampler that answers, by its URL. Raises Unavailable if none
+    async def served(self) -> dict[str, ServedModel]:
+        """Returns the models of the samplers that answer, by name. Raises Unavailable if none
         does."""
-        served = {url: models async for url, models in self._answers()}
-        if not served:
+        answers = [models async for _, models in self._answers()]
+        if not answers:
             raise Unavailable(
                 f"no sampler answers at HONE_ROLLOUT_URL {self._settings.rollout_url!r}"
             )
-        return served
+        return {model.id: model for models in answers for model in models}
 
-    async def _answers(self) -> AsyncGenerator[tuple[str, list[dict[str, Any]]]]:
+    async def _answers(self) -> AsyncGenerator[tuple[str, tuple[ServedModel, ...]]]:
         """Yields each sampler's URL and its models as it answers; those that are away, not at
         all."""
         urls = await sampler_urls(self._settings.rollout_urls, self._store.samplers.urls)
@@ -98,6 +114,7 @@ class Calls:
         async with contextlib.AsyncExitStack() as unless_answered:
             http = await unless_answered.enter_async_context(self._client(url))
             headers = {key: request.headers[key] for key in PASSED_ON if key in request.headers}
+            headers["x-request-id"] = request_id()
             asked = http.build_request("POST", request.url.path, content=body, headers=headers)
             try:
                 answer = await _answer(http.send(asked, stream=True), request)
@@ -117,24 +134,18 @@ class Calls:
         call, and a busy one is slower to get the next."""
         async with contextlib.aclosing(self._answers()) as answers:
             async for url, models in answers:
-                if any(model["id"] == name for model in models):
+                if any(model.id == name for model in models):
                     return url
-        served = await self.served()
-        names = sorted({model["id"] for models in served.values() for model in models})
-        raise NotFound(
-            f"model {name!r} is not served now; expected one of {', '.join(map(repr, names))}. A "
-            "job's model is called by its id while a sampler keeps its adapter; its checkpoint is "
-            "listed by GET /v1/jobs/<id>/checkpoints"
-        )
+        raise _not_served(name, await self.served())
 
-    async def _models(self, url: str) -> tuple[str, list[dict[str, Any]] | None]:
+    async def _models(self, url: str) -> tuple[str, tuple[ServedModel, ...] | None]:
         """Returns the URL and what is served there; None for a sampler that is away."""
         try:
             async with self._client(url) as http:
                 answer = await http.get("/v1/models", timeout=MODELS_S)
                 answer.raise_for_status()
-                return url, cast(list[dict[str, Any]], answer.json()["data"])
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+                return url, ServedModelList.model_validate_json(answer.content).data
+        except (httpx.HTTPError, ValueError) as error:
             get_logger().warning(
                 "a sampler does not say what it serves", url=url, reason=repr(error)
             )
@@ -149,6 +160,15 @@ class Calls:
             trust_env=not is_loopback(urlsplit(url).hostname or ""),
             verify=trusted(),
         )
+
+
+def _not_served(name: str, served: Iterable[str]) -> NotFound:
+    names = ", ".join(map(repr, sorted(served)))
+    return NotFound(
+        f"model {name!r:.200} is not served now; expected one of {names}. A job's model is called "
+        "by its id while a sampler keeps its adapter; its checkpoint is listed by "
+        "GET /v1/jobs/<id>/checkpoints"
+    )
 
 
 async def _answer(asked: Coroutine[Any, Any, httpx.Response], request: Request) -> httpx.Response:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,9 +14,10 @@ from fastapi import FastAPI, Query, Request
 
 from services.orchestrator.api.history import kept_checkpoints
 from services.orchestrator.api.jobs import check_job
-from services.orchestrator.api.pages import page_of
+from services.orchestrator.api.pages import METADATA, metadata_of, page_of
 from services.orchestrator.openai import mapping
-from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.records import check_event_id
+from services.orchestrator.queue.store import Store, Wanted
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.noting import cancel
 from shared.config import Settings
@@ -24,18 +26,16 @@ from shared.job_file import parse_job
 from shared.service import Service, request_key
 from shared.wire import (
     CreateFineTuningJob,
-    Event,
     FineTuningCheckpointList,
     FineTuningEventList,
     FineTuningJob,
     FineTuningJobList,
+    JobList,
     JobRecord,
 )
+from shared.wire.fine_tuning import PREFIX
 
 ROOT = "/v1/fine_tuning/jobs"
-
-PAGE = 1000
-"""Jobs and events that are read from the store at a time."""
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
@@ -50,14 +50,19 @@ def _add_job_routes(service: Service, jobs: FineTuningJobs, store: Store) -> Non
     app = service.app
     service.operation("POST", ROOT, jobs.create, durable=True)
 
-    @app.get(ROOT)
+    @app.get(ROOT, openapi_extra=METADATA)
     async def list_fine_tuning_jobs(
-        request: Request, after: str | None = None, limit: Limit = 20, metadata: str | None = None
+        request: Request,
+        after: str | None = None,
+        limit: Limit = 20,
+        metadata: Annotated[str | None, Query(include_in_schema=False)] = None,
     ) -> FineTuningJobList:
-        """Jobs submitted here, newest first. `metadata[key]=value` leaves only those that have it;
+        """Jobs submitted here, newest first. `metadata[name]=value` leaves only those that have it;
         `metadata=null`, those without any."""
-        found = await jobs.newest(after, limit + 1, _wanted(request, metadata))
-        return FineTuningJobList(data=tuple(found[:limit]), has_more=len(found) > limit)
+        wanted = Wanted(metadata=metadata_of(request), openai=True)
+        page = await store.list(after, limit, wanted)
+        found = [one async for one in jobs.listed(page)]
+        return FineTuningJobList(data=tuple(found), has_more=page.next_after is not None)
 
     @app.get(ROOT + "/{job_id}")
     async def get_fine_tuning_job(job_id: str) -> FineTuningJob:
@@ -87,9 +92,12 @@ def _add_history_routes(app: FastAPI, jobs: FineTuningJobs, store: Store) -> Non
     ) -> FineTuningEventList:
         """What happened, newest first."""
         await jobs.record(job_id)
-        events = [mapping.fine_tuning_event(event) for event in await jobs.events(job_id)]
-        page, more = page_of(events[::-1], after, limit)
-        return FineTuningEventList(data=tuple(page), has_more=more)
+        before = None if after is None else after.removeprefix(PREFIX)
+        if before is not None:
+            check_event_id(before, "after")
+        found = await store.newest_events(job_id, before, limit + 1)
+        shown = tuple(map(mapping.fine_tuning_event, found[:limit]))
+        return FineTuningEventList(data=shown, has_more=len(found) > limit)
 
     @app.get(ROOT + "/{job_id}/checkpoints")
     async def list_fine_tuning_checkpoints(
@@ -156,48 +164,15 @@ class FineTuningJobs:
         await change(job_id)
         return await self.shown(await self.record(job_id))
 
+    async def listed(self, page: JobList) -> AsyncGenerator[FineTuningJob]:
+        """Yields the jobs of a page, without those that were deleted since."""
+        for summary in page.jobs:
+            with contextlib.suppress(NotFound):
+                yield await self.shown(await self.record(summary.id))
+
     async def shown(self, record: JobRecord) -> FineTuningJob:
         tokens = await asyncio.to_thread(_trained_tokens, record)
         return mapping.fine_tuning_job(record, time.time(), tokens)
-
-    async def newest(
-        self, after: str | None, limit: int, wanted: dict[str, str] | None
-    ) -> list[FineTuningJob]:
-        """Returns up to `limit` jobs with the `wanted` metadata (None: those that have none)."""
-        found: list[FineTuningJob] = []
-        while len(found) < limit:
-            page = await self._store.list(after, PAGE)
-            fit = [job for job in page.jobs if job.job.request and _fits(job, wanted)]
-            found += [await self.shown(record) for record in fit[: limit - len(found)]]
-            if (after := page.next_after) is None:
-                break
-        return found
-
-    async def events(self, job_id: str) -> list[Event]:
-        """Returns all events, oldest first."""
-        events: list[Event] = []
-        while page := await self._store.events(
-            job_id, events[-1].id if events else "0", count=PAGE
-        ):
-            events += page
-        return events
-
-
-def _wanted(request: Request, metadata: str | None) -> dict[str, str] | None:
-    if metadata is not None:
-        if metadata != "null":
-            raise BadRequest(f"'metadata': got {metadata!r}; expected metadata[key]=value, or null")
-        return None
-    return {
-        name.removeprefix("metadata[").removesuffix("]"): value
-        for name, value in request.query_params.items()
-        if name.startswith("metadata[")
-    }
-
-
-def _fits(record: JobRecord, wanted: dict[str, str] | None) -> bool:
-    metadata = record.job.metadata
-    return not metadata if wanted is None else wanted.items() <= metadata.items()
 
 
 def _written_at(path: str) -> float:
@@ -212,5 +187,7 @@ def _trained_tokens(record: JobRecord) -> int | None:
     """Returns how many tokens the steps so far have trained on; None while the job runs."""
     if record.finished_at is None:
         return None
+    if record.summary and "trained_tokens" in record.summary:
+        return record.summary["trained_tokens"]
     rows = RunFolder(Path(record.run_dir)).metrics()
     return int(sum(row.metrics.get("num_tokens", 0.0) for row in rows))

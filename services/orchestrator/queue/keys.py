@@ -18,6 +18,7 @@
     hone:key:<idempotency key>   string  job id and fingerprint of its submission, for a day
     hone:call:<call>             string  answer of a script's call, for a retry of the same call
     hone:deleted:<id>            string  the job was deleted; for a day
+    hone:removed:<file>          string  the uploaded file was removed; for a day
 
 A job's hash has the fields of `wire.JobRecord`, and besides:
 
@@ -29,6 +30,8 @@ A job's hash has the fields of `wire.JobRecord`, and besides:
     tries             how often a worker took the job up since a step was done that was not before
     furthest          the last of the steps that ever were done
     key, fingerprint  the idempotency key of its submission, and what it was used for
+    openai            "1" if it was submitted in OpenAI's shape
+    files             the ids of the uploaded files that it names, with blanks between them
     last_step, last_eval   the newest step that has such an event
 """
 
@@ -50,6 +53,7 @@ SAMPLER = "hone:sampler:"
 KEY = "hone:key:"
 CALL = "hone:call:"
 DELETED = "hone:deleted:"
+REMOVED = "hone:removed:"
 
 
 def job(job_id: str) -> str:

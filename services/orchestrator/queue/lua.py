@@ -19,7 +19,7 @@ local JOBS, QUEUE, BEGUN, ENDED = '{keys.JOBS}', '{keys.QUEUE}', '{keys.BEGUN}',
 local SUBMITTED = '{keys.SUBMITTED}'
 local STORE = '{keys.STORE}'
 local ATTEMPTS, LEASE = '{keys.ATTEMPTS}', '{keys.LEASE}'
-local KEY, DELETED = '{keys.KEY}', '{keys.DELETED}'
+local KEY, DELETED, REMOVED = '{keys.KEY}', '{keys.DELETED}', '{keys.REMOVED}'
 local SAMPLERS, SAMPLER = '{keys.SAMPLERS}', '{keys.SAMPLER}'
 local function job(id) return '{keys.JOB}' .. id end
 local function events(id) return job(id) .. '{keys.EVENTS}' end

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from services.orchestrator.record.found import FoundRun
 from services.orchestrator.record.note import Note
 from shared.errors import BadRequest, Failed
-from shared.job import Job
-from shared.wire import Event, JobRecord, JobState
+from shared.job import UPLOADED, Job
+from shared.wire import Event, JobRecord, JobState, JobSummary
 
 SCHEMA = 1
 """Version of what is written into a job's hash. Readers ignore fields that they do not know."""
@@ -24,9 +25,39 @@ class Unreadable(Failed):
     """What is stored of a job is not what this version of Hone can read."""
 
 
-def record_of(job_id: str, fields: dict[str, str]) -> JobRecord:
+SUMMARY = tuple(JobSummary.model_fields)
+"""The fields that lists show."""
+
+
+def fields_of(job: Job) -> dict[str, Any]:
+    """Returns the fields of a record that say what the job is, and what of it lists show and are
+    filtered by."""
+    sources = [one for one in (job.data.train, job.data.eval) if isinstance(one, str)]
+    return {
+        "job": job.model_dump_json(),
+        "name": job.name,
+        "model": job.model,
+        "steps": job.steps,
+        "priority": job.priority,
+        "metadata": json.dumps(job.metadata),
+        "openai": "1" if job.request else None,
+        "files": " ".join(filter(UPLOADED.fullmatch, sources)),
+    }
+
+
+def summary_of(job_id: str, fields: Mapping[str, str]) -> JobSummary:
     try:
-        shown: dict[str, Any] = {**fields, "job": json.loads(fields["job"])}
+        shown = {**fields, "metadata": json.loads(fields["metadata"])}
+        return JobSummary.model_validate(shown)
+    except (KeyError, ValueError) as error:
+        raise _unreadable(job_id, fields, error) from error
+
+
+def record_of(job_id: str, fields: Mapping[str, str]) -> JobRecord:
+    try:
+        job = json.loads(fields["job"])
+        shown: dict[str, Any] = {**fields, "job": job, "model": job["model"]}
+        shown["metadata"] = job.get("metadata", {})
         for name in ("summary", "data"):
             if name in fields:
                 shown[name] = json.loads(fields[name])
@@ -39,14 +70,12 @@ def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
     """Returns the fields of a record that is rebuilt from the run folder of `job`."""
     return {
         "schema": SCHEMA,
+        **fields_of(job),
         "id": run.id,
-        "name": job.name,
         "created_at": run.created_at,
         "key": run.key,
         "fingerprint": run.fingerprint,
         "finished_at": run.finished_at,
-        "steps": job.steps,
-        "priority": job.priority,
         "submitted_ms": int(run.created_at * 1000),
         "step": run.step,
         "furthest": run.step,
@@ -54,25 +83,24 @@ def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
         "run_dir": run.path,
         "summary": run.summary,
         "data": json.dumps(run.data),
-        "job": job.model_dump_json(),
     }
 
 
-def note_of(job_id: str, fields: dict[str, str]) -> Note:
+def note_of(job_id: str, fields: Mapping[str, str]) -> Note:
     try:
         return Note.model_validate(fields, extra="ignore")
     except ValueError as error:
         raise _unreadable(job_id, fields, error) from error
 
 
-def state_of(job_id: str, fields: dict[str, str]) -> JobState:
+def state_of(job_id: str, fields: Mapping[str, str]) -> JobState:
     try:
         return JobState.model_validate(fields, extra="ignore")
     except ValueError as error:
         raise _unreadable(job_id, fields, error) from error
 
 
-def _unreadable(job_id: str, fields: dict[str, str], error: Exception) -> Unreadable:
+def _unreadable(job_id: str, fields: Mapping[str, str], error: Exception) -> Unreadable:
     return Unreadable(
         f"the record of job {job_id!r} (schema {fields.get('schema', '0')}) cannot be read by "
         f"this version of Hone (schema {SCHEMA}): {_first_line(error)}; use the version that "
@@ -80,7 +108,7 @@ def _unreadable(job_id: str, fields: dict[str, str], error: Exception) -> Unread
     )
 
 
-def event_of(job_id: str, id: str, fields: dict[str, str]) -> Event:
+def event_of(job_id: str, id: str, fields: Mapping[str, str]) -> Event:
     """Returns the event; one that cannot be read is shown as such, at its place."""
     try:
         shown = {**fields, "id": id, "job_id": job_id, "data": json.loads(fields["data"])}

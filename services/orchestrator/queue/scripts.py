@@ -19,7 +19,24 @@ from services.orchestrator.queue.lua import SHARED, once
 OPEN = (
     SHARED
     + """
+-- Gives a record that an older version wrote the fields that lists need.
+local function complete(id)
+  local is_read, spec = pcall(cjson.decode, field(id, 'job') or '')
+  if not is_read or type(spec) ~= 'table' or type(spec.data) ~= 'table' then return end
+  local files = {}
+  for _, name in ipairs({'train', 'eval'}) do
+    local source = spec.data[name]
+    if type(source) == 'string' and string.match(source, '^file%-%x+$') then
+      files[#files + 1] = source
+    end
+  end
+  set(id, 'model', tostring(spec.model), 'metadata', cjson.encode(spec.metadata or {}),
+    'files', table.concat(files, ' '))
+  if next(spec.request or {}) then set(id, 'openai', '1') end
+end
+
 for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
+  if is_job(id) and not field(id, 'model') then complete(id) end
   local status = is_job(id) and field(id, 'status')
   local is_listed = redis.call('ZSCORE', QUEUE, id) or redis.call('ZSCORE', BEGUN, id)
   if (status == 'queued' or status == 'running') and not is_listed then
@@ -33,10 +50,53 @@ return ''
 )
 """Makes the lists agree with the jobs, whose hashes are the truth. Returns ''."""
 
+LIST = (
+    SHARED
+    + """
+local after = call.after and redis.call('ZREVRANK', JOBS, call.after)
+if call.after and not after then return 'unknown' end
+local names = cjson.decode(call.names)
+local wanted = call.metadata and cjson.decode(call.metadata)
+
+local function has_metadata(id)
+  local metadata = cjson.decode(field(id, 'metadata') or '{}')
+  if wanted == cjson.null then return next(metadata) == nil end
+  for name, value in pairs(wanted) do
+    if metadata[name] ~= value then return false end
+  end
+  return true
+end
+
+local function fits(id)
+  if redis.call('EXISTS', job(id)) == 0 then return false end
+  if call.name and string.match(id, '^(.*)%-') ~= call.name then return false end
+  if not (call.status or call.openai or wanted) then return true end
+  return is_job(id) and (not call.status or field(id, 'status') == call.status)
+    and (not call.openai or field(id, 'openai')) and (not wanted or has_metadata(id))
+end
+
+local found = {}
+for _, id in ipairs(redis.call('ZREVRANGE', JOBS, after and after + 1 or 0, -1)) do
+  if fits(id) then
+    if #found == tonumber(call.limit) then return cjson.encode({jobs = found, more = true}) end
+    found[#found + 1] = {id, is_job(id) and redis.call('HMGET', job(id), unpack(names))}
+  end
+end
+return cjson.encode({jobs = found, more = false})
+"""
+)
+"""call: limit, names (JSON: of the fields to return); perhaps after (a job's id), status, name,
+openai and metadata (JSON: a table, or null for jobs without any). Returns the newest jobs that fit
+and are older than `after`, each with its id and its fields, false for what is not there, and
+whether there are more, as JSON; 'unknown' if there is no job `after`."""
+
 SUBMIT = once("""
   local known = call.key ~= '' and redis.call('GET', KEY .. call.key)
   if known then return known end
   if redis.call('EXISTS', job(call.id)) == 1 then return 'taken' end
+  for file in string.gmatch(call.fields.files or '', '%S+') do
+    if redis.call('EXISTS', REMOVED .. file) == 1 then return 'removed ' .. file end
+  end
   for name, value in pairs(call.fields) do set(call.id, name, value) end
   redis.call('ZADD', JOBS, call.now, call.id)
   local time = redis.call('TIME')
@@ -51,7 +111,21 @@ SUBMIT = once("""
   return answer
 """)
 """call: id, key ('' for none), key_ttl_s, fingerprint, fields. Returns id and fingerprint of the
-job that the key made, or 'taken' if the id is another job's."""
+job that the key made, 'taken' if the id is another job's, or 'removed ' and the id of a file that
+the job names and that was removed while it was submitted."""
+
+REMOVE_FILE = once("""
+  for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
+    local files = is_job(id) and not has_ended(id) and field(id, 'files') or ''
+    if string.find(' ' .. files .. ' ', ' ' .. call.file .. ' ', 1, true) then
+      return id .. ' ' .. field(id, 'status')
+    end
+  end
+  redis.call('SET', REMOVED .. call.file, '1', 'EX', call.removed_ttl_s)
+  return 'ok'
+""")
+"""call: file, removed_ttl_s. From now on no job is submitted with the file. Returns 'ok'; or id and
+status of a job that has not ended and names it, and then it stays."""
 
 TAKE = once("""
   local resources = call.trainer .. ' ' .. call.samplers

@@ -9,27 +9,29 @@ shows an old one, or one that has expired, is refused.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from services.orchestrator.queue import identity, keys, rebuilding, scripts
 from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.ids import new_job_id
 from services.orchestrator.queue.records import (
     SCHEMA,
+    SUMMARY,
     Unreadable,
     check_event_id,
     event_of,
+    fields_of,
     note_of,
     record_of,
     state_of,
+    summary_of,
 )
 from services.orchestrator.queue.registrations import Registrations
 from services.orchestrator.record.found import FoundRun
@@ -44,6 +46,7 @@ from shared.wire import (
     JobList,
     JobRecord,
     JobState,
+    JobSummary,
     RecoveredJob,
 )
 
@@ -59,11 +62,33 @@ KEY_TTL_S = 24 * 3600
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
 Asked = Literal["cancel", "pause"]
+S = TypeVar("S", bound=JobSummary)
 
 
 class LeaseLost(Exception):
     """The lease expired or another worker took the job over; this one must stop at once and change
     nothing more."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which jobs a list has: those that fit all that is given. `metadata` are names and values that
+    a job has to have, None that it has none; `openai`, that it was submitted in OpenAI's shape."""
+
+    status: str | None = None
+    name: str | None = None
+    metadata: Mapping[str, str] | None = field(default_factory=dict[str, str])
+    openai: bool = False
+
+    def call(self) -> dict[str, Any]:
+        """Returns the arguments of `scripts.LIST`."""
+        any_metadata = self.metadata is not None and not self.metadata
+        return {
+            "status": self.status,
+            "name": self.name,
+            "metadata": None if any_metadata else json.dumps(self.metadata),
+            "openai": self.openai or None,
+        }
 
 
 @dataclass(frozen=True)
@@ -92,6 +117,8 @@ class Store:
         self._redis, self._followers = connection.client, connection.followers
         self._call, self._do, self._hash = connection.call, connection.do, connection.hash
         self._submit = self._redis.register_script(scripts.SUBMIT)
+        self._list = self._redis.register_script(scripts.LIST)
+        self._remove_file = self._redis.register_script(scripts.REMOVE_FILE)
         self._take = self._redis.register_script(scripts.TAKE)
         self._beat = connection.beats.register_script(scripts.BEAT)
         self._report = self._redis.register_script(scripts.REPORT)
@@ -146,24 +173,27 @@ class Store:
     # --- by the API
 
     async def submit(
-        self, job: Job, runs_dir: Path, key: str | None, data: Mapping[str, str] | None = None
+        self,
+        job: Job,
+        runs_dir: Path,
+        key: str | None,
+        data: Mapping[str, str] | None = None,
+        job_id: str | None = None,
     ) -> JobRecord:
         """Returns the queued job's record, or that of the job already submitted with `key`. The job
-        is in Redis, on disk, when this returns; its folder will be in `runs_dir`, and `data` says
-        which versions its data has. Raises Conflict for a key that came with another job before."""
-        job_id = new_job_id(job.name)
-        spec = job.model_dump_json()
-        fingerprint = hashlib.sha256(spec.encode()).hexdigest()
+        is in Redis, on disk, when this returns, under the id `job_id` (None: a new one); its folder
+        will be in `runs_dir`, and `data` says which versions its data has. Raises Conflict for a
+        key that came with another job before, and BadRequest for an uploaded file that was removed
+        meanwhile."""
+        job_id = job_id or new_job_id(job.name)
+        fingerprint = hashlib.sha256(job.model_dump_json().encode()).hexdigest()
         fields = {
+            **fields_of(job),
             "schema": SCHEMA,
             "id": job_id,
-            "name": job.name,
             "created_at": time.time(),
-            "steps": job.steps,
-            "priority": job.priority,
             "step": 0,
             "run_dir": (runs_dir / job_id).resolve(),
-            "job": spec,
             "key": key,
             "fingerprint": fingerprint if key else None,
             "data": json.dumps(dict(data or {})),
@@ -179,6 +209,8 @@ class Store:
         if answer == "taken":
             raise Conflict(f"there is a job {job_id!r} already; submit again for another id")
         known_id, known = answer.split(" ")
+        if known_id == "removed":
+            raise BadRequest(f"the uploaded file {known!r} was removed while the job was submitted")
         if known != fingerprint:
             raise Conflict(
                 f"Idempotency-Key {key!r} was used for job {known_id!r} with other content; use a "
@@ -186,6 +218,21 @@ class Store:
                 code="body_differs",
             )
         return await self.get(known_id)
+
+    async def remove_file(self, file_id: str) -> None:
+        """Lets no further job be submitted with the uploaded file. Raises Conflict while one names
+        it that has not ended."""
+        answer = await self._call(self._remove_file, file=file_id, removed_ttl_s=KEY_TTL_S)
+        if answer != "ok":
+            job_id, status = answer.split(" ")
+            raise Conflict(
+                f"file {file_id!r} is in use by job {job_id!r}, which is {status}; cancel the job "
+                "or wait for its end"
+            )
+
+    async def restore_file(self, file_id: str) -> None:
+        """Lets jobs be submitted again with a file that was removed and is there again."""
+        await self._do(self._redis.delete(keys.REMOVED + file_id))
 
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound, or Unreadable for a record that this version cannot read."""
@@ -199,7 +246,7 @@ class Store:
             raise _no_job(job_id)
         return record_of(job_id, fields)
 
-    async def _with_places(self, records: Sequence[JobRecord]) -> list[JobRecord]:
+    async def _with_places(self, records: Sequence[S]) -> list[S]:
         """Returns the records; those of queued jobs say which place they have, and who has the
         trainers."""
         queued = [record.id for record in records if record.status == "queued"]
@@ -226,36 +273,29 @@ class Store:
         """Returns the job's status, or None if there is no such job (any more)."""
         return await self._do(self._redis.hget(keys.job(job_id), "status"))
 
-    async def list(self, after: str | None, limit: int) -> JobList:
-        """Returns up to `limit` jobs, newest first, older than job `after`. Those whose records
-        cannot be read are named."""
-        rank = await self._do(self._redis.zrevrank(keys.JOBS, after)) if after else -1
-        if rank is None:
+    async def list(self, after: str | None, limit: int, wanted: Wanted | None = None) -> JobList:
+        """Returns up to `limit` of the jobs `wanted`, newest first, older than job `after`. Those
+        whose records cannot be read are named."""
+        answer = await self._call(
+            self._list, limit=limit, after=after, names=SUMMARY, **(wanted or Wanted()).call()
+        )
+        if answer == "unknown":
             raise NotFound(f"no job {after!r} to list jobs after")
-        ids = await self._do(self._redis.zrevrange(keys.JOBS, rank + 1, rank + limit + 1))
-        shown = ids[:limit]
-        records: list[JobRecord] = []
+        page = json.loads(answer)
+        summaries: list[JobSummary] = []
         unreadable: list[str] = []
-        for job_id in shown:
+        for job_id, values in page["jobs"] or ():
+            fields = dict(zip(SUMMARY, values or (), strict=False))
+            present = {name: value for name, value in fields.items() if value is not False}
             try:
-                records.append(await self._read(job_id))
-            except NotFound:  # deleted since
-                continue
+                summaries.append(summary_of(job_id, present))
             except Unreadable:
                 unreadable.append(job_id)
         return JobList(
-            jobs=tuple(await self._with_places(records)),
-            next_after=shown[-1] if len(ids) > limit else None,
+            jobs=tuple(await self._with_places(summaries)),
+            next_after=page["jobs"][-1][0] if page["more"] else None,
             unreadable=tuple(unreadable),
         )
-
-    async def not_ended(self) -> list[JobRecord]:
-        """Returns the jobs that are queued, running or paused, as far as they can be read."""
-        found: list[JobRecord] = []
-        for job_id in await self._do(self._redis.zdiff([keys.JOBS, keys.ENDED])):
-            with contextlib.suppress(NotFound, Unreadable):  # deleted since, or of another version
-                found.append(await self._read(job_id))
-        return found
 
     async def cancel(self, job_id: str) -> JobState:
         """Returns the state of the job, which is cancelled now if it was queued or paused and soon
@@ -283,11 +323,7 @@ class Store:
         """Returns the state of the job, which is queued again if it was paused, to go on as `job`
         if given; a pause that was asked for and has not happened yet is called off. Raises Conflict
         if it has ended, or runs and was to change."""
-        fields = (
-            {"job": job.model_dump_json(), "steps": job.steps, "priority": job.priority}
-            if job
-            else None
-        )
+        fields = fields_of(job) if job else None
         before = await self._call(self._resume, id=_known(job_id), fields=fields)
         if job and before in ("queued", "running"):
             raise Conflict(f"job {job_id!r} is {before}; pause it before you change it")
@@ -334,6 +370,14 @@ class Store:
             client.xread({keys.events(job_id): after}, count=count, block=block)
         )
         return [event_of(job_id, id, fields) for id, fields in (streams[0][1] if streams else [])]
+
+    async def newest_events(self, job_id: str, before: str | None, limit: int) -> list[Event]:
+        """Returns up to `limit` events, newest first, older than event `before`."""
+        latest = f"({before}" if before else "+"
+        found = await self._do(
+            self._redis.xrevrange(keys.events(job_id), max=latest, min="-", count=limit)
+        )
+        return [event_of(job_id, id, fields) for id, fields in found]
 
     async def checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Returns all checkpoints that were ever reported, by step."""

@@ -29,6 +29,7 @@ def summarize(
         "evals": evals,
         "steps": record.steps,
         "seed": record.job.seed,
+        "trained_tokens": int(sum(row.metrics.get("num_tokens", 0.0) for row in rows)),
         "skipped_steps": sum(int(row.metrics.get("skipped_steps", 0)) for row in rows),
         "reward_last": rows[-1].metrics.get("reward"),
         "train_s": round(train_s, 3),

@@ -22,17 +22,27 @@ MAX_SLOTS = 32
 
 # Each character is looked at once: no run of "{{" or of blanks makes it slow.
 _SLOT = re.compile(r"\{\{((?:(?!\{\{|\}\}).)*+)\}\}", re.DOTALL)
+UNCLOSED = "{{"
+SLOT = "\0"
+"""Stands for a slot while what is outside of slots is looked at."""
+
 _PATH = re.compile(r"item(\.[\w-]+)+|sample\.output_text")
 
 
 def check(template: str, columns: Sequence[str], label: str) -> None:
-    """Raises BadRequest for a template that is too large, a slot that names nothing, or a column
-    that the dataset lacks."""
+    """Raises BadRequest for a template that is too large, a slot that is not closed or names
+    nothing, or a column that the dataset lacks."""
     paths = _paths(template)
     if len(template) > MAX_CHARS or len(paths) > MAX_SLOTS:
         raise BadRequest(
             f"reward {label!r}: a template of {len(template)} characters with {len(paths)} slots; "
             f"at most {MAX_CHARS} and {MAX_SLOTS} are taken"
+        )
+    outside = _SLOT.sub(lambda slot: SLOT * len(slot[0]), template)
+    if (at := outside.find(UNCLOSED)) >= 0:
+        raise BadRequest(
+            f"reward {label!r}: {template[at : at + 40]!r}, at character {at + 1} of a template, "
+            "is not closed; expected {{ item.<column> }} or {{ sample.output_text }}"
         )
     for path in paths:
         if not _PATH.fullmatch(path):

@@ -48,7 +48,9 @@ def test_a_file_of_rewards_alone_is_read_as_in_a_job_with_its_functions_inlined(
 
 def test_every_module_of_commands_is_found_without_being_named() -> None:
     modules = {path.stem for path in Path(commands.__path__[0]).glob("*.py")} - {"__init__"}
-    callbacks = [command.callback for command in app.registered_commands]
+    groups = [group.typer_instance for group in app.registered_groups]
+    registered = [each for part in (app, *groups) if part for each in part.registered_commands]
+    callbacks = [command.callback for command in registered]
     homes = {callback.__module__.rpartition(".")[2] for callback in callbacks if callback}
     assert homes == modules
     assert not [name for name in modules if f'"{name}"' in Path(cli.__file__).read_text()]

@@ -25,6 +25,8 @@ def answer(request: httpx.Request) -> httpx.Response:
 def _body(request: httpx.Request) -> JobList | JobState | JobDeleted:
     path = request.url.path
     if path == "/v1/jobs":
+        if request.url.params["name"] != "demo":
+            return JobList(jobs=())
         return JobList(jobs=(record("paused"),), unreadable=("demo-2",))
     if not path.startswith("/v1/jobs/demo-2"):
         raise NotFound(f"no job at {path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -25,7 +26,7 @@ class Orchestrator:
         why = "gave up after 20 attempts" if status == "paused" else None
         self.record = record(status, why).model_copy(update=self.waits)
 
-    def list(self, limit: int) -> JobList:
+    def list(self, limit: int, **wanted: Any) -> JobList:
         return JobList(jobs=(self.record,)[:limit], unreadable=("old-1",)[:limit])
 
     def get(self, job: str) -> JobRecord:
@@ -66,6 +67,23 @@ def test_jobs_are_listed_for_people_and_for_programs(monkeypatch: pytest.MonkeyP
     assert [job["id"] for job in json.loads(shown.splitlines()[0])] == ["demo-1"]
     _, shown = run(monkeypatch, "running", "ls", "--limit", "0")
     assert shown == "no jobs yet; `hone submit JOB.toml` starts one\n"
+
+
+def test_jobs_are_listed_by_status_name_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Noting(Orchestrator):
+        def list(self, limit: int, **wanted: Any) -> JobList:
+            asked.append(wanted)
+            return super().list(limit)
+
+    monkeypatch.setattr(f"{__name__}.Orchestrator", Noting)
+    given = ("--status", "paused", "--name", "demo", "--metadata", "team=a=b", "--metadata", "x=")
+    assert run(monkeypatch, "paused", "ls", *given)[0] == 0
+    metadata = {"team": "a=b", "x": ""}
+    assert asked == [{"status": "paused", "name": "demo", "metadata": metadata}]
+    code, shown = run(monkeypatch, "paused", "ls", "--metadata", "team")
+    assert code == 2 and "--metadata 'team': expected NAME=VALUE" in shown
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,14 @@ def test_a_request_that_another_version_stored_is_shown():
     stored = job_of(request())
     stored = stored.model_copy(update={"request": stored.request | {"later": 1}})
     record = JobRecord(
-        id="a-1", name="a", status="queued", created_at=1.0, steps=1, run_dir="/r", job=stored
+        id="a-1",
+        name="a",
+        model="m",
+        status="queued",
+        created_at=1.0,
+        steps=1,
+        run_dir="/r",
+        job=stored,
     )
     assert mapping.fine_tuning_job(record, now=2.0, trained_tokens=None).id == "a-1"
 
@@ -106,6 +113,7 @@ def test_a_record_is_shown_in_openais_words():
     record = JobRecord(
         id="fine-tuning-1",
         name="fine-tuning",
+        model="m",
         status="running",
         created_at=10.9,
         started_at=11.0,

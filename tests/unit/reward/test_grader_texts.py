@@ -177,6 +177,9 @@ async def test_a_template_is_filled_once_and_says_what_it_lacks(
         ("{{ item.c }}", "no column 'c'; columns are a, b"),
         ("{{ sample.text }}", "names nothing; expected item.<column> or sample.output_text"),
         ("{{ 7 * 7 }}", "names nothing"),
+        ("{{ item.a", r"'{{ item.a', at character 1 of a template, is not closed"),
+        ("a {{ item.a }} {{ {{ item.b }}", r"'{{ {{ item.b }}', at character 16 of"),
+        ("{{ item.a }}: {{ item.b }", "at character 15 of a template, is not closed"),
     ):
         with pytest.raises(BadRequest, match=message):
             await grade(scripted_tools, "string_check", "x", row, input=template, **params)

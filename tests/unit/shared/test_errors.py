@@ -43,6 +43,7 @@ def test_a_class_has_a_code_of_its_own() -> None:
         "bad_request",
         "malformed",
         "unauthorized",
+        "forbidden",
         "not_found",
         "conflict",
         "state_lost",

@@ -1,0 +1,63 @@
+"""`hone keys create`, `list`, `revoke`: named API keys of the orchestrator."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from hone.shell import Output, OutputOption, app, command_of, connect, show
+from shared.wire import CreatedKey, KeyList
+
+NO_KEYS = "no keys yet; `hone keys create NAME` makes one"
+
+group = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys (needs HONE_TOKEN).")
+app.add_typer(group, name="keys")
+command = command_of(group)
+
+NameArgument = Annotated[str, typer.Argument(help="a-z, 0-9 and -, for whoever has the key")]
+
+
+@command
+def create(
+    name: NameArgument,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="it shows everything and changes nothing")
+    ] = False,
+    output: OutputOption = Output.table,
+) -> None:
+    """Make a key, and print its secret, which is shown only now."""
+    with connect() as client:
+        made = client.create_key(name, "read" if read_only else "full")
+    show(output, made, lambda: _sentence(made))
+
+
+@command
+def list(output: OutputOption = Output.table) -> None:
+    """List the keys that are valid."""
+    with connect() as client:
+        listed = client.keys()
+    show(output, listed.keys, lambda: _table(listed) if listed.keys else NO_KEYS)
+
+
+@command
+def revoke(name: NameArgument, output: OutputOption = Output.table) -> None:
+    """Revoke a key: no request with it is answered any more."""
+    with connect() as client:
+        revoked = client.revoke_key(name)
+    show(output, revoked, lambda: f"key {revoked.name} is revoked")
+
+
+def _sentence(made: CreatedKey) -> str:
+    may = "read" if made.access == "read" else "read and change"
+    return f"{made.secret}\nkey {made.name} may {may}; clients send it in place of HONE_TOKEN"
+
+
+def _table(listed: KeyList) -> Table:
+    table = Table("key", "access", "made", box=None, pad_edge=False)
+    for key in listed.keys:
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created_at))
+        table.add_row(key.name, key.access, made)
+    return table

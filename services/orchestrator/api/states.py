@@ -1,0 +1,82 @@
+"""Looking at jobs, and changing what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import Query, Request
+
+from services.orchestrator.api.pages import METADATA, metadata_of
+from services.orchestrator.queue.store import Store, Wanted
+from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.noting import cancel
+from shared.errors import BadRequest
+from shared.job_file import changed
+from shared.service import Service
+from shared.wire import JobDeleted, JobList, JobRecord, JobState, JobStatus, ResumeRequest
+
+
+def add_routes(service: Service, store: Store) -> None:
+    _add_reading(service, store)
+    _add_changing(service, store)
+
+
+def _add_reading(service: Service, store: Store) -> None:
+    app = service.app
+
+    @app.get("/v1/jobs", openapi_extra=METADATA)
+    async def list_jobs(
+        request: Request,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 50,
+        status: JobStatus | None = None,
+        name: Annotated[str | None, Query(max_length=100)] = None,
+        metadata: Annotated[str | None, Query(include_in_schema=False)] = None,
+    ) -> JobList:
+        """Summaries of jobs, newest first: those of the status, the name and the metadata given."""
+        wanted = Wanted(status=status, name=name, metadata=metadata_of(request))
+        return await store.list(after, limit, wanted)
+
+    @app.get("/v1/jobs/{job_id}")
+    async def get_job(job_id: str) -> JobRecord:
+        """One job."""
+        return await store.get(job_id)
+
+
+def _add_changing(service: Service, store: Store) -> None:
+    app = service.app
+
+    @app.delete("/v1/jobs/{job_id}")
+    async def delete_job(job_id: str, files: bool = False) -> JobDeleted:
+        """Forgets a job that has ended, with its events; another one has to be cancelled first. Its
+        run folder, with the checkpoints in it, stays unless `files` is true."""
+        run_dir = await store.ended_run_dir(job_id)
+        if run_dir:
+            folder = RunFolder(run_dir)
+            await asyncio.to_thread(folder.remove if files else folder.mark_deleted)
+        deleted = await store.delete(job_id)
+        return deleted.model_copy(update={"files": files})
+
+    @app.post("/v1/jobs/{job_id}/cancel")
+    async def cancel_job(job_id: str) -> JobState:
+        """Cancels a queued or paused job now, a running one within seconds."""
+        return await cancel(store, job_id)
+
+    @app.post("/v1/jobs/{job_id}/pause")
+    async def pause_job(job_id: str) -> JobState:
+        """Pauses a queued job now, a running one within seconds. The worker is then free for the
+        next job."""
+        return await store.pause(job_id)
+
+    @app.post("/v1/jobs/{job_id}/resume")
+    async def resume_job(job_id: str, request: ResumeRequest | None = None) -> JobState:
+        """Queues a paused job again. It goes on where it was, with other memory settings, steps and
+        the like if the body says so."""
+        if request is None or not request.set:
+            return await store.resume(job_id)
+        record = await store.get(job_id)
+        job = changed(record.job, request.set)
+        if job.steps < record.step:
+            raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
+        return await store.resume(job_id, job)

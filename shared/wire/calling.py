@@ -1,0 +1,36 @@
+"""What has to be known of `/v1/models` and OpenAI's completions to pass them on to samplers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, RootModel
+
+
+class ServedModel(BaseModel):
+    """A model that can be called by its `id`, and whatever else the sampler says of it."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    id: str
+    object: str = "model"
+
+
+class ServedModelList(BaseModel):
+    """`GET /v1/models`: what can be called now."""
+
+    object: str = "list"
+    data: tuple[ServedModel, ...]
+
+
+class CallRequest(BaseModel):
+    """`POST /v1/completions` and `/v1/chat/completions`: the model, and OpenAI's other fields,
+    which the sampler reads."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    model: str
+
+
+class CallAnswer(RootModel[dict[str, Any]]):
+    """OpenAI's completion or chat completion."""

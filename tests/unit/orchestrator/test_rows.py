@@ -1,0 +1,77 @@
+"""All rows of a job's data are tried when it is submitted, not when their step comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.orchestrator.api import rows
+from services.orchestrator.api.rows import check_rows
+from services.orchestrator.loop.prompts import load_prompts
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.job import Job
+
+
+def job(train: list[dict[str, Any]], **data: Any) -> Job:
+    return Job.model_validate(
+        {
+            "name": "t",
+            "model": "m/m",
+            "steps": 4,
+            "data": {"train": train, "shuffle": False, **data},
+            "sampling": {"prompts_per_step": 4},
+            "rewards": [{"grader": "length"}],
+        }
+    )
+
+
+def refused(job: Job) -> str:
+    with pytest.raises(BadRequest) as raised:
+        check_rows(load_prompts(job, Settings()))
+    return raised.value.detail
+
+
+def with_faults(value: Any, *places: int, count: int = 200) -> list[dict[str, Any]]:
+    return [{"q": value if place in places else "1?"} for place in range(count)]
+
+
+def test_a_row_beyond_the_first_step_is_found_with_how_many_there_are() -> None:
+    data = with_faults("", 70, 90, 199)
+    columns = {"columns": {"prompt": "q"}}
+    assert refused(job(data, **columns)) == (
+        "row 70 of data.train in the job: its prompt is empty; expected text; so have 2 more of "
+        "its 200 rows a fault"
+    )
+    assert refused(job(with_faults(7, 150), **columns)) == (
+        "row 150 of data.train in the job, column 'q': got 7; expected text or a list of chat "
+        "messages, each with a role and its content"
+    )
+
+
+def test_a_template_that_fails_on_a_row_names_it() -> None:
+    detail = refused(job(with_faults("1", 150, 151), template="{{ 1 // (q | int - 1) }}"))
+    assert detail.startswith("data.template does not work on row 150 of data.train in the job: ")
+    assert detail.endswith("; so have 1 more of its 200 rows a fault")
+
+
+def test_a_template_that_works_on_no_row_is_told_once() -> None:
+    detail = refused(job(with_faults("x"), template="{{ q"))
+    assert detail.startswith("data.template does not work: ") and "rows a fault" not in detail
+
+
+def test_a_value_that_cannot_be_sent_is_found_in_any_row() -> None:
+    data = [{"prompt": "?", "answer": 2**70 if place == 100 else 1} for place in range(200)]
+    assert refused(job(data)).startswith("row 100 of data.train, column 'answer': ")
+
+
+def test_of_a_table_that_is_too_large_the_first_rows_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rows, "CHECK_S", -1.0)
+    prompts = load_prompts(job([{"prompt": "?"}] * 70 + [{"prompt": ""}] * 30), Settings())
+    assert len(check_rows(prompts)) == 4
+    detail = refused(job([{"prompt": "?"}] + [{"prompt": ""}] * 99))
+    assert detail.startswith("row 1 of ")
+    assert detail.endswith("; so have at least 62 more of its 100 rows a fault")
