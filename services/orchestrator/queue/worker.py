@@ -151,6 +151,7 @@ class Worker:
             await note_end(self._store, lease.job_id)
         finally:
             await stop(work, beat)
+            await asyncio.gather(beat, return_exceptions=True)  # no lease is left of an ended job
             await run.close()
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
