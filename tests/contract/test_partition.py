@@ -98,6 +98,7 @@ async def test_of_two_orchestrators_one_trains_and_the_one_cut_off_has_stopped(
                 while len(began) < 2:
                     await asyncio.sleep(0.02)
             first, second = sorted(began)
+            assert first in ended, "it runs on beside the other one"
             assert ended[first] < cut_at + LEASE_S and ended[first] < began[second]
             released.set()
             found = await until_ended(store, record.id)
@@ -116,3 +117,37 @@ async def test_of_two_orchestrators_one_trains_and_the_one_cut_off_has_stopped(
     rows = RunFolder(Path(found.run_dir)).metrics()
     assert [row.step for row in rows] == list(range(9))
     assert again.status == "succeeded"
+
+
+async def test_a_job_is_taken_up_once_when_redis_is_back_after_the_lease(
+    settings: Settings, redis_url: str, job: Job, tmp_path: Path
+) -> None:
+    """The lease is as old as the question for it, however long the worker waited before to give
+    the old one back."""
+    reached, released = asyncio.Event(), asyncio.Event()
+
+    async def hold(body: Any) -> None:
+        if body.step == 3:
+            reached.set()
+            await released.wait()
+
+    fakes = FakeServices(settings)
+    fakes.fault["train_step"] = hold
+    settings = settings.model_copy(update={"lease_s": LEASE_S / 2})
+    at = tmp_path / "link.sock"
+    async with (
+        fakes.running(settings) as settings,
+        Link(Path(redis_url.removeprefix("unix://")), at) as link,
+        orchestrator(settings, f"unix://{at}") as (store, transport),
+    ):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        body = SubmitRequest(job=job)
+        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        await asyncio.wait_for(reached.wait(), 20)
+        link.cut()
+        await asyncio.sleep(LEASE_S)
+        released.set()
+        link.mend()
+        found = await until_ended(store, record.id)
+    assert (found.status, found.attempts) == ("succeeded", 2)
+    assert [request.step for request in fakes.trained] == list(range(1, 9))

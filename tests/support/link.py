@@ -74,7 +74,7 @@ class Link:
         try:
             await self._flowing.wait()
             await self._forward(reader, writer)
-        except OSError:  # nobody is there
+        except (OSError, asyncio.CancelledError):  # nobody is there, or the link ends
             pass
         finally:
             writer.transport.abort()
