@@ -122,9 +122,10 @@ def main() -> int:
         for fault in draw(arguments.seed, arguments.faults)
         if re.search(arguments.only, str(fault))
     ]
-    done = {each.number for each in results.measured() if each.is_done}
+    found = {each.number: each.is_done for each in results.measured()}
     until = time.monotonic() + arguments.seconds
-    missing = [fault for fault in faults if fault.number not in done]
+    missing = [fault for fault in faults if not found.get(fault.number)]
+    missing.sort(key=lambda fault: fault.number in found)  # first those that were never struck
     if missing:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         asyncio.run(run(missing, _job(arguments.seed), results, until))

@@ -41,8 +41,8 @@ class DoesNotGoOn(Exception):
 @dataclass
 class Struck:
     """A fault as it was: `while_` is the stage that had begun last, `gap_s` the seconds from the
-    row before it to the first new one after it was over, `steps` those done in them. `hands` are
-    the reasons for which the job paused meanwhile."""
+    row before it to the second new one after it, `steps` those done in them. `hands` are the
+    reasons for which the job paused meanwhile."""
 
     fault: Fault
     while_: str
@@ -139,7 +139,8 @@ async def run_trial(
 
 
 async def _strike(running: Running, fault: Fault, ending: asyncio.Task[JobRecord]) -> Struck | None:
-    """Returns what the fault did; None if the job ended before its stage began."""
+    """Returns what the fault did; None if the job ended before its stage began. It is over after
+    two steps more: of the first one, all that needs what it struck may have been done."""
     moments = running.moments
     begins = asyncio.create_task(moments.begins(fault.stage))
     await asyncio.wait({begins, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -153,12 +154,12 @@ async def _strike(running: Running, fault: Fault, ending: asyncio.Task[JobRecord
     over = moments.furthest
     try:
         async with asyncio.timeout(GOES_ON_S):
-            await _first(ending, _step(moments, over))
+            await _first(ending, _step(moments, over + 1))
     except TimeoutError as error:
         story = await _story(running)
         raise DoesNotGoOn(f"{fault}: no step for {GOES_ON_S:g} s: {story}") from error
-    end = moments.times.get(over + 1, time.monotonic())
-    steps = [step for step in moments.times if before < step <= over + 1]
+    end = moments.times.get(over + 2, time.monotonic())
+    steps = [step for step in moments.times if before < step <= over + 2]
     return Struck(fault, while_, end - last, steps, running.paused[paused:])
 
 
