@@ -54,6 +54,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 SERVICES = ("orchestrator", "rollout", "trainer", "reward")
 STEPS = 40
+FAST = (f"steps={STEPS}", "training.learning_rate=2e-4")
 """Enough to see learning: held-out accuracy is then about 0.9, from about a third."""
 FEW_STEPS = 25
 """Enough to see whether anything is learned."""
@@ -87,7 +88,7 @@ class Stack:
         here = Path.cwd()
         os.chdir(self.folder)
         try:
-            job = load_job(self.folder / "job.toml", [f"steps={STEPS}", "evaluation.every=1000"])
+            job = load_job(self.folder / "job.toml", [*FAST, "evaluation.every=1000"])
         finally:
             os.chdir(here)
         return Job.model_validate(job.model_dump() | changes)
@@ -142,7 +143,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def learned(stack: Stack) -> dict[str, Any]:
     """The record of a job submitted from the shell, at its end."""
     done = stack.hone(
-        "submit", "job.toml", "--set", f"steps={STEPS}", "--set", "checkpoints.every=20", "--follow"
+        "submit",
+        "job.toml",
+        *(part for change in (*FAST, "checkpoints.every=20") for part in ("--set", change)),
+        "--follow",
     )
     assert f"step {STEPS}/{STEPS}  reward" in done.stdout and "ETA" in done.stdout
     return dict(json.loads(stack.hone("get", "demo", "-o", "json").stdout))
