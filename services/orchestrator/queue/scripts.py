@@ -58,6 +58,8 @@ if call.after and not after then return 'unknown' end
 local names = cjson.decode(call.names)
 local wanted = call.metadata and cjson.decode(call.metadata)
 
+local PIECE = 256 -- ids that are read at a time
+
 local function has_metadata(id)
   local metadata = cjson.decode(field(id, 'metadata') or '{}')
   if wanted == cjson.null then return next(metadata) == nil end
@@ -68,21 +70,26 @@ local function has_metadata(id)
 end
 
 local function fits(id)
-  if redis.call('EXISTS', job(id)) == 0 then return false end
   if call.name and string.match(id, '^(.*)%-') ~= call.name then return false end
-  if not (call.status or call.openai or wanted) then return true end
-  return is_job(id) and (not call.status or field(id, 'status') == call.status)
-    and (not call.openai or field(id, 'openai')) and (not wanted or has_metadata(id))
+  -- pcall: what is no hash has no status
+  if call.status and redis.pcall('HGET', job(id), 'status') ~= call.status then return false end
+  if not (call.openai or wanted) then return redis.call('EXISTS', job(id)) == 1 end
+  return is_job(id) and (not call.openai or field(id, 'openai'))
+    and (not wanted or has_metadata(id))
 end
 
-local found = {}
-for _, id in ipairs(redis.call('ZREVRANGE', JOBS, after and after + 1 or 0, -1)) do
-  if fits(id) then
-    if #found == tonumber(call.limit) then return cjson.encode({jobs = found, more = true}) end
-    found[#found + 1] = {id, is_job(id) and redis.call('HMGET', job(id), unpack(names))}
+local found, at = {}, after and after + 1 or 0
+while true do
+  local ids = redis.call('ZREVRANGE', JOBS, at, at + PIECE - 1)
+  for _, id in ipairs(ids) do
+    if fits(id) then
+      if #found == tonumber(call.limit) then return cjson.encode({jobs = found, more = true}) end
+      found[#found + 1] = {id, is_job(id) and redis.call('HMGET', job(id), unpack(names))}
+    end
   end
+  if #ids < PIECE then return cjson.encode({jobs = found, more = false}) end
+  at = at + PIECE
 end
-return cjson.encode({jobs = found, more = false})
 """
 )
 """call: limit, names (JSON: of the fields to return); perhaps after (a job's id), status, name,
