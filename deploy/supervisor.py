@@ -28,7 +28,8 @@ import httpx2 as httpx
 from deploy import devices, redis_server, slots
 from deploy.child import Child
 from deploy.slots import SERVICES, Slot
-from shared.config import Settings, load_settings
+from shared.config import Settings
+from shared.environment import load_settings
 from shared.errors import BadRequest, Failed, HoneError
 from shared.ports import check_port
 

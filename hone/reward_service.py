@@ -16,7 +16,8 @@ from typing import IO
 
 from hone import stack
 from shared.client import Client
-from shared.config import PREFIX, load_settings
+from shared.config import PREFIX
+from shared.environment import load_settings
 from shared.errors import Failed, Unavailable
 from shared.processes import ending_with_parent
 from shared.wire import VersionInfo

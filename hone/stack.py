@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shared.config import Settings, load_settings
+from shared.config import Settings
+from shared.environment import load_settings
 
 FOLDER = Path(".hone")
 

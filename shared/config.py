@@ -1,34 +1,27 @@
 """Settings: where the services run, and secrets. From the environment, `HONE_*`, and never sent
 over the API.
 
-`load_settings` is called by each process's entry point, never at import. A `HONE_*` variable that
-no setting has is an error that names the nearest one, so a misspelt setting cannot be silently
-ignored.
+How they are read from it is in environment.py.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from shared.errors import BadRequest
-from shared.explain import nearest, sentences
 from shared.urls import (
     check_samplers,
     check_service_url,
     check_trainers,
-    is_loopback,
     sampler_places,
     trainer_urls,
 )
 
 PREFIX = "HONE_"
-_TOKEN = re.compile(r"[!-~]{8,}")
 
 PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003, "redis": 6379}
 
@@ -397,42 +390,5 @@ class Settings(BaseSettings):
         return [value for value in (*named, *own) if value and len(value) >= 6]
 
 
-def load_settings() -> Settings:
-    """Returns the settings in the environment. Raises BadRequest for an unknown `HONE_*` variable
-    or a bad value, for a token that is none, and for a host beyond loopback without a token."""
-    valid = [PREFIX + name.upper() for name in Settings.model_fields]
-    for name in os.environ:
-        if name.startswith(PREFIX) and name not in valid:
-            raise BadRequest(f"unknown setting {name!r} in the environment; {nearest(name, valid)}")
-    try:
-        settings = Settings()
-    except ValidationError as error:
-        faults = [
-            fault | {"detail": _NAME.sub(_in_environment, fault["detail"])}
-            for fault in sentences(error, Settings)
-        ]
-        raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
-    token = settings.bearer()
-    if token is not None and not _TOKEN.fullmatch(token):
-        raise BadRequest(
-            f"HONE_TOKEN has {len(token)} characters and is too short, or has a blank or another "
-            "that is not visible ASCII; expected at least 8, such as `openssl rand -hex 16` prints"
-        )
-    if token is None and not is_loopback(settings.host):
-        raise BadRequest(
-            f"HONE_HOST is {settings.host!r} and HONE_TOKEN is not set: without a token a service "
-            "listens on this machine only; "
-            "set HONE_TOKEN, or HONE_HOST=127.0.0.1"
-        )
-    return settings
-
-
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-_NAME = re.compile(r"^'(\w+)")
-
-
-def _in_environment(name: re.Match[str]) -> str:
-    return f"'{PREFIX}{name[1].upper()}"

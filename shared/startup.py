@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 
 from shared import logs, tracing
-from shared.config import Settings, load_settings
+from shared.config import Settings
+from shared.environment import load_settings
 from shared.errors import HoneError
 
 

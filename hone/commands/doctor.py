@@ -21,7 +21,8 @@ from rich.text import Text
 from hone import host, stack
 from hone.shell import Output, OutputOption, command, show
 from shared.client import Client
-from shared.config import Settings, load_settings
+from shared.config import Settings
+from shared.environment import load_settings
 from shared.errors import BadRequest, HoneError
 from shared.urls import DNS_PREFIX, REGISTERED
 from shared.wire import CheckedWeights, NoBody, RegisteredSampler, SamplerList

@@ -19,7 +19,7 @@ from torch.distributed.run import main
 
 from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import Place
-from shared.config import load_settings
+from shared.environment import load_settings
 
 
 def describe(failures: dict[int, ProcessFailure], first_rank: int) -> str:

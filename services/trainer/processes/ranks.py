@@ -40,7 +40,8 @@ from services.trainer.processes.together import Ranks
 from services.trainer.trainer import Seams, Trainer
 from services.trainer.zero.out_of_memory import first_line
 from shared import logs, tracing
-from shared.config import Settings, load_settings
+from shared.config import Settings
+from shared.environment import load_settings
 from shared.errors import HoneError, Unavailable
 from shared.job import Job
 from shared.logs import get_logger

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shared.config import Settings, load_settings
+from shared.config import Settings
+from shared.environment import load_settings
 from shared.errors import BadRequest
 
 
