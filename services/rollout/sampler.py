@@ -37,7 +37,7 @@ from services.rollout.weights.adapters import Adapters, one_call
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.loading import Load
 from services.rollout.weights.proofs import Expected, expected_of
-from shared.errors import Conflict, HoneError, StateLost, Unavailable
+from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
 from shared.logs import get_logger
 from shared.packed import TokenIds
 from shared.wire import (
@@ -116,6 +116,8 @@ class Sampler:
         does not exist stops nothing. Raises Conflict, code "stale", for a superseded job."""
         async with self._change:
             self._take_over(request)
+            if request.own_weights:
+                return await self._serve_own_weights(request)
             return await self._serve(request.spec)
 
     async def unready(self) -> str | None:
@@ -181,6 +183,24 @@ class Sampler:
         running = self._running = self._started(engine, spec, expected, time.monotonic() - start)
         engine.offer(running.adapters)
         get_logger().info("engine started", model=spec.model, seconds=round(self.serving.load_s, 1))
+        return running.serving
+
+    async def _serve_own_weights(self, request: ModelRequest) -> ServingWeights:
+        """Serves the model as it is in its folder. An engine whose model has had other weights
+        loaded in place is stopped."""
+        if request.job_id is None:
+            raise BadRequest(
+                "'own_weights' is true and there is no 'job_id'; expected whom they are to serve"
+            )
+        if self._running and not self._running.is_base:
+            await self._stop_engine()
+        await self._serve(request.spec)
+        running = await self._alive()
+        running.adapters.serving = None
+        await running.engine.set_version(owner_of(request), 0)
+        of_job = request.model_dump(include={"job_id", "attempt", "epoch"})
+        running.published, running.seen = {}, None
+        running.serving = running.nothing.model_copy(update={**of_job, "version": 0})
         return running.serving
 
     def _started(

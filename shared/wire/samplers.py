@@ -33,9 +33,13 @@ class EngineSpec(Wire):
 
 class ModelRequest(EngineSpec, Fencing):
     """`PUT /model`: serve this. Putting the same one twice starts nothing twice. A job names itself
-    and its fence, and older ones are refused from then on; a request by hand names no job."""
+    and its fence, and older ones are refused from then on; a request by hand names no job.
+
+    `own_weights`: the weights that the model has in its folder serve the job, as version 0: it
+    loads no others."""
 
     job_id: JobId | None = None
+    own_weights: bool = False
 
     @property
     def spec(self) -> EngineSpec:
