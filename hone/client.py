@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -14,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from hone.background import Background
 from shared import client as shared_client
-from shared.errors import BadRequest, NotFound, Unavailable
+from shared.errors import BadRequest, HoneError, NotFound, Unavailable
 from shared.explain import sentences
 from shared.job import JOB_ID, Job, RewardSpec
 from shared.wire import (
@@ -24,6 +27,11 @@ from shared.wire import (
     CreatedKey,
     CreateKey,
     DryRun,
+    EvaluatedModel,
+    EvaluationEnded,
+    EvaluationReport,
+    EvaluationRequest,
+    EvaluationState,
     Event,
     EventList,
     GradedRollout,
@@ -47,6 +55,9 @@ from shared.wire import (
 
 SUBMIT_DEADLINE_S = 1800.0
 REGRADE_DEADLINE_S = 3600.0
+EVALUATION_DEADLINE_S = 24 * 3600.0
+END_DEADLINE_S = 10.0
+PROGRESS_S = 1.0
 DELETE_DEADLINE_S = 600.0
 CHANGE_DEADLINE_S = 30.0
 RECOVER_DEADLINE_S = 600.0
@@ -204,6 +215,48 @@ class Client:
         return self._background.run(
             self._client.call("POST", path, body, RegradeReport, deadline_s=REGRADE_DEADLINE_S)
         )
+
+    def evaluate(
+        self,
+        job: Job,
+        models: Sequence[EvaluatedModel],
+        progress: Callable[[EvaluationState], None] = lambda _: None,
+    ) -> EvaluationReport:
+        """Returns what each model gets on the job's held-out problems, by its rewards and its
+        `[evaluation]`; no job is submitted. `progress` hears every second how far it is.
+        Interrupted, the evaluation ends. Raises Conflict while a job has the samplers."""
+        id = f"eval-{secrets.token_hex(6)}"
+        body = EvaluationRequest(id=id, models=tuple(models), job=job)
+        try:
+            return self._background.run(self._evaluation(body, progress))
+        except BaseException:
+            end = self._client.call(
+                "DELETE",
+                f"/v1/evaluations/{id}",
+                None,
+                EvaluationEnded,
+                deadline_s=END_DEADLINE_S,
+                patience_s=0,
+            )
+            with contextlib.suppress(HoneError):  # the first error says more
+                self._background.run(end)
+            raise
+
+    async def _evaluation(
+        self, body: EvaluationRequest, progress: Callable[[EvaluationState], None]
+    ) -> EvaluationReport:
+        call = self._client.call(
+            "POST", "/v1/evaluations", body, EvaluationReport, deadline_s=EVALUATION_DEADLINE_S
+        )
+        evaluating = asyncio.create_task(call)
+        try:
+            while not (await asyncio.wait({evaluating}, timeout=PROGRESS_S))[0]:
+                with contextlib.suppress(NotFound, Unavailable):  # not yet begun, or away
+                    path = f"/v1/evaluations/{body.id}"
+                    progress(await self._client.get(path, EvaluationState, deadline_s=PROGRESS_S))
+            return evaluating.result()
+        finally:
+            evaluating.cancel()
 
     def checkpoints(self, job: str) -> CheckpointList:
         return self._background.run(

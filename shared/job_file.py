@@ -47,6 +47,14 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         raise _attributed(error, of_file, path, overrides) from error
 
 
+def make_job(document: dict[str, Any], overrides: Sequence[str], where: str) -> Job:
+    """Returns the job that `document` describes, as if it stood in a file of the working
+    directory, with `overrides` applied."""
+    for override in overrides:
+        _apply(document, override)
+    return _in_file(document, Path(where))
+
+
 def _in_file(document: dict[str, Any], path: Path) -> Job:
     rewards: Any = document.get("rewards")
     for reward in rewards if _is_list(rewards) else []:
@@ -183,8 +191,10 @@ def _source(file: Path, folder: Path) -> str:
 
 
 def _absolute(document: dict[str, Any]) -> None:
-    data = document.get("data")
-    for section, key in ((document, "model"), (data, "train"), (data, "eval")):
+    data, evaluation = document.get("data"), document.get("evaluation")
+    sets: Any = evaluation.get("sets") if _is_table(evaluation) else None
+    held_out = [(each, "source") for each in sets.values()] if _is_table(sets) else []
+    for section, key in ((document, "model"), (data, "train"), (data, "eval"), *held_out):
         value: Any = section.get(key) if _is_table(section) else None
         if _is_table(section) and isinstance(value, str) and value and Path(value).exists():
             section[key] = str(Path(value).resolve())

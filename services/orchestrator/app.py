@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from services.orchestrator.api import (
+    evaluations,
     files,
     history,
     jobs,
@@ -59,6 +60,7 @@ def create_service(settings: Settings, store: Store) -> Service:
     states.add_routes(service, store)
     history.add_routes(service, store)
     regrade.add_route(service, settings, store)
+    evaluations.add_routes(service, settings, store)
     recover.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
     files.add_routes(service, settings, store)

@@ -233,7 +233,7 @@ class Trainer:
                 shares: list[dict[str, File]] = save_all(aside)
                 files = {name: file for share in shares for name, file in share.items()}
                 checkpoints.write_manifest(aside, self._manifest(loaded, files))
-            checkpoints.remove_old(folder, loaded.request.job.checkpoints)
+            checkpoints.remove_old(folder, loaded.request.job.checkpoints, request.keep)
             return checkpoints.described(path)
 
         def save_state(aside: Path) -> None:

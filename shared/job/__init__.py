@@ -4,10 +4,10 @@
 | file | sections |
 |---|---|
 | `job.py` | the job whole: its own keys, how weights are synced |
-| `data.py` | `[data]` |
-| `sampling.py` | `[sampling]`, `[[rewards]]` |
+| `data.py` | `[data]`, `[evaluation.sets.NAME]` |
+| `sampling.py` | `[sampling]`, `[difficulty]`, `[[rewards]]` |
 | `learning.py` | `[advantages]`, `[training]`, `[correction]`, `[lora]` |
-| `running.py` | `[memory]`, `[evaluation]`, `[checkpoints]`, `[rollouts]`, `[wandb]` |
+| `running.py` | `[memory]`, `[evaluation]`, `[checkpoints]`, `[stop]`, `[rollouts]`, `[wandb]` |
 | `checks.py` | what the sections must be to each other |
 | `learned.py` | what a job learns, and how two jobs differ in it |
 | `section.py` | what every section is |
@@ -20,7 +20,7 @@ OpenAPI document show it.
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
-from shared.job.data import UPLOADED, DataSpec, Source, TemplateMessage
+from shared.job.data import UPLOADED, DataSpec, HeldOutSpec, Source, TemplateMessage
 from shared.job.job import MAY_CHANGE, Job, SyncChoice, SyncMethod
 from shared.job.learning import (
     MAX_SERVED_RANK,
@@ -29,6 +29,19 @@ from shared.job.learning import (
     LoraSpec,
     TrainingSpec,
 )
-from shared.job.running import CheckpointSpec, EvaluationSpec, MemorySpec, RolloutsSpec, WandbSpec
-from shared.job.sampling import MAX_KEPT, MAX_SOURCE_BYTES, RewardSpec, SamplingSpec
+from shared.job.running import (
+    CheckpointSpec,
+    EvaluationSpec,
+    MemorySpec,
+    RolloutsSpec,
+    StopSpec,
+    WandbSpec,
+)
+from shared.job.sampling import (
+    MAX_KEPT,
+    MAX_SOURCE_BYTES,
+    DifficultySpec,
+    RewardSpec,
+    SamplingSpec,
+)
 from shared.job.section import JOB_ID, Section

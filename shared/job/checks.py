@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shared.job.learning import MAX_SERVED_RANK
+from shared.job.running import CheckpointSpec
 from shared.job.sampling import MAX_KEPT
 
 if TYPE_CHECKING:
@@ -13,12 +14,72 @@ if TYPE_CHECKING:
 
 def check(job: Job) -> None:
     """Raises ValueError for the first fault."""
+    _ends_some_time(job)
+    _stops_at_what_is_measured(job)
+    _keeps_the_best_of_what_is_measured(job)
+    _skips_what_is_numbered(job)
     _reward_names_differ(job)
     _keeps_what_is_sampled(job)
     _sends_what_is_whole(job)
     _has_an_adapter_to_sync(job)
     _syncs_in_time(job)
     _whole_vocabulary(job)
+
+
+def _ends_some_time(job: Job) -> None:
+    if not job.steps and job.data.epochs is None:
+        raise ValueError("neither steps nor data.epochs is set; expected one of them")
+    if job.data.epochs is not None and job.data.streaming:
+        raise ValueError(
+            f"data.epochs is {job.data.epochs:g} and data.streaming true; how many rows a stream "
+            "has is not known, so expected steps in place of data.epochs"
+        )
+
+
+def _stops_at_what_is_measured(job: Job) -> None:
+    if job.stop.target is None:
+        return
+    if not job.evaluates:
+        raise ValueError(
+            f"stop.target is {job.stop.target:g} and there are no held-out problems; expected "
+            "data.eval, or evaluation.sets"
+        )
+    _check_metric(job, "stop.metric", job.stop.metric)
+
+
+def _keeps_the_best_of_what_is_measured(job: Job) -> None:
+    best = job.checkpoints.keep_best
+    if best not in (None, CheckpointSpec().keep_best) and job.evaluates:
+        _check_metric(job, "checkpoints.keep_best", best)
+
+
+def _check_metric(job: Job, key: str, metric: str) -> None:
+    sets = [*([""] if job.data.eval is not None else []), *job.evaluation.sets]
+    prefixes = [f"{name}/" if name else "" for name in sets]
+    known = {prefix + each for prefix in prefixes for each in _measured(job)}
+    if metric not in known:
+        raise ValueError(
+            f"{key} is {metric!r}; expected one of {', '.join(map(repr, sorted(known)))}"
+        )
+
+
+def _measured(job: Job) -> list[str]:
+    """Returns by what a held-out set is measured of which more is better."""
+    samples = job.evaluation.samples
+    passes = {*(2**power for power in range(samples.bit_length())), samples}
+    return [
+        "reward",
+        *(f"pass@{k}" for k in sorted(passes)),
+        *(f"rewards/{reward.label}/mean" for reward in job.rewards),
+    ]
+
+
+def _skips_what_is_numbered(job: Job) -> None:
+    if job.difficulty.skips and job.data.streaming:
+        raise ValueError(
+            "difficulty skips problems and data.streaming is true; a stream is not read by row "
+            "number, so expected data.streaming = false"
+        )
 
 
 def _reward_names_differ(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""The problems and where they come from: `[data]`."""
+"""The problems and where they come from: `[data]`, `[evaluation.sets.NAME]`."""
 
 from __future__ import annotations
 
@@ -89,6 +89,11 @@ class DataSpec(Section):
     """Trains on no more than this many rows: the first ones that pass `filter`. None: all of them.
     How many are held out is `evaluation.num_prompts`."""
 
+    epochs: float | None = Field(default=None, gt=0, le=1_000_000)
+    """Passes over the training problems, in place of `steps`, which the orchestrator then works out
+    as it accepts the job; a part of a pass may be asked for. With both, the fewer steps count.
+    None: `steps` says it."""
+
     shuffle: bool = True
     """Each pass over the data takes the rows in another order. False: in the order of the file, for
     problems that are sorted from easy to hard."""
@@ -109,17 +114,7 @@ class DataSpec(Section):
     @field_validator("train", "eval", mode="before")
     @classmethod
     def _is_a_source(cls, value: Any) -> Any:
-        """One sentence for what is none of the kinds, where pydantic would have one for each."""
-        if value is None or isinstance(value, str):
-            if value == "":
-                raise ValueError("expected a file, a data set's id or a list of rows")
-            return value
-        if not isinstance(value, list | tuple) or not value:
-            raise ValueError(
-                "expected the name of a file or data set, or a list of at least one row"
-            )
-        _check_rows(cast(Sequence[Any], value))
-        return cast(Any, value)
+        return None if value is None else _source(value)
 
     @field_validator("columns")
     @classmethod
@@ -134,6 +129,66 @@ class DataSpec(Section):
         if self.template is not None and self.messages is not None:
             raise ValueError("data.template and data.messages are both set; expected one of them")
         return self
+
+
+class HeldOutSpec(Section):
+    """A further held-out set, `[evaluation.sets.NAME]`, never trained on. Its problems are sampled
+    and graded as those of `data.eval`."""
+
+    source: Source
+    """The problems: whatever `data.train` may be."""
+
+    split: str = "test"
+    """Split of a Hugging Face dataset. Files have none."""
+
+    config: str | None = None
+    """Configuration of a Hugging Face dataset that has several."""
+
+    revision: str | None = None
+    """Commit, tag or branch of a Hugging Face dataset. None: the newest one when the job is
+    submitted, which it goes on with."""
+
+    columns: dict[str, str] | None = None
+    """Other names for columns, as in `data.columns`. None: those of `data.columns`."""
+
+    template: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
+    """How a row becomes a prompt, as in `data.template`. None: as a row of `[data]` does."""
+
+    filter: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
+    """Which rows are kept, as in `data.filter`. None: those that pass `data.filter`."""
+
+    num_prompts: int | None = Field(default=None, ge=1)
+    """How many problems, from the first row on. None: `evaluation.num_prompts`."""
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _is_a_source(cls, value: Any) -> Any:
+        return _source(value)
+
+    def within(self, data: DataSpec) -> DataSpec:
+        """Returns how the set's rows are read and become prompts: what it leaves out is as in
+        `[data]`."""
+        own: dict[str, Any] = {"config": self.config, "revision": self.revision}
+        if self.template is not None:
+            own |= {"template": self.template, "messages": None}
+        if self.columns is not None:
+            own["columns"] = self.columns
+        if self.filter is not None:
+            own["filter"] = self.filter
+        return data.model_copy(update=own)
+
+
+def _source(value: Any) -> Any:
+    """Returns the value. Raises ValueError, with one sentence, for what is none of the kinds of
+    sources, where pydantic would have one for each."""
+    if isinstance(value, str):
+        if value == "":
+            raise ValueError("expected a file, a data set's id or a list of rows")
+        return value
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError("expected the name of a file or data set, or a list of at least one row")
+    _check_rows(cast(Sequence[Any], value))
+    return cast(Any, value)
 
 
 def _check_rows(rows: Sequence[Any]) -> None:

@@ -20,9 +20,10 @@ from shared.job.running import (
     EvaluationSpec,
     MemorySpec,
     RolloutsSpec,
+    StopSpec,
     WandbSpec,
 )
-from shared.job.sampling import RewardSpec, SamplingSpec
+from shared.job.sampling import DifficultySpec, RewardSpec, SamplingSpec
 from shared.job.section import JOB_ID, Section
 from shared.plain import Plain
 
@@ -35,6 +36,7 @@ MAY_CHANGE = frozenset(
         "memory",
         "evaluation",
         "checkpoints",
+        "stop",
         "rollouts",
         "wandb",
         "metadata",
@@ -65,9 +67,9 @@ class Job(Section):
     """Commit, tag or branch of a Hugging Face model. None: the newest one, so a run that must be
     repeatable names a commit."""
 
-    steps: int = Field(ge=1, le=10**9)
+    steps: int = Field(default=0, ge=0, le=10**9)
     """Batches to train on, up to 1,000,000,000. Each is one optimizer step unless `training.epochs`
-    or `training.minibatches` make more of it."""
+    or `training.minibatches` make more of it. 0: as many as `data.epochs` takes."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seeds the order of prompts, sampling, the deal into minibatches and dropout. Below 2^63."""
@@ -123,6 +125,9 @@ class Job(Section):
     """What completions are rewarded for: at least one, each a `[[rewards]]` table. A rollout's
     reward is their weighted sum."""
 
+    difficulty: DifficultySpec = DifficultySpec()
+    """Which problems are skipped because they teach nothing."""
+
     advantages: AdvantageSpec = AdvantageSpec()
     """From rewards to advantages."""
 
@@ -143,6 +148,9 @@ class Job(Section):
 
     checkpoints: CheckpointSpec = CheckpointSpec()
     """When checkpoints are written, and which are kept."""
+
+    stop: StopSpec = StopSpec()
+    """What ends training early."""
 
     rollouts: RolloutsSpec = RolloutsSpec()
     """Which stored rollouts are kept."""
@@ -169,6 +177,11 @@ class Job(Section):
     def has_live_weights(self) -> bool:
         """Whether the weights that serve are those of the trainer's model as it is in memory."""
         return self.lora is None and self.memory.zero_stage < 3
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out problems."""
+        return self.data.eval is not None or bool(self.evaluation.sets)
 
     @property
     def served_rank(self) -> int | None:

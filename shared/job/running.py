@@ -1,12 +1,13 @@
-"""What changes nothing that is learned: `[memory]`, `[evaluation]`, `[checkpoints]`, `[rollouts]`,
-`[wandb]`."""
+"""What changes nothing that is learned: `[memory]`, `[evaluation]`, `[checkpoints]`, `[stop]`,
+`[rollouts]`, `[wandb]`."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from shared.job.data import HeldOutSpec
 from shared.job.section import Section
 
 
@@ -48,8 +49,8 @@ class MemorySpec(Section):
 
 
 class EvaluationSpec(Section):
-    """Held-out accuracy: the mean reward of problems of `data.eval`, before training, every `every`
-    steps and after the last."""
+    """Held-out accuracy: what the policy gets on problems of `data.eval`, and of each of `sets`,
+    before training, every `every` steps and after the last."""
 
     every: int = Field(default=50, ge=1)
     """Steps between two evaluations."""
@@ -67,6 +68,16 @@ class EvaluationSpec(Section):
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest completion, in tokens. None: that of training, `sampling.max_tokens`."""
 
+    pass_reward: float | None = None
+    """Reward from which on a completion counts as right for `pass@k`, without the `shaping` ones.
+    None: the full mark, which is the sum of the weights above 0, for graders give at most 1."""
+
+    sets: dict[
+        Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)], HeldOutSpec
+    ] = Field(default={}, max_length=16)
+    """Further held-out sets by name, up to 16, each an `[evaluation.sets.NAME]` table. Metrics of
+    one are called `eval/NAME/reward` and so on; those of `data.eval`, `eval/reward`."""
+
 
 class CheckpointSpec(Section):
     """Checkpoints: Hugging Face folders from which training also goes on."""
@@ -79,6 +90,34 @@ class CheckpointSpec(Section):
 
     keep_every: int = Field(default=0, ge=0)
     """Of older checkpoints, those whose step is divisible by this are kept too. 0: none."""
+
+    keep_best: str | None = "reward"
+    """The metric of evaluations by which the best checkpoint is kept, however old: "reward",
+    "pass@1" and so on, of a held-out set with a name "<set>/reward". Only a step that has both a
+    checkpoint and an evaluation is compared, so `every` and `evaluation.every` are best the same;
+    of equal ones the first is the best. None: none is kept for that."""
+
+
+class StopSpec(Section):
+    """What ends training before its last step, whichever comes first. The job has then succeeded:
+    it has a checkpoint, an evaluation, and the reason in its record."""
+
+    target: float | None = None
+    """Ends the job once an evaluation's `metric` is at least this. None: no evaluation does."""
+
+    metric: str = "reward"
+    """Metric of `target`: "reward", "pass@1" and so on, "rewards/<name>/mean"; of a held-out set
+    with a name, "<set>/reward" and the like."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Ends the job once so many tokens of completions were sampled to train on, those of replaced
+    groups included and evaluations not: the metric `total/tokens`. The step under way is finished.
+    None: no bound."""
+
+    max_hours: float | None = Field(default=None, gt=0)
+    """Ends the job once it has had the services for so many hours: the metric `total/hours`, with
+    loading, evaluations and checkpoints, and without the queue and pauses. The step under way is
+    finished. None: no bound."""
 
 
 class RolloutsSpec(Section):

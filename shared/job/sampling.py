@@ -1,4 +1,4 @@
-"""How it is sampled and what for: `[sampling]`, `[[rewards]]`."""
+"""How it is sampled and what for: `[sampling]`, `[difficulty]`, `[[rewards]]`."""
 
 from __future__ import annotations
 
@@ -74,6 +74,31 @@ class SamplingSpec(Section):
     """Rounds per step in which groups without signal (all rewards equal) are replaced by groups of
     further prompts: the dynamic sampling of DAPO, arXiv 2503.14476. 0 replaces none, because each
     round costs sampling time."""
+
+
+class DifficultySpec(Section):
+    """Problems that teach nothing are skipped. A group is all right if all of its rewards are equal
+    and the full mark (the sum of the weights above 0, of rewards that are not `shaping`), and all
+    wrong if they are equal and less; a missing reward says nothing. A step knows the groups of all
+    steps up to `max_staleness` + 1 before it, so which problems it takes is the same after a
+    restart."""
+
+    skip_right: int = Field(default=0, ge=0, le=1_000_000)
+    """Skips a problem once so many of its groups in a row were all right. 0: none is skipped for
+    that, because it may be forgotten again."""
+
+    skip_wrong: int = Field(default=0, ge=0, le=1_000_000)
+    """Skips a problem once so many of its groups in a row were all wrong. 0: none is skipped for
+    that, because it may be learned later."""
+
+    skip_steps: int = Field(default=0, ge=0)
+    """For how many steps a problem is skipped, counted from its last group; if that is so again
+    when it comes back, it is skipped again. 0: for good. Where too few problems are left for a
+    step, it takes skipped ones."""
+
+    @property
+    def skips(self) -> bool:
+        return bool(self.skip_right or self.skip_wrong)
 
 
 class RewardSpec(Section):

@@ -13,6 +13,7 @@
 | `weights.py` | published versions, one class per way that they go |
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: records, events, metrics, stored rollouts |
+| `evaluations.py` | models compared on held-out problems |
 | `files.py` | files that were uploaded |
 | `keys.py` | API keys |
 | `calling.py` | completions that are passed on to a sampler |
@@ -45,6 +46,16 @@ from shared.wire.base import (
     Wire,
 )
 from shared.wire.calling import CallAnswer, CallRequest, ServedModel, ServedModelList
+from shared.wire.evaluations import (
+    Estimate,
+    EvaluatedModel,
+    EvaluationEnded,
+    EvaluationReport,
+    EvaluationRequest,
+    EvaluationState,
+    ModelScores,
+    SetReport,
+)
 from shared.wire.files import FileDeleted, FileList, Purpose, UploadedFile
 from shared.wire.fine_tuning import (
     CreateFineTuningJob,

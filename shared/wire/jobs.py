@@ -28,6 +28,7 @@ class JobSummary(Wire):
 
     `error` is a sentence: why it failed, or why it was paused. `recoveries` counts how often it
     went on after a service had lost its state, and `attempts` how often a worker took it up.
+    `stopped` says why a job succeeded before its last step: a target or a budget of `[stop]`.
 
     `place` is that of a queued job: 1 for the one that is taken next. `waits_for` says who has the
     trainers meanwhile: host and port, and the job. `trainer` is the one that the job was given
@@ -53,6 +54,7 @@ class JobSummary(Wire):
     waits_for: dict[str, JobId] = {}
     trainer: str | None = None
     error: str | None = None
+    stopped: str | None = None
     metadata: dict[str, str] = {}
 
 

@@ -16,7 +16,8 @@ class Batch(Wire):
     and scores.
 
     `version` is the oldest weight version that sampled it. `dropped` `[D][G]` are the scores of
-    groups without signal in whose place others were sampled. `graded` False: too many rewards were
+    groups without signal in whose place others were sampled, of the prompts with the indices
+    `dropped_prompts` `[D]`, in `dropped_tokens` tokens. `graded` False: too many rewards were
     missing, so it was not trained on and will be graded again. With the job this is all a replay of
     the step needs. `schema_version` is of this very class; older ones are read as they are.
     """
@@ -27,6 +28,8 @@ class Batch(Wire):
     groups: tuple[RolloutGroup, ...]
     scores: tuple[tuple[Score, ...], ...]
     dropped: tuple[tuple[Score, ...], ...] = ()
+    dropped_prompts: tuple[int, ...] = ()
+    dropped_tokens: int = 0
     graded: bool = True
     schema_version: int = 2
 
@@ -130,9 +133,10 @@ class StepResult(Wire):
 
 class CheckpointRequest(Fenced):
     """`POST /checkpoints`: write the weights of `step` as a Hugging Face checkpoint into the job's
-    run folder."""
+    run folder. Old ones go then, but not those of the steps `keep`."""
 
     step: int = Field(ge=0)
+    keep: tuple[int, ...] = ()
 
 
 class Checkpoint(Wire):

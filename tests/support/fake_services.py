@@ -71,7 +71,9 @@ WHERE: dict[str, dict[str, Any]] = {
 class FakeServices:
     """All three in one. `calls` counts; setting `fault[route]` to a function runs it in that route
     first, and what it answers goes through `change[route]`. `errors` says why a prompt cannot be
-    sampled, if so; `fence` is the newest seen, and `gpus` are the trainer's and the sampler's."""
+    sampled, if so; `fence` is the newest seen, and `gpus` are the trainer's and the sampler's. A
+    model of `skills` answers right that much more often. `kept[step]` are the checkpoints that were
+    to be kept when that of the step was written."""
 
     def __init__(self, settings: Settings) -> None:
         self.calls: Counter[str] = Counter()
@@ -97,6 +99,8 @@ class FakeServices:
         self.errors: Callable[[GenerateRequest], str | None] = lambda _: None
         self.fence: Fence = (0, 0)
         self.gpus: tuple[str | None, tuple[str, ...]] = (None, ())
+        self.skills: dict[str, float] = {}
+        self.kept: dict[int, tuple[int, ...]] = {}
         self._services = {
             name: Service(name, settings) for name in ("rollout", "trainer", "reward")
         }
@@ -168,6 +172,9 @@ class FakeServices:
     async def _put_model(self, spec: ModelRequest) -> ServingWeights:
         await self._note("model", spec)
         self.serving = ServingWeights(model=spec.model, gpus=self.gpus[1])
+        if spec.own_weights:
+            of_job = spec.model_dump(include={"job_id", "attempt", "epoch"})
+            self.serving = self.serving.model_copy(update={**of_job, "version": 0})
         self.spec = spec
         return self.serving
 
@@ -207,7 +214,8 @@ class FakeServices:
             return RolloutGroup(prompt_token_ids=PROMPT_IDS, rollouts=rollouts)
         seed = body.sampling.seed
         draws = self._random if seed is None else random.Random(seed)
-        right = [draws.random() < version / 10 for _ in range(body.sampling.n)]
+        skill = version / 10 + self.skills.get(self.serving.model or "", 0.0)
+        right = [draws.random() < skill for _ in range(body.sampling.n)]
         rollouts = tuple(
             Rollout(
                 text="right" if r else "wrong",
@@ -308,6 +316,7 @@ class FakeServices:
     async def _checkpoint(self, body: CheckpointRequest) -> Checkpoint:
         await self._note("checkpoint", body)
         self.checkpointed.add(body.step)
+        self.kept[body.step] = body.keep
         return Checkpoint(step=body.step, path=f"/checkpoints/step-{body.step:06d}", size_bytes=1)
 
     async def _score(self, body: ScoreRequest) -> ScoreResult:

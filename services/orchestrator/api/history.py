@@ -15,6 +15,7 @@ from services.orchestrator.queue.records import check_event_id
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.graded import graded
+from services.orchestrator.record.retention import best_step
 from shared import openapi
 from shared.errors import Busy
 from shared.job import Job
@@ -25,6 +26,7 @@ from shared.wire import (
     CheckpointList,
     EventList,
     MetricsList,
+    MetricsRow,
     RolloutList,
 )
 
@@ -113,19 +115,25 @@ def _add_checkpoints(service: Service, store: Store) -> None:
     async def checkpoints(job_id: str) -> CheckpointList:
         """The checkpoints there are, oldest first: those written, without those that the trainer
         has since removed."""
-        job = (await store.get(job_id)).job
-        found = await store.checkpoints(job_id)
-        return CheckpointList(checkpoints=tuple(kept_checkpoints(found, job)))
+        record = await store.get(job_id)
+        rows = await asyncio.to_thread(RunFolder(Path(record.run_dir)).metrics)
+        found = kept_checkpoints(await store.checkpoints(job_id), record.job, rows)
+        return CheckpointList(checkpoints=tuple(found))
 
 
-def kept_checkpoints(found: Sequence[Checkpoint], job: Job) -> list[Checkpoint]:
-    """Returns those of the checkpoints `found`, oldest first, that the trainer has not removed."""
-    spec = job.checkpoints
+def kept_checkpoints(
+    found: Sequence[Checkpoint], job: Job, rows: Sequence[MetricsRow]
+) -> list[Checkpoint]:
+    """Returns those of the checkpoints `found`, oldest first, that the trainer has not removed, by
+    the job's `rows` of metrics."""
+    spec, best = job.checkpoints, best_step(job, rows)
     newest = found[-spec.keep_last :]
     return [
         checkpoint
         for checkpoint in found
-        if checkpoint in newest or (spec.keep_every and checkpoint.step % spec.keep_every == 0)
+        if checkpoint in newest
+        or checkpoint.step == best
+        or (spec.keep_every and checkpoint.step % spec.keep_every == 0)
     ]
 
 

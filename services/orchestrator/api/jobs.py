@@ -11,7 +11,7 @@ from services.orchestrator.data.memory import CannotEstimate, estimate
 from services.orchestrator.data.preview import preview
 from services.orchestrator.loop.colocation import check_colocation
 from services.orchestrator.loop.peers import Peers
-from services.orchestrator.loop.prompts import Prompts, load_prompts
+from services.orchestrator.loop.prompts import Prompts, load_prompts, with_steps
 from services.orchestrator.queue.ids import new_job_id
 from services.orchestrator.queue.store import Store
 from shared.config import Settings
@@ -29,9 +29,9 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         """Accepts a job once its data, rewards and model have been checked: 201, and it is on disk.
         With an Idempotency-Key that was used for it before: 200, and the job as it is now."""
         prompts = await check_job(request.job, settings)
-        job_id = new_job_id(request.job.name)
+        job, job_id = with_steps(request.job, prompts), new_job_id(request.job.name)
         record = await store.submit(
-            request.job, settings.runs_dir, request_key.get(), prompts.versions, job_id
+            job, settings.runs_dir, request_key.get(), prompts.versions, job_id
         )
         is_new = record.id == job_id
         return Made[JobRecord](body=record, location=f"/v1/jobs/{record.id}", is_new=is_new)
@@ -39,7 +39,9 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
         prompts = await check_job(request.job, settings)
-        return await asyncio.to_thread(_dry_run, request.job, prompts, settings)
+        return await asyncio.to_thread(
+            _dry_run, with_steps(request.job, prompts), prompts, settings
+        )
 
     service.operation("POST", "/v1/jobs", submit, durable=True)
     service.operation("POST", "/v1/jobs/dry_run", dry_run)

@@ -27,7 +27,11 @@ def check_rows(prompts: Prompts) -> tuple[Prompt, ...]:
     if prompts.train is not None:
         _check(prompts, prompts.train, "data.train")
     first = prompts.for_step(1)
-    for data, several in (("data.train", first), ("data.eval", prompts.held_out())):
+    held_out = {
+        f"evaluation.sets.{name}" if name else "data.eval": several
+        for name, several in prompts.held_out().items()
+    }
+    for data, several in ({"data.train": first} | held_out).items():
         for prompt in several:
             _check_sendable(prompt, data)
     return first

@@ -77,6 +77,6 @@ def _add_changing(service: Service, store: Store) -> None:
             return await store.resume(job_id)
         record = await store.get(job_id)
         job = changed(record.job, request.set)
-        if job.steps < record.step:
+        if job.steps < max(record.step, 1):
             raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
         return await store.resume(job_id, job)

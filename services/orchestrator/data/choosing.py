@@ -56,6 +56,10 @@ class Chosen(Sequence[Problem]):
     def __len__(self) -> int:
         return len(self._indices)
 
+    def number(self, position: int) -> int:
+        """Returns the problem's row number in the source, without reading the row."""
+        return self._indices[position]
+
     def __getitem__(self, position: Any, /) -> Any:
         if isinstance(position, slice):
             return Chosen(self._rows, self._columns, self._indices[position])

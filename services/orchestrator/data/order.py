@@ -12,7 +12,7 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Protocol
 
 from services.orchestrator.data.choosing import Problem
@@ -36,16 +36,24 @@ class InTable:
         self._problems = problems
 
     def take(self, step: int, round: int) -> list[Problem]:
-        count, rows = self._job.sampling.prompts_per_step, range(len(self._problems))
-        found = [self._place(position) for position in range((step - 1) * count, step * count)]
-        taken = set(found)
+        count = self._job.sampling.prompts_per_step
+        first = [self._place(position) for position in range((step - 1) * count, step * count)]
+        return [self._problems[place] for place in self._in_round(step, round, first)]
+
+    def _in_round(
+        self, step: int, round: int, first: list[int], skipped: Set[int] = frozenset()
+    ) -> list[int]:
+        """Returns the places of a round of the step, of which those of round 0 are `first`. Rounds
+        from 1 take none that are `skipped`."""
+        found, rows = first, range(len(self._problems))
+        taken = {*first, *skipped}
         for earlier in range(1, round + 1):
             drawn = random.Random(f"{self._seed}:{step}:{earlier}").sample(
-                rows, min(count + len(taken), len(rows))
+                rows, min(len(first) + len(taken), len(rows))
             )
-            found = [place for place in drawn if place not in taken][:count]
+            found = [place for place in drawn if place not in taken][: len(first)]
             taken.update(found)
-        return [self._problems[place] for place in found]
+        return found
 
     def _place(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._problems))

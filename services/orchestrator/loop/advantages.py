@@ -64,17 +64,42 @@ def has_signal(scores_G: Sequence[Score], job: Job) -> bool:
     train on a problem that all got wrong. Where all rewards are shaping, all count.
     """
     present = [score for score in scores_G if score.value is not None]
-    outcomes = [reward for reward in job.rewards if not reward.shaping] or list(job.rewards)
     if job.advantages.combine == "normalize_then_sum":
         return any(
             _differ([_value(score, reward.label) for score in present])
-            for reward in outcomes
+            for reward in outcomes(job)
             if reward.weight
         )
-    shaping = [reward for reward in job.rewards if reward not in outcomes]
     return _differ([score.value for score in present]) and _differ(
-        [_without(score, shaping) for score in present]
+        [outcome(score, job) for score in present]
     )
+
+
+def outcomes(job: Job) -> list[RewardSpec]:
+    """Returns the rewards that say how good an answer is: those that are not `shaping`, or all if
+    all are."""
+    return [reward for reward in job.rewards if not reward.shaping] or list(job.rewards)
+
+
+def outcome(score: Score, job: Job) -> float | None:
+    """Returns the score's value without what is no outcome; None where it has none."""
+    if score.value is None:
+        return None
+    judging = outcomes(job)
+    shaping = [reward for reward in job.rewards if reward not in judging]
+    return score.value - sum(
+        reward.weight * (_value(score, reward.label) or 0.0) for reward in shaping
+    )
+
+
+def full_mark(job: Job) -> float:
+    """Returns the outcome of a completion that every grader gives 1."""
+    return sum(reward.weight for reward in outcomes(job) if reward.weight > 0)
+
+
+def reaches(reward: float, mark: float) -> bool:
+    """Returns whether a reward is at least the mark, rounding apart."""
+    return reward >= mark - TOLERANCE * max(1.0, abs(mark))
 
 
 def _summed_then_normalized(scores_PG: Sequence[Sequence[Score]], job: Job) -> Advantages:
@@ -135,14 +160,6 @@ def _normalize_group(
         "none": 1.0,
     }[spec.std]
     return [None if reward is None else others * (reward - mean) / scale for reward in rewards_G]
-
-
-def _without(score: Score, shaping: Sequence[RewardSpec]) -> float:
-    """Returns the score's value without these rewards."""
-    assert score.value is not None
-    return score.value - sum(
-        reward.weight * (_value(score, reward.label) or 0.0) for reward in shaping
-    )
 
 
 def _value(score: Score, name: str) -> float | None:

@@ -11,9 +11,11 @@ from services.orchestrator.loop.evaluation import evaluate
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.loop.prompts import Prompts
+from services.orchestrator.loop.stopping import Spent, over_budget, reason_to_stop
+from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.journal import Journal
-from services.orchestrator.record.retention import first_needed
+from services.orchestrator.record.retention import WRITTEN, best_step, first_needed
 from services.orchestrator.record.telemetry import step_metrics
 from services.orchestrator.record.tracking import Tracker
 from shared import tracing
@@ -23,6 +25,15 @@ from shared.wire import Checkpoint, MetricsRow
 LOGPROB_WARNING = 0.05
 """Nats. Sampler and trainer that differ by more, on average over the tokens that the very weights
 sampled that are trained, are not the same policy."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of a step: its checkpoint, if it has one, and `why` no step follows although the
+    job has more; None: one does, or it was the last."""
+
+    checkpoint: Checkpoint | None = None
+    why: str | None = None
 
 
 @dataclass
@@ -35,6 +46,7 @@ class AfterStep:
     folder: RunFolder
     journal: Journal
     tracker: Tracker
+    spent: Spent
     _warned: set[str] = field(default_factory=set[str], init=False)
     _clock: StepClock = field(init=False)
     _record_s: float = field(default=0.0, init=False)
@@ -54,40 +66,59 @@ class AfterStep:
         self._clock.begin()
         self._record_s = 0.0
 
-    async def __call__(self, step: Step, eta_s: float | None) -> Checkpoint | None:
-        """Returns the step's checkpoint, if it has one. The last step has."""
+    async def __call__(self, step: Step, eta_s: float | None) -> Ended:
+        """Returns the step's checkpoint, if it has one, and why none follows, if so. The last step
+        has a checkpoint and an evaluation, whatever makes it the last."""
         with step.trace.within():
-            checkpoint = await self._finish(step, eta_s)
+            ended = await self._finish(step, eta_s)
         step.trace.end()
-        return checkpoint
+        return ended
 
-    async def _finish(self, step: Step, eta_s: float | None) -> Checkpoint | None:
-        number, last = step.batch.step, step.batch.step == self.job.steps
-        metrics = step_metrics(step, self.job)
+    async def _finish(self, step: Step, eta_s: float | None) -> Ended:
+        number, spec = step.batch.step, self.job.stop
+        metrics = step_metrics(step, self.job) | self.spent.after(step.batch)
+        if (num_skipped := self.prompts.num_skipped(number)) is not None:
+            metrics["skipped_problems"] = num_skipped
         await self._warn(step, metrics)
+        last = number == self.job.steps or over_budget(metrics, spec) is not None
         checkpoint = None
         if last or _due(number, self.job.checkpoints.every):
-            start = time.monotonic()
-            checkpoint = await self._checkpoint(number)
-            metrics["time/checkpoint"] = time.monotonic() - start
+            checkpoint = await self._checkpoint(number, metrics)
         if last or _due(number, self.job.evaluation.every):
-            metrics |= await self._evaluate(number)
+            metrics |= await self._evaluate(number, serves=step.serves)
+        why = self.why_ended(MetricsRow(step=number, metrics=metrics))
+        if why and checkpoint is None:
+            checkpoint = await self._checkpoint(number, metrics)
         metrics |= {"time/record": self._record_s, **self._clock.end()}
         await self._record(number, metrics, eta_s)
-        return checkpoint
+        return Ended(checkpoint, why)
 
-    async def _checkpoint(self, number: int) -> Checkpoint:
-        checkpoint = await self.peers.checkpoint(number)
+    def why_ended(self, row: MetricsRow) -> str | None:
+        """Returns why no step follows that of the row, other than that it is the job's last."""
+        return reason_to_stop(row, self.job.stop) if row.step < self.job.steps else None
+
+    async def _checkpoint(self, number: int, metrics: dict[str, float]) -> Checkpoint:
+        """Writes the step's checkpoint, and notes in its metrics how long that took."""
+        start = time.monotonic()
+        best = best_step(self.job, await asyncio.to_thread(self.folder.metrics))
+        checkpoint = await self.peers.checkpoint(number, () if best is None else (best,))
+        metrics[WRITTEN] = time.monotonic() - start
         await self.journal.checkpoint(checkpoint)
         await asyncio.to_thread(self.folder.prune_batches, first_needed(self.job, number))
         return checkpoint
 
-    async def _evaluate(self, version: int) -> dict[str, float]:
+    async def _evaluate(self, version: int, *, serves: bool = True) -> dict[str, float]:
+        """Returns the evaluation of the version, once it serves."""
+        if not self.job.evaluates:
+            return {}
         start = time.monotonic()
+        if not serves:  # a budget ended the job between two syncs
+            synced = await sync_weights(self.peers, self.job, version, self.journal)
+            await asyncio.to_thread(self.folder.append_sync, synced.row())
         held_out = await asyncio.to_thread(self.prompts.held_out)
         with tracing.span("eval", version=version):
             metrics = await evaluate(self.job, held_out, self.peers, version)
-        return metrics | {"time/eval": time.monotonic() - start} if metrics else {}
+        return metrics | {"time/eval": time.monotonic() - start}
 
     async def _record(self, number: int, metrics: dict[str, float], eta_s: float | None) -> None:
         """Writes the step's row, then says so: the store knows of nothing that is not on disk."""

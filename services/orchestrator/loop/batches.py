@@ -23,6 +23,7 @@ from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.loop.seeds import group_seed
 from services.orchestrator.loop.tasks import all_of, to_the_end
+from services.orchestrator.loop.verdicts import verdicts_of
 from services.orchestrator.record.finished import Damaged, FinishedGroup, Place, digest_of
 from services.orchestrator.record.folder import RunFolder
 from shared import tracing
@@ -98,6 +99,14 @@ class Batches:
             await asyncio.to_thread(self.folder.write_batch, ungraded)
             raise MustPause(reason)
         return Sampled(batch, count.watch.seconds, count.num_resampled, count.watch.span)
+
+    async def note(self, batch: Batch) -> None:
+        """Remembers which problems of a stored batch taught nothing, if the job skips those."""
+        if not self.job.difficulty.skips:
+            return
+        verdicts = verdicts_of(batch, self.job)
+        if self.prompts.history.note(batch.step, verdicts):
+            await asyncio.to_thread(self.folder.append_verdicts, batch.step, verdicts)
 
     def _stored(self, step: int) -> Batch | None:
         return self.folder.batch(step) if step in self.folder.batch_steps() else None

@@ -94,7 +94,14 @@ def to_batch(
         groups=tuple(graded.group for graded in groups_P),
         scores=tuple(graded.scores for graded in groups_P),
         dropped=tuple(graded.scores for graded in dropped),
+        dropped_prompts=tuple(graded.prompt.index for graded in dropped),
+        dropped_tokens=sum(num_sampled(graded.group) for graded in dropped),
     )
+
+
+def num_sampled(group: RolloutGroup) -> int:
+    """Returns how many tokens the policy sampled of a group."""
+    return sum(rollout.num_sampled for rollout in group.rollouts)
 
 
 def is_graded(score: Score) -> bool:

@@ -73,9 +73,11 @@ class Peers:
         attempt: int = 0,
         tell: Tell = tell_nobody,
         registered: Registered = none_registered,
+        *,
+        epoch: int = 0,
     ) -> None:
         self._job = job
-        self._who = Fenced(job_id=job_id, attempt=attempt)
+        self._who = Fenced(job_id=job_id, attempt=attempt, epoch=epoch)
         self._settings = settings
         token = settings.bearer()
         patience_s = settings.patience_s
@@ -138,16 +140,16 @@ class Peers:
     async def put_model(self) -> None:
         """Loads the job's model into the samplers, and returns once one of them has it."""
         job = self._job
-        spec = ModelRequest(
-            **self._fence(),
-            model=job.model,
-            revision=job.model_revision,
-            dtype=job.training.dtype,
-            max_model_len=job.max_model_len,
-            max_lora_rank=job.served_rank,
-            seed=job.seed,
-            sampling_masks=job.needs_masks,
+        spec = self._model_request().model_copy(
+            update={"max_lora_rank": job.served_rank, "sampling_masks": job.needs_masks}
         )
+        await self._samplers.open(spec)
+
+    @waits_for("rollout", "loading the model")
+    async def serve_own_weights(self) -> None:
+        """Loads the job's model into the samplers, to be sampled as it is, as version 0. Returns
+        once one of them serves it."""
+        spec = self._model_request().model_copy(update={"own_weights": True})
         await self._samplers.open(spec)
 
     async def free_gpu(self) -> None:
@@ -264,8 +266,9 @@ class Peers:
         return await self._samplers.push(push)
 
     @waits_for("trainer", "writing a checkpoint", "checkpoint")
-    async def checkpoint(self, step: int) -> Checkpoint:
-        body = CheckpointRequest(**self._fence(), step=step)
+    async def checkpoint(self, step: int, keep: tuple[int, ...] = ()) -> Checkpoint:
+        """Writes the step's checkpoint. Old ones go, but not those of the steps `keep`."""
+        body = CheckpointRequest(**self._fence(), step=step, keep=keep)
         deadline_s = self._settings.sync_deadline_s
         return await self._trainer.call(
             "POST", "/checkpoints", body, Checkpoint, deadline_s=deadline_s
@@ -301,6 +304,17 @@ class Peers:
         clients = (self._samplers.one(), self._trainer, self._reward)
         found = await asyncio.gather(*(client.get("/version", VersionInfo) for client in clients))
         return {info.service: info.model_dump(exclude={"service"}) for info in found}
+
+    def _model_request(self) -> ModelRequest:
+        job = self._job
+        return ModelRequest(
+            **self._fence(),
+            model=job.model,
+            revision=job.model_revision,
+            dtype=job.training.dtype,
+            max_model_len=job.max_model_len,
+            seed=job.seed,
+        )
 
     def _fence(self) -> dict[str, Any]:
         return self._who.model_dump()

@@ -94,6 +94,7 @@ class Pipeline:
     async def _train(self, sampled: Sampled, watch: Stopwatch) -> Step:
         batch = sampled.batch
         await asyncio.to_thread(self.folder.write_batch, batch)
+        await self.batches.note(batch)
         advantages_PG = batch_advantages(batch, self.job)
         examples = to_examples(batch.groups, advantages_PG)
         totals = step_totals(batch, self.job)

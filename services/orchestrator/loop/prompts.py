@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.data.choosing import (
@@ -17,6 +19,7 @@ from services.orchestrator.data.choosing import (
     streamed,
     unrenderable,
 )
+from services.orchestrator.data.difficulty import History, Skipping
 from services.orchestrator.data.order import InStream, InTable, Order
 from services.orchestrator.data.rendering import RENDERER, CannotRender
 from services.orchestrator.data.sources import Ask, open_source
@@ -28,34 +31,56 @@ from shared.wire import Prompt
 
 Content = str | tuple[dict[str, Any], ...]
 
+MAX_STEPS = 10**9
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out set, called `name` in the job ("" for `data.eval`) and `where` in sentences.
+    `columns` are those that all of its problems have, and `version` says which content it is."""
+
+    name: str
+    spec: DataSpec
+    where: str
+    columns: tuple[str, ...]
+    problems: Sequence[Problem]
+    version: str | None = None
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        """Takes as long as templates do."""
+        return make_prompts(self.problems, self.spec, self.where)
+
 
 class Prompts:
     """Training prompts by step, and the held-out ones. Making them may wait for a disk, the Hub or
     a template: call the methods off the event loop.
 
     `columns` are those that every problem has, held-out ones included; `versions` say which content
-    the sources have, by "train" and "eval", as far as that is known. `train` are all problems to
-    train on, None for a stream.
+    the sources have, by "train", "eval" and "eval.<set>", as far as that is known. `train` are all
+    problems to train on, None for a stream. `history` is what the order learns of the groups so
+    far, if it skips.
     """
 
     def __init__(
         self,
         job: Job,
         order: Order,
-        held_out: Sequence[Problem] = (),
+        held_out: Sequence[HeldOut] = (),
         *,
         columns: tuple[str, ...] = (),
-        names: tuple[str, str] = ("data.train", "data.eval"),
+        name: str = "data.train",
         versions: Mapping[str, str] | None = None,
         train: Sequence[Problem] | None = None,
+        history: History | None = None,
     ) -> None:
         self._job = job
         self._order = order
         self._held_out = held_out
-        self._names = names
+        self._name = name
         self.columns = columns
         self.versions = dict(versions or {})
         self.train = train
+        self.history = history or History()
 
     @property
     def num_train(self) -> int | None:
@@ -63,7 +88,7 @@ class Prompts:
 
     @property
     def num_held_out(self) -> int:
-        return len(self._held_out)
+        return sum(len(held_out.problems) for held_out in self._held_out)
 
     def for_step(self, step: int, round: int = 0) -> tuple[Prompt, ...]:
         """Returns the step's `[P]` prompts. Each pass over the data has another order; step 1 is
@@ -78,18 +103,27 @@ class Prompts:
     def made_of(self, problems: Sequence[Problem]) -> tuple[Prompt, ...]:
         """Returns the prompts of problems to train on. Raises BadRow for one that cannot be
         made."""
-        return make_prompts(problems, self._job.data, self._names[0])
+        return make_prompts(problems, self._job.data, self._name)
 
-    def held_out(self) -> tuple[Prompt, ...]:
-        """Returns the evaluation problems, the same ones each time; empty without `data.eval`."""
-        return make_prompts(self._held_out, self._job.data, self._names[1])
+    def num_skipped(self, step: int) -> int | None:
+        """Returns how many problems the step does not take, whatever their turn is; None: nothing
+        is skipped, or the step is no longer known."""
+        return self._order.num_skipped(step) if isinstance(self._order, Skipping) else None
+
+    def held_out(self) -> dict[str, tuple[Prompt, ...]]:
+        """Returns the problems of each held-out set, the same ones each time, by its name: "" is
+        `data.eval`."""
+        return {held_out.name: held_out.prompts() for held_out in self._held_out}
 
 
 def load_prompts(
-    job: Job, settings: Settings, versions: Mapping[str, str] | None = None
+    job: Job,
+    settings: Settings,
+    versions: Mapping[str, str] | None = None,
+    history: History | None = None,
 ) -> Prompts:
     """Returns the job's prompts. With the `versions` that its data had when it was submitted, these
-    and no others.
+    and no others. `history` is of the groups that it had so far.
 
     Raises BadRequest for a source that is missing, not allowed, empty or unreadable, and for a
     column that is not there; MustPause for a file that is not what it was; Unavailable while the
@@ -100,43 +134,79 @@ def load_prompts(
         Ask("data.train", spec.train, spec.train_split, spec, settings, wanted.get("train"))
     )
     found = {"train": train.version}
-    columns, order, problems = _ordered(job, train)
-    names, eval_name = columns.names, "data.eval"
-    held_out: Sequence[Problem] = ()
-    if spec.eval is not None:
-        table = open_source(
-            Ask("data.eval", spec.eval, spec.eval_split, spec, settings, wanted.get("eval"))
-        )
-        of_eval, held_out = _held_out(job, table)
-        names = tuple(name for name in names if name in of_eval.names)
-        found["eval"], eval_name = table.version, table.name
+    history = history or History()
+    columns, order, problems = _ordered(job, train, history)
+    held_out = load_held_out(job, settings, wanted)
+    names = [name for name in columns.names if all(name in each.columns for each in held_out)]
+    found |= {_version_key(each.name): each.version for each in held_out}
     return Prompts(
         job,
         order,
         held_out,
-        columns=names,
-        names=(train.name, eval_name),
+        columns=tuple(names),
+        name=train.name,
         versions={name: version for name, version in found.items() if version},
         train=problems,
+        history=history,
     )
 
 
-def _ordered(job: Job, table: Table) -> tuple[Columns, Order, Sequence[Problem] | None]:
+def with_steps(job: Job, prompts: Prompts) -> Job:
+    """Returns the job with the number of steps that `data.epochs` comes to, if it asks for that:
+    the last step of a pass takes some prompts of the next one."""
+    if job.data.epochs is None or prompts.num_train is None:
+        return job
+    steps = math.ceil(job.data.epochs * prompts.num_train / job.sampling.prompts_per_step)
+    return job.model_copy(update={"steps": min(steps, job.steps or steps, MAX_STEPS)})
+
+
+def load_held_out(
+    job: Job, settings: Settings, versions: Mapping[str, str] | None = None
+) -> list[HeldOut]:
+    """Returns the job's held-out sets, that of `data.eval` first. Raises as `load_prompts`."""
+    data, wanted = job.data, versions or {}
+    found: list[HeldOut] = []
+    if data.eval is not None:
+        ask = Ask("data.eval", data.eval, data.eval_split, data, settings, wanted.get("eval"))
+        found.append(_held_out("", ask, job.evaluation.num_prompts))
+    for name, each in job.evaluation.sets.items():
+        ask = Ask(
+            f"evaluation.sets.{name}.source",
+            each.source,
+            each.split,
+            each.within(data),
+            settings,
+            wanted.get(_version_key(name)),
+        )
+        found.append(_held_out(name, ask, each.num_prompts or job.evaluation.num_prompts))
+    return found
+
+
+def _version_key(name: str) -> str:
+    return f"eval.{name}" if name else "eval"
+
+
+def _ordered(
+    job: Job, table: Table, history: History
+) -> tuple[Columns, Order, Sequence[Problem] | None]:
     if not job.data.streaming:
         columns, problems = chosen(table, job.data, job.data.max_samples)
-        return columns, InTable(job, problems), problems
+        skips = job.difficulty.skips
+        order = Skipping(job, problems, history) if skips else InTable(job, problems)
+        return columns, order, problems
     columns = looked_at(table, job.data)
     order = InStream(job, lambda: streamed(table, columns, job.data), num_rounds(job))
     return columns, order, None
 
 
-def _held_out(job: Job, table: Table) -> tuple[Columns, Sequence[Problem]]:
-    limit = job.evaluation.num_prompts
-    if not job.data.streaming:
-        return chosen(table, job.data, limit)
-    columns = looked_at(table, job.data)
-    problems = streamed(table, columns, job.data)
-    return columns, list(itertools.islice(problems, limit))
+def _held_out(name: str, ask: Ask, limit: int | None) -> HeldOut:
+    table, spec = open_source(ask), ask.spec
+    if spec.streaming:
+        columns = looked_at(table, spec)
+        problems: Sequence[Problem] = [*itertools.islice(streamed(table, columns, spec), limit)]
+    else:
+        columns, problems = chosen(table, spec, limit)
+    return HeldOut(name, spec, table.name, columns.names, problems, table.version)
 
 
 def make_prompts(problems: Sequence[Problem], spec: DataSpec, where: str) -> tuple[Prompt, ...]:

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from services.orchestrator.loop.after_step import AfterStep
+from services.orchestrator.data.difficulty import History
+from services.orchestrator.loop.after_step import AfterStep, Ended
 from services.orchestrator.loop.batches import Batches
 from services.orchestrator.loop.colocation import check_colocation
 from services.orchestrator.loop.decisions import MAX_RECOVERIES, PAUSES_S, Action, decide
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
+from services.orchestrator.loop.stopping import Spent
 from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.loop.tasks import stop, to_the_end
 from services.orchestrator.loop.waits import watch
@@ -49,7 +51,8 @@ LOOK_AT_LOADING_S = 2.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the job: `why` says why it paused or failed, `summary` what it came to."""
+    """What became of the job: `why` says why it paused, failed, or succeeded before its last step,
+    `summary` what it came to."""
 
     status: Literal["succeeded", "paused", "failed"]
     why: str | None = None
@@ -102,7 +105,8 @@ class Run:
     async def _try(self) -> Outcome | None:
         """Returns what became of the job, or None if it is to be tried again."""
         try:
-            return Outcome("succeeded", summary=await self._watched())
+            summary = await self._watched()
+            return Outcome("succeeded", summary.get("stopped"), summary)
         except Exception as error:  # the last resort: decided here, whatever it is
             decision = decide(error, self._in_a_row, has_run=self._furthest > 0)
             if decision.action is Action.STOP:
@@ -161,23 +165,38 @@ class Run:
         elif state.step <= 1:
             await after.start()
         last = await self._last_step(done, state)
-        checkpoint = None
+        rows = await asyncio.to_thread(self._folder.metrics)
+        after.spent.go_on_from(rows)
         self._began = self._began or time.monotonic()
+        ended = Ended(why=after.why_ended(rows[-1]) if rows else None)
+        if ended.why is None:
+            ended = await self._steps(pipeline, last, after) or ended
+        train_s = time.monotonic() - self._began
+        if ended.why:
+            await self._journal.log(ended.why)
+        rows = await asyncio.to_thread(self._folder.metrics)
+        number = rows[-1].step if ended.why else self._job.steps
+        checkpoint = ended.checkpoint or await self._peers.checkpoint(number)
+        versions = await self._peers.versions()
+        summary = summarize(self._record, rows, checkpoint, train_s, versions, ended.why)
+        await asyncio.to_thread(self._folder.write_summary, summary)
+        return summary
+
+    async def _steps(self, pipeline: Pipeline, last: int, after: AfterStep) -> Ended | None:
+        """Trains the steps after `last`. Returns what came of the one that was the last; None if
+        there was none left."""
         progress = Progress(last, self._job.steps)
+        ended: Ended | None = None
         async with contextlib.aclosing(pipeline.steps(last)) as steps:
             after.begin()
             async for step in steps:
                 number = step.batch.step
                 eta_s = progress.eta_s(number, replayed=step.replayed)
-                checkpoint = await after(step, eta_s)
+                ended = await after(step, eta_s)
                 self._note_progress(number)
-        train_s = time.monotonic() - self._began
-        checkpoint = checkpoint or await self._peers.checkpoint(self._job.steps)
-        rows = await asyncio.to_thread(self._folder.metrics)
-        versions = await self._peers.versions()
-        summary = summarize(self._record, rows, checkpoint, train_s, versions)
-        await asyncio.to_thread(self._folder.write_summary, summary)
-        return summary
+                if ended.why:
+                    break
+        return ended
 
     async def _last_step(self, done: int | None, state: TrainerState) -> int:
         """Returns the step to go on after: the last one recorded. The trainer remembers one step
@@ -198,13 +217,15 @@ class Run:
         )
         await asyncio.to_thread(self._folder.write_note, await self._store.note(self._record.id))
         with self._peers.waits.on("data", "reading the prompts"):
+            history = History(await asyncio.to_thread(self._folder.verdicts))
             prompts = await asyncio.to_thread(
-                load_prompts, self._job, self._settings, self._record.data
+                load_prompts, self._job, self._settings, self._record.data, history
             )
             first = await asyncio.to_thread(prompts.for_step, 1)
         await self._peers.validate_rewards(prompts.columns, first)
+        spent = Spent(await asyncio.to_thread(self._folder.metrics))
         return AfterStep(
-            self._job, prompts, self._peers, self._folder, self._journal, self._tracker
+            self._job, prompts, self._peers, self._folder, self._journal, self._tracker, spent
         )
 
     async def _traced_load(self) -> TrainerState:

@@ -105,8 +105,8 @@ def _add_history_routes(app: FastAPI, jobs: FineTuningJobs, store: Store) -> Non
     ) -> FineTuningCheckpointList:
         """The checkpoints there are, newest first."""
         record = await jobs.record(job_id)
-        kept = kept_checkpoints(await store.checkpoints(job_id), record.job)[::-1]
         rows = await asyncio.to_thread(RunFolder(Path(record.run_dir)).metrics)
+        kept = kept_checkpoints(await store.checkpoints(job_id), record.job, rows)[::-1]
         metrics = {row.step: row.metrics for row in rows}
         shown = [
             mapping.fine_tuning_checkpoint(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Protocol
 
 from services.orchestrator.queue.connection import StoreUnavailable
-from services.orchestrator.queue.store import Asked, Lease, LeaseLost, Store
+from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
 from shared.logs import get_logger
 from shared.presence import Presence
 
@@ -25,11 +26,17 @@ MARGIN = 0.2
 """Share of the lease that is left to stop the work in."""
 
 
+class Beating(Protocol):
+    async def beat(self, lease: Lease) -> Asked | None:
+        """Renews the lease. Raises LeaseLost, and StoreUnavailable."""
+        ...
+
+
 class NoHeartbeat(LeaseLost):
     """Redis could not be reached for most of the lease."""
 
 
-async def keep(store: Store, lease: Lease, taken_at: float, redis: Presence) -> Asked:
+async def keep(store: Beating, lease: Lease, taken_at: float, redis: Presence) -> Asked:
     """Renews the lease; returns what is asked for, when it is. Raises LeaseLost once another worker
     has it, NoHeartbeat once the last beat that succeeded was sent a lease ago, less the margin.
     `taken_at` (time.monotonic) is when the lease was asked for. `redis` hears whether there was an
@@ -45,7 +52,7 @@ async def keep(store: Store, lease: Lease, taken_at: float, redis: Presence) -> 
 
 
 async def _beat_until(
-    stop_at: float, store: Store, lease: Lease, interval_s: float, redis: Presence
+    stop_at: float, store: Beating, lease: Lease, interval_s: float, redis: Presence
 ) -> tuple[Asked | None, float]:
     """Returns what was asked for, and when the beat was sent that got through. Raises NoHeartbeat
     if none did until `stop_at`."""

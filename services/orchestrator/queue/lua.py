@@ -57,6 +57,25 @@ local function become(id, status, level, message)
   event(id, 'status', level, message, cjson.encode({status = status}))
 end
 
+-- Whether anybody has a lease on one of these, with blanks between them.
+local function are_taken(resources)
+  for name in string.gmatch(resources, '%S+') do
+    if redis.call('EXISTS', LEASE .. name) == 1 then return true end
+  end
+  return false
+end
+
+-- Gives the caller a lease on all of these; returns its attempt.
+local function lease(resources)
+  local last, now = redis.call('INCR', ATTEMPTS), tonumber(redis.call('TIME')[1])
+  local attempt = string.format('%d', math.max(last, now))
+  redis.call('SET', ATTEMPTS, attempt)
+  for name in string.gmatch(resources, '%S+') do
+    redis.call('SET', LEASE .. name, attempt, 'PX', call.lease_ms)
+  end
+  return attempt
+end
+
 -- Whether the lease given last for the job is valid.
 local function is_leased(id)
   local attempt, trainer = field(id, 'attempt'), field(id, 'trainer')

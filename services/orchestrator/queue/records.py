@@ -82,6 +82,7 @@ def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
         "reward": run.reward,
         "run_dir": run.path,
         "summary": run.summary,
+        "stopped": (run.summary or {}).get("stopped"),
         "data": json.dumps(run.data),
     }
 

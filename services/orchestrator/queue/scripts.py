@@ -136,9 +136,7 @@ status of a job that has not ended and names it, and then it stays."""
 
 TAKE = once("""
   local resources = call.trainer .. ' ' .. call.samplers
-  for name in string.gmatch(resources, '%S+') do
-    if redis.call('EXISTS', LEASE .. name) == 1 then return '' end
-  end
+  if are_taken(resources) then return '' end
 
   -- Whether the job is now the caller's. One that was cut off too often pauses instead.
   local function taken(id)
@@ -149,12 +147,7 @@ TAKE = once("""
       if asked(id, 'cancel') then cancel(id) else pause(id, 'error', why) end
       return false
     end
-    local last, now = redis.call('INCR', ATTEMPTS), tonumber(redis.call('TIME')[1])
-    local attempt = string.format('%d', math.max(last, now))
-    redis.call('SET', ATTEMPTS, attempt)
-    for name in string.gmatch(resources, '%S+') do
-      redis.call('SET', LEASE .. name, attempt, 'PX', call.lease_ms)
-    end
+    local attempt = lease(resources)
     begin(id)
     set(id, 'attempt', attempt, 'trainer', call.trainer, 'samplers', call.samplers,
       'owner', call.owner, 'status', 'running')
@@ -205,6 +198,37 @@ return cjson.encode({holders = holders, places = places})
 """call: ids (with blanks between). Returns who waits for what, as JSON: `holders`, the job that has
 each trainer that is taken; and `places`, 1 for the job that is taken next, of those of the jobs
 that wait."""
+
+LEND = once("""
+  return are_taken(call.samplers) and '' or lease(call.samplers)
+""")
+"""call: samplers (with blanks between), lease_ms. Gives an evaluation a lease on samplers. Returns
+its attempt; '' if one of them is taken."""
+
+RENEW = (
+    SHARED
+    + """
+for name in string.gmatch(call.samplers, '%S+') do
+  if redis.call('GET', LEASE .. name) ~= call.attempt then return 'lost' end
+end
+for name in string.gmatch(call.samplers, '%S+') do
+  redis.call('PEXPIRE', LEASE .. name, call.lease_ms)
+end
+return ''
+"""
+)
+"""call: samplers, attempt, lease_ms. Renews an evaluation's lease. Returns '' or 'lost'."""
+
+END_LOAN = (
+    SHARED
+    + """
+for name in string.gmatch(call.samplers, '%S+') do
+  if redis.call('GET', LEASE .. name) == call.attempt then redis.call('DEL', LEASE .. name) end
+end
+return ''
+"""
+)
+"""call: samplers, attempt. Ends what is left of an evaluation's lease. Returns ''."""
 
 BEAT = (
     SHARED

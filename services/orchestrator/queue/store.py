@@ -16,11 +16,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from services.orchestrator.queue import identity, keys, rebuilding, scripts
 from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.ids import new_job_id
+from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
+from services.orchestrator.queue.loans import Loans
 from services.orchestrator.queue.records import (
     SCHEMA,
     SUMMARY,
@@ -61,13 +63,7 @@ KEY_TTL_S = 24 * 3600
 
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
-Asked = Literal["cancel", "pause"]
 S = TypeVar("S", bound=JobSummary)
-
-
-class LeaseLost(Exception):
-    """The lease expired or another worker took the job over; this one must stop at once and change
-    nothing more."""
 
 
 @dataclass(frozen=True)
@@ -91,19 +87,9 @@ class Wanted:
         }
 
 
-@dataclass(frozen=True)
-class Lease:
-    """The right to work on a job with a trainer, for `lease_s` seconds from each heartbeat.
-    `attempt` fences: it is larger than that of any lease given before."""
-
-    job_id: str
-    attempt: int
-    trainer: str
-    lease_s: float
-
-
 class Store:
-    """All of the orchestrator's state; `samplers` are those that registered. Every method raises
+    """All of the orchestrator's state; `samplers` are those that registered, and `loans` those that
+    evaluations use. Every method raises
     StoreUnavailable when Redis cannot be reached, and StoreEmptied when it is not the one with the
     jobs. Of the jobs that ended the newest `keep_jobs` are
     kept, and of each job the newest `keep_events` events or some more."""
@@ -112,6 +98,7 @@ class Store:
         limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
         self._connection = connection = Connection(url, limits)
         self.samplers = Registrations(connection)
+        self.loans = Loans(connection)
         self._deciding = asyncio.Lock()  # which Redis is used
         self._runs_dir: Path | None = None  # whose jobs it has
         self._redis, self._followers = connection.client, connection.followers

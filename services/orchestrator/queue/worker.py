@@ -164,15 +164,17 @@ class Worker:
 
     async def _end(self, lease: Lease, outcome: Outcome) -> None:
         status, why = outcome.status, outcome.why
-        get_logger().info("job ended", job=lease.job_id, status=status, error=why)
+        failed = status == "failed"
+        get_logger().info("job ended", job=lease.job_id, status=status, reason=why)
         await self._store.report(
             lease,
             "status",
-            why or status,
+            (why if failed else None) or status,
             {"status": status},
-            level="error" if why else "info",
+            level="error" if failed else "info",
             status=status,
-            error=why,
+            error=why if failed else None,
+            stopped=None if failed else why,
             summary=outcome.summary,
         )
 

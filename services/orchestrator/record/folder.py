@@ -6,6 +6,8 @@
                                   submitted, with which key, and how it ended
                data.json          which content its data has, as in its record
                metrics.jsonl      one line per step
+               difficulty.jsonl   which problems taught nothing, a line per step, if the job
+                                  skips those
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
                rollouts/000012.ungraded.msgpack   the same before it was graded, if that must wait
                rollouts/000012.groups/            finished groups of a step that has no batch yet
@@ -46,6 +48,8 @@ REDIS = "redis"
 """The file with the identity of the Redis that has the job."""
 
 NOTE = "record.json"
+
+DIFFICULTY = "difficulty.jsonl"
 
 DELETED = "deleted"
 """The file that says that the job was deleted."""
@@ -117,6 +121,26 @@ class RunFolder:
             file.write(_metrics_line(row))
             file.flush()
             os.fsync(file.fileno())
+
+    def append_verdicts(self, step: int, verdicts: Mapping[int, str]) -> None:
+        """Notes in `difficulty.jsonl` what the step's groups came to, in place of an older line."""
+        row = {"step": step, "verdicts": {str(number): each for number, each in verdicts.items()}}
+        with writing("run folder", self.path), (self.path / DIFFICULTY).open("ab") as file:
+            file.write(b"\n" + json.dumps(row).encode())  # on a line of its own, whatever ends here
+            file.flush()
+            os.fsync(file.fileno())
+
+    def verdicts(self) -> dict[int, dict[int, Any]]:
+        """Returns what the groups of each step came to, by row number. A line that a crash cut
+        short is none."""
+        path = self.path / DIFFICULTY
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        found: dict[int, dict[int, Any]] = {}
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):
+                row = json.loads(line)
+                found[row["step"]] = {int(number): each for number, each in row["verdicts"].items()}
+        return found
 
     def append_sync(self, row: dict[str, Any]) -> None:
         """Notes in `weights.jsonl` how a version reached the samplers. Nothing is read from it."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.store import Lease, LeaseLost, Store
 from shared.logs import get_logger
 from shared.wire import Checkpoint, MetricsRow, TrainerState
+
+HELD_OUT = re.compile(r"eval/(?:([\w-]+)/)?reward")
 
 
 class Journal:
@@ -67,8 +71,8 @@ class Journal:
         """Adds the row's events. With `missing_only`, those that a crash after writing it left
         out."""
         step, metrics = row.step, row.metrics
-        if "eval/reward" in metrics:
-            message = f"step {step}: held-out reward {metrics['eval/reward']:.3f}"
+        if rewards := _held_out_rewards(metrics):
+            message = f"step {step}: held-out reward {', '.join(rewards)}"
             data = {"step": step, "metrics": metrics}
             await self._store.report(self._lease, "eval", message, data, missing_only=missing_only)
         if step:
@@ -84,3 +88,13 @@ class Journal:
                 eta_s=eta_s,
                 reward=reward,
             )
+
+
+def _held_out_rewards(metrics: Mapping[str, float]) -> list[str]:
+    """Returns what each held-out set got, as `0.512`, or `0.512 (hard)` of one with a name."""
+    found = [(HELD_OUT.fullmatch(name), value) for name, value in metrics.items()]
+    return [
+        f"{value:.3f} ({match[1]})" if match[1] else f"{value:.3f}"
+        for match, value in found
+        if match
+    ]

@@ -1,8 +1,23 @@
-"""Which stored rollouts a job still needs."""
+"""Which stored rollouts and checkpoints a job still needs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shared.job import Job
+from shared.wire import MetricsRow
+
+WRITTEN = "time/checkpoint"
+"""The metric that a step has if its checkpoint was written."""
+
+
+def best_step(job: Job, rows: Iterable[MetricsRow]) -> int | None:
+    """Returns the step whose checkpoint did best in its evaluation: of those that have both, the
+    first of the best. None: there is none, or the job keeps none for that."""
+    metric = f"eval/{job.checkpoints.keep_best}"
+    found = [row for row in rows if WRITTEN in row.metrics and metric in row.metrics]
+    best = max(found, key=lambda row: row.metrics[metric], default=None)
+    return best.step if best else None
 
 
 def first_needed(job: Job, checkpoint_step: int) -> int:

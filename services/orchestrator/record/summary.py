@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from services.orchestrator.record.retention import WRITTEN, best_step
 from shared.service import hone_version
 from shared.wire import Checkpoint, JobRecord, MetricsRow
 
@@ -18,16 +19,19 @@ def summarize(
     checkpoint: Checkpoint,
     train_s: float,
     versions: dict[str, Any],
+    stopped: str | None = None,
 ) -> dict[str, Any]:
     """Returns the summary of a job with `rows` of metrics, the first of which may be of step 0.
-    `train_s` are the seconds of the attempt that ended it, `versions` those of the services."""
+    `train_s` are the seconds of the attempt that ended it, `versions` those of the services, and
+    `stopped` says why it ended before its last step, if it did."""
     evals = [(row.step, row.metrics["eval/reward"]) for row in rows if "eval/reward" in row.metrics]
     return {
         "job": record.id,
         "eval_before": evals[0][1] if evals and evals[0][0] == 0 else None,
         "eval_after": evals[-1][1] if evals else None,
         "evals": evals,
-        "steps": record.steps,
+        "steps": rows[-1].step if stopped else record.steps,
+        "stopped": stopped,
         "seed": record.job.seed,
         "trained_tokens": int(sum(row.metrics.get("num_tokens", 0.0) for row in rows)),
         "skipped_steps": sum(int(row.metrics.get("skipped_steps", 0)) for row in rows),
@@ -36,15 +40,16 @@ def summarize(
         "wall_s": round(time.time() - record.created_at, 3),
         "seconds_per_step": _seconds_per_step([row.metrics for row in rows if row.step]),
         "checkpoint": checkpoint.path,
+        "best_step": best_step(record.job, rows),
         "versions": {"hone": hone_version(), "python": platform.python_version(), **versions},
     }
 
 
 def _seconds_per_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean seconds of each stage; evaluations are no stage."""
+    """Returns the mean seconds of each stage; evaluations and checkpoints are none."""
     stages = sorted({name for metrics in steps for name in metrics if name.startswith("time/")})
     return {
         stage.removeprefix("time/"): statistics.fmean(metrics.get(stage, 0.0) for metrics in steps)
         for stage in stages
-        if stage != "time/eval"
+        if stage not in ("time/eval", WRITTEN)
     }

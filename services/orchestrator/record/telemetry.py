@@ -19,6 +19,9 @@ thing.
 | staleness                      | steps between the oldest weights that sampled and those     |
 |                                | trained; of each token: the trainer's staleness/mean, ...   |
 | num_examples, num_tokens       | what was trained on                                         |
+| skipped_problems               | problems that the step does not take, with [difficulty]     |
+| total/tokens, total/hours      | sampled to train on, and taken, since the job began         |
+| eval/..., eval/<set>/...       | of held-out problems: reward, pass@k, completions/...       |
 | skipped_steps                  | 1 if the update was refused: loss or gradient not finite    |
 | loss, grad_norm, learning_rate | of the update; the trainer's own metrics stand beside them  |
 | time/<stage>                   | seconds; time/step is all of it                             |

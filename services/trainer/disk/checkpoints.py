@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,15 +99,15 @@ def described(path: Path) -> Checkpoint:
     )
 
 
-def expendable(steps: list[int], spec: CheckpointSpec) -> list[int]:
+def expendable(steps: list[int], spec: CheckpointSpec, keep: Collection[int] = ()) -> list[int]:
     """Returns which of `steps` are neither among the last `keep_last` nor divisible by
-    `keep_every`."""
-    older = sorted(steps)[: -spec.keep_last]
+    `keep_every`, nor to be kept."""
+    older = [step for step in sorted(steps)[: -spec.keep_last] if step not in keep]
     return [step for step in older if not spec.keep_every or step % spec.keep_every]
 
 
-def remove_old(folder: Path, spec: CheckpointSpec) -> None:
-    for step in expendable([checkpoint.step for checkpoint in listed(folder)], spec):
+def remove_old(folder: Path, spec: CheckpointSpec, keep: Collection[int] = ()) -> None:
+    for step in expendable([checkpoint.step for checkpoint in listed(folder)], spec, keep):
         discard(path_of(folder, step))
 
 

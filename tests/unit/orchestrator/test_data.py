@@ -107,7 +107,7 @@ def test_rows_in_the_job_and_uploaded_files_are_sources_too(settings: Settings) 
     uploaded = load({"train": file.id, "eval": ROWS[:3], **MAPPED}, settings)
     assert inline.for_step(2) == uploaded.for_step(2)
     assert inline.versions == {} and set(uploaded.versions) == {"train"}
-    assert [prompt.index for prompt in uploaded.held_out()] == [0, 1, 2]
+    assert [prompt.index for prompt in uploaded.held_out()[""]] == [0, 1, 2]
 
 
 def test_a_row_keeps_what_is_in_it_whatever_other_rows_have(
@@ -270,7 +270,7 @@ def test_a_filter_and_max_samples_choose_rows_by_their_own_numbers(
         13,
         18,
     ]
-    assert [prompt.index for prompt in prompts.held_out()] == list(range(3, 40, 5))
+    assert [prompt.index for prompt in prompts.held_out()[""]] == list(range(3, 40, 5))
 
 
 def test_a_filter_that_no_row_passes_or_that_breaks_is_a_sentence(settings: Settings) -> None:

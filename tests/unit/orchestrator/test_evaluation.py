@@ -50,7 +50,7 @@ async def test_a_bounded_number_of_prompts_is_sampled_at_a_time(
         running.remove(index)
 
     peers: Any = FakePeers(generate, score(make_job(), 0.5))
-    metrics = await evaluate(make_job(), PROMPTS, peers, 3)
+    metrics = await evaluate(make_job(), {"": PROMPTS}, peers, 3)
     assert max(most) == 3 and len(most) == 10
     assert metrics["eval/reward"] == pytest.approx(0.5), "of the nine that were graded"
     assert metrics["eval/errored_rollouts"] == pytest.approx(1 / 10)
@@ -69,5 +69,5 @@ async def test_if_one_prompt_fails_the_others_have_ended() -> None:
 
     peers: Any = FakePeers(generate, NOT_GRADED)
     with pytest.raises(StateLost):
-        await evaluate(make_job(), PROMPTS, peers, 3)
+        await evaluate(make_job(), {"": PROMPTS}, peers, 3)
     assert sorted(ended) == list(range(10))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.data.choosing import Problem, chosen
+from services.orchestrator.data.choosing import chosen
 from services.orchestrator.data.order import InTable
 from services.orchestrator.data.tables import InlineTable
-from services.orchestrator.loop.prompts import Prompts, load_prompts
+from services.orchestrator.loop.prompts import HeldOut, Prompts, load_prompts
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
@@ -35,12 +35,13 @@ def made(
 ) -> Prompts:
     """The prompts of rows in memory."""
     _, train = chosen(InlineTable("train", tuple(given)), job.data, job.data.max_samples)
-    evaluation: Sequence[Problem] = ()
+    sets: list[HeldOut] = []
     if held_out:
-        _, evaluation = chosen(
+        columns, problems = chosen(
             InlineTable("held out", tuple(held_out)), job.data, job.evaluation.num_prompts
         )
-    return Prompts(job, InTable(job, train), evaluation, names=("dataset 'x.jsonl'", "held out"))
+        sets = [HeldOut("", job.data, "held out", columns.names, problems)]
+    return Prompts(job, InTable(job, train), sets, name="dataset 'x.jsonl'")
 
 
 def indices(prompts: Prompts, step: int) -> list[int]:
@@ -90,8 +91,8 @@ def test_a_small_data_set_runs_out_of_fresh_prompts() -> None:
 
 def test_held_out_prompts_are_always_the_same_first_ones() -> None:
     prompts = made(make_job(evaluation={"num_prompts": 2}), rows(5), rows(9))
-    assert [prompt.index for prompt in prompts.held_out()] == [0, 1]
-    assert made(make_job(), rows(5)).held_out() == ()
+    assert [prompt.index for prompt in prompts.held_out()[""]] == [0, 1]
+    assert made(make_job(), rows(5)).held_out() == {}
 
 
 def test_a_system_prompt_makes_chat_messages() -> None:

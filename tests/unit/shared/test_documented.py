@@ -22,7 +22,8 @@ def test_all_sections_of_a_job_are_found() -> None:
     assert {model.__name__ for model in sections(Job)} == {
         *("Job", "DataSpec", "SamplingSpec", "RewardSpec", "AdvantageSpec", "TrainingSpec"),
         *("CorrectionSpec", "LoraSpec", "MemorySpec", "EvaluationSpec", "CheckpointSpec"),
-        *("RolloutsSpec", "WandbSpec", "TemplateMessage"),
+        *("RolloutsSpec", "WandbSpec", "TemplateMessage", "HeldOutSpec"),
+        *("DifficultySpec", "StopSpec"),
     }
 
 

@@ -81,7 +81,7 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
         ("model=''", "'model': got ''; string should have at least 1"),
         ("rewards.0.source=x", "grader is 'exact_match', and there is code of your own"),
         ("rewards.0.wieght=1", "unknown key 'rewards.0.wieght'; did you mean 'weight'?"),
-        ("steps=0", "'steps': got 0; input should be greater than or equal to 1"),
+        ("steps=-1", "'steps': got -1; input should be greater than or equal to 0"),
         (
             "training.schedule=step",
             "'training.schedule': got 'step'; input should be 'constant', 'linear' or 'cosine'",
@@ -101,11 +101,11 @@ def test_a_mistake_is_named_with_its_value_and_remedy(
 
 
 def test_a_fault_is_reported_of_its_override_or_else_of_the_file(tmp_path: Path) -> None:
-    file = write(tmp_path, MINIMAL.replace("steps = 3", "steps = 0\nstepz = 3"))
+    file = write(tmp_path, MINIMAL.replace("steps = 3", "steps = -1\nstepz = 3"))
     with pytest.raises(BadRequest) as raised:
         load_job(file, ["training.lr=1", "rewards.0.source=x", "rewards.0.weight=2"])
     told = {fault["pointer"]: fault["detail"] for fault in raised.value.errors}
-    assert told["/steps"].startswith(f"{file}: 'steps': got 0")
+    assert told["/steps"].startswith(f"{file}: 'steps': got -1")
     assert told["/stepz"].startswith(f"{file}: unknown key 'stepz'")
     assert told["/training/lr"].startswith("--set 'training.lr=1': unknown key 'training.lr'")
     assert told["/rewards/0"].startswith("--set 'rewards.0.")
@@ -118,8 +118,68 @@ def test_a_fault_in_a_list_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match="'steps' is missing and has no default"):
-        load_job(write(tmp_path, MINIMAL.replace("steps = 3", "")))
+    with pytest.raises(BadRequest, match="'name' is missing and has no default"):
+        load_job(write(tmp_path, MINIMAL.replace("name = ", "# ")))
+
+
+@pytest.mark.parametrize("steps", ["", "steps = 0"])
+def test_a_job_has_steps_or_epochs(tmp_path: Path, steps: str) -> None:
+    file = write(tmp_path, MINIMAL.replace("steps = 3", steps))
+    with pytest.raises(BadRequest, match=r"neither steps nor data\.epochs is set; expected one"):
+        load_job(file)
+    assert load_job(file, ["data.epochs=0.5"]).steps == 0
+    with pytest.raises(BadRequest, match="how many rows a stream has is not known"):
+        load_job(file, ["data.epochs=2", "data.streaming=true"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["stop.target=0.9"], "stop.target is 0.9 and there are no held-out problems"),
+        (["stop.target=0.9", "data.eval=x", "stop.metric=pass@2"], "stop.metric is 'pass@2'"),
+        (
+            ["stop.target=0.9", "evaluation.sets.hard.source=x"],
+            "stop.metric is 'reward'; expected one of 'hard/pass@1', 'hard/reward'",
+        ),
+        (
+            ["difficulty.skip_right=1", "data.streaming=true"],
+            "difficulty skips problems and data.streaming is true",
+        ),
+        (["evaluation.sets.Hard.source=x"], "Hard"),
+        (["evaluation.sets.hard.source=''"], "expected a file, a data set's id"),
+    ],
+)
+def test_what_cannot_end_or_skip_is_refused(
+    tmp_path: Path, overrides: list[str], sentence: str
+) -> None:
+    with pytest.raises(BadRequest) as raised:
+        load_job(write(tmp_path), overrides)
+    assert sentence in raised.value.detail
+
+
+def test_a_target_is_of_what_is_measured(tmp_path: Path) -> None:
+    base = ["stop.target=0.9", "evaluation.sets.hard.source=x", "evaluation.samples=6"]
+    for metric in ("hard/pass@6", "hard/pass@4", "hard/rewards/exact_match/mean"):
+        assert load_job(write(tmp_path), [*base, f"stop.metric={metric}"]).stop.metric == metric
+
+
+def test_a_held_out_set_takes_from_data_what_it_leaves_out(tmp_path: Path) -> None:
+    job = load_job(
+        write(tmp_path),
+        [
+            "data.messages=[{role='user', content='{{ q }}'}]",
+            "data.filter=level < 5",
+            "evaluation.sets.same.source=x",
+            "evaluation.sets.own.source=x",
+            "evaluation.sets.own.template={{ text }}",
+            "evaluation.sets.own.filter=level > 0",
+            "evaluation.sets.own.columns={text='problem'}",
+        ],
+    )
+    same, own = (each.within(job.data) for each in job.evaluation.sets.values())
+    assert (same.messages, same.filter) == (job.data.messages, "level < 5")
+    assert (own.messages, own.template, own.filter) == (None, "{{ text }}", "level > 0")
+    assert own.columns == {"text": "problem"} and same.columns == {}
 
 
 def test_a_missing_file_and_broken_toml_are_sentences(tmp_path: Path) -> None:

@@ -226,6 +226,11 @@ def test_the_last_are_kept_and_of_older_ones_every_nth(keep_last, keep_every, re
     assert expendable([], spec) == []
 
 
+def test_those_asked_for_are_kept_however_old():
+    spec = CheckpointSpec(keep_last=1, keep_every=4)
+    assert expendable([1, 2, 3, 4, 5, 6], spec, keep=(2, 9)) == [1, 3, 5]
+
+
 def test_old_checkpoints_are_removed_when_a_new_one_is_whole(tmp_path):
     trainer, engines = trained(tmp_path, 6, checkpoints={"keep_last": 2, "keep_every": 3})
     assert in_steps(tmp_path) == [3, 5, 6]

@@ -1,0 +1,126 @@
+"""`hone eval`: models compared on held-out problems, without a job."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hone import evaluation_view
+from hone.client import Client
+from hone.shell import Output, OutputOption, command, connect, err, show
+from shared.errors import BadRequest, NotFound
+from shared.job import JOB_ID, Job
+from shared.job_file import load_job, make_job
+from shared.wire import EvaluatedModel, EvaluationState
+
+ANY = {"name": "eval", "model": "any/model", "steps": 1}
+"""What a job must have and an evaluation does not look at."""
+
+
+@command
+def eval(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="a folder, such as a checkpoint; a job, or JOB:STEP, for its checkpoint; a "
+            "Hugging Face id, or ID@REVISION. Later ones are compared with the first"
+        ),
+    ],
+    file: Annotated[
+        Path | None,
+        typer.Option("--job", help="takes data, rewards and [evaluation] of this job file"),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="held-out problems: a file or a Hugging Face dataset")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="split of a Hugging Face dataset")] = None,
+    grader: Annotated[
+        str | None, typer.Option(help="a grader's name, in place of the job file's rewards")
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="how many problems, from the first on (default: all)")
+    ] = None,
+    num_samples: Annotated[
+        int | None, typer.Option("-k", "--num-samples", help="completions per problem")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy (the default)")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="longest completion")] = None,
+    seed: Annotated[int | None, typer.Option(help="seeds the completions")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="a.b=c of the job, such as data.template=..., may be repeated"),
+    ] = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Compare models and checkpoints on held-out problems, without a job."""
+    given = {
+        "data.eval": data,
+        "data.eval_split": split,
+        "evaluation.num_prompts": num_prompts,
+        "evaluation.samples": num_samples,
+        "evaluation.temperature": temperature,
+        "evaluation.max_tokens": max_tokens,
+        "seed": seed,
+    }
+    settings = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    job = _job(file, data, grader, [*(overrides or []), *settings])
+    with connect() as client:
+        found = [_model(client, model) for model in models]
+        with err.status("evaluating") as status:
+            report = client.evaluate(job, found, lambda state: status.update(_progress(state)))
+    show(output, report, lambda: evaluation_view.report(report))
+
+
+def _job(file: Path | None, data: str | None, grader: str | None, overrides: list[str]) -> Job:
+    """Returns the job that says what is evaluated, and how. Raises BadRequest."""
+    rewards = [] if grader is None else [f"rewards=[{{grader={json.dumps(grader)}}}]"]
+    if file is not None:
+        return load_job(file, [*rewards, *overrides])
+    if data is None or grader is None:
+        raise BadRequest(
+            "name what to evaluate on: --job with a job file, or --data with problems and --grader "
+            "with what grades them"
+        )
+    document: dict[str, Any] = {**ANY, "data": {"train": data}}
+    return make_job(document, [*rewards, *overrides], "hone eval")
+
+
+def _model(client: Client, text: str) -> EvaluatedModel:
+    """Returns the model that `text` stands for. Raises BadRequest for a step of a job that has no
+    checkpoint."""
+    if Path(text).is_dir():
+        return EvaluatedModel(name=text, model=str(Path(text).resolve()))
+    if checkpoint := _checkpoint(client, text):
+        return EvaluatedModel(name=text, model=checkpoint)
+    model, _, revision = text.partition("@")
+    return EvaluatedModel(name=text, model=model, revision=revision or None)
+
+
+def _checkpoint(client: Client, text: str) -> str | None:
+    """Returns where the checkpoint of JOB or JOB:STEP is, None if there is no such job."""
+    job, _, step = text.partition(":")
+    if not re.fullmatch(JOB_ID, job):
+        return None
+    try:
+        checkpoints = client.checkpoints(job).checkpoints
+    except NotFound:
+        return None
+    steps = {str(checkpoint.step): checkpoint.path for checkpoint in checkpoints}
+    if not steps:
+        raise BadRequest(f"{text!r}: job {job!r} has no checkpoint yet")
+    wanted = step or [*steps][-1]
+    if wanted not in steps:
+        raise BadRequest(
+            f"{text!r}: job {job!r} has no checkpoint of step {step}; it has those of steps "
+            f"{', '.join(steps)}"
+        )
+    return steps[wanted]
+
+
+def _progress(state: EvaluationState) -> str:
+    done = f"{state.num_done} of {state.num_problems} problems"
+    return f"{state.model} ({state.number} of {state.num_models}): {done}"

@@ -1,0 +1,56 @@
+"""Comparing models on held-out problems, without a job."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from services.orchestrator.loop.comparison import Comparison
+from services.orchestrator.queue.store import Store
+from shared.config import Settings
+from shared.errors import NotFound
+from shared.service import Service
+from shared.wire import EvaluationEnded, EvaluationReport, EvaluationRequest, EvaluationState
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    comparison: Comparison
+    task: asyncio.Task[Any]
+
+
+def add_routes(service: Service, settings: Settings, store: Store) -> None:
+    under_way: dict[str, _UnderWay] = {}
+
+    async def evaluate(request: EvaluationRequest) -> EvaluationReport:
+        """Samples and grades held-out problems with each model in turn, and compares what they got.
+        The samplers are lent to it: jobs wait until it has ended, and while a job has them it is
+        refused."""
+        task = asyncio.current_task()
+        assert task is not None, "an operation runs in a task"
+        comparison = Comparison(request, settings, store)
+        under_way[request.id] = _UnderWay(comparison, task)
+        try:
+            return await comparison.run()
+        finally:
+            del under_way[request.id]
+
+    service.operation("POST", "/v1/evaluations", evaluate, key=lambda request: request.id)
+    app = service.app
+
+    @app.get("/v1/evaluations/{id}")
+    async def get_evaluation(id: str) -> EvaluationState:
+        """How far an evaluation is that is under way."""
+        if id not in under_way:
+            raise NotFound(f"no evaluation {id!r} is under way here")
+        return under_way[id].comparison.state
+
+    @app.delete("/v1/evaluations/{id}")
+    async def end_evaluation(id: str) -> EvaluationEnded:
+        """Ends an evaluation, if it is under way: the samplers are free for jobs then."""
+        found = under_way.get(id)
+        if found:
+            found.task.cancel()
+            await asyncio.wait({found.task})
+        return EvaluationEnded(id=id, ended=found is not None)

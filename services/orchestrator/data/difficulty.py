@@ -1,0 +1,139 @@
+"""Problems that teach nothing are skipped, and still which ones a step takes does not depend on
+when it is asked, or how often the job was interrupted.
+
+A step is sampled once the step `max_staleness` + 1 before it is done, so that is how far back the
+groups are that it knows, no matter what else is done by then. What they came to is in the run
+folder (`difficulty.jsonl`); from that, the walk through the data is done again from step 1.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from services.orchestrator.data.choosing import Chosen, Problem
+from services.orchestrator.data.order import InTable
+from shared.job import DifficultySpec, Job
+
+Verdict = Literal["right", "wrong", "mixed"]
+"""Of a group: all of it right, all of it wrong, or some of it better than the rest."""
+
+Verdicts = Mapping[int, Verdict]
+"""Of a step's groups, by the row number of the problem."""
+
+
+class History:
+    """What came of the groups of each step. `revision` grows when what was known changes."""
+
+    def __init__(self, verdicts: Mapping[int, Verdicts] | None = None) -> None:
+        self._steps = dict(verdicts or {})
+        self.revision = 0
+
+    def of(self, step: int) -> Verdicts:
+        return self._steps.get(step, {})
+
+    def note(self, step: int, verdicts: Verdicts) -> bool:
+        """Returns whether that was not known."""
+        if self._steps.get(step) == verdicts:
+            return False
+        self.revision += step in self._steps
+        self._steps[step] = verdicts
+        return True
+
+
+@dataclass(frozen=True)
+class _Streak:
+    """A problem's last groups that were all alike: `count` of them, the last one in `step`."""
+
+    verdict: Verdict
+    count: int
+    step: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The places that a step takes, and those that it skips."""
+
+    places: list[int]
+    skipped: frozenset[int]
+
+
+class Skipping(InTable):
+    """Walks through the passes of `InTable`, and leaves out what `[difficulty]` skips."""
+
+    def __init__(self, job: Job, problems: Chosen, history: History) -> None:
+        super().__init__(job, problems)
+        self._places = {problems.number(place): place for place in range(len(problems))}
+        self._history = history
+        self._lag = job.max_staleness + 1
+        self._turn = threading.Lock()
+        self._begin()
+
+    def take(self, step: int, round: int) -> list[Problem]:
+        with self._turn:
+            plan = self._plan(step)
+            places = self._in_round(step, round, plan.places, plan.skipped)
+        return [self._problems[place] for place in places]
+
+    def num_skipped(self, step: int) -> int | None:
+        """Returns how many problems the step skips; None if that is not known any more."""
+        with self._turn:
+            plan = self._plans.get(step)
+            return len(plan.skipped) if plan else None
+
+    def _begin(self) -> None:
+        """Goes back to the first step."""
+        self._revision = self._history.revision
+        self._next_step, self._position = 1, 0
+        self._streaks: dict[int, _Streak] = {}  # by place
+        self._plans: OrderedDict[int, _Plan] = OrderedDict()
+
+    def _plan(self, step: int) -> _Plan:
+        is_gone = step < self._next_step and step not in self._plans
+        if is_gone or self._revision != self._history.revision:
+            self._begin()
+        while self._next_step <= step:
+            self._learn(self._next_step - self._lag)
+            self._plans[self._next_step] = self._walk(self._next_step)
+            self._next_step += 1
+            if len(self._plans) > 2 * self._lag + 2:
+                self._plans.popitem(last=False)
+        return self._plans[step]
+
+    def _learn(self, step: int) -> None:
+        for number, verdict in self._history.of(step).items():
+            place = self._places.get(number)
+            if place is None:  # a row that is none of this job's problems
+                continue
+            before = self._streaks.get(place)
+            count = before.count if before and before.verdict == verdict else 0
+            self._streaks[place] = _Streak(verdict, count + 1, step)
+
+    def _walk(self, step: int) -> _Plan:
+        """Takes the next problems that are not skipped; after a whole pass that had too few of
+        them, those that it passed over."""
+        spec, count = self._job.difficulty, self._job.sampling.prompts_per_step
+        skipped = frozenset(
+            place for place, streak in self._streaks.items() if _skips(spec, streak, step)
+        )
+        places: list[int] = []
+        while len(places) < count:
+            passed_over: list[int] = []
+            for _ in range(len(self._problems)):
+                place = self._place(self._position)
+                self._position += 1
+                (passed_over if place in skipped else places).append(place)
+                if len(places) == count:
+                    break
+            places += passed_over[: count - len(places)]
+        return _Plan(places, skipped)
+
+
+def _skips(spec: DifficultySpec, streak: _Streak, step: int) -> bool:
+    enough = {"right": spec.skip_right, "wrong": spec.skip_wrong, "mixed": 0}[streak.verdict]
+    if not enough or streak.count < enough:
+        return False
+    return not spec.skip_steps or step <= streak.step + spec.skip_steps

@@ -1,0 +1,226 @@
+"""Models compared on held-out problems, without a job: each is loaded into the samplers as it is,
+one after the other, and answers the same problems by the same seeds.
+
+The samplers are lent (queue/loans.py): no job begins meanwhile, and while a job has them this is
+refused. What it asks of them is fenced as a job's calls are, each model with an epoch of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.orchestrator.loop.estimates import differences, estimates, problem_metrics
+from services.orchestrator.loop.evaluation import sample_held_out, set_metrics
+from services.orchestrator.loop.groups import GradedGroup
+from services.orchestrator.loop.peers import Peers
+from services.orchestrator.loop.prompts import HeldOut, load_held_out
+from services.orchestrator.loop.tasks import stop, to_the_end
+from services.orchestrator.queue import heartbeat
+from services.orchestrator.queue.leases import Lease, LeaseLost
+from services.orchestrator.queue.resources import resource
+from services.orchestrator.queue.store import Store
+from shared.config import Settings
+from shared.errors import BadRequest, Conflict, Failed, Unavailable
+from shared.job import Job
+from shared.logs import get_logger
+from shared.models import model_folder
+from shared.presence import Presence, tell_nobody
+from shared.wire import (
+    EvaluatedModel,
+    EvaluationReport,
+    EvaluationRequest,
+    EvaluationState,
+    ModelScores,
+    Prompt,
+    SetReport,
+)
+
+
+@dataclass
+class Comparison:
+    """One evaluation under way."""
+
+    request: EvaluationRequest
+    settings: Settings
+    store: Store
+    _number: int = field(default=0, init=False)
+    _num_done: int = field(default=0, init=False)
+    _num_problems: int = field(default=0, init=False)
+
+    @property
+    def state(self) -> EvaluationState:
+        models = self.request.models
+        return EvaluationState(
+            id=self.request.id,
+            model=models[max(self._number - 1, 0)].name,
+            number=self._number,
+            num_models=len(models),
+            num_done=self._num_done,
+            num_problems=self._num_problems,
+        )
+
+    async def run(self) -> EvaluationReport:
+        """Returns what the models got. Raises BadRequest for what cannot be evaluated, and Conflict
+        while a job or another evaluation has the samplers."""
+        job = self.request.job
+        sets = await self._checked_sets()
+        self._num_problems = sum(len(held_out.problems) for held_out in sets)
+        asked_at = time.monotonic()
+        settings, lease = await self._borrow()
+        presence = Presence("Redis", tell_nobody)
+        beat = asyncio.create_task(heartbeat.keep(self.store.loans, lease, asked_at, presence))
+        work = asyncio.create_task(self._compare(settings, lease, sets))
+        try:
+            await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                await stop(work)
+                raise _lost(beat)
+            answers_MS = work.result()
+        finally:
+            await stop(work, beat)
+            await asyncio.gather(beat, return_exceptions=True)
+            await to_the_end(self._give_back(lease))
+        return EvaluationReport(
+            id=self.request.id,
+            temperature=job.evaluation.temperature,
+            seed=job.seed,
+            sets=tuple(
+                _report(held_out, [answers_S[number] for answers_S in answers_MS], self.request)
+                for number, held_out in enumerate(sets)
+            ),
+        )
+
+    async def _checked_sets(self) -> list[HeldOut]:
+        """Returns the held-out sets, once models, problems and rewards are found to fit."""
+        job = self.request.job
+        if not job.evaluates:
+            raise BadRequest(
+                "the job has no held-out problems; expected data.eval, or evaluation.sets"
+            )
+        for model in self.request.models:
+            model_folder(model.model)
+        sets = await asyncio.to_thread(load_held_out, job, self.settings)
+        peers = Peers(job, self.settings.slots[0])
+        try:
+            for held_out in sets:
+                prompts = await asyncio.to_thread(held_out.prompts)
+                await peers.validate_rewards(held_out.columns, prompts)
+        finally:
+            await peers.close()
+        return sets
+
+    async def _borrow(self) -> tuple[Settings, Lease]:
+        """Returns a lease on the samplers of a trainer that no job has, and the settings that name
+        them."""
+        for settings in self.settings.slots:
+            samplers = sorted({resource(url) for url in settings.rollout_urls})
+            lease = await self.store.loans.lend(self.request.id, samplers, settings.lease_s)
+            if lease:
+                return settings, lease
+        raise Conflict(f"the samplers are taken: {await self._who_has_them()}")
+
+    async def _who_has_them(self) -> str:
+        for record in await self.store.not_ended():
+            if record.status == "running":
+                return (
+                    f"job {record.id!r} trains (step {record.step} of {record.steps}); evaluate "
+                    f"once it has ended, or `hone pause {record.id}` first, and `hone resume "
+                    f"{record.id}` afterwards"
+                )
+        return "another evaluation runs, or what had them ended without giving them back; try again"
+
+    async def _give_back(self, lease: Lease) -> None:
+        try:
+            await self.store.loans.end(lease)
+        except Unavailable as error:  # it expires
+            get_logger().warning("samplers not given back", reason=error.detail)
+
+    async def _compare(
+        self, settings: Settings, lease: Lease, sets: Sequence[HeldOut]
+    ) -> list[list[list[GradedGroup]]]:
+        """Returns each model's graded groups of each set: `[M][S][P]`."""
+        prompts_S = [await asyncio.to_thread(held_out.prompts) for held_out in sets]
+        names = [held_out.name for held_out in sets]
+        return [
+            await self._answers(number, self._peers(number, settings, lease), names, prompts_S)
+            for number in range(1, len(self.request.models) + 1)
+        ]
+
+    def _peers(self, number: int, settings: Settings, lease: Lease) -> Peers:
+        """Returns the services for the model of this number, from 1, as its own epoch."""
+        return Peers(
+            _with_model(self.request.job, self.request.models[number - 1]),
+            settings,
+            lease.job_id,
+            lease.attempt,
+            registered=self.store.samplers.urls,
+            epoch=number,
+        )
+
+    async def _answers(
+        self, number: int, peers: Peers, sets: Sequence[str], prompts_S: Sequence[Sequence[Prompt]]
+    ) -> list[list[GradedGroup]]:
+        """Returns the model's graded groups of each set: `[S][P]`."""
+        self._number, self._num_done = number, 0
+        job = _with_model(self.request.job, self.request.models[number - 1])
+        try:
+            await peers.serve_own_weights()
+            return [
+                await sample_held_out(job, name, prompts, peers, 0, done=self._one_done)
+                for name, prompts in zip(sets, prompts_S, strict=True)
+            ]
+        finally:
+            await to_the_end(_close(peers))
+
+    def _one_done(self) -> None:
+        self._num_done += 1
+
+
+async def _close(peers: Peers) -> None:
+    await peers.abort()
+    await peers.close()
+
+
+def _with_model(job: Job, model: EvaluatedModel) -> Job:
+    """Returns the job as the model is sampled: seeded, so that models differ in nothing else."""
+    sampling = job.sampling.model_copy(update={"repeatable": True})
+    return job.model_copy(
+        update={"model": model.model, "model_revision": model.revision, "sampling": sampling}
+    )
+
+
+def _lost(beat: asyncio.Task[object]) -> Unavailable:
+    error = beat.exception()
+    why = str(error) if isinstance(error, LeaseLost) else repr(error)
+    return Unavailable(f"the samplers are no longer lent to the evaluation: {why}; ask again")
+
+
+def _report(
+    held_out: HeldOut, answers_M: Sequence[Sequence[GradedGroup]], request: EvaluationRequest
+) -> SetReport:
+    job = request.job
+    problems_M = [[problem_metrics(graded, job) for graded in groups] for groups in answers_M]
+    models: list[ModelScores] = []
+    for number, (model, groups_P) in enumerate(zip(request.models, answers_M, strict=True)):
+        shares = set_metrics(groups_P, job)
+        models.append(
+            ModelScores(
+                name=model.name,
+                metrics=estimates(problems_M[number]),
+                differences=differences(problems_M[number], problems_M[0]) if number else {},
+                missing_rewards=shares["missing_rewards"],
+                errored_rollouts=shares["errored_rollouts"],
+            )
+        )
+    if all(not scores.metrics for scores in models):
+        raise Failed(f"no completion on {held_out.where} could be sampled and graded")
+    return SetReport(
+        name=held_out.name,
+        source=held_out.where,
+        num_problems=len(held_out.problems),
+        num_samples=job.evaluation.samples,
+        models=tuple(models),
+    )

@@ -1,0 +1,125 @@
+"""What a number of completions says of a policy: pass@k, and means over problems with their 95 %
+confidence intervals. Pure.
+
+Problems are what is drawn at random from all there could be, and the completions of one problem
+are alike: so an interval is over the means of problems, not over completions (clustered standard
+errors, arXiv 2411.00640, sections 2.1 and 2.2):
+
+    mean +- t s / sqrt(n),   s^2 = sum_i (x_i - mean)^2 / (n - 1)
+
+with x_i the mean of problem i and t the quantile of Student's distribution with n - 1 degrees of
+freedom. It was preferred to the bootstrap: it is exact for normal x_i, the same each time without
+a seed, and wide enough for few problems, where the bootstrap's percentiles are too narrow. Of two
+models on the same problems, x_i is the difference on problem i (section 4.2), which leaves out
+how hard each problem is for both.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from services.orchestrator.loop.advantages import full_mark, outcome, reaches
+from services.orchestrator.loop.groups import GradedGroup
+from shared.job import Job
+from shared.wire import Estimate
+
+T_975 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+"""The 97.5 % quantiles of Student's distribution with 1 to 30 degrees of freedom."""
+
+Z_975 = 1.959964
+"""That of the normal distribution."""
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Returns the probability that at least one of `k` completions is right, unbiased, where
+    `num_passed` of `num_samples` were: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374)."""
+    if k > num_samples:
+        raise ValueError(f"pass@{k} of {num_samples} completions; expected at most {num_samples}")
+    wrong = math.comb(num_samples - num_passed, k)
+    return 1 - wrong / math.comb(num_samples, k)
+
+
+def ks(num_samples: int) -> list[int]:
+    """Returns the k of which pass@k is shown: the powers of 2, and the number of completions."""
+    powers = [2**power for power in range(num_samples.bit_length())]
+    return sorted({*powers, num_samples})
+
+
+def pass_reward(job: Job) -> float:
+    """Returns the reward from which on a completion counts as right."""
+    chosen = job.evaluation.pass_reward
+    return full_mark(job) if chosen is None else chosen
+
+
+def problem_metrics(graded: GradedGroup, job: Job) -> dict[str, float]:
+    """Returns what one problem's completions come to. What went wrong, and what has no reward,
+    counts neither as right nor as wrong; so there is no pass@k beyond those that have one."""
+    metrics: dict[str, float] = {}
+    rewards = [score.value for score in graded.scores if score.value is not None]
+    if rewards:
+        metrics["reward"] = statistics.fmean(rewards)
+        marks = [mark for score in graded.scores if (mark := outcome(score, job)) is not None]
+        num_passed = sum(reaches(mark, pass_reward(job)) for mark in marks)
+        for k in ks(len(graded.scores)):
+            if k <= len(marks):
+                metrics[f"pass@{k}"] = pass_at_k(len(marks), num_passed, k)
+    rollouts = [rollout for rollout in graded.group.rollouts if not rollout.went_wrong]
+    if rollouts:
+        metrics["completions/mean_length"] = statistics.fmean(r.num_sampled for r in rollouts)
+        metrics["completions/clipped_ratio"] = statistics.fmean(
+            rollout.finish_reason == "length" for rollout in rollouts
+        )
+    return metrics
+
+
+def means(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean of each metric over the problems that have it."""
+    return {name: statistics.fmean(values) for name, values in _by_metric(problems).items()}
+
+
+def estimates(problems: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
+    """Returns each metric's mean over the problems that have it, with its interval."""
+    return {name: estimate(values) for name, values in _by_metric(problems).items()}
+
+
+def differences(
+    of: Sequence[Mapping[str, float]], to: Sequence[Mapping[str, float]]
+) -> dict[str, Estimate]:
+    """Returns by how much each metric of one model is above that of another on the same problems,
+    in order: over those problems where both have it."""
+    pairs = [
+        {name: one[name] - other[name] for name in one if name in other}
+        for one, other in zip(of, to, strict=True)
+    ]
+    return estimates(pairs)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Returns the mean of at least one value; of a single one there is no interval."""
+    mean, count = statistics.fmean(values), len(values)
+    if count == 1:
+        return Estimate(mean=mean, num_problems=1)
+    margin = t_975(count - 1) * statistics.stdev(values) / math.sqrt(count)
+    return Estimate(mean=mean, low=mean - margin, high=mean + margin, num_problems=count)
+
+
+def t_975(degrees: int) -> float:
+    """Returns the 97.5 % quantile of Student's distribution; beyond the table by its expansion
+    (Abramowitz and Stegun 26.7.5), right to 0.0001."""
+    if degrees <= len(T_975):
+        return T_975[degrees - 1]
+    z = Z_975
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    return z + first / degrees + second / degrees**2
+
+
+def _by_metric(problems: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    names = dict.fromkeys(name for metrics in problems for name in metrics)
+    return {name: [metrics[name] for metrics in problems if name in metrics] for name in names}

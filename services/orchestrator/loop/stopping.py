@@ -1,0 +1,64 @@
+"""Why a job ends before its last step: an evaluation reached the target, or a budget is used up.
+
+It is read off the rows of metrics, which are on disk before anything follows from them: whoever
+goes on with the job comes to the same end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from services.orchestrator.loop.groups import num_sampled
+from shared.job import StopSpec
+from shared.wire import Batch, MetricsRow
+
+TOKENS, HOURS = "total/tokens", "total/hours"
+
+
+class Spent:
+    """What the job has taken so far, over all attempts: metrics of each step. `rows` are those that
+    an attempt finds when it begins; hours that a failure made it do again count."""
+
+    def __init__(self, rows: Sequence[MetricsRow]) -> None:
+        self._began = time.monotonic()
+        self._hours_before = max((row.metrics.get(HOURS, 0.0) for row in rows), default=0.0)
+        self._tokens = 0.0
+
+    def go_on_from(self, rows: Sequence[MetricsRow]) -> None:
+        """Goes on after the last of `rows`: what was sampled for later steps is counted again."""
+        self._tokens = rows[-1].metrics.get(TOKENS, 0.0) if rows else 0.0
+
+    def after(self, batch: Batch) -> dict[str, float]:
+        """Returns what was taken once the batch has been trained on."""
+        self._tokens += sum(map(num_sampled, batch.groups)) + batch.dropped_tokens
+        return {TOKENS: self._tokens, HOURS: self.hours}
+
+    @property
+    def hours(self) -> float:
+        return self._hours_before + (time.monotonic() - self._began) / 3600
+
+
+def over_budget(metrics: Mapping[str, float], spec: StopSpec) -> str | None:
+    """Returns which budget a step's metrics have reached, as a sentence; None: none."""
+    tokens, hours = metrics.get(TOKENS, 0.0), metrics.get(HOURS, 0.0)
+    if spec.max_tokens is not None and tokens >= spec.max_tokens:
+        return f"{tokens:.0f} tokens were sampled, and stop.max_tokens is {spec.max_tokens}"
+    if spec.max_hours is not None and hours >= spec.max_hours:
+        return f"it has run for {hours:.3g} hours, and stop.max_hours is {spec.max_hours:g}"
+    return None
+
+
+def at_target(metrics: Mapping[str, float], spec: StopSpec) -> str | None:
+    """Returns that an evaluation has reached the target, as a sentence; None: it has not, or this
+    step had none."""
+    found = metrics.get(f"eval/{spec.metric}")
+    if spec.target is None or found is None or found < spec.target:
+        return None
+    return f"eval/{spec.metric} is {found:.4g}, and stop.target is {spec.target:g}"
+
+
+def reason_to_stop(row: MetricsRow, spec: StopSpec) -> str | None:
+    """Returns why no step follows this one, as a sentence; None: one may."""
+    why = over_budget(row.metrics, spec) or at_target(row.metrics, spec)
+    return f"stopped after step {row.step}: {why}" if why else None

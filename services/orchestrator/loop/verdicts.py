@@ -1,0 +1,30 @@
+"""Whether a step's groups were all right, all wrong, or neither: what `[difficulty]` skips by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.orchestrator.data.difficulty import Verdict
+from services.orchestrator.loop.advantages import full_mark, has_signal, outcome, reaches
+from shared.job import Job
+from shared.wire import Batch, Score
+
+
+def verdicts_of(batch: Batch, job: Job) -> dict[int, Verdict]:
+    """Returns the verdict on each problem of the batch, replaced ones included, by its row number.
+    Of a group with fewer than two rewards there is none."""
+    numbers = [*batch.dropped_prompts, *(prompt.index for prompt in batch.prompts)]
+    verdicts: dict[int, Verdict] = {}
+    for number, scores_G in zip(numbers, (*batch.dropped, *batch.scores), strict=True):
+        if verdict := _verdict(scores_G, job):
+            verdicts[number] = verdict
+    return verdicts
+
+
+def _verdict(scores_G: Sequence[Score], job: Job) -> Verdict | None:
+    present = [mark for score in scores_G if (mark := outcome(score, job)) is not None]
+    if len(present) < 2:
+        return None
+    if has_signal(scores_G, job):
+        return "mixed"
+    return "right" if reaches(min(present), full_mark(job)) else "wrong"

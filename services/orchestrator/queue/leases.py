@@ -1,0 +1,26 @@
+"""The right to use services for a while: a worker's with its job, and an evaluation's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Asked = Literal["cancel", "pause"]
+
+
+class LeaseLost(Exception):
+    """The lease expired or another worker took the job over; this one must stop at once and change
+    nothing more."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to work on a job with a trainer, for `lease_s` seconds from each heartbeat.
+    `attempt` fences: it is larger than that of any lease given before. One without a trainer is an
+    evaluation's (`job_id`), on these `samplers` alone."""
+
+    job_id: str
+    attempt: int
+    trainer: str
+    lease_s: float
+    samplers: tuple[str, ...] = ()

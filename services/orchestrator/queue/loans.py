@@ -1,0 +1,43 @@
+"""Samplers that are lent to an evaluation. While it has them no job begins, and while a job has
+them it gets none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.orchestrator.queue import scripts
+from services.orchestrator.queue.connection import Connection
+from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
+
+
+class Loans:
+    """Every method raises StoreUnavailable when Redis cannot be reached."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._call = connection.call
+        self._lend = connection.client.register_script(scripts.LEND)
+        self._renew = connection.beats.register_script(scripts.RENEW)
+        self._end = connection.client.register_script(scripts.END_LOAN)
+
+    async def lend(self, name: str, samplers: Sequence[str], lease_s: float) -> Lease | None:
+        """Returns a lease on all of the `samplers` for the evaluation of this name; None while one
+        of them is a job's or another evaluation's."""
+        attempt = await self._call(
+            self._lend, samplers=" ".join(samplers), lease_ms=int(lease_s * 1000)
+        )
+        return Lease(name, int(attempt), "", lease_s, tuple(samplers)) if attempt else None
+
+    async def beat(self, lease: Lease) -> Asked | None:
+        """Renews the lease; nothing is ever asked for. Raises LeaseLost."""
+        arguments = _of(lease) | {"lease_ms": str(int(lease.lease_s * 1000))}
+        if await self._call(self._renew, **arguments) == "lost":
+            raise LeaseLost(lease.job_id)
+        return None
+
+    async def end(self, lease: Lease) -> None:
+        """Gives back what is left of the lease."""
+        await self._call(self._end, **_of(lease))
+
+
+def _of(lease: Lease) -> dict[str, str]:
+    return {"samplers": " ".join(lease.samplers), "attempt": str(lease.attempt)}

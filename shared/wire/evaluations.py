@@ -1,0 +1,95 @@
+"""Models compared on held-out problems: `/v1/evaluations`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from shared.job import Job
+from shared.wire.base import JobId, Wire
+
+MAX_MODELS = 16
+
+
+class EvaluatedModel(Wire):
+    """A model, and what the report calls it. `model` is a folder in Hugging Face format that the
+    samplers see, such as a checkpoint, or a Hugging Face id, of commit, tag or branch
+    `revision`."""
+
+    name: str = Field(min_length=1, max_length=1000)
+    model: str = Field(min_length=1, max_length=4096)
+    revision: str | None = Field(default=None, min_length=1, max_length=1000)
+
+
+class EvaluationRequest(Wire):
+    """`POST /v1/evaluations`: samples and grades the held-out problems of `job` (`data.eval`,
+    `evaluation.sets`) with each model in turn, by `[evaluation]` and the job's rewards. Its own
+    model and training problems mean nothing here. Completions are seeded, alike for all models.
+    `id` is the caller's, one for each evaluation."""
+
+    id: JobId
+    models: tuple[EvaluatedModel, ...] = Field(min_length=1, max_length=MAX_MODELS)
+    job: Job
+
+
+class Estimate(Wire):
+    """The mean over `num_problems` problems, and its 95 % confidence interval; of one problem there
+    is none."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    num_problems: int
+
+
+class ModelScores(Wire):
+    """What a model got on a held-out set, by metric: reward, pass@k, completions/mean_length
+    (tokens), completions/clipped_ratio (the share that `max_tokens` cut off). `missing_rewards` and
+    `errored_rollouts` are shares of its completions, which count nowhere else.
+
+    `differences` are by how much its metrics are above those of the first model, over the same
+    problems; empty for the first."""
+
+    name: str
+    metrics: dict[str, Estimate]
+    differences: dict[str, Estimate] = {}
+    missing_rewards: float
+    errored_rollouts: float
+
+
+class SetReport(Wire):
+    """The models on one held-out set, called "" if it is that of `data.eval`; `source` is how
+    sentences call it."""
+
+    name: str
+    source: str
+    num_problems: int
+    num_samples: int
+    models: tuple[ModelScores, ...]
+
+
+class EvaluationReport(Wire):
+    """What an evaluation came to."""
+
+    id: JobId
+    temperature: float
+    seed: int
+    sets: tuple[SetReport, ...]
+
+
+class EvaluationState(Wire):
+    """`GET /v1/evaluations/{id}`: how far it is. `model` is the one under way, `number` from 1 on
+    of `num_models`; of its `num_problems` so many are done."""
+
+    id: JobId
+    model: str
+    number: int
+    num_models: int
+    num_done: int
+    num_problems: int
+
+
+class EvaluationEnded(Wire):
+    """`DELETE /v1/evaluations/{id}`: `ended` says whether it was under way."""
+
+    id: JobId
+    ended: bool

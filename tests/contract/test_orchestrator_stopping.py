@@ -1,0 +1,301 @@
+"""What ends a job early, how many steps epochs are, which problems and checkpoints it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator.record.folder import RunFolder
+from shared.client import Client
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.job import Job
+from shared.job_file import parse_job
+from shared.wire import (
+    CheckpointList,
+    DryRun,
+    JobRecord,
+    Part,
+    ResumeRequest,
+    ScoreItem,
+    SubmitRequest,
+)
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import Stack, orchestrator
+
+pytestmark = pytest.mark.slow
+
+job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
+
+
+def changed(job: Job, **changes: Any) -> Job:
+    document = job.model_dump(mode="json")
+    for key, value in changes.items():
+        document[key] = document[key] | value if isinstance(value, dict) else value
+    return parse_job(document)
+
+
+async def run(stack: Stack, **changes: Any) -> JobRecord:
+    return await stack.until((await stack.submit(changed(stack.job, **changes))).id)
+
+
+def metrics(record: JobRecord, step: int) -> dict[str, float]:
+    return {row.step: row.metrics for row in RunFolder(Path(record.run_dir)).metrics()}[step]
+
+
+# --- targets -------------------------------------------------------------------------------------
+
+
+async def test_a_target_ends_the_job_with_a_checkpoint(stack: Stack) -> None:
+    stack.fakes.grade = lambda _: Part(value=0.2 * stack.fakes.step)
+    record = await run(stack, evaluation={"every": 2}, stop={"target": 0.8})
+    assert (record.status, record.step, record.error) == ("succeeded", 4, None)
+    why = "stopped after step 4: eval/reward is 0.8, and stop.target is 0.8"
+    assert record.stopped == why and record.summary is not None
+    assert (record.summary["steps"], record.summary["stopped"]) == (4, why)
+    assert record.summary["checkpoint"].endswith("step-000004")
+    assert [row.step for row in RunFolder(Path(record.run_dir)).metrics()] == [0, 1, 2, 3, 4]
+    assert why in [event.message for event in await stack.events(record.id)]
+    assert stack.fakes.calls["train_step"] == 4
+
+
+async def test_a_target_that_is_met_before_training_ends_the_job_there(stack: Stack) -> None:
+    stack.fakes.skills = {"m": 1.0}
+    record = await run(stack, stop={"target": 1.0, "metric": "pass@1"})
+    assert (record.status, record.step, stack.fakes.calls["train_step"]) == ("succeeded", 0, 0)
+    assert record.stopped is not None and record.stopped.startswith("stopped after step 0")
+
+
+async def test_a_target_that_is_met_by_the_last_step_is_no_early_end(stack: Stack) -> None:
+    stack.fakes.grade = lambda _: Part(value=0.1 * stack.fakes.step)
+    record = await run(stack, stop={"target": 0.8})
+    assert (record.status, record.step, record.stopped) == ("succeeded", 8, None)
+    assert record.summary is not None and record.summary["stopped"] is None
+
+
+async def test_a_job_that_has_met_its_target_trains_no_further_when_it_goes_on(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut off between its last row and its summary."""
+    stack.fakes.grade = lambda _: Part(value=0.2 * stack.fakes.step)
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("cut off")
+
+    monkeypatch.setattr(RunFolder, "write_summary", full)
+    job = changed(stack.job, evaluation={"every": 2}, stop={"target": 0.8})
+    paused = await stack.until((await stack.submit(job)).id, "paused")
+    monkeypatch.undo()
+    await stack.post(f"{paused.id}/resume", ResumeRequest())
+    record = await stack.until(paused.id)
+    assert (record.status, record.step, stack.fakes.calls["train_step"]) == ("succeeded", 4, 4)
+    assert record.stopped is not None and "eval/reward is 0.8" in record.stopped
+
+
+# --- budgets -------------------------------------------------------------------------------------
+
+
+async def test_a_budget_of_tokens_ends_the_job_after_the_step_that_reaches_it(
+    stack: Stack,
+) -> None:
+    """A step samples 6 groups of 4 completions of 2 tokens: 48. The third does not sync, for
+    which its evaluation is no reason to wait for ever."""
+    record = await run(stack, max_staleness=2, sync_every=2, stop={"max_tokens": 100})
+    assert (record.status, record.step) == ("succeeded", 3)
+    assert [metrics(record, step)["total/tokens"] for step in (1, 2, 3)] == [48, 96, 144]
+    assert record.stopped == (
+        "stopped after step 3: 144 tokens were sampled, and stop.max_tokens is 100"
+    )
+    assert "eval/reward" in metrics(record, 3) and 3 in stack.fakes.checkpointed
+    assert [ref.version for ref in stack.fakes.reloads] == [0, 2, 3]
+
+
+async def test_tokens_of_replaced_groups_are_counted(stack: Stack) -> None:
+    stack.fakes.grade = lambda item: Part(value=float(item.row["answer"] >= 20))  # none
+    record = await run(stack, steps=1, sampling={"refills": 1})
+    assert metrics(record, 1)["dropped_groups"] == 6
+    assert metrics(record, 1)["total/tokens"] == 96
+    (batch,) = [RunFolder(Path(record.run_dir)).batch(1)]
+    of_both = {*batch.dropped_prompts, *(prompt.index for prompt in batch.prompts)}
+    assert len(batch.dropped_prompts) == 6 and len(of_both) == 12
+
+
+async def test_a_budget_of_hours_ends_the_job(stack: Stack) -> None:
+    record = await run(stack, stop={"max_hours": 1e-9})
+    assert (record.status, record.step) == ("succeeded", 1)
+    assert record.stopped is not None and record.stopped.endswith("and stop.max_hours is 1e-09")
+
+
+async def test_a_budget_goes_on_counting_and_can_be_raised(stack: Stack) -> None:
+    reached = asyncio.Event()
+
+    async def wait_at_3(body: Any) -> None:
+        if body.step == 3 and not reached.is_set():
+            reached.set()
+            await asyncio.sleep(60)
+
+    stack.fakes.fault["train_step"] = wait_at_3
+    job = changed(stack.job, stop={"max_tokens": 100})
+    id = (await stack.submit(job)).id
+    await asyncio.wait_for(reached.wait(), 20)
+    await stack.post(f"{id}/pause")
+    await stack.until(id, "paused")
+    await stack.post(f"{id}/resume", ResumeRequest(set=("stop.max_tokens=200",)))
+    record = await stack.until(id)
+    assert (record.status, record.step) == ("succeeded", 5)
+    assert [metrics(record, step)["total/tokens"] for step in (3, 5)] == [144, 240]
+    assert 0 < metrics(record, 2)["total/hours"] < metrics(record, 3)["total/hours"]
+
+
+# --- epochs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"steps": 0, "data": {"epochs": 2}}, 7),  # 2 * 20 rows, 6 a step: 6.7
+        ({"steps": 0, "data": {"epochs": 0.3}}, 1),
+        ({"steps": 0, "data": {"epochs": 2, "max_samples": 9}}, 3),
+        ({"steps": 2, "data": {"epochs": 2}}, 2),
+        ({"steps": 9, "data": {"epochs": 2}}, 7),
+    ],
+)
+async def test_epochs_are_steps_once_the_rows_are_counted(
+    stack: Stack, changes: dict[str, Any], steps: int
+) -> None:
+    body = SubmitRequest(job=changed(stack.job, **changes))
+    tried = await stack.client.call("POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=30)
+    assert tried.job.steps == steps
+    again = SubmitRequest(job=tried.job)
+    tried = await stack.client.call("POST", "/v1/jobs/dry_run", again, DryRun, deadline_s=30)
+    assert tried.job.steps == steps
+
+
+async def test_a_job_of_epochs_has_its_steps_in_its_record(stack: Stack) -> None:
+    record = await run(stack, steps=0, data={"epochs": 0.5})
+    assert (record.status, record.step, record.steps, record.job.steps) == ("succeeded", 2, 2, 2)
+    paused = await stack.submit(changed(stack.job, steps=0, data={"epochs": 1}))
+    await stack.post(f"{paused.id}/pause")
+    with pytest.raises(BadRequest, match="steps: got 0, but 0 are done"):
+        await stack.post(f"{paused.id}/resume", ResumeRequest(set=("steps=0",)))
+
+
+# --- difficulty ----------------------------------------------------------------------------------
+
+EASY = 10
+"""Rows below are always answered right, and the others never."""
+
+
+def by_difficulty(item: ScoreItem) -> Part:
+    return Part(value=float(int(str(item.row["answer"])) < EASY))
+
+
+def skipping(job: Job, **changes: Any) -> Job:
+    return changed(job, data={"eval": None}, difficulty={"skip_right": 1}, **changes)
+
+
+def taken(record: JobRecord) -> list[list[int]]:
+    folder = RunFolder(Path(record.run_dir))
+    batches = [folder.batch(step) for step in folder.batch_steps()]
+    return [[prompt.index for prompt in batch.prompts] for batch in batches]
+
+
+async def test_problems_that_are_solved_are_not_sampled_again(stack: Stack) -> None:
+    stack.fakes.grade = by_difficulty
+    record = await stack.until((await stack.submit(skipping(stack.job))).id)
+    steps = taken(record)
+    easy = [number for numbers in steps for number in numbers if number < EASY]
+    assert sorted(easy) == list(range(EASY)), "each of them once"
+    assert len(steps) == 8 and {len(numbers) for numbers in steps} == {6}
+    assert [metrics(record, step)["skipped_problems"] for step in (1, 8)] == [0, EASY]
+
+
+async def test_a_job_that_was_cut_off_skips_what_it_would_have_skipped(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    """Twice the same job; the second time the orchestrator dies, and the trainer goes back to a
+    checkpoint: batches since are replayed, and later ones are of the same problems."""
+    job = skipping(job, checkpoints={"every": 3})
+    settings = settings.model_copy(update={"lease_s": 2.0})
+    undisturbed = FakeServices(settings)
+    undisturbed.grade = by_difficulty
+    async with (
+        undisturbed.running(settings) as of_first,
+        orchestrator(of_first, redis_url) as (_, transport),
+    ):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        expected = await orchestrator_stack.finish(client, job)
+    fakes, reached = FakeServices(settings), asyncio.Event()
+    fakes.grade = by_difficulty
+
+    async def cut_off(body: Any) -> None:
+        if body.step == 5 and not reached.is_set():
+            reached.set()
+            await asyncio.sleep(60)
+
+    fakes.fault["train_step"] = cut_off
+    async with fakes.running(settings) as of_second:
+        async with orchestrator(of_second, redis_url) as (_, transport):
+            client = Client("orchestrator", "http://localhost", transport=transport)
+            body = SubmitRequest(job=job)
+            record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+            await asyncio.wait_for(reached.wait(), 20)
+        fakes.restart_trainer()
+        async with orchestrator(of_second, redis_url) as (_, transport):
+            client = Client("orchestrator", "http://localhost", transport=transport)
+            async with asyncio.timeout(60):
+                while record.status != "succeeded":
+                    record = await client.get(f"/v1/jobs/{record.id}", JobRecord)
+                    await asyncio.sleep(0.05)
+    assert record.attempts == 2 and fakes.step == 8
+    assert taken(record) == taken(expected)
+    assert sorted(RunFolder(Path(record.run_dir)).verdicts()) == list(range(1, 9))
+
+
+# --- evaluation and checkpoints ------------------------------------------------------------------
+
+
+async def test_the_best_checkpoint_is_kept(stack: Stack) -> None:
+    stack.fakes.grade = lambda _: Part(value=0.9 if stack.fakes.step == 4 else 0.1)
+    checkpoints = {"every": 2, "keep_last": 1}
+    record = await run(stack, evaluation={"every": 2}, checkpoints=checkpoints)
+    assert stack.fakes.kept == {2: (), 4: (2,), 6: (4,), 8: (4,)}
+    listed = await stack.client.get(f"/v1/jobs/{record.id}/checkpoints", CheckpointList)
+    assert [checkpoint.step for checkpoint in listed.checkpoints] == [4, 8]
+    assert record.summary is not None and record.summary["best_step"] == 4
+
+
+async def test_held_out_sets_with_names_are_evaluated_beside_the_first(stack: Stack) -> None:
+    rows = [{"prompt": "8?", "answer": 8}]
+    stack.fakes.grade = lambda item: Part(value=float(item.row["answer"] == 8))
+    record = await run(
+        stack,
+        evaluation={"sets": {"hard": {"source": rows}}, "samples": 2, "temperature": 1.0},
+        steps=4,
+    )
+    for step in (0, 4):
+        found = metrics(record, step)
+        assert (found["eval/reward"], found["eval/hard/reward"]) == (0, 1)
+        assert (found["eval/pass@2"], found["eval/hard/pass@2"]) == (0, 1)
+        assert found["eval/hard/completions/mean_length"] == 2
+        assert found["eval/hard/completions/clipped_ratio"] == 0
+    evals = [event for event in await stack.events(record.id) if event.type == "eval"]
+    assert evals[0].message == "step 0: held-out reward 0.000, 1.000 (hard)"
+
+
+async def test_a_job_with_nothing_but_named_sets_evaluates_them(stack: Stack) -> None:
+    stack.fakes.grade = lambda _: Part(value=0.25 * stack.fakes.step)
+    sets = {"hard": {"source": [{"prompt": "8?", "answer": 8}]}}
+    record = await run(
+        stack,
+        data={"eval": None},
+        evaluation={"sets": sets, "every": 1},
+        stop={"target": 0.5, "metric": "hard/reward"},
+        checkpoints={"keep_best": "hard/reward", "every": 1},
+    )
+    assert (record.status, record.step) == ("succeeded", 2)
+    assert record.summary is not None and record.summary["best_step"] == 2

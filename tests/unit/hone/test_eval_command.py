@@ -1,0 +1,191 @@
+"""`hone eval`: which job and models its options stand for, and what is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from hone import evaluation_view, shell
+from hone.cli import app
+from hone.commands import eval as command
+from shared.errors import BadRequest, NotFound
+from shared.wire import (
+    Checkpoint,
+    CheckpointList,
+    Estimate,
+    EvaluationReport,
+    ModelScores,
+    SetReport,
+)
+
+JOB = """
+name = "demo"
+model = "m/m"
+steps = 1
+[data]
+train = "train.jsonl"
+eval = "test.jsonl"
+[sampling]
+max_tokens = 7
+[[rewards]]
+grader = "exact_match"
+"""
+
+
+def scores(name: str, reward: float, margin: float | None, *, better: float = 0.0) -> ModelScores:
+    def around(mean: float) -> Estimate:
+        bounds = {} if margin is None else {"low": mean - margin, "high": mean + margin}
+        return Estimate(mean=mean, num_problems=10, **bounds)
+
+    return ModelScores(
+        name=name,
+        metrics={"reward": around(reward), "pass@1": around(reward)},
+        differences={"reward": around(better), "pass@1": around(better)} if better else {},
+        missing_rewards=0.0,
+        errored_rollouts=0.05 if better else 0.0,
+    )
+
+
+REPORT = EvaluationReport(
+    id="eval-1",
+    temperature=0.6,
+    seed=3,
+    sets=(
+        SetReport(
+            name="hard",
+            source="'test.jsonl'",
+            num_problems=10,
+            num_samples=4,
+            models=(scores("base", 0.5, 0.04), scores("demo:50", 0.6, 0.04, better=0.1)),
+        ),
+    ),
+)
+
+
+class FakeClient:
+    """An orchestrator that has a job "demo" with two checkpoints."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def __enter__(self) -> FakeClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def checkpoints(self, job: str) -> CheckpointList:
+        if job == "new":
+            return CheckpointList(checkpoints=())
+        if job != "demo":
+            raise NotFound(f"no job {job!r}")
+        found = [Checkpoint(step=step, path=f"/runs/{step}", size_bytes=1) for step in (50, 100)]
+        return CheckpointList(checkpoints=tuple(found))
+
+    def evaluate(self, job: Any, models: Any, progress: Any) -> EvaluationReport:
+        self.asked = [job, models]
+        return REPORT
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    client = FakeClient()
+    monkeypatch.setattr(command, "connect", lambda: client)
+    return client
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["eval", *arguments], catch_exceptions=False)
+
+
+def test_a_job_file_says_what_to_evaluate_on_and_options_change_it(
+    client: FakeClient, tmp_path: Path
+) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(JOB)
+    done = run("a/b", "--job", str(file), "-k", "4", "--temperature", "0.6", "--num-prompts", "9")
+    assert done.exit_code == 0, done.output
+    job, _ = client.asked
+    assert (job.data.eval, job.sampling.max_tokens) == ("test.jsonl", 7)
+    assert (job.evaluation.samples, job.evaluation.temperature) == (4, 0.6)
+    assert (job.evaluation.num_prompts, job.rewards[0].grader) == (9, "exact_match")
+    run("a/b", "--job", str(file), "--grader", "math", "--data", "other.jsonl", "--seed", "5")
+    job, _ = client.asked
+    assert (job.rewards[0].grader, job.data.eval, job.seed) == ("math", "other.jsonl", 5)
+
+
+def test_without_a_job_file_data_and_grader_do(client: FakeClient, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("{}")
+    done = run("a/b", "--data", str(data), "--grader", "math", "--set", "data.template={{ q }}")
+    assert done.exit_code == 0, done.output
+    job, _ = client.asked
+    assert (job.data.eval, job.data.template) == (str(data), "{{ q }}")
+    refused = run("a/b", "--data", str(data))
+    assert refused.exit_code == 2 and "--job with a job file, or --data" in refused.output
+
+
+def test_a_model_is_a_folder_a_jobs_checkpoint_or_on_the_hub(
+    client: FakeClient, tmp_path: Path
+) -> None:
+    data = ("--data", "x/y", "--grader", "math")
+    run(str(tmp_path), "demo", "demo:50", "owner/name", "gpt2", "owner/name@abc", *data)
+    _, models = client.asked
+    assert [(model.model, model.revision) for model in models] == [
+        (str(tmp_path.resolve()), None),
+        ("/runs/100", None),
+        ("/runs/50", None),
+        ("owner/name", None),
+        ("gpt2", None),
+        ("owner/name", "abc"),
+    ]
+    assert models[2].name == "demo:50"
+    wrong = run("demo:70", *data)
+    assert wrong.exit_code == 2
+    assert "no checkpoint of step 70; it has those of steps 50, 100" in " ".join(
+        wrong.output.split()
+    )
+    assert run("new", *data).exit_code == 2
+
+
+def test_the_report_is_a_table_and_json(client: FakeClient) -> None:
+    done = run("base", "demo:50", "--data", "x/y", "--grader", "math", "-o", "json")
+    assert EvaluationReport.model_validate(json.loads(done.stdout)) == REPORT
+
+
+def printed(shown: object) -> list[str]:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(shown)
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_each_model_has_a_row_with_intervals_and_its_difference_to_the_first() -> None:
+    lines = printed(evaluation_view.report(REPORT))
+    assert lines[0] == (
+        "hard: 10 problems of 'test.jsonl', 4 completion(s) each, temperature 0.6, seed 3"
+    )
+    assert lines[2].split() == ["model", "reward", "pass@1"]
+    assert lines[3] == "base     0.500 ± 0.040  0.500 ± 0.040"
+    assert "above base, on the same problems" in lines
+    assert lines[8].split() == ["demo:50", "+0.100", "±", "0.040*", "+0.100", "±", "0.040*"]
+    assert "demo:50: 5.0% of the completions could not be sampled" in lines
+
+
+def test_a_metric_without_interval_or_value_is_shown_as_such() -> None:
+    alone = Estimate(mean=12.34, num_problems=1)
+    assert evaluation_view.shown("completions/mean_length", alone) == "12.3"
+    assert evaluation_view.shown("reward", None) == "none"
+    unsure = Estimate(mean=0.1, low=-0.1, high=0.3, num_problems=5)
+    assert evaluation_view.shown("reward", unsure, signed=True) == "+0.100 ± 0.200"
+
+
+def test_a_command_has_its_place_among_the_others() -> None:
+    assert "eval" in {registered.name for registered in shell.app.registered_commands}
+    with pytest.raises(BadRequest):
+        command._job(None, None, "math", [])

@@ -1,0 +1,157 @@
+"""Which problems are skipped, worked out by hand, and that it does not depend on when one asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.orchestrator.data.choosing import chosen
+from services.orchestrator.data.difficulty import History, Skipping, Verdict, Verdicts
+from services.orchestrator.data.tables import InlineTable
+from services.orchestrator.loop.peers import NOT_GRADED
+from services.orchestrator.loop.verdicts import verdicts_of
+from shared.job import Job
+from tests.support.scored_batches import make_batch, make_job, score
+
+
+def order(
+    history: History, count: int = 6, *, prompts: int = 2, staleness: int = 0, **difficulty: int
+) -> Skipping:
+    """Of rows "0" to "<count - 1>", in the order of the file."""
+    job = Job.model_validate(
+        {
+            "name": "t",
+            "model": "m/m",
+            "steps": 100,
+            "max_staleness": staleness,
+            "data": {"train": "x", "shuffle": False},
+            "sampling": {"prompts_per_step": prompts, "refills": 2},
+            "rewards": [{"grader": "right"}],
+            "difficulty": difficulty,
+        }
+    )
+    rows = tuple({"prompt": str(number)} for number in range(count))
+    _, problems = chosen(InlineTable("rows", rows), job.data)
+    return Skipping(job, problems, history)
+
+
+def taken(order: Skipping, step: int, round: int = 0) -> list[int]:
+    return [problem.index for problem in order.take(step, round)]
+
+
+def seen(*steps: Verdicts) -> History:
+    """What came of steps 1, 2 and so on."""
+    return History(dict(enumerate(steps, 1)))
+
+
+def test_a_problem_that_was_all_right_is_not_taken_again() -> None:
+    history = seen({0: "right", 1: "mixed"}, {2: "wrong", 3: "mixed"}, {4: "mixed", 5: "right"})
+    walk = order(history, skip_right=1)
+    # the second pass leaves out 0 and 5, and so does the third
+    assert [taken(walk, step) for step in range(1, 7)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [1, 2],
+        [3, 4],
+        [1, 2],
+    ]
+    assert [walk.num_skipped(step) for step in (3, 4)] == [1, 2]
+
+
+def test_a_problem_is_skipped_after_so_many_groups_in_a_row() -> None:
+    wrong: Verdicts = {0: "wrong", 1: "wrong"}
+    history = seen(wrong, {0: "wrong", 1: "mixed"}, wrong)
+    walk = order(history, count=2, prompts=1, skip_wrong=2)
+    # 0 after step 2; 1 was mixed in between, so step 3 is its first one again
+    assert [walk.num_skipped(step) or taken(walk, step)[0] for step in (1, 2)] == [0, 1]
+    assert (taken(walk, 3), walk.num_skipped(3)) == ([1], 1)
+    assert (taken(walk, 4), walk.num_skipped(4)) == ([1], 1)
+    history.note(4, {1: "wrong"})
+    taken(walk, 5)
+    assert walk.num_skipped(5) == 2
+
+
+def test_right_and_wrong_are_counted_apart() -> None:
+    history = seen({0: "right"}, {0: "wrong"}, {0: "right"})
+    walk = order(history, skip_right=2, skip_wrong=2)
+    taken(walk, 4)
+    assert walk.num_skipped(4) == 0
+    only_right = order(seen({0: "wrong", 1: "right"}), skip_right=1)
+    taken(only_right, 2)
+    assert only_right.num_skipped(2) == 1
+
+
+def test_a_problem_comes_back_after_a_while_and_goes_again_if_nothing_has_changed() -> None:
+    history = seen({0: "right", 1: "mixed"})
+    walk = order(history, count=2, prompts=1, skip_right=1, skip_steps=2)
+    # its last group was in step 1: steps 2 and 3 leave it out
+    assert [taken(walk, step) for step in (1, 2, 3, 4)] == [[0], [1], [1], [0]]
+    history.note(4, {0: "right"})
+    assert [taken(walk, step) for step in (5, 6, 7)] == [[1], [1], [0]]
+
+
+def test_a_step_knows_no_group_that_may_still_be_under_way() -> None:
+    history = seen({0: "right", 1: "right"}, {2: "right", 3: "right"})
+    walk = order(history, count=4, staleness=1, skip_right=1)
+    assert taken(walk, 3) == [2, 3], "step 2 may be under way, step 1 is done"
+    assert walk.num_skipped(3) == 2
+    taken(walk, 2)
+    assert walk.num_skipped(2) == 0
+
+
+def test_which_problems_a_step_takes_does_not_depend_on_when_it_is_asked() -> None:
+    """The one asks as a job does, step by step; others later, when more is known, in any order."""
+    history, then = History(), list[Any]()
+    names: tuple[Verdict, ...] = ("right", "wrong", "mixed")
+    walk = order(history, count=20, prompts=3, staleness=1, skip_right=1, skip_wrong=2)
+    for step in range(1, 40):
+        then.append([taken(walk, step, round) for round in range(3)])
+        if step > 1:  # a step is done while the next one is sampled
+            history.note(step - 1, {number: names[number * step % 3] for number in then[-2][0]})
+    again = order(history, count=20, prompts=3, staleness=1, skip_right=1, skip_wrong=2)
+    for step in (39, 7, 8, 30, 1):
+        assert [taken(again, step, round) for round in range(3)] == then[step - 1]
+
+
+def test_where_too_few_are_left_skipped_ones_are_taken() -> None:
+    history = seen({0: "right", 1: "right"}, {2: "right", 3: "mixed"})
+    walk = order(history, count=4, skip_right=1)
+    assert [taken(walk, step) for step in (1, 2, 3, 4)] == [[0, 1], [2, 3], [3, 0], [3, 0]]
+    few = order(History(), count=1, prompts=3, skip_right=1)
+    assert taken(few, 1) == [0, 0, 0], "as without skipping"
+
+
+def test_no_group_is_replaced_by_a_skipped_problem() -> None:
+    history = seen({0: "right", 1: "right"})
+    walk = order(history, count=6, skip_right=1)
+    assert taken(walk, 2) == [2, 3]
+    assert sorted(taken(walk, 2, round=1)) == [4, 5] and taken(walk, 2, round=2) == []
+
+
+def test_a_step_that_came_out_otherwise_counts_as_it_did_last() -> None:
+    history = seen({0: "right", 1: "mixed"})
+    walk = order(history, count=3, prompts=1, skip_right=1)
+    assert taken(walk, 4) == [1]
+    assert history.note(1, {0: "mixed", 1: "mixed"}) and not history.note(1, history.of(1))
+    assert taken(walk, 4) == [0]
+
+
+def test_verdicts_are_of_whole_groups_replaced_ones_included() -> None:
+    job = make_job({"grader": "right", "weight": 2.0}, {"grader": "form", "shaping": True})
+    right, wrong, half = score(job, 1.0, 0.5), score(job, 0.0, 0.5), score(job, 0.5, 0.5)
+    batch = make_batch(
+        (right, right),
+        (wrong, wrong),
+        (half, half),
+        (right, wrong),
+        (right, score(job, 1.0, 0.0)),  # differ in form alone
+        (right, score(job, None, 0.5)),
+        (NOT_GRADED, NOT_GRADED),
+    )
+    prompts = tuple(
+        prompt.model_copy(update={"index": 10 + place})
+        for place, prompt in enumerate(batch.prompts)
+    )
+    replaced = {"dropped": ((wrong, wrong),), "dropped_prompts": (3,)}
+    found = verdicts_of(batch.model_copy(update={"prompts": prompts, **replaced}), job)
+    assert found == {3: "wrong", 10: "right", 11: "wrong", 12: "wrong", 13: "mixed", 14: "right"}

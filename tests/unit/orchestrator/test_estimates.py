@@ -1,0 +1,187 @@
+"""pass@k and confidence intervals, against values worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from services.orchestrator.loop.estimates import (
+    differences,
+    estimate,
+    estimates,
+    full_mark,
+    ks,
+    means,
+    pass_at_k,
+    problem_metrics,
+    t_975,
+)
+from services.orchestrator.loop.groups import GradedGroup
+from services.orchestrator.loop.peers import NOT_GRADED
+from shared.job import EvaluationSpec, Job
+from shared.wire import Prompt, Rollout, RolloutGroup, Score
+from tests.support.scored_batches import make_job, score
+
+
+def answered(scores: tuple[Score, ...], *reasons: str, tokens: int = 1) -> GradedGroup:
+    """One problem's completions; `reasons` are why they ended, "stop" if not given."""
+    rollouts = tuple(
+        Rollout(
+            text="x",
+            token_ids=tuple(range(tokens + number)),
+            finish_reason=(reasons or ("stop",) * len(scores))[number],  # type: ignore[arg-type]
+        )
+        for number in range(len(scores))
+    )
+    group = RolloutGroup(prompt_token_ids=(1,), rollouts=rollouts)  # type: ignore[arg-type]
+    return GradedGroup(Prompt(index=0, content="?", row={}), group, scores)
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [
+        (5, 2, 1, 0.4),
+        (5, 2, 2, 0.7),  # 1 - C(3, 2) / C(5, 2) = 1 - 3 / 10
+        (5, 2, 3, 0.9),  # 1 - 1 / 10
+        (5, 2, 4, 1.0),  # four of five cannot all be wrong
+        (4, 0, 4, 0.0),
+        (4, 4, 1, 1.0),
+        (1024, 1, 512, 0.5),
+    ],
+)
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(
+    n: int, c: int, k: int, expected: float
+) -> None:
+    assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_is_what_all_draws_of_k_completions_give() -> None:
+    right = [True] * 3 + [False] * 5
+    draws = [any(draw) for draw in itertools.combinations(right, 4)]
+    assert pass_at_k(8, 3, 4) == pytest.approx(sum(draws) / len(draws))
+    with pytest.raises(ValueError, match="pass@3 of 2 completions"):
+        pass_at_k(2, 1, 3)
+
+
+def test_pass_at_k_is_shown_for_powers_of_two_and_for_all() -> None:
+    assert [ks(1), ks(4), ks(6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
+
+
+def below(t: float, degrees: int, parts: int = 4000) -> float:
+    """The probability that Student's t is below `t`: its density, by Simpson's rule."""
+    half = degrees / 2
+    constant = math.exp(math.lgamma(half + 0.5) - math.lgamma(half)) / math.sqrt(degrees * math.pi)
+
+    def density(x: float) -> float:
+        return constant * (1 + x * x / degrees) ** -(half + 0.5)
+
+    width = t / parts
+    inner = sum((2 + 2 * (part % 2)) * density(part * width) for part in range(1, parts))
+    return 0.5 + width / 3 * (density(0) + inner + density(t))
+
+
+def test_the_quantiles_are_those_of_students_distribution() -> None:
+    for degrees in [*range(1, 40), 100, 1318]:
+        assert below(t_975(degrees), degrees) == pytest.approx(0.975, abs=3e-5), degrees
+
+
+def test_an_interval_is_over_problems_by_students_distribution() -> None:
+    found = estimate([1.0, 0.0, 1.0, 1.0])
+    # mean 3/4, s^2 = (3 * (1/4)^2 + (3/4)^2) / 3 = 1/4, so t s / sqrt(n) = 3.182 * 0.5 / 2
+    assert (found.mean, found.num_problems) == (0.75, 4)
+    assert (found.low, found.high) == pytest.approx((0.75 - 0.7955, 0.75 + 0.7955))
+    alone = estimate([0.5])
+    assert (alone.mean, alone.low, alone.high) == (0.5, None, None)
+
+
+def test_a_difference_is_over_the_same_problems() -> None:
+    """Problems differ much, models by 0.1 on each but one."""
+    to = [{"reward": value} for value in (0.0, 0.9, 0.1, 0.8)]
+    of = [{"reward": value} for value in (0.1, 1.0, 0.2, 0.8)]
+    found = differences(of, to)["reward"]
+    # differences 0.1, 0.1, 0.1, 0: mean 0.075, s^2 = (3 * 0.025^2 + 0.075^2) / 3 = 0.0025
+    assert found.mean == pytest.approx(0.075)
+    assert found.high == pytest.approx(0.075 + 3.182 * 0.05 / 2)
+    assert found.low == pytest.approx(0.075 - 3.182 * 0.05 / 2)
+    unpaired = estimates(of)["reward"]
+    assert unpaired.high is not None and found.high is not None
+    assert unpaired.high - unpaired.mean > 8 * (found.high - found.mean)
+
+
+def test_a_difference_leaves_out_problems_that_one_model_has_no_value_for() -> None:
+    found = differences(
+        [{"reward": 1.0}, {"reward": 1.0, "pass@2": 1.0}, {}],
+        [{"reward": 0.0}, {"reward": 1.0}, {"reward": 1.0}],
+    )
+    assert [*found] == ["reward"]
+    assert (found["reward"].mean, found["reward"].num_problems) == (0.5, 2)
+
+
+def test_a_problems_metrics_are_over_its_completions() -> None:
+    job = make_job()
+    one = answered(
+        (score(job, 1.0), score(job, 0.0), score(job, 1.0), score(job, 0.5)),
+        *("stop", "length", "stop", "stop"),
+        tokens=2,
+    )
+    assert problem_metrics(one, job) == pytest.approx(
+        {
+            "reward": 0.625,
+            "pass@1": 0.5,
+            "pass@2": 1 - 1 / 6,  # C(2, 2) / C(4, 2)
+            "pass@4": 1.0,
+            "completions/mean_length": 3.5,  # 2, 3, 4 and 5 tokens
+            "completions/clipped_ratio": 0.25,
+        }
+    )
+
+
+def test_what_went_wrong_or_has_no_reward_is_neither_right_nor_wrong() -> None:
+    job = make_job()
+    one = answered(
+        (score(job, 1.0), NOT_GRADED, score(job, None), score(job, 0.0)),
+        *("stop", "error", "stop", "stop"),
+    )
+    found = problem_metrics(one, job)
+    assert (found["reward"], found["pass@1"], found["pass@2"]) == (0.5, 0.5, 1.0)
+    assert "pass@4" not in found
+    assert found["completions/mean_length"] == pytest.approx(8 / 3), "1, 3 and 4 tokens"
+    nothing = answered((NOT_GRADED,), "error")
+    assert problem_metrics(nothing, job) == {}
+
+
+def with_mark(job: Job, mark: float) -> Job:
+    return job.model_copy(update={"evaluation": EvaluationSpec(pass_reward=mark)})
+
+
+def test_right_is_the_full_mark_of_what_is_no_shaping_unless_the_job_says_else() -> None:
+    job = make_job(
+        {"grader": "right", "weight": 2.0},
+        {"grader": "form", "weight": 0.5, "shaping": True},
+        {"grader": "long", "weight": -1.0},
+    )
+    assert full_mark(job) == 2.0
+    # outcomes: 2 * 1, 2 * 1 - 1, 2 * 0.9; form counts for neither
+    one = answered(
+        (score(job, 1.0, 0.0, 0.0), score(job, 1.0, 1.0, 1.0), score(job, 0.9, 1.0, 0.0))
+    )
+    assert problem_metrics(one, job)["pass@1"] == pytest.approx(1 / 3)
+    assert problem_metrics(one, with_mark(job, 1.5))["pass@1"] == pytest.approx(2 / 3)
+    assert problem_metrics(one, with_mark(job, 1.0))["pass@1"] == 1.0
+
+
+def test_a_mark_that_rounding_takes_from_a_completion_is_full() -> None:
+    job = make_job(*({"grader": f"g{i}", "weight": 0.1} for i in range(3)))
+    assert score(job, 1.0, 1.0, 1.0).value != 0.3, "0.1 + 0.1 + 0.1 is a little more"
+    less = with_mark(job, math.nextafter(0.1 + 0.1 + 0.1, 1))
+    one = answered((score(job, 1.0, 1.0, 1.0),))
+    assert problem_metrics(one, less)["pass@1"] == 1.0
+
+
+def test_means_are_over_the_problems_that_have_a_value() -> None:
+    assert means([{"reward": 1.0, "pass@1": 1.0}, {"reward": 0.0}, {}]) == {
+        "reward": 0.5,
+        "pass@1": 1.0,
+    }

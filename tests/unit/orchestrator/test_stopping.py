@@ -1,0 +1,79 @@
+"""What ends a job early, and which checkpoint did best: read off rows of metrics."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.orchestrator.loop.stopping import HOURS, TOKENS, Spent, reason_to_stop
+from services.orchestrator.record.retention import WRITTEN, best_step
+from shared.job import CheckpointSpec, StopSpec
+from shared.wire import MetricsRow
+from tests.support.scored_batches import make_batch, make_job, score
+
+
+@pytest.mark.parametrize(
+    ("spec", "metrics", "why"),
+    [
+        ({}, {"eval/reward": 1.0, TOKENS: 1e9, HOURS: 99.0}, None),
+        ({"target": 0.9}, {"eval/reward": 0.89}, None),
+        ({"target": 0.9}, {"eval/reward": 0.9}, "eval/reward is 0.9, and stop.target is 0.9"),
+        ({"target": 0.9}, {"reward": 1.0}, None),
+        (
+            {"target": 0.5, "metric": "hard/pass@4"},
+            {"eval/reward": 0.0, "eval/hard/pass@4": 0.75},
+            "eval/hard/pass@4 is 0.75, and stop.target is 0.5",
+        ),
+        ({"max_tokens": 100}, {TOKENS: 99.0}, None),
+        (
+            {"max_tokens": 100},
+            {TOKENS: 100.0},
+            "100 tokens were sampled, and stop.max_tokens is 100",
+        ),
+        (
+            {"max_hours": 1.5, "target": 0.5},
+            {HOURS: 1.5, "eval/reward": 1.0},
+            "it has run for 1.5 hours, and stop.max_hours is 1.5",
+        ),
+    ],
+)
+def test_a_row_says_why_no_step_follows(
+    spec: dict[str, float], metrics: dict[str, float], why: str | None
+) -> None:
+    row = MetricsRow(step=7, metrics=metrics)
+    expected = f"stopped after step 7: {why}" if why else None
+    assert reason_to_stop(row, StopSpec.model_validate(spec)) == expected
+
+
+def test_what_was_spent_goes_on_from_the_rows_that_are_left() -> None:
+    rows = [
+        MetricsRow(step=step, metrics={TOKENS: 10.0 * step, HOURS: 0.5 * step}) for step in range(5)
+    ]
+    spent = Spent(rows)
+    spent.go_on_from(rows[:3])  # the trainer went back to step 2
+    job = make_job()
+    batch = make_batch((score(job, 1.0), score(job, 0.0)))  # 2 completions of a token
+    found = spent.after(batch.model_copy(update={"dropped_tokens": 5}))
+    assert found[TOKENS] == 27
+    assert found[HOURS] == pytest.approx(2.0, abs=0.01), "what was done in vain has been spent"
+    spent.go_on_from([])
+    assert spent.after(batch)[TOKENS] == 2
+
+
+def test_the_best_step_is_the_first_of_the_best_that_have_a_checkpoint() -> None:
+    rewards = {10: 0.2, 20: 0.7, 25: 0.9, 30: 0.7, 40: 0.1}
+    rows = [
+        MetricsRow(
+            step=step,
+            metrics={"eval/reward": reward, "eval/hard/reward": step / 100}
+            | ({} if step == 25 else {WRITTEN: 0.1}),
+        )
+        for step, reward in rewards.items()
+    ]
+    rows.append(MetricsRow(step=50, metrics={"reward": 1.0, WRITTEN: 0.1}))
+    found = {
+        metric: best_step(
+            make_job().model_copy(update={"checkpoints": CheckpointSpec(keep_best=metric)}), rows
+        )
+        for metric in ("reward", "hard/reward", "pass@1", None)
+    }
+    assert found == {"reward": 20, "hard/reward": 40, "pass@1": None, None: None}
