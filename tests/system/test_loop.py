@@ -34,6 +34,7 @@ from shared.config import Settings
 from shared.job import Job
 from shared.wire import (
     TERMINAL,
+    EvaluationReport,
     Event,
     EventList,
     FolderWeights,
@@ -270,6 +271,23 @@ def test_the_openai_client_samples_the_trained_policy(
         for text, row in zip(texts, rows, strict=True)
     )
     assert right / len(rows) >= 0.6
+
+
+def test_models_are_compared_without_a_job(stack: Stack, learned: dict[str, Any]) -> None:
+    """The model that training began with and the last checkpoint, loaded as they are, get what the
+    job's own evaluations said; the sampler serves a job's weights again afterwards."""
+    models = ("task/model", f"demo:{STEPS}")
+    report = EvaluationReport.model_validate_json(
+        stack.hone("eval", *models, "--job", "job.toml", "-o", "json").stdout
+    )
+    (held_out,) = report.sets
+    before, after = held_out.models
+    summary = learned["summary"]
+    assert before.metrics["reward"].mean == pytest.approx(summary["eval_before"], abs=0.03)
+    assert after.metrics["pass@1"].mean == pytest.approx(summary["eval_after"], abs=0.03)
+    better = after.differences["reward"]
+    assert better.low is not None and better.low > 0
+    assert after.metrics["completions/mean_length"].mean > 1
 
 
 def _value(text: str) -> int | None:
