@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from services.orchestrator.record.retention import WRITTEN, best_step
+from services.orchestrator.record.retention import best_step
 from shared.service import hone_version
 from shared.wire import Checkpoint, JobRecord, MetricsRow
 
@@ -46,10 +46,10 @@ def summarize(
 
 
 def _seconds_per_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean seconds of each stage; evaluations and checkpoints are none."""
+    """Returns the mean seconds of each stage; evaluations are no stage."""
     stages = sorted({name for metrics in steps for name in metrics if name.startswith("time/")})
     return {
         stage.removeprefix("time/"): statistics.fmean(metrics.get(stage, 0.0) for metrics in steps)
         for stage in stages
-        if stage not in ("time/eval", WRITTEN)
+        if stage != "time/eval"
     }
