@@ -21,7 +21,7 @@ from services.orchestrator.loop.tasks import stop, to_the_end
 from services.orchestrator.queue import heartbeat
 from services.orchestrator.queue.leases import Lease, LeaseLost
 from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.store import Store, Wanted
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, Unavailable
 from shared.job import Job
@@ -123,13 +123,11 @@ class Comparison:
         raise Conflict(f"the samplers are taken: {await self._who_has_them()}")
 
     async def _who_has_them(self) -> str:
-        for record in await self.store.not_ended():
-            if record.status == "running":
-                return (
-                    f"job {record.id!r} trains (step {record.step} of {record.steps}); evaluate "
-                    f"once it has ended, or `hone pause {record.id}` first, and `hone resume "
-                    f"{record.id}` afterwards"
-                )
+        for job in (await self.store.list(None, 1, Wanted(status="running"))).jobs:
+            return (
+                f"job {job.id!r} trains (step {job.step} of {job.steps}); evaluate once it has "
+                f"ended, or `hone pause {job.id}` first, and `hone resume {job.id}` afterwards"
+            )
         return "another evaluation runs, or what had them ended without giving them back; try again"
 
     async def _give_back(self, lease: Lease) -> None:
