@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
 from shared.config import Settings
+from shared.errors import Failed
 from shared.job import Job
 from shared.wire import (
     TERMINAL,
@@ -67,21 +69,32 @@ def stop_at(fakes: FakeServices, call: int) -> asyncio.Event:
     return reached
 
 
-async def killed(settings: Settings, redis_url: str, job: Job, when: asyncio.Event) -> JobRecord:
-    """Submits the job, and kills its orchestrator when the event is set and what had been sampled
-    by then is written; its lease ends with it."""
+async def killed(
+    settings: Settings, redis_url: str, job: Job, when: asyncio.Event, num_groups: int
+) -> JobRecord:
+    """Submits the job, and kills its orchestrator when the event is set and the groups that had
+    been sampled by then, so many, are on disk; its lease ends with it."""
     async with orchestrator(settings, redis_url) as (store, transport):
         client = Client("orchestrator", "http://localhost", transport=transport)
         body = SubmitRequest(job=job)
         record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
         await asyncio.wait_for(when.wait(), 20)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(20):
+            while _num_on_disk(record) != num_groups:
+                await asyncio.sleep(0.01)
         assert await store.status(record.id) == "running"
     store = Store(redis_url)
     for lease in [key async for key in store._redis.scan_iter("hone:lease:*")]:
         await store._redis.delete(lease)
     await store.close()
     return record
+
+
+def _num_on_disk(record: JobRecord) -> int | None:
+    """None: a batch has just taken the place of some."""
+    with contextlib.suppress(Failed):
+        return sum(groups_on_disk(record).values())
+    return None
 
 
 async def goes_on(settings: Settings, redis_url: str, job_id: str) -> JobRecord:
@@ -91,8 +104,11 @@ async def goes_on(settings: Settings, redis_url: str, job_id: str) -> JobRecord:
     return found
 
 
-def group_files(record: JobRecord) -> list[Path]:
-    return sorted(Path(record.run_dir).glob("rollouts/*.groups/*.msgpack"))
+def groups_on_disk(record: JobRecord) -> dict[int, int]:
+    """How many groups each step has that has no batch yet."""
+    folder = RunFolder(Path(record.run_dir))
+    counts = {step: len(folder.groups(step)[0]) for step in range(1, STEPS + 1)}
+    return {step: count for step, count in counts.items() if count}
 
 
 def batches(record: JobRecord) -> list[Batch]:
@@ -110,16 +126,17 @@ async def test_a_killed_orchestrator_samples_only_what_was_under_way_again(
         undisturbed = await finish(client, small(job))
     assert services.calls.pop("generate") == STEPS * PROMPTS
     services.lose_trainer()
-    record = await killed(settings, redis_url, small(job), stop_at(services, call))
-    at_kill, finished = services.calls["generate"], len(group_files(record))
-    assert finished == (call - 1) % PROMPTS, "each group before that one is on disk"
+    finished = (call - 1) % PROMPTS  # each group before that one is on disk
+    record = await killed(settings, redis_url, small(job), stop_at(services, call), finished)
+    at_kill = services.calls["generate"]
+    assert sum(groups_on_disk(record).values()) == finished
     services.fault.clear()
     found = await goes_on(settings, redis_url, record.id)
     assert (found.status, found.attempts) == ("succeeded", 2)
     under_way = at_kill - finished - (call - 1) // PROMPTS * PROMPTS
     assert services.calls["generate"] == STEPS * PROMPTS + under_way
     assert batches(found) == batches(undisturbed), "as if nothing had died"
-    assert group_files(found) == [], "a batch takes the place of its groups"
+    assert groups_on_disk(found) == {}, "a batch takes the place of its groups"
 
 
 async def test_groups_of_steps_ahead_are_kept_and_stay_within_the_staleness_bound(
@@ -133,14 +150,14 @@ async def test_groups_of_steps_ahead_are_kept_and_stay_within_the_staleness_boun
             await asyncio.sleep(0.01)
 
     services.fault["train_step"] = hold
-    record = await killed(settings, redis_url, small(job, max_staleness=2), when)
-    done, files = len(batches(record)), group_files(record)
+    record = await killed(settings, redis_url, small(job, max_staleness=2), when, PROMPTS + 1)
+    done, groups = len(batches(record)), groups_on_disk(record)
     at_kill = services.calls["generate"]
-    assert sorted({file.parent.name for file in files}) == ["000003.groups", "000004.groups"]
+    assert sorted(groups) == [3, 4]
     services.fault.clear()
     found = await goes_on(settings, redis_url, record.id)
     assert found.status == "succeeded"
-    under_way = at_kill - len(files) - done * PROMPTS
+    under_way = at_kill - sum(groups.values()) - done * PROMPTS
     assert services.calls["generate"] == STEPS * PROMPTS + under_way
     assert all(0 <= batch.step - 1 - batch.version <= 2 for batch in batches(found))
 
@@ -149,8 +166,8 @@ async def test_groups_of_versions_that_a_rewind_undid_are_sampled_again(
     fakes: tuple[FakeServices, Settings], redis_url: str, job: Job
 ) -> None:
     services, settings = fakes
-    record = await killed(settings, redis_url, small(job), stop_at(services, PROMPTS * 3 + 4))
-    assert len(group_files(record)) == 3, "sampled by version 3"
+    record = await killed(settings, redis_url, small(job), stop_at(services, PROMPTS * 3 + 4), 3)
+    assert groups_on_disk(record) == {4: 3}, "sampled by version 3"
     services.fault.clear()
     services.restart_trainer()  # without a checkpoint: back to version 0
     sampled = services.calls["generate"]
@@ -163,9 +180,13 @@ async def test_a_damaged_group_is_named_and_sampled_again(
     fakes: tuple[FakeServices, Settings], redis_url: str, job: Job
 ) -> None:
     services, settings = fakes
-    record = await killed(settings, redis_url, small(job), stop_at(services, 4))
-    first, *others = group_files(record)
-    first.write_bytes(first.read_bytes().replace(b"wrong", b"right"))
+    record = await killed(settings, redis_url, small(job), stop_at(services, 4), 3)
+    first, *others = sorted(Path(record.run_dir).glob("rollouts/000001.groups/*.msgpack"))
+    whole = first.read_bytes()
+    first.unlink()
+    num_others = sum(groups_on_disk(record).values())
+    assert num_others < 3 and (num_others == 0) == (others == [])
+    first.write_bytes(whole.replace(b"wrong", b"right"))
     aside = first.with_name(f".{first.name}.0a1b2c3d")  # what a crash leaves of a write
     aside.write_bytes(b"half")
     services.fault.clear()
@@ -175,10 +196,10 @@ async def test_a_damaged_group_is_named_and_sampled_again(
             await asyncio.sleep(0.02)
         events = await store.events(record.id, "0")
     assert [event.message for event in events if event.level == "warning"] == [
-        f"step 1: the stored group {str(first)!r} is damaged: its checksum differs; "
-        "it is sampled again"
+        f"step 1: the file of groups {str(first)!r} is damaged: its checksum differs; "
+        "what it held is sampled again"
     ]
-    assert services.calls["generate"] - sampled == STEPS * PROMPTS - len(others)
+    assert services.calls["generate"] - sampled == STEPS * PROMPTS - num_others
     assert not first.parent.exists()
 
 
@@ -215,10 +236,10 @@ async def test_a_group_whose_rewards_are_missing_is_graded_again_and_not_sampled
         return Part(value=None, verdict="error", detail="the judge is away")
 
     services.grade = away
-    record = await killed(settings, redis_url, small(job, steps=1), stop_at(services, 4))
+    record = await killed(settings, redis_url, small(job, steps=1), stop_at(services, 4), 3)
     services.grade = grade
     services.fault.clear()
-    sampled, finished = services.calls["generate"], len(group_files(record))
+    sampled, finished = services.calls["generate"], sum(groups_on_disk(record).values())
     assert finished == 3
     found = await goes_on(settings, redis_url, record.id)
     assert (found.status, found.attempts) == ("succeeded", 2)

@@ -4,10 +4,12 @@ folder."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 from pathlib import Path
 
+from services.orchestrator.record import finished
 from shared.job import Job
 
 PATHS = {
@@ -104,8 +106,17 @@ def _sampled(rollouts: Path, job: Job) -> int:
     found = [-1]
     try:
         for folder in rollouts.glob("*.groups"):
-            if len([*folder.glob("0-*.msgpack")]) >= job.sampling.prompts_per_step:
-                found.append(int(folder.name.partition(".")[0]))
+            step = int(folder.name.partition(".")[0])
+            files = tuple(sorted(folder.glob("*.msgpack")))
+            if _num_groups(rollouts, step, files) >= job.sampling.prompts_per_step:
+                found.append(step)
     except FileNotFoundError:  # it went meanwhile
         pass
     return max(found)
+
+
+@functools.lru_cache(maxsize=64)
+def _num_groups(rollouts: Path, step: int, _files: tuple[Path, ...]) -> int:
+    """Returns how many groups of the first round these files hold, read once."""
+    groups, _ = finished.read(rollouts, step)
+    return sum(round == 0 for round, _ in groups)

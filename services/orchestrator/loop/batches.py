@@ -10,7 +10,7 @@ import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from services.orchestrator.loop.clock import Stopwatch
+from services.orchestrator.loop.clock import Stages
 from services.orchestrator.loop.decisions import MustPause
 from services.orchestrator.loop.groups import (
     GradedGroup,
@@ -19,12 +19,13 @@ from services.orchestrator.loop.groups import (
     to_batch,
     too_many_missing,
 )
+from services.orchestrator.loop.keeping import Keeping
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.loop.seeds import group_seed
-from services.orchestrator.loop.tasks import all_of, to_the_end
+from services.orchestrator.loop.tasks import all_of
 from services.orchestrator.loop.verdicts import verdicts_of
-from services.orchestrator.record.finished import Damaged, FinishedGroup, Place, digest_of
+from services.orchestrator.record.finished import FinishedGroup, Place, digest_of
 from services.orchestrator.record.folder import RunFolder
 from shared import tracing
 from shared.job import Job
@@ -49,12 +50,20 @@ class Sampled:
 
 
 @dataclass
-class _Round:
+class _Count:
     """What is counted while a step is sampled. `num_found` groups were on disk."""
 
-    watch: Stopwatch
+    stages: Stages
     num_resampled: int = 0
     num_found: int = 0
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    """A step's groups on disk: those `found` when its sampling began, and those that come."""
+
+    found: dict[Place, FinishedGroup]
+    keeping: Keeping
 
 
 async def warn_nobody(_message: str) -> None:
@@ -84,21 +93,20 @@ class Batches:
             return replace(await self._get(step), trace=trace)
 
     async def _get(self, step: int) -> Sampled:
-        count = _Round(Stopwatch())
+        count = _Count(Stages("generate", "reward", "keep"))
         stored = await asyncio.to_thread(self._stored, step)
         if stored and stored.graded:
             return Sampled(stored, {})
-        batch = await self._graded(stored) if stored else await self._sample(step, count)
+        batch = await self._graded(stored, count) if stored else await self._sample(step, count)
         if count.num_found:
             get_logger().info(
                 "groups found on disk", job=self.job_id, step=step, groups=count.num_found
             )
-        count.watch.lap("reward")
         if reason := too_many_missing(batch, self.max_missing):
             ungraded = batch.model_copy(update={"graded": False})
             await asyncio.to_thread(self.folder.write_batch, ungraded)
             raise MustPause(reason)
-        return Sampled(batch, count.watch.seconds, count.num_resampled, count.watch.span)
+        return Sampled(batch, count.stages.seconds, count.num_resampled, count.stages.span)
 
     async def note(self, batch: Batch) -> None:
         """Remembers which problems of a stored batch taught nothing, if the job skips those."""
@@ -111,31 +119,39 @@ class Batches:
     def _stored(self, step: int) -> Batch | None:
         return self.folder.batch(step) if step in self.folder.batch_steps() else None
 
-    async def _graded(self, stored: Batch) -> Batch:
+    async def _graded(self, stored: Batch, count: _Count) -> Batch:
         scores_PG = await all_of(map(self._score, stored.prompts, stored.groups))
+        count.stages.through("reward")
         return stored.model_copy(update={"scores": tuple(scores_PG), "graded": True})
 
-    async def _sample(self, step: int, count: _Round) -> Batch:
-        sample_round = functools.partial(self._sample_round, step, count)
+    async def _sample(self, step: int, count: _Count) -> Batch:
+        found, damaged = await asyncio.to_thread(self.folder.groups, step)
+        for sentence in damaged:
+            await self.warn(f"step {step}: {sentence}; what it held is sampled again")
+        keeping = Keeping(functools.partial(self.folder.write_groups, step))
+        on_disk = _OnDisk(found, keeping)
+        sample_round = functools.partial(self._sample_round, step, count, on_disk)
         groups_P = await sample_round(0, self.job.sampling.prompts_per_step)
         kept, dropped = await refill(groups_P, self.job, self.max_missing, sample_round)
         return to_batch(step, kept, dropped)
 
     async def _sample_round(
-        self, step: int, count: _Round, round: int, num_prompts: int
+        self, step: int, count: _Count, on_disk: _OnDisk, round: int, num_prompts: int
     ) -> list[GradedGroup]:
         """Returns graded groups of up to `num_prompts` prompts; each is graded as soon as it is
         sampled, while others still are."""
 
         async def sample_group(prompt: Prompt, position: int) -> GradedGroup:
             place = (round, position)
-            if found := await self._found(step, place, prompt):
+            if stored := await self._found(on_disk.found.get(place), step, prompt):
                 count.num_found += 1
-                return found
+                return stored
             group = await self._in_bounds(prompt, step, f"{round}:{position}", count)
-            count.watch.lap("generate")
+            count.stages.through("generate")
             graded = GradedGroup(prompt, group, await self._score(prompt, group))
-            await self._keep(step, place, graded)
+            count.stages.through("reward")
+            await self._keep(on_disk.keeping, place, graded)
+            count.stages.through("keep")
             return graded
 
         prompts = await asyncio.to_thread(self.prompts.for_step, step, round)
@@ -143,14 +159,11 @@ class Batches:
             sample_group(prompt, position) for position, prompt in enumerate(prompts[:num_prompts])
         )
 
-    async def _found(self, step: int, place: Place, prompt: Prompt) -> GradedGroup | None:
-        """Returns the group, if it is on disk and may be trained on: of this prompt, by this job's
-        settings, and within the staleness bound. One with missing rewards is graded again."""
-        try:
-            found = await asyncio.to_thread(self.folder.group, step, place)
-        except Damaged as error:
-            await self.warn(f"step {step}: {error}; it is sampled again")
-            return None
+    async def _found(
+        self, found: FinishedGroup | None, step: int, prompt: Prompt
+    ) -> GradedGroup | None:
+        """Returns the group that was on disk, if it may be trained on: of this prompt, by this
+        job's settings, and within the staleness bound. One with missing rewards is graded again."""
         if not found or not found.is_of(self._learned, prompt):
             return None
         oldest, newest = self._bounds(step)
@@ -160,9 +173,8 @@ class Batches:
         scores = found.scores if is_whole else await self._score(prompt, found.group)
         return GradedGroup(prompt, found.group, scores)
 
-    async def _keep(self, step: int, place: Place, graded: GradedGroup) -> None:
-        """Stores the group, unless all of it went wrong: that is asked for again. A write that
-        began has ended when the step is left."""
+    async def _keep(self, keeping: Keeping, place: Place, graded: GradedGroup) -> None:
+        """Stores the group, unless all of it went wrong: that is asked for again."""
         group = FinishedGroup(
             learned=self._learned,
             prompt=graded.prompt,
@@ -170,14 +182,14 @@ class Batches:
             scores=graded.scores,
         )
         if group.versions and group.has_samples:
-            await to_the_end(asyncio.to_thread(self.folder.write_group, step, place, group))
+            await keeping.add(place, group)
 
     def _bounds(self, step: int) -> tuple[int, int]:
         """Returns the oldest and the newest version that may sample for the step."""
         return max(step - 1 - self.job.max_staleness, 0), step - 1
 
     async def _in_bounds(
-        self, prompt: Prompt, step: int, position: str, count: _Round
+        self, prompt: Prompt, step: int, position: str, count: _Count
     ) -> RolloutGroup:
         """Returns the prompt's group, sampled by weights at most `max_staleness` steps older than
         those that the step is taken from, and by none that come after. Keys carry the epoch: what

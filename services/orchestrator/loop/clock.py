@@ -7,21 +7,45 @@ from collections.abc import Callable, Mapping
 
 
 class Stopwatch:
-    """`lap(name)` adds the seconds since the last lap, or the start, to `seconds[name]`.
-    `span` is when it was started and when the last lap ended."""
+    """`lap(name)` adds the seconds since the last lap, or the start, to `seconds[name]`."""
 
     def __init__(self) -> None:
-        self._began = self._since = time.perf_counter()
+        self._since = time.perf_counter()
         self.seconds: dict[str, float] = {}
-
-    @property
-    def span(self) -> tuple[float, float]:
-        return self._began, self._since
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
         self._since = now
+
+
+class Stages:
+    """Where the seconds of work go whose parts go through the same stages, beside each other. A
+    stage lasts until the last part is through it, from when the last part was through the stage
+    before."""
+
+    def __init__(self, *names: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.began_at = clock()
+        self._last_at: dict[str, float | None] = dict.fromkeys(names)
+
+    def through(self, name: str) -> None:
+        """A part is through the stage."""
+        self._last_at[name] = self._clock()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By stage; 0 for one that no part went through."""
+        since, found = self.began_at, dict[str, float]()
+        for name, at in self._last_at.items():
+            found[name] = max((at or since) - since, 0.0)
+            since += found[name]
+        return found
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """When the work began, and when the last stage ended."""
+        return self.began_at, self.began_at + sum(self.seconds.values())
 
 
 class StepClock:

@@ -1,10 +1,11 @@
 """The finished groups of steps that are being sampled, on disk as they come: what a crash costs is
 what was under way.
 
-    rollouts/000012.groups/0-3.v11.msgpack    round 0, position 3, newest version that sampled it
+    rollouts/000012.groups/000003.v11.msgpack    the third file, newest version that sampled any
 
-A file is complete or absent, and begins with a checksum. The groups of a step go once its batch is
-stored, which is the truth from then on.
+Groups that come together are one file, for each file waits for the disk. A file is complete or
+absent, and begins with a checksum. The groups of a step go once its batch is stored, which is the
+truth from then on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import xxhash
@@ -24,15 +25,11 @@ from shared.job.learned import learned
 from shared.wire import Prompt, RolloutGroup, Score, Wire
 
 STEP_FOLDER = re.compile(r"(\d+)\.groups")
-GROUP_FILE = re.compile(r"(\d+-\d+)\.v(\d+)\.msgpack")
+GROUPS_FILE = re.compile(r"(\d+)\.v(\d+)\.msgpack")
 CHECKSUM_BYTES = 8
 
 Place = tuple[int, int]
 """Of a group in its step: which round of sampling, and its position there."""
-
-
-class Damaged(Exception):
-    """A stored group that cannot be read, and why, in a sentence."""
 
 
 class FinishedGroup(Wire):
@@ -61,38 +58,56 @@ class FinishedGroup(Wire):
         return same_prompt and self.learned == learned
 
 
+class FinishedGroups(Wire):
+    """A file of them. `places` `[N]` are those of `groups` `[N]`."""
+
+    places: tuple[Place, ...]
+    groups: tuple[FinishedGroup, ...]
+    schema_version: int = 1
+
+
 def digest_of(job: Job) -> str:
     """Returns a digest of what the job learns."""
     return xxhash.xxh3_64_hexdigest(json.dumps(learned(job)).encode())
 
 
-def write(rollouts: Path, step: int, place: Place, finished: FinishedGroup) -> None:
-    """Stores the group, which some weights sampled, in place of another one at its place."""
+def write(rollouts: Path, step: int, groups: Mapping[Place, FinishedGroup]) -> None:
+    """Stores groups, each sampled by some weights, as one file: in place of others at their
+    places."""
     folder = _folder(rollouts, step)
     disk.make_folder(folder)
-    data = codec.encode(finished, codec.MSGPACK)
-    path = folder / f"{_name(place)}.v{max(finished.versions)}.msgpack"
-    disk.write_file(path, _checksum(data) + data)
-    for other in folder.glob(f"{_name(place)}.v*.msgpack"):
-        if other != path:
-            other.unlink(missing_ok=True)
+    number = 1 + max((int(found[1]) for found, _ in _files(folder)), default=0)
+    version = max(version for group in groups.values() for version in group.versions)
+    stored = FinishedGroups(places=tuple(groups), groups=tuple(groups.values()))
+    data = codec.encode(stored, codec.MSGPACK)
+    disk.write_file(folder / f"{number:06d}.v{version}.msgpack", _checksum(data) + data)
 
 
-def find(rollouts: Path, step: int, place: Place) -> Path | None:
-    """Returns the group's file, if it is stored."""
-    return next(_folder(rollouts, step).glob(f"{_name(place)}.v*.msgpack"), None)
+def read(rollouts: Path, step: int) -> tuple[dict[Place, FinishedGroup], list[str]]:
+    """Returns the step's groups by place, and a sentence for each file that is not as it was
+    written: it is removed."""
+    groups: dict[Place, FinishedGroup] = {}
+    damaged: list[str] = []
+    for _, path in sorted(_files(_folder(rollouts, step)), key=lambda each: int(each[0][1])):
+        stored = _stored(path)
+        if isinstance(stored, FinishedGroups):
+            groups |= zip(stored.places, stored.groups, strict=True)
+        else:
+            damaged.append(stored)
+            path.unlink(missing_ok=True)
+    return groups, damaged
 
 
-def read(path: Path) -> FinishedGroup:
-    """Raises Damaged for a file that is not as it was written."""
+def _stored(path: Path) -> FinishedGroups | str:
+    """Returns what the file holds, or why it cannot be read, in a sentence."""
     data = path.read_bytes()
     checksum, data = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
     if checksum != _checksum(data):
-        raise Damaged(f"the stored group {str(path)!r} is damaged: its checksum differs")
+        return f"the file of groups {str(path)!r} is damaged: its checksum differs"
     try:
-        return codec.decode_stored(FinishedGroup, data, codec.MSGPACK)
+        return codec.decode_stored(FinishedGroups, data, codec.MSGPACK)
     except BadRequest as error:
-        raise Damaged(f"the stored group {str(path)!r} cannot be read: {error.detail}") from error
+        return f"the file of groups {str(path)!r} cannot be read: {error.detail}"
 
 
 def forget(rollouts: Path, step: int) -> None:
@@ -103,8 +118,8 @@ def forget(rollouts: Path, step: int) -> None:
 
 
 def forget_newer(rollouts: Path, version: int) -> None:
-    """Removes the groups that weights newer than `version` had a part in: the trainer went back,
-    and will make others of the same number."""
+    """Removes the groups that weights newer than `version` had a part in, and those in one file
+    with them: the trainer went back, and will make others of the same number."""
     for _, folder in _step_folders(rollouts):
         for found, path in _files(folder):
             if int(found[2]) > version:
@@ -115,10 +130,6 @@ def _folder(rollouts: Path, step: int) -> Path:
     return rollouts / f"{step:06d}.groups"
 
 
-def _name(place: Place) -> str:
-    return "-".join(map(str, place))
-
-
 def _step_folders(rollouts: Path) -> Iterator[tuple[int, Path]]:
     for folder in rollouts.glob("*.groups"):
         if found := STEP_FOLDER.fullmatch(folder.name):
@@ -127,7 +138,7 @@ def _step_folders(rollouts: Path) -> Iterator[tuple[int, Path]]:
 
 def _files(folder: Path) -> Iterator[tuple[re.Match[str], Path]]:
     for path in folder.glob("*.msgpack"):
-        if found := GROUP_FILE.fullmatch(path.name):
+        if found := GROUPS_FILE.fullmatch(path.name):
             yield found, path
 
 

@@ -204,22 +204,16 @@ class RunFolder:
                 if step < first_step:
                     path.unlink(missing_ok=True)
 
-    def write_group(self, step: int, place: Place, group: FinishedGroup) -> None:
-        """Stores a finished group of a step that has no batch yet."""
+    def write_groups(self, step: int, groups: Mapping[Place, FinishedGroup]) -> None:
+        """Stores finished groups of a step that has no batch yet."""
         with writing("run folder", self.path):
-            finished.write(self._rollouts, step, place, group)
+            finished.write(self._rollouts, step, groups)
 
-    def group(self, step: int, place: Place) -> FinishedGroup | None:
-        """Returns the step's finished group at that place, if it is stored. Raises Damaged, once,
-        for one that is not as it was written: it is removed."""
-        path = finished.find(self._rollouts, step, place)
-        if path is None:
-            return None
-        try:
-            return finished.read(path)
-        except finished.Damaged:
-            path.unlink(missing_ok=True)
-            raise
+    def groups(self, step: int) -> tuple[dict[Place, FinishedGroup], list[str]]:
+        """Returns the step's finished groups by place, and a sentence for each file of them that
+        was damaged and is removed."""
+        with writing("run folder", self.path):
+            return finished.read(self._rollouts, step)
 
     def write_note(self, note: Note) -> None:
         """Writes `record.json`, if the folder is there: of a job that never began there is none."""

@@ -33,8 +33,9 @@ thing.
 
 Rewards are those of dropped groups too. Lengths are of the rollouts that did not end in an error.
 A step follows the one before without a gap, so their time/step add up to the whole: waiting for the
-batch, store, train, sync, checkpoint, eval and record. time/generate and time/reward are of this
-step's batch: without staleness all of the waiting for it, else in part under earlier steps.
+batch, store, train, sync, checkpoint, eval and record. time/generate, time/reward and time/keep
+(until all groups were sampled, then graded, then on disk) are of this step's batch: without
+staleness all of the waiting for it, else in part under earlier steps.
 """
 
 from __future__ import annotations

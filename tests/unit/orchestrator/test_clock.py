@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from services.orchestrator.loop.clock import StepClock, gap_s
+from services.orchestrator.loop.clock import Stages, StepClock, gap_s
 from services.orchestrator.loop.waits import Waits
 
 
@@ -67,3 +67,28 @@ def test_the_gap_between_two_spans_is_none_where_they_overlap_or_one_is_missing(
     assert gap_s((1.0, 4.0), (6.5, 8.0)) == 2.5
     assert gap_s((1.0, 4.0), (3.0, 8.0)) == 0.0
     assert gap_s(None, (3.0, 8.0)) == gap_s((1.0, 4.0), None) == 0.0
+
+
+def test_a_stage_lasts_until_the_last_part_is_through_it() -> None:
+    clock = Clock()
+    stages = Stages("generate", "reward", "keep", clock=clock)
+    for seconds, stage in (
+        (3, "generate"),
+        (1, "reward"),
+        (1, "keep"),  # of the first group, while another one is sampled
+        (5, "generate"),
+        (0.5, "reward"),
+        (0.25, "keep"),
+    ):
+        clock.now += seconds
+        stages.through(stage)
+    assert stages.seconds == {"generate": 10.0, "reward": 0.5, "keep": 0.25}
+    assert stages.span == (1000.0, 1010.75)
+
+
+def test_a_stage_that_no_part_went_through_takes_no_time() -> None:
+    clock = Clock()
+    stages = Stages("generate", "reward", "keep", clock=clock)
+    clock.now += 2
+    stages.through("reward")
+    assert stages.seconds == {"generate": 0.0, "reward": 2.0, "keep": 0.0}

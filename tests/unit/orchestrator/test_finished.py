@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from services.orchestrator.loop.keeping import Keeping
 from services.orchestrator.record import finished
-from services.orchestrator.record.finished import Damaged, FinishedGroup
+from services.orchestrator.record.finished import FinishedGroup, Place
 from services.orchestrator.record.folder import RunFolder
 from shared.job import Job
 from shared.wire import Prompt, Rollout, RolloutGroup, Score, Span
@@ -51,12 +56,13 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_a_group_comes_back_as_it_went_at_its_place_only(folder: RunFolder) -> None:
-    folder.write_group(12, (0, 3), made(10, 11))
-    found = folder.group(12, (0, 3))
-    assert found and (found.group, found.scores) == (made(10, 11).group, made(10, 11).scores)
+    folder.write_groups(12, {(0, 3): made(10, 11), (1, 4): made(10)})
+    groups, damaged = folder.groups(12)
+    assert (sorted(groups), damaged) == ([(0, 3), (1, 4)], [])
+    found = groups[0, 3]
+    assert (found.group, found.scores) == (made(10, 11).group, made(10, 11).scores)
     assert found.versions == {10, 11} and found.is_of(LEARNED, PROMPT), "a row may hold NaN"
-    others = [(12, (1, 3)), (12, (0, 4)), (12, (0, 33)), (11, (0, 3))]
-    assert [folder.group(step, place) for step, place in others] == [None] * 4
+    assert folder.groups(11) == ({}, [])
 
 
 @pytest.mark.parametrize(
@@ -83,31 +89,71 @@ def test_a_group_is_only_of_the_prompt_that_it_was_sampled_for() -> None:
 
 def test_a_version_that_is_undone_takes_its_groups_along(folder: RunFolder) -> None:
     for position, group in enumerate([made(3), made(3, 4), made(4), made(5)]):
-        folder.write_group(6, (0, position), group)
+        folder.write_groups(6, {(0, position): group})
     folder.start_at(4)
-    assert [folder.group(6, (0, position)) is None for position in range(4)] == [
-        *(False, False, False),
-        True,
-    ]
+    assert sorted(folder.groups(6)[0]) == [(0, 0), (0, 1), (0, 2)]
     folder.start_at(3)
-    assert [folder.group(6, (0, position)) is None for position in range(4)] == [
-        False,
-        *(True, True, True),
-    ]
+    assert sorted(folder.groups(6)[0]) == [(0, 0)]
+
+
+def test_no_group_is_left_of_a_file_that_holds_one_of_an_undone_version(folder: RunFolder) -> None:
+    folder.write_groups(6, {(0, 0): made(3), (0, 1): made(5)})
+    folder.start_at(4)
+    assert folder.groups(6) == ({}, [])
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 200])
-def test_a_damaged_group_is_said_once_and_is_gone(folder: RunFolder, damage: bytes) -> None:
-    folder.write_group(1, (0, 0), made(0))
-    (path,) = (folder.path / "rollouts/000001.groups").iterdir()
-    path.write_bytes(damage)
-    with pytest.raises(Damaged, match=r"000001\.groups/0-0\.v0\.msgpack' is damaged"):
-        folder.group(1, (0, 0))
-    assert folder.group(1, (0, 0)) is None
+def test_a_damaged_file_is_said_once_and_is_gone(folder: RunFolder, damage: bytes) -> None:
+    folder.write_groups(1, {(0, 0): made(0), (0, 1): made(0)})
+    folder.write_groups(1, {(0, 2): made(0)})
+    first, _ = sorted((folder.path / "rollouts/000001.groups").iterdir())
+    first.write_bytes(damage)
+    groups, (sentence,) = folder.groups(1)
+    assert sentence.endswith("000001.groups/000001.v0.msgpack' is damaged: its checksum differs")
+    assert list(groups) == [(0, 2)]
+    groups, damaged = folder.groups(1)
+    assert (list(groups), damaged) == ([(0, 2)], [])
 
 
 def test_a_group_takes_the_place_of_one_that_older_weights_sampled(folder: RunFolder) -> None:
-    for version in (3, 11):
-        folder.write_group(12, (0, 3), made(version))
-    names = [path.name for path in (folder.path / "rollouts/000012.groups").iterdir()]
-    assert names == ["0-3.v11.msgpack"]
+    for version in (11, 3):  # whichever was written last
+        folder.write_groups(12, {(0, 3): made(version)})
+    assert folder.groups(12)[0][0, 3].versions == {3}
+
+
+async def test_groups_that_come_while_one_is_written_are_written_together() -> None:
+    writes: list[list[Place]] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def write(groups: Mapping[Place, FinishedGroup]) -> None:
+        writes.append(list(groups))
+        begun.set()
+        assert go_on.wait(20)
+
+    keeping = Keeping(write)
+    first = asyncio.create_task(keeping.add((0, 0), made(0)))
+    await asyncio.to_thread(begun.wait, 20)
+    others = [asyncio.create_task(keeping.add((0, place), made(0))) for place in (1, 2, 3)]
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(first, *others)
+    assert writes == [[(0, 0)], [(0, 1), (0, 2), (0, 3)]]
+
+
+async def test_what_was_sampled_is_on_disk_when_the_work_that_was_cancelled_has_ended() -> None:
+    written: list[Place] = []
+    begun = threading.Event()
+
+    def write(groups: Mapping[Place, FinishedGroup]) -> None:
+        begun.set()
+        time.sleep(0.05)
+        written.extend(groups)
+
+    keeping = Keeping(write)
+    adding = [asyncio.create_task(keeping.add((0, place), made(0))) for place in range(3)]
+    await asyncio.to_thread(begun.wait, 20)
+    for task in adding:
+        task.cancel()
+    ended = await asyncio.gather(*adding, return_exceptions=True)
+    assert all(isinstance(error, asyncio.CancelledError) for error in ended)
+    assert written == [(0, 0), (0, 1), (0, 2)]

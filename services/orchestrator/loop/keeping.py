@@ -1,0 +1,31 @@
+"""A step's finished groups onto the disk as they come, those that come together at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from services.orchestrator.loop.tasks import to_the_end
+from services.orchestrator.record.finished import FinishedGroup, Place
+
+
+class Keeping:
+    """Of one step. While one write waits for the disk, what comes meanwhile is gathered for the
+    next. `write` is called in a thread, and by one at a time."""
+
+    def __init__(self, write: Callable[[Mapping[Place, FinishedGroup]], None]) -> None:
+        self._write = write
+        self._writing = asyncio.Lock()
+        self._waiting: dict[Place, FinishedGroup] = {}
+
+    async def add(self, place: Place, group: FinishedGroup) -> None:
+        """Returns once the group is on disk, also if it is cancelled meanwhile: what was sampled is
+        not lost with a worker that is asked to end."""
+        self._waiting[place] = group
+        await to_the_end(self._written(place))
+
+    async def _written(self, place: Place) -> None:
+        async with self._writing:
+            if place in self._waiting:  # else it was written along with another one
+                groups, self._waiting = self._waiting, {}
+                await asyncio.to_thread(self._write, groups)
