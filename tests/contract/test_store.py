@@ -18,9 +18,10 @@ import redis.asyncio as redis
 from services.orchestrator.queue import connection, heartbeat, keys, lua
 from services.orchestrator.queue.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.queue.ids import new_job_id
+from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store, Wanted
+from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import DataSpec, Job
 from shared.presence import Presence, tell_nobody
@@ -563,21 +564,21 @@ async def test_a_record_of_an_older_version_is_listed_and_filtered_too(
     (listed,) = (await store.list(None, 10, wanted)).jobs
     assert (listed.id, listed.model, listed.metadata) == (job_id, "m/m", {"team": "math"})
     with pytest.raises(Conflict, match=f"file '{file}' is in use by job '{job_id}', which is que"):
-        await store.remove_file(file)
+        await store.removals.add(file)
 
 
 async def test_a_file_is_removed_or_submitted_with_but_not_both(store: Store) -> None:
     file, other = "file-" + 24 * "a", "file-" + 24 * "b"
     job_id = await submit(store, data=DataSpec(train="x", eval=file))
     with pytest.raises(Conflict, match=f"in use by job '{job_id}', which is queued"):
-        await store.remove_file(file)
-    await store.remove_file(other)
+        await store.removals.add(file)
+    await store.removals.add(other)
     with pytest.raises(BadRequest, match=f"'{other}' was removed while the job was submitted"):
         await submit(store, data=DataSpec(train=other))
     await store.cancel(job_id)
-    await store.remove_file(file)
-    await store.remove_file(file)
-    await store.restore_file(other)
+    await store.removals.add(file)
+    await store.removals.add(file)
+    await store.removals.undo(other)
     await submit(store, data=DataSpec(train=other))
 
 

@@ -72,7 +72,7 @@ def _add_upload(service: Service, settings: Settings, uploads: Uploads, store: S
             name = _filename(file)
             stored = await asyncio.to_thread(uploads.add, file.file, name, purpose, key)
         if key:  # a file of this id may have been removed before
-            await store.restore_file(stored.id)
+            await store.removals.undo(stored.id)
         return stored
 
 
@@ -118,7 +118,7 @@ def _add_removal(service: Service, uploads: Uploads, store: Store) -> None:
     async def delete_file(file_id: str) -> FileDeleted:
         """Removes a file that no job needs any more."""
         await asyncio.to_thread(uploads.get, file_id)
-        await store.remove_file(file_id)
+        await store.removals.add(file_id)
         await asyncio.to_thread(uploads.remove, file_id)
         return FileDeleted(id=file_id)
 

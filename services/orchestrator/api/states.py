@@ -8,7 +8,8 @@ from typing import Annotated
 from fastapi import Query, Request
 
 from services.orchestrator.api.pages import METADATA, metadata_of
-from services.orchestrator.queue.store import Store, Wanted
+from services.orchestrator.queue.lists import Wanted
+from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.noting import cancel
 from shared.errors import BadRequest

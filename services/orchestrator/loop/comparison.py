@@ -20,8 +20,9 @@ from services.orchestrator.loop.prompts import HeldOut, load_held_out
 from services.orchestrator.loop.tasks import stop, to_the_end
 from services.orchestrator.queue import heartbeat
 from services.orchestrator.queue.leases import Lease, LeaseLost
+from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import Store, Wanted
+from services.orchestrator.queue.store import Store
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, Unavailable
 from shared.job import Job

@@ -16,8 +16,9 @@ from services.orchestrator.api.history import kept_checkpoints
 from services.orchestrator.api.jobs import check_job
 from services.orchestrator.api.pages import METADATA, metadata_of, page_of
 from services.orchestrator.openai import mapping
+from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.records import check_event_id
-from services.orchestrator.queue.store import Store, Wanted
+from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.noting import cancel
 from shared.config import Settings

@@ -14,18 +14,17 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from services.orchestrator.queue import identity, keys, rebuilding, scripts
 from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.ids import new_job_id
 from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
+from services.orchestrator.queue.lists import Lists, Wanted
 from services.orchestrator.queue.loans import Loans
 from services.orchestrator.queue.records import (
     SCHEMA,
-    SUMMARY,
     Unreadable,
     check_event_id,
     event_of,
@@ -33,9 +32,9 @@ from services.orchestrator.queue.records import (
     note_of,
     record_of,
     state_of,
-    summary_of,
 )
 from services.orchestrator.queue.registrations import Registrations
+from services.orchestrator.queue.removals import Removals
 from services.orchestrator.record.found import FoundRun
 from services.orchestrator.record.note import Note
 from shared.errors import BadRequest, Conflict, NotFound
@@ -48,7 +47,6 @@ from shared.wire import (
     JobList,
     JobRecord,
     JobState,
-    JobSummary,
     RecoveredJob,
 )
 
@@ -63,55 +61,31 @@ KEY_TTL_S = 24 * 3600
 
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
-S = TypeVar("S", bound=JobSummary)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which jobs a list has: those that fit all that is given. `metadata` are names and values that
-    a job has to have, None that it has none; `openai`, that it was submitted in OpenAI's shape."""
-
-    status: str | None = None
-    name: str | None = None
-    metadata: Mapping[str, str] | None = field(default_factory=dict[str, str])
-    openai: bool = False
-
-    def call(self) -> dict[str, Any]:
-        """Returns the arguments of `scripts.LIST`."""
-        any_metadata = self.metadata is not None and not self.metadata
-        return {
-            "status": self.status,
-            "name": self.name,
-            "metadata": None if any_metadata else json.dumps(self.metadata),
-            "openai": self.openai or None,
-        }
-
 
 class Store:
-    """All of the orchestrator's state; `samplers` are those that registered, and `loans` those that
-    evaluations use. Every method raises
+    """All of the orchestrator's state; `samplers` are those that registered, `loans` those that
+    evaluations use, and `removals` the uploaded files that were removed. Every method raises
     StoreUnavailable when Redis cannot be reached, and StoreEmptied when it is not the one with the
-    jobs. Of the jobs that ended the newest `keep_jobs` are
-    kept, and of each job the newest `keep_events` events or some more."""
+    jobs. Of the jobs that ended the newest `keep_jobs` are kept, and of each job the newest
+    `keep_events` events or some more."""
 
     def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
         limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
         self._connection = connection = Connection(url, limits)
         self.samplers = Registrations(connection)
         self.loans = Loans(connection)
+        self.removals = Removals(connection, KEY_TTL_S)
+        self._lists = Lists(connection)
         self._deciding = asyncio.Lock()  # which Redis is used
         self._runs_dir: Path | None = None  # whose jobs it has
         self._redis, self._followers = connection.client, connection.followers
         self._call, self._do, self._hash = connection.call, connection.do, connection.hash
         self._submit = self._redis.register_script(scripts.SUBMIT)
-        self._list = self._redis.register_script(scripts.LIST)
-        self._remove_file = self._redis.register_script(scripts.REMOVE_FILE)
         self._take = self._redis.register_script(scripts.TAKE)
         self._beat = connection.beats.register_script(scripts.BEAT)
         self._report = self._redis.register_script(scripts.REPORT)
         self._halt = self._redis.register_script(scripts.HALT)
         self._pause = self._redis.register_script(scripts.PAUSE)
-        self._waiting = self._redis.register_script(scripts.WAITING)
         self._resume = self._redis.register_script(scripts.RESUME)
         self._cancel = self._redis.register_script(scripts.CANCEL)
         self._delete = self._redis.register_script(scripts.DELETE)
@@ -206,24 +180,9 @@ class Store:
             )
         return await self.get(known_id)
 
-    async def remove_file(self, file_id: str) -> None:
-        """Lets no further job be submitted with the uploaded file. Raises Conflict while one names
-        it that has not ended."""
-        answer = await self._call(self._remove_file, file=file_id, removed_ttl_s=KEY_TTL_S)
-        if answer != "ok":
-            job_id, status = answer.split(" ")
-            raise Conflict(
-                f"file {file_id!r} is in use by job {job_id!r}, which is {status}; cancel the job "
-                "or wait for its end"
-            )
-
-    async def restore_file(self, file_id: str) -> None:
-        """Lets jobs be submitted again with a file that was removed and is there again."""
-        await self._do(self._redis.delete(keys.REMOVED + file_id))
-
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound, or Unreadable for a record that this version cannot read."""
-        (record,) = await self._with_places([await self._read(job_id)])
+        (record,) = await self._lists.with_places([await self._read(job_id)])
         return record
 
     async def _read(self, job_id: str) -> JobRecord:
@@ -232,22 +191,6 @@ class Store:
         if not fields:
             raise _no_job(job_id)
         return record_of(job_id, fields)
-
-    async def _with_places(self, records: Sequence[S]) -> list[S]:
-        """Returns the records; those of queued jobs say which place they have, and who has the
-        trainers."""
-        queued = [record.id for record in records if record.status == "queued"]
-        if not queued:
-            return list(records)
-        found = json.loads(await self._call(self._waiting, ids=" ".join(queued)))
-        return [
-            record.model_copy(
-                update={"place": found["places"].get(record.id), "waits_for": found["holders"]}
-            )
-            if record.status == "queued"
-            else record
-            for record in records
-        ]
 
     async def note(self, job_id: str) -> Note:
         """Returns what the run folder keeps of the record. Raises NotFound, or Unreadable."""
@@ -262,27 +205,8 @@ class Store:
 
     async def list(self, after: str | None, limit: int, wanted: Wanted | None = None) -> JobList:
         """Returns up to `limit` of the jobs `wanted`, newest first, older than job `after`. Those
-        whose records cannot be read are named."""
-        answer = await self._call(
-            self._list, limit=limit, after=after, names=SUMMARY, **(wanted or Wanted()).call()
-        )
-        if answer == "unknown":
-            raise NotFound(f"no job {after!r} to list jobs after")
-        page = json.loads(answer)
-        summaries: list[JobSummary] = []
-        unreadable: list[str] = []
-        for job_id, values in page["jobs"] or ():
-            fields = dict(zip(SUMMARY, values or (), strict=False))
-            present = {name: value for name, value in fields.items() if value is not False}
-            try:
-                summaries.append(summary_of(job_id, present))
-            except Unreadable:
-                unreadable.append(job_id)
-        return JobList(
-            jobs=tuple(await self._with_places(summaries)),
-            next_after=page["jobs"][-1][0] if page["more"] else None,
-            unreadable=tuple(unreadable),
-        )
+        whose records cannot be read are named. Raises NotFound if there is no job `after`."""
+        return await self._lists.page(after, limit, wanted or Wanted())
 
     async def cancel(self, job_id: str) -> JobState:
         """Returns the state of the job, which is cancelled now if it was queued or paused and soon

@@ -1,0 +1,86 @@
+"""Many jobs at a time: pages of them, and the places of those that wait."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from services.orchestrator.queue import scripts
+from services.orchestrator.queue.connection import Connection
+from services.orchestrator.queue.records import SUMMARY, Unreadable, summary_of
+from shared.errors import NotFound
+from shared.wire import JobList, JobSummary
+
+S = TypeVar("S", bound=JobSummary)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which jobs a list has: those that fit all that is given. `metadata` are names and values that
+    a job has to have, None that it has none; `openai`, that it was submitted in OpenAI's shape."""
+
+    status: str | None = None
+    name: str | None = None
+    metadata: Mapping[str, str] | None = field(default_factory=dict[str, str])
+    openai: bool = False
+
+    def call(self) -> dict[str, Any]:
+        """Returns the arguments of `scripts.LIST`."""
+        any_metadata = self.metadata is not None and not self.metadata
+        return {
+            "status": self.status,
+            "name": self.name,
+            "metadata": None if any_metadata else json.dumps(self.metadata),
+            "openai": self.openai or None,
+        }
+
+
+class Lists:
+    """Every method raises StoreUnavailable when Redis cannot be reached."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._call = connection.call
+        self._list = connection.client.register_script(scripts.LIST)
+        self._waiting = connection.client.register_script(scripts.WAITING)
+
+    async def page(self, after: str | None, limit: int, wanted: Wanted) -> JobList:
+        """Returns up to `limit` of the jobs `wanted`, newest first, older than job `after`. Those
+        whose records cannot be read are named."""
+        answer = await self._call(
+            self._list, limit=limit, after=after, names=SUMMARY, **wanted.call()
+        )
+        if answer == "unknown":
+            raise NotFound(f"no job {after!r} to list jobs after")
+        page = json.loads(answer)
+        summaries: list[JobSummary] = []
+        unreadable: list[str] = []
+        for job_id, values in page["jobs"] or ():
+            fields = dict(zip(SUMMARY, values or (), strict=False))
+            present = {name: value for name, value in fields.items() if value is not False}
+            try:
+                summaries.append(summary_of(job_id, present))
+            except Unreadable:
+                unreadable.append(job_id)
+        return JobList(
+            jobs=tuple(await self.with_places(summaries)),
+            next_after=page["jobs"][-1][0] if page["more"] else None,
+            unreadable=tuple(unreadable),
+        )
+
+    async def with_places(self, records: Sequence[S]) -> list[S]:
+        """Returns the records; those of queued jobs say which place they have, and who has the
+        trainers."""
+        queued = [record.id for record in records if record.status == "queued"]
+        if not queued:
+            return list(records)
+        found = json.loads(await self._call(self._waiting, ids=" ".join(queued)))
+        return [
+            record.model_copy(
+                update={"place": found["places"].get(record.id), "waits_for": found["holders"]}
+            )
+            if record.status == "queued"
+            else record
+            for record in records
+        ]

@@ -1,0 +1,32 @@
+"""Uploaded files that were removed, or are about to be: no job is submitted with one of them."""
+
+from __future__ import annotations
+
+from services.orchestrator.queue import keys, scripts
+from services.orchestrator.queue.connection import Connection
+from shared.errors import Conflict
+
+
+class Removals:
+    """Each is remembered for `ttl_s` seconds. Every method raises StoreUnavailable when Redis
+    cannot be reached."""
+
+    def __init__(self, connection: Connection, ttl_s: int) -> None:
+        self._call, self._do, self._redis = connection.call, connection.do, connection.client
+        self._ttl_s = ttl_s
+        self._remove = connection.client.register_script(scripts.REMOVE_FILE)
+
+    async def add(self, file_id: str) -> None:
+        """Lets no further job be submitted with the uploaded file. Raises Conflict while one names
+        it that has not ended."""
+        answer = await self._call(self._remove, file=file_id, removed_ttl_s=self._ttl_s)
+        if answer != "ok":
+            job_id, status = answer.split(" ")
+            raise Conflict(
+                f"file {file_id!r} is in use by job {job_id!r}, which is {status}; cancel the job "
+                "or wait for its end"
+            )
+
+    async def undo(self, file_id: str) -> None:
+        """Lets jobs be submitted again with a file that was removed and is there again."""
+        await self._do(self._redis.delete(keys.REMOVED + file_id))
