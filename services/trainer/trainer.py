@@ -105,12 +105,13 @@ class Trainer:
 
     def load_job(self, request: TrainerJob) -> TrainerState:
         """Loads the job in place of the one before: from its newest checkpoint, or at its start.
-        The same job again changes nothing. Raises Conflict for checkpoints of another job or
-        model."""
+        The same job again changes nothing, unless another trainer has taken it further. Raises
+        Conflict for checkpoints of another job or model."""
         loaded = self._loaded
         if self._newest is not None and request.fence < self._newest.fence:
             raise _stale(request, self._newest)
         self._newest = request
+        folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
         if loaded and loaded.request.job_id == request.job_id:
             if not same_learning(loaded.request.job, request.job):
                 raise Conflict(
@@ -118,10 +119,10 @@ class Trainer:
                     "come with the same job",
                     code="body_differs",
                 )
-            if loaded.request.job.memory == request.job.memory:
+            has_memory = loaded.request.job.memory == request.job.memory
+            if has_memory and self._newest_step(folder) <= loaded.step:
                 return self._continued(loaded, request)
         self._ranks.together(lambda: self._seams.check_job(request.job))
-        folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
         model = self._ranks.from_rank_0(lambda: self._seams.fingerprint(request.job))
         found = newest_whole(self._ranks, folder, request, model)
         self.unload()
@@ -140,6 +141,12 @@ class Trainer:
             seconds=seconds,
         )
         return self.state()
+
+    def _newest_step(self, folder: Path) -> int:
+        """Returns the step of the newest checkpoint, whoever wrote it; -1 without one."""
+        return self._ranks.from_rank_0(
+            lambda: max((found.step for found in checkpoints.listed(folder)), default=-1)
+        )
 
     def _continued(self, loaded: Loaded, request: TrainerJob) -> TrainerState:
         """Goes on with the engine that is loaded, for a job that may differ in what an engine does

@@ -90,6 +90,19 @@ def test_a_job_goes_on_from_its_newest_checkpoint_and_answers_its_step_again(tmp
     assert second.train_step(step_request(5)).step == 5
 
 
+def test_a_job_that_another_trainer_took_further_goes_on_from_there(tmp_path):
+    first, engines = trained(tmp_path, 2, every=2)
+    second, _ = make_trainer(tmp_path)
+    second.load_job(job_request())
+    for step in (3, 4):
+        second.train_step(step_request(step))
+    second.write_checkpoint(checkpoint(4))
+    state = first.load_job(job_request())
+    assert (state.step, state.resumed_step) == (4, 4), "it still had step 2"
+    assert engines[0].closed and engines[1].num_updates == 4
+    assert first.train_step(step_request(5)).step == 5
+
+
 def test_the_count_of_skipped_steps_goes_on_too(tmp_path):
     trainer, engines = make_trainer(tmp_path)
     trainer.load_job(job_request())
@@ -278,6 +291,14 @@ def on_both(trainers, name: str, body):
     return on_all(
         *(lambda trainer=trainer: getattr(trainer, name)(body) for trainer, _ in trainers)
     )
+
+
+def test_ranks_that_are_behind_the_checkpoints_load_the_job_again_together(tmp_path):
+    trainers = two_ranks(tmp_path)
+    on_both(trainers, "load_job", job_request())
+    trained(tmp_path, 3)
+    states = on_both(trainers, "load_job", job_request())
+    assert [state.step for state in states] == [3, 3]
 
 
 def test_every_rank_writes_its_share_and_reads_it_back(tmp_path):
