@@ -1,0 +1,149 @@
+"""Whatever is sent to a service, it answers as its OpenAPI document says, and never with a 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import requests
+from fastapi.responses import JSONResponse
+from huggingface_hub.errors import RepositoryNotFoundError
+
+from services.orchestrator.app import create_service as create_orchestrator
+from services.orchestrator.data import preview
+from services.orchestrator.queue.store import Store
+from services.reward.app import create_service as create_reward
+from services.trainer.app import create_service as create_trainer
+from shared.client import Client
+from shared.config import Settings
+from shared.job import Job
+from shared.wire import JobRecord, ModelRequest, ServingWeights, SubmitRequest
+from tests.contract.test_trainer_contract import OneRank
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.fuzzing import TIMEOUT_S, Fuzzed, fuzz, served
+from tests.support.rollout_bench import RolloutBench
+from tests.support.trainer_fakes import make_trainer
+
+job = orchestrator_stack.job  # a fixture
+
+NUM_JOBS = 8
+
+Target = Callable[[], contextlib.AbstractAsyncContextManager[Fuzzed]]
+
+
+def hurry(case: Any) -> None:
+    """Lets no request wait for operations as long as it may."""
+    if isinstance(case.body, dict) and "wait_s" in case.body:
+        case.body["wait_s"] = 0.01
+
+
+@pytest.fixture
+def targets(
+    settings: Settings,
+    redis_url: str,
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> dict[str, Target]:
+    """Each service as it is, with fakes where it meets an engine, the Hub or another service."""
+
+    @contextlib.asynccontextmanager
+    async def orchestrator() -> AsyncGenerator[Fuzzed]:
+        without_hub(monkeypatch)
+        fakes, store = FakeServices(settings), Store(redis_url)
+        serve_a_model(fakes)
+        await store.open()
+        async with fakes.running(settings) as own:
+            service = create_orchestrator(own, store)
+            async with served(service) as url, Client("orchestrator", url) as client:
+                body = SubmitRequest(job=job)
+                ids = [
+                    (await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)).id
+                    for _ in range(NUM_JOBS)
+                ]
+                yield Fuzzed(service, url, {"job_id": ids, "model_id": ["policy"]}, hurry)
+
+    @contextlib.asynccontextmanager
+    async def rollout() -> AsyncGenerator[Fuzzed]:
+        bench = RolloutBench(tmp_path / "rollout")
+
+        def wake(case: Any, _answer: Any) -> None:
+            """What is paused would wait for ever, and what sleeps is unavailable, as it should."""
+            for engine in bench.engines:
+                engine.frozen.set()
+            if case.path == "/sleep":
+                model = {"model": f"tiny-{len(bench.engines)}"}
+                requests.put(f"{url}/model", json=model, timeout=TIMEOUT_S).raise_for_status()
+
+        async with served(bench.service) as url, Client("rollout", url) as client:
+            spec = ModelRequest(model="tiny")
+            await client.call("PUT", "/model", spec, ServingWeights, deadline_s=60)
+            yield Fuzzed(bench.service, url, {}, hurry, wake)
+
+    @contextlib.asynccontextmanager
+    async def trainer() -> AsyncGenerator[Fuzzed]:
+        rank = OneRank(make_trainer(tmp_path)[0])
+        service = create_trainer(settings, rank.trainer, rank.run, {})
+        async with served(service) as url:
+            yield Fuzzed(service, url, {}, hurry)
+
+    @contextlib.asynccontextmanager
+    async def reward() -> AsyncGenerator[Fuzzed]:
+        service = create_reward(settings)
+        async with served(service) as url:
+            yield Fuzzed(service, url, {}, hurry)
+
+    return {"orchestrator": orchestrator, "rollout": rollout, "trainer": trainer, "reward": reward}
+
+
+def without_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the Hub have nothing."""
+    absent = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co"))
+
+    def unknown(*_: Any, **__: Any) -> None:
+        raise RepositoryNotFoundError("404", response=absent)  # type: ignore[arg-type]
+
+    def not_fetched(_: Job) -> Path:
+        raise preview.CannotCount("the tokenizer cannot be fetched")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unknown)
+    monkeypatch.setattr(preview, "_fetched", not_fetched)
+
+
+def serve_a_model(fakes: FakeServices) -> None:
+    app = fakes.service("rollout").app
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+
+async def check(target: Target, num_cases: int) -> None:
+    async with target() as fuzzed:
+        findings = await asyncio.to_thread(fuzz, fuzzed, num_cases)
+    for kind, shown in findings.faults.items():
+        print(f"--- {kind}\n{shown}")
+    print(f"{num_cases} requests, by status: {dict(sorted(findings.statuses.items()))}")
+    assert not findings.faults
+    assert sum(findings.statuses.values()) >= num_cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["orchestrator", "rollout", "trainer", "reward"])
+async def test_a_service_answers_as_documented(targets: dict[str, Target], name: str) -> None:
+    await check(targets[name], 100)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["orchestrator", "rollout", "trainer", "reward"])
+async def test_a_service_answers_any_of_2000_requests_as_documented(
+    targets: dict[str, Target], name: str
+) -> None:
+    await check(targets[name], 2000)
