@@ -133,5 +133,8 @@ async def answer_http(request: Request, error: Exception) -> Response:
     document = {"detail": f"{asked}: {error.detail}"}
     refused = from_problem(error.status_code, document, "service").problem()
     return JSONResponse(
-        refused | {"status": error.status_code}, error.status_code, media_type=MEDIA_TYPE
+        refused | {"status": error.status_code},
+        error.status_code,
+        error.headers,
+        media_type=MEDIA_TYPE,
     )

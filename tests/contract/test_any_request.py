@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import random
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,14 @@ from services.orchestrator.app import create_service as create_orchestrator
 from services.orchestrator.data import preview
 from services.orchestrator.queue.store import Store
 from services.reward.app import create_service as create_reward
+from services.rollout.weights.fetching import Fetcher
 from services.trainer.app import create_service as create_trainer
 from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
 from shared.wire import JobRecord, ModelRequest, ServingWeights, SubmitRequest
 from tests.contract.test_trainer_contract import OneRank
-from tests.support import orchestrator_stack
+from tests.support import orchestrator_stack, rollout_bench
 from tests.support.fake_services import FakeServices
 from tests.support.fuzzing import TIMEOUT_S, Fuzzed, fuzz, served
 from tests.support.rollout_bench import RolloutBench
@@ -41,6 +44,36 @@ def hurry(case: Any) -> None:
     """Lets no request wait for operations as long as it may."""
     if isinstance(case.body, dict) and "wait_s" in case.body:
         case.body["wait_s"] = 0.01
+
+
+def near(job: Job, file_id: str) -> Callable[[Any], None]:
+    """Puts a job that can run in place of half of those that are submitted, with one section of
+    what was made up: else hardly any would be accepted."""
+    rng = random.Random(0)
+    good = job.model_copy(update={"steps": 1}).model_dump(mode="json", exclude_unset=True)
+
+    def adjust(case: Any) -> None:
+        hurry(case)
+        if not isinstance(case.body, dict) or rng.random() < 0.5:
+            return
+        if "job" in case.body:
+            made_up = case.body["job"] if isinstance(case.body["job"], dict) else {}
+            key = rng.choice([*made_up, "name"])
+            case.body["job"] = good | {key: made_up.get(key, "demo"), "steps": 1}
+        elif "training_file" in case.body:
+            case.body["training_file"] = file_id
+            case.body["hone"] = {"steps": 1, "data": {"columns": {}}}
+
+    return adjust
+
+
+async def uploaded(url: str) -> str:
+    """Returns the id of a file with rows."""
+    async with httpx.AsyncClient(base_url=url) as http:
+        rows = b"".join(b'{"prompt": "%d?", "answer": "1"}\n' % number for number in range(8))
+        file = {"file": ("rows.jsonl", rows)}
+        made = await http.post("/v1/files", files=file, data={"purpose": "fine-tune"})
+        return made.raise_for_status().json()["id"]
 
 
 @pytest.fixture
@@ -62,15 +95,18 @@ def targets(
         async with fakes.running(settings) as own:
             service = create_orchestrator(own, store)
             async with served(service) as url, Client("orchestrator", url) as client:
-                body = SubmitRequest(job=job)
+                body, file_id = SubmitRequest(job=job), await uploaded(url)
                 ids = [
                     (await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)).id
                     for _ in range(NUM_JOBS)
                 ]
-                yield Fuzzed(service, url, {"job_id": ids, "model_id": ["policy"]}, hurry)
+                known = {"job_id": ids, "file_id": [file_id], "model_id": ["policy"]}
+                yield Fuzzed(service, url, known, near(job, file_id))
 
     @contextlib.asynccontextmanager
     async def rollout() -> AsyncGenerator[Fuzzed]:
+        at_once = functools.partial(Fetcher, patience_s=0.0)
+        monkeypatch.setattr(rollout_bench, "Fetcher", at_once)
         bench = RolloutBench(tmp_path / "rollout")
 
         def wake(case: Any, _answer: Any) -> None:
@@ -84,7 +120,7 @@ def targets(
         async with served(bench.service) as url, Client("rollout", url) as client:
             spec = ModelRequest(model="tiny")
             await client.call("PUT", "/model", spec, ServingWeights, deadline_s=60)
-            yield Fuzzed(bench.service, url, {}, hurry, wake)
+            yield Fuzzed(bench.service, url, {}, hurry, wake, frozenset({"POST /reload_weights"}))
 
     @contextlib.asynccontextmanager
     async def trainer() -> AsyncGenerator[Fuzzed]:

@@ -13,7 +13,7 @@ from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.syncing import candidates, fuller_than
 from shared.client import Client
-from shared.errors import Failed
+from shared.errors import Conflict, Failed
 from shared.job import Job, LoraSpec
 from shared.packed import Logprobs, TokenIds
 from shared.wire import (
@@ -221,7 +221,7 @@ async def test_what_cannot_be_taken_off_the_trainers_gpu_goes_by_http(
 ) -> None:
     async def fails(request: PublishRequest) -> None:
         if request.method == "nccl":
-            raise Failed("2 tensors of the version have another name while they are trained")
+            raise Conflict("2 tensors of the version have another name while they are trained")
 
     stack.fakes.fault["publish"] = fails
     stack.fakes.gpus = "GPU-1", ("GPU-2",)

@@ -557,6 +557,16 @@ async def test_a_request_id_comes_back(settings: Settings) -> None:
         assert len((await http.get("/healthz")).headers["x-request-id"]) == 16
 
 
+async def test_a_method_that_a_route_has_not_is_refused_with_those_it_has(
+    settings: Settings,
+) -> None:
+    transport = httpx.ASGITransport(app=Counter(settings).service.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        answer = await http.delete("/version")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
+    assert answer.json()["detail"] == "DELETE /version: Method Not Allowed"
+
+
 async def test_an_unknown_parameter_of_a_query_is_refused_by_name(settings: Settings) -> None:
     counter = Counter(settings)
     transport = httpx.ASGITransport(app=counter.service.app)

@@ -30,19 +30,22 @@ CHECKS: Any = [
     checks.response_headers_conformance,
     checks.response_schema_conformance,
 ]
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
+"""Much more than any of them takes, also where the machine is busy."""
 
 
 @dataclass
 class Fuzzed:
     """A service at `url`. In half of the requests a path parameter is one of `known`, by its name;
-    `adjust` changes a request before it is sent, and `after` is called with what was answered."""
+    `adjust` changes a request before it is sent, and `after` is called with what was answered.
+    What `needs_others` may be answered with 503, for those others are not there."""
 
     service: Service
     url: str
     known: Mapping[str, Sequence[str]] = field(default_factory=dict)
     adjust: Callable[[Any], None] = lambda _: None
     after: Callable[[Any, Any], None] = lambda _case, _answer: None
+    needs_others: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -105,7 +108,8 @@ def _note(findings: Findings, fuzzed: Fuzzed, case: Any, session: requests.Sessi
     try:
         answer = case.call(base_url=fuzzed.url, session=session, timeout=TIMEOUT_S)
         findings.statuses[answer.status_code] += 1
-        case.validate_response(answer, checks=CHECKS)
+        away = answer.status_code == 503 and label in fuzzed.needs_others
+        case.validate_response(answer, checks=CHECKS[1:] if away else CHECKS)
         fuzzed.after(case, answer)
     except FailureGroup as group:
         for failure in group.exceptions:

@@ -20,7 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"opentelemetry"},  # in tracing.py, only where a collector is named
     "hone": WIRE | {"typer", "rich"},
     "services/orchestrator": WIRE
-    | {"redis", "wandb", "datasets", "huggingface_hub", "jinja2", "tokenizers", "xxhash"},
+    | {"redis", "wandb", "datasets", "huggingface_hub", "jinja2", "pyarrow", "tokenizers"}
+    | {"xxhash"},
     "services/rollout": WIRE
     | {"numpy", "vllm", "torch", "transformers", "safetensors", "prometheus_client", "uvicorn"},
     "services/trainer": WIRE

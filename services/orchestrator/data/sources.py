@@ -168,6 +168,19 @@ def _header(line: str) -> list[str]:
         return []
 
 
+def _parquet(path: Path, name: str, version: str) -> Table:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_metadata
+
+    try:
+        num_rows = read_metadata(path).num_rows  # `datasets` fails on none, with another reason
+    except (ArrowException, OSError) as error:
+        raise BadRequest(f"{name} cannot be read: {str(error).splitlines()[0]}") from error
+    if not num_rows:
+        raise no_rows(name)
+    return _arrow("parquet", path, name, version)
+
+
 def _arrow(format: str, path: Path, name: str, version: str) -> Table:
     return ArrowTable(name, version, {"path": format, "data_files": str(path), "split": "train"})
 
@@ -176,7 +189,7 @@ FORMATS: dict[str, Callable[[Path, str, str], Table]] = {
     ".jsonl": lambda path, name, version: JsonTable(name, path, version),
     ".json": lambda path, name, version: JsonTable(name, path, version),
     ".csv": _csv,
-    ".parquet": lambda path, name, version: _arrow("parquet", path, name, version),
+    ".parquet": _parquet,
 }
 
 

@@ -197,8 +197,8 @@ async def _published(peers: Peers, version: int, method: SyncMethod) -> WeightsR
         if isinstance(published.root, SentWeights):
             peers.check_transfer(published.root)
         return published
-    except Failed as error:
-        if method not in GIVEN_UP or error.code in NOT_OF_THE_SYNC:
+    except (Failed, Conflict) as error:
+        if method not in GIVEN_UP or error.code in NOT_OF_THE_SYNC | {"out_of_order"}:
             raise
         raise SyncFailed(f"weight sync: {error.detail}", code=error.code) from error
 

@@ -32,7 +32,7 @@ from shared import digest
 from shared.adapters import CONFIG, FILES
 from shared.config import Settings
 from shared.disk import write_file
-from shared.errors import Failed, NotFound
+from shared.errors import Conflict, Failed, NotFound
 from shared.job import JOB_ID, SyncMethod
 from shared.wire import (
     AdapterWeights,
@@ -146,10 +146,10 @@ class Device:
         self.deadline_s = deadline_s
 
     def tensors(self, written: Written) -> dict[str, Any]:
-        """Returns the tensors of a version. Raises Failed where it has others in memory."""
+        """Returns the tensors of a version. Raises Conflict where it has others in memory."""
         live = self._live()
         if missing := sorted(written.tensors.keys() - live.keys()):
-            raise Failed(
+            raise Conflict(
                 f"{len(missing)} tensors of the version have another name while they are trained, "
                 f'the first is {missing[0]!r}: weight_sync "nccl" and "ipc" cannot send them'
             )

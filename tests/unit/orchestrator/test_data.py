@@ -26,6 +26,19 @@ ROWS = [{"question": f"{n}+1?", "answer": str(n + 1), "level": n % 5} for n in r
 MAPPED = {"columns": {"prompt": "question"}}
 
 
+def parquet_without_rows() -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    file = io.BytesIO()
+    column = pyarrow.array([], pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), file)
+    return file.getvalue()
+
+
+NO_ROWS = parquet_without_rows()
+
+
 def make_job(data: dict[str, Any], **changes: Any) -> Job:
     document: dict[str, Any] = {
         "name": "t",
@@ -179,6 +192,7 @@ def test_what_is_no_source_is_a_sentence(settings: Settings, source: str, senten
         ),
         ("a.parquet", "no parquet", "a.parquet' cannot be read: "),
         ("a.jsonl", "", "a.jsonl' has no rows; expected at least one"),
+        ("a.parquet", NO_ROWS, "a.parquet' has no rows; expected at least one"),
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])

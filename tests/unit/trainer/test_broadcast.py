@@ -19,7 +19,7 @@ from services.trainer.disk.weights import Publisher
 from services.trainer.transfer.broadcast import Broadcast, chunks
 from services.trainer.transfer.sharing import location, shared
 from shared.config import Settings
-from shared.errors import BadRequest, Failed
+from shared.errors import BadRequest, Conflict
 from shared.wire import BroadcastWeights, PublishRequest
 from tests.support.safetensors_files import hashing, safetensors
 
@@ -139,7 +139,7 @@ def test_a_version_is_sent_as_it_is_written_and_can_be_fetched_instead(publisher
 
 
 def test_a_tensor_with_another_name_in_memory_cannot_be_sent(publisher) -> None:
-    with pytest.raises(Failed, match="another name while they are trained, the first is 'v'"):
+    with pytest.raises(Conflict, match="another name while they are trained, the first is 'v'"):
         publisher.publish(request("nccl"), 5, saving("v"))
 
 
