@@ -152,12 +152,11 @@ class Stack:
 
     def fill_disk(self) -> None:
         """Leaves nothing free on the disk of the run folders."""
-        with (self.runs / "filler").open("wb") as filler, contextlib.suppress(OSError):
+        with (self.runs / "filler").open("wb", buffering=0) as filler:
             for size in (1 << 20, 1 << 12):
                 with contextlib.suppress(OSError):
                     while True:
                         filler.write(bytes(size))
-                        filler.flush()
 
     def free_disk(self) -> None:
         (self.runs / "filler").unlink(missing_ok=True)

@@ -25,17 +25,21 @@ def test_the_demo_learns_at_each_staleness_and_never_beyond_it(max_staleness: in
     command += ["--set", f"max_staleness={max_staleness}"]
     demo = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert demo.returncode == 0, demo.stdout[-3000:] + demo.stderr[-3000:]
-    run = RunFolder((ROOT / "runs/demo").resolve())
-    summary = json.loads((run.path / "summary.json").read_text())
+    check((ROOT / "runs/demo").resolve(), max_staleness)
+
+
+def check(path: Path, max_staleness: int) -> None:
+    """Raises AssertionError unless the job learned as the demo does, within the bound."""
+    run = RunFolder(path)
+    summary = json.loads((path / "summary.json").read_text())
     logged = {row.step: row.metrics["staleness"] for row in run.metrics() if row.step}
     sampled = {step: _staleness(run, step) for step in run.batch_steps()}
-    num_steps = summary["steps"]
-    assert [*logged] == [*sampled] == [*range(1, num_steps + 1)]
+    accuracies = summary["eval_before"], summary["eval_after"]
+    print(f"max_staleness {max_staleness}: held-out accuracy {accuracies}, {summary['train_s']} s")
+    assert [*logged] == [*sampled] == [*range(1, summary["steps"] + 1)]
     assert logged == {step: max(ages) for step, ages in sampled.items()}
     assert all(0 <= age <= max_staleness for ages in sampled.values() for age in ages)
     assert max(logged.values()) == max_staleness, "and it samples as far ahead as it may"
-    accuracies = summary["eval_before"], summary["eval_after"]
-    print(f"max_staleness {max_staleness}: held-out accuracy {accuracies}, {summary['train_s']} s")
     assert accuracies[0] <= 0.45 and accuracies[1] >= ACCURACY
 
 
