@@ -103,7 +103,7 @@ def _stack(num_samplers: int) -> Generator[str]:
     running."""
     for name in SERVICES:
         count = num_samplers if name == "ROLLOUT" else 1
-        os.environ.setdefault(f"HONE_{name}_PORT", str(_free_ports(count)))
+        os.environ.setdefault(f"HONE_{name}_PORT", str(free_ports(count)))
     os.environ["HONE_ROLLOUT_REPLICAS"] = str(num_samplers)
     folder = STACK.resolve()
     state = local.up(folder)
@@ -113,7 +113,7 @@ def _stack(num_samplers: int) -> Generator[str]:
         local.down(folder)
 
 
-def _free_ports(count: int) -> int:
+def free_ports(count: int) -> int:
     """Returns the first of so many free ports in a row."""
     while True:
         with contextlib.ExitStack() as probes:

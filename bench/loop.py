@@ -1,0 +1,323 @@
+"""Whole GRPO steps of Hone beside those of TRL's `GRPOTrainer`, on one machine.
+
+    python -m bench.loop [--models 0.6M,40M] [--steps 4] [--repeats 3]   (TRL is in the extra `dev`)
+
+A figure is samples per second over whole steps: sampling, grading, the update, and the new weights
+where the next step samples. Hone is a job on the stack that `hone up` starts: four services over
+HTTP, each group and batch on disk before it is trained on, weights proven by digest and canary, a
+row and an event per step. TRL is one process that keeps nothing. It runs twice: with the generation
+of transformers, and with vLLM colocated (`vllm_mode="colocate"`), the same wheel that Hone has.
+
+Both sides have the same random model, prompts, groups of 8 and completions of 64 tokens exactly
+(nothing ends them, and prompts have one length, so TRL pads nothing), float32, loss "dapo" with the
+same bounds, no reference model, AdamW at a constant learning rate, one optimizer step per batch,
+all of it in one micro-batch, no gradient checkpointing, the same Python reward. Hone trains with
+`max_staleness` 0, in turns as TRL does, and calls its reward in the sandbox. TRL's correction for
+vLLM's log-probs is off, which saves it a forward pass: Hone's is off too at staleness 0.
+
+The sides take turns, in another order each time, and only one works at a time; none spins while it
+waits (`OMP_WAIT_POLICY=PASSIVE`). Of each turn the first step is not counted, and of Hone's nor is
+the last one, which writes a checkpoint. A ratio is taken within a repeat, and the figure is the
+median of the repeats. From Hone's own step metrics is the share of its steps that is neither
+generation, grading, training nor sync: groups and batch onto the disk, the step's row and event,
+and what is between them. A side of TRL's that cannot run is left out, with its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal
+
+import hone
+from bench.loop_side import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, LEARNING_RATE, Task, write_task
+from bench.report import Figure, finish, table
+from deploy import local
+from deploy.demo import free_ports
+
+TASKS = {
+    "0.6M": Task(num_layers=4, hidden_size=128, intermediate_size=256, num_prompts=16),
+    "40M": Task(num_layers=12, hidden_size=512, intermediate_size=1664, num_prompts=4),
+}
+
+GENERATIONS = {"TRL": "transformers", "TRL with vLLM": "vllm"}
+"""TRL's sides, and what samples there."""
+
+STAGES = ("generate", "reward", "train", "sync")
+MOST_OVERHEAD = 0.05
+LEAST_RATIO = 2.0
+SERVICES = ("ORCHESTRATOR", "ROLLOUT", "TRAINER", "REWARD")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The steps of one side that count: `seconds` of each, and of its stages in the mean."""
+
+    seconds: list[float]
+    stages: dict[str, float]
+
+    @property
+    def step_s(self) -> float:
+        return fmean(self.seconds)
+
+
+Turns = dict[str, list[Turn]]
+"""By side, in the order of the repeats."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(TASKS), help="default: all, 0.6M,40M")
+    parser.add_argument("--steps", type=int, default=4, help="that count, in a turn (default: 4)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each side (default: 3)")
+    args = parser.parse_args()
+    figures: list[Figure] = []
+    facts: dict[str, Any] = {"steps": args.steps, "repeats": args.repeats}
+    facts |= {"tasks": {}, "turns": {}, "missing": {}}
+    for name in args.models.split(","):
+        task = TASKS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            num_parameters = write_task(Path(folder), task)
+            turns, missing = alternate(Path(folder), task, args.steps, args.repeats)
+        for side, why in missing.items():
+            print(f"{name}: {side} could not run: {why}")
+        print(f"\n{name}: seconds of a step (medians of {args.repeats})\n{breakdown(turns)}\n")
+        figures += compare(name, task, turns)
+        facts["tasks"][name] = asdict(task) | {"num_parameters": num_parameters}
+        facts["missing"] |= missing
+        facts["turns"][name] = {side: [asdict(one) for one in turns[side]] for side in turns}
+    return finish("loop", figures, **facts)
+
+
+def alternate(folder: Path, task: Task, steps: int, repeats: int) -> tuple[Turns, dict[str, str]]:
+    """Returns each side's turns, and why a side of TRL's could not run; which one goes first
+    changes from one repeat to the next."""
+    missing: dict[str, str] = {}
+    with contextlib.ExitStack() as running:
+        starting = {
+            side: running.enter_context(trl(generation, folder, task))
+            for side, generation in GENERATIONS.items()
+        }
+        sides: dict[str, Hone | Trl] = {"Hone": running.enter_context(stack(folder, task))}
+        for side, one in starting.items():
+            try:
+                one.begin()
+                sides[side] = one
+            except RuntimeError as error:
+                missing[side] = str(error)
+        turns: Turns = {side: [] for side in sides}
+        names = [*sides]
+        for repeat in range(repeats):
+            first = repeat % len(names)
+            for side in names[first:] + names[:first]:
+                turn = sides[side].turn(steps)
+                turns[side].append(turn)
+                print(f"{side}: {turn.step_s:.3f} s a step", file=sys.stderr, flush=True)
+        return turns, missing
+
+
+# --- Hone ----------------------------------------------------------------------------------------
+
+
+class Hone:
+    """A running stack, which trains a job for each turn."""
+
+    def __init__(self, client: hone.Client, folder: Path, task: Task) -> None:
+        self._client = client
+        self._folder = folder
+        self._task = task
+
+    def turn(self, steps: int) -> Turn:
+        record = self._client.submit(self._job(steps + 2))
+        for _ in self._client.events(record.id, follow=True):
+            pass
+        record = self._client.get(record.id)
+        if record.status != "succeeded":
+            raise RuntimeError(f"the job {record.status}: {record.error}")
+        rows = [row.metrics for row in self._client.metrics(record.id).rows][1:-1]
+        assert len(rows) == steps
+        for row in rows:
+            assert row["completions/mean_length"] == self._task.max_tokens
+            assert row["num_examples"] == self._task.num_samples
+        stages = sorted({name for row in rows for name in row if name.startswith("time/")})
+        return Turn(
+            [row["time/step"] for row in rows],
+            {name.removeprefix("time/"): fmean(row[name] for row in rows) for name in stages},
+        )
+
+    def _job(self, steps: int) -> hone.Job:
+        return hone.Job.model_validate(
+            {
+                "name": "bench",
+                "model": str(self._folder / "model"),
+                "steps": steps,
+                "data": {"train": str(self._folder / "train.jsonl")},
+                "sampling": {
+                    "prompts_per_step": self._task.num_prompts,
+                    "group_size": self._task.group_size,
+                    "max_tokens": self._task.max_tokens,
+                },
+                "rewards": [{"source": (self._folder / "reward.py").read_text()}],
+                "training": {
+                    "loss": "dapo",
+                    "clip_low": CLIP_LOW,
+                    "clip_high": CLIP_HIGH,
+                    "learning_rate": LEARNING_RATE,
+                    "dtype": "float32",
+                },
+                "memory": {"gradient_checkpointing": False},
+                "checkpoints": {"every": 0},
+            }
+        )
+
+
+@contextlib.contextmanager
+def stack(folder: Path, task: Task) -> Generator[Hone]:
+    """The stack that `hone up` starts, on free ports."""
+    os.environ |= {f"HONE_{name}_PORT": str(free_ports(1)) for name in SERVICES}
+    os.environ |= {
+        "HONE_RUNS_DIR": str(folder / "runs"),
+        "HONE_KV_CACHE_GIB": str(KV_CACHE_GIB),
+        "HONE_LOG_LEVEL": "warning",
+    }
+    state = local.up(folder / "stack", quiet=True)
+    try:
+        with hone.Client(state["urls"]["orchestrator"]) as client:
+            yield Hone(client, folder, task)
+    finally:
+        local.down(folder / "stack")
+
+
+# --- TRL -----------------------------------------------------------------------------------------
+
+
+class Trl:
+    """A process of TRL's (`loop_side.py`), which waits between its turns."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path, task: Task) -> None:
+        self._process = process
+        self._log = log
+        self._task = task
+
+    def begin(self) -> None:
+        """Waits until it is ready, and lets it do a step. Raises RuntimeError with the last line
+        that it logged if it ends."""
+        self.line()
+        self.turn(0)
+
+    def turn(self, steps: int) -> Turn:
+        assert self._process.stdin
+        self._process.stdin.write(f"{steps + 1}\n")
+        self._process.stdin.flush()
+        told = self.line()
+        num_samples = self._task.num_samples * (steps + 1)
+        assert told["num_completions"] == num_samples
+        assert told["num_tokens"] == num_samples * self._task.max_tokens
+        generate_s = told["generate_s"] / (steps + 1)
+        return Turn(told["seconds"][1:] or told["seconds"], {"generate": generate_s})
+
+    def line(self) -> dict[str, Any]:
+        """Returns the next line of JSON; vLLM may print others."""
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if line.startswith('{"'):
+                return json.loads(line)
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"it ended with {self._process.wait()}")
+
+
+@contextlib.contextmanager
+def trl(generation: str, folder: Path, task: Task) -> Generator[Trl]:
+    arguments = [generation, str(folder), json.dumps(asdict(task))]
+    log = folder / f"{generation}.log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.loop_side", *arguments],
+            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    try:
+        yield Trl(process, log, task)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def compare(name: str, task: Task, turns: Turns) -> list[Figure]:
+    """Returns the figures of one model, those with a goal first."""
+    rates = {
+        side: [task.num_samples / turn.step_s for turn in of_side]
+        for side, of_side in turns.items()
+    }
+    trls = [side for side in GENERATIONS if side in rates]
+    better = [max(pair) for pair in zip(*(rates[side] for side in trls), strict=True)]
+    overheads = [overhead(turn) for turn in turns["Hone"]]
+    return [
+        _figure(
+            f"{name}: samples per second, Hone to the better TRL",
+            _ratios(rates["Hone"], better),
+            "x",
+            LEAST_RATIO,
+        ),
+        _figure(f"{name}: share of a step beside its work", overheads, "", MOST_OVERHEAD, "max"),
+        *[
+            _figure(f"{name}: Hone to {side}", _ratios(rates["Hone"], rates[side]), "x")
+            for side in trls
+        ],
+        *[_figure(f"{name}: {side}", rates[side], "samples/s") for side in rates],
+    ]
+
+
+def overhead(turn: Turn) -> float:
+    """Returns the share of Hone's steps that is neither generation, grading, training nor sync."""
+    return 1 - sum(turn.stages[stage] for stage in STAGES) / turn.step_s
+
+
+def breakdown(turns: Turns) -> str:
+    """Returns the table of where the time goes. Of TRL only generation is measured apart; with vLLM
+    it has the sync in it."""
+    rows = []
+    for side, of_side in turns.items():
+        step_s = median(turn.step_s for turn in of_side)
+        stages = [
+            median(turn.stages.get(stage, float("nan")) for turn in of_side)
+            for stage in (*STAGES, "keep", "store", "record")
+        ]
+        shown = ["" if seconds != seconds else f"{seconds:.3f}" for seconds in stages]
+        rows.append((side, f"{step_s:.3f}", *shown))
+    return table(rows, ("side", "step", *STAGES, "keep", "store", "record"))
+
+
+def _ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(above, below, strict=True)]
+
+
+def _figure(
+    name: str,
+    values: list[float],
+    unit: str,
+    goal: float | None = None,
+    bound: Literal["min", "max"] = "min",
+) -> Figure:
+    return Figure(name, median(values), unit, goal, bound, (min(values), max(values)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
