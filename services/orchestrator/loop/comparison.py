@@ -12,9 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.orchestrator.loop.estimates import differences, estimates, problem_metrics
-from services.orchestrator.loop.evaluation import sample_held_out, set_metrics
-from services.orchestrator.loop.groups import GradedGroup
+from services.orchestrator.loop.estimates import differences, estimates
+from services.orchestrator.loop.evaluation import Answers, sample_held_out, set_metrics
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import HeldOut, load_held_out
 from services.orchestrator.loop.tasks import stop, to_the_end
@@ -79,7 +78,7 @@ class Comparison:
             if not work.done():
                 await stop(work)
                 raise _lost(beat)
-            answers_MS = work.result()
+            scores_MS = work.result()
         finally:
             await stop(work, beat)
             await asyncio.gather(beat, return_exceptions=True)
@@ -89,7 +88,7 @@ class Comparison:
             temperature=job.evaluation.temperature,
             seed=job.seed,
             sets=tuple(
-                _report(held_out, [answers_S[number] for answers_S in answers_MS], self.request)
+                _report(held_out, [scores_S[number] for scores_S in scores_MS], self.request)
                 for number, held_out in enumerate(sets)
             ),
         )
@@ -139,8 +138,8 @@ class Comparison:
 
     async def _compare(
         self, settings: Settings, lease: Lease, sets: Sequence[HeldOut]
-    ) -> list[list[list[GradedGroup]]]:
-        """Returns each model's graded groups of each set: `[M][S][P]`."""
+    ) -> list[list[_Scores]]:
+        """Returns what each model got on each set: `[M][S]`."""
         prompts_S = [await asyncio.to_thread(held_out.prompts) for held_out in sets]
         names = [held_out.name for held_out in sets]
         return [
@@ -161,14 +160,16 @@ class Comparison:
 
     async def _answers(
         self, number: int, peers: Peers, sets: Sequence[str], prompts_S: Sequence[Sequence[Prompt]]
-    ) -> list[list[GradedGroup]]:
-        """Returns the model's graded groups of each set: `[S][P]`."""
+    ) -> list[_Scores]:
+        """Returns what the model got on each set: `[S]`."""
         self._number, self._num_done = number, 0
         job = _with_model(self.request.job, self.request.models[number - 1])
         try:
             await peers.serve_own_weights()
             return [
-                await sample_held_out(job, name, prompts, peers, 0, done=self._one_done)
+                _scores(
+                    await sample_held_out(job, name, prompts, peers, 0, done=self._one_done), job
+                )
                 for name, prompts in zip(sets, prompts_S, strict=True)
             ]
         finally:
@@ -197,29 +198,45 @@ def _lost(beat: asyncio.Task[object]) -> Unavailable:
     return Unavailable(f"the samplers are no longer lent to the evaluation: {why}; ask again")
 
 
+@dataclass(frozen=True)
+class _Scores:
+    """What a model got on a held-out set: the metrics of each problem `[P]`, and the shares of the
+    completions that count nowhere."""
+
+    problems_P: list[dict[str, float]]
+    missing_rewards: float
+    errored_rollouts: float
+
+
+def _scores(answers_P: Sequence[Answers], job: Job) -> _Scores:
+    metrics = set_metrics(answers_P, job)
+    return _Scores(
+        [answers.metrics for answers in answers_P],
+        metrics["missing_rewards"],
+        metrics["errored_rollouts"],
+    )
+
+
 def _report(
-    held_out: HeldOut, answers_M: Sequence[Sequence[GradedGroup]], request: EvaluationRequest
+    held_out: HeldOut, scores_M: Sequence[_Scores], request: EvaluationRequest
 ) -> SetReport:
-    job = request.job
-    problems_M = [[problem_metrics(graded, job) for graded in groups] for groups in answers_M]
-    models: list[ModelScores] = []
-    for number, (model, groups_P) in enumerate(zip(request.models, answers_M, strict=True)):
-        shares = set_metrics(groups_P, job)
-        models.append(
-            ModelScores(
-                name=model.name,
-                metrics=estimates(problems_M[number]),
-                differences=differences(problems_M[number], problems_M[0]) if number else {},
-                missing_rewards=shares["missing_rewards"],
-                errored_rollouts=shares["errored_rollouts"],
-            )
+    first = scores_M[0].problems_P
+    models = tuple(
+        ModelScores(
+            name=model.name,
+            metrics=estimates(scores.problems_P),
+            differences=differences(scores.problems_P, first) if number else {},
+            missing_rewards=scores.missing_rewards,
+            errored_rollouts=scores.errored_rollouts,
         )
-    if all(not scores.metrics for scores in models):
+        for number, (model, scores) in enumerate(zip(request.models, scores_M, strict=True))
+    )
+    if not any(scores.metrics for scores in models):
         raise Failed(f"no completion on {held_out.where} could be sampled and graded")
     return SetReport(
         name=held_out.name,
         source=held_out.where,
         num_problems=len(held_out.problems),
-        num_samples=job.evaluation.samples,
-        models=tuple(models),
+        num_samples=request.job.evaluation.samples,
+        models=models,
     )
