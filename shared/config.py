@@ -74,7 +74,7 @@ class Settings(BaseSettings):
     data_dirs: Annotated[tuple[Path, ...] | None, NoDecode] = None
     """Folders below which the data files lie that jobs may name, with commas between several. None:
     any file that the orchestrator can read while it listens on this machine only, and none
-    otherwise; a file that is not allowed can be uploaded."""
+    otherwise, or if an API key submits the job; a file that is not allowed can be uploaded."""
 
     max_file_mib: int = Field(default=512, gt=0)
     """Largest uploaded file, in MiB. The default is OpenAI's. `max_body_mib` bounds it too."""

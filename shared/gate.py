@@ -7,6 +7,7 @@ import hmac
 import re
 import secrets
 import time
+from contextvars import ContextVar
 from typing import Protocol
 
 import structlog
@@ -16,12 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shared import connections
 from shared.config import Settings
 from shared.draining import Draining
-from shared.errors import BadRequest, HoneError, Malformed, Unauthorized
+from shared.errors import BadRequest, HoneError, Malformed, NotFound, Unauthorized
 from shared.health import OPEN_PATHS
 from shared.logs import get_logger
 from shared.rendering import problem
 from shared.streams import LINES
 from shared.urls import is_loopback
+from shared.wire import ApiKey
 
 SINGLE = ("host", "authorization", "content-type", "content-length", "idempotency-key")
 """Headers that mean something here. One that came twice would be read as one by a proxy and as the
@@ -29,6 +31,12 @@ other by us."""
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 """What is taken for the id of a request; with any other X-Request-Id it gets a new one."""
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""What no path has: `$` of a route's pattern also matches before a line feed at the end."""
+
+caller: ContextVar[ApiKey | None] = ContextVar("caller", default=None)
+"""The key that made the request under way; None: HONE_TOKEN did, or nobody has to show one."""
 
 STREAMS = (b"text/event-stream", LINES.encode())
 
@@ -51,9 +59,10 @@ class RequestMetrics:
 class Keys(Protocol):
     """What a service takes beside HONE_TOKEN."""
 
-    async def check(self, secret: str, method: str, path: str) -> str:
-        """Returns the name of the key with this secret. Raises Unauthorized if there is none, and
-        Forbidden if it does not allow the request."""
+    async def check(self, secret: str, method: str, path: str) -> ApiKey:
+        """Returns the key with this secret. Raises Unauthorized if there is none, and Forbidden if
+        it does not allow the method. What a route allows beyond that, it checks itself: see
+        `caller`."""
         ...
 
 
@@ -116,6 +125,7 @@ class Gate:
             self._note_end(scope, status or 500, time.perf_counter() - start)
 
     async def _authorize(self, scope: Scope, headers: dict[str, str]) -> None:
+        caller.set(None)
         if self._token is None:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
             if not is_loopback(host):
@@ -133,10 +143,13 @@ class Gate:
             return
         if self._keys is None:
             raise Unauthorized("the token of the header 'Authorization: Bearer' is wrong")
-        name = await self._keys.check(given, scope["method"], scope["path"])
-        structlog.contextvars.bind_contextvars(key=name)
+        key = await self._keys.check(given, scope["method"], scope["path"])
+        caller.set(key)
+        structlog.contextvars.bind_contextvars(key=key.name)
 
     def _check(self, path: str, headers: dict[str, str]) -> None:
+        if CONTROL.search(path):
+            raise NotFound(f"no route {path!r:.200}: a path has no control characters")
         if self._draining.has_begun() and path not in OPEN_PATHS:
             raise self._draining.error()
         length = headers.get("content-length", "0")

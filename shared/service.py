@@ -19,12 +19,12 @@ import asyncio
 import contextlib
 import hashlib
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Annotated, Any, get_type_hints
 
 import uvicorn
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request, params
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, Gauge
@@ -96,6 +96,7 @@ class Service:
         stream: Callable[[Any], AsyncGenerator[BaseModel]] | None = None,
         cancellable: bool = False,
         durable: bool = False,
+        dependencies: Sequence[params.Depends] = (),
     ) -> None:
         """Adds a route that runs `handler` once per key, whoever retries. The key is `key(body)`
         (the natural one) or the request's Idempotency-Key; with neither, each request is its own.
@@ -103,7 +104,8 @@ class Service:
         `stream` yields the same results one by one; it is run for each request that accepts NDJSON,
         and ends with it. With `cancellable`, so does an operation that nobody can ask for again:
         one without a key, waited for by a plain request. A `durable` handler keeps what came of
-        `request_key` itself, and is asked each time.
+        `request_key` itself, and is asked each time. `dependencies` are the route's, and refuse a
+        request before there is an operation.
         """
         hints = get_type_hints(handler, include_extras=True)
         result_type = hints.pop("return")
@@ -136,6 +138,7 @@ class Service:
             name=handler.__name__,
             description=handler.__doc__ or "",
             responses=openapi.answers(result_type) | openapi.accepted(),
+            dependencies=dependencies,
         )
 
     def body(self, body_type: type[BaseModel], method: str, path: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
+import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2 as httpx
@@ -97,7 +100,9 @@ async def test_a_key_that_was_revoked_or_made_up_is_refused(http: httpx.AsyncCli
     path = "/v1/keys/dashboard"
     assert (await http.delete(path, headers=bearer(ROOT))).json() == {"name": "dashboard"}
     assert (await http.get("/v1/files", headers=bearer(secret))).status_code == 401
-    assert (await http.delete(path, headers=bearer(ROOT))).status_code == 404
+    assert (await http.delete(path, headers=bearer(ROOT))).json() == {"name": "dashboard"}
+    never = await http.delete("/v1/keys/other", headers=bearer(ROOT))
+    assert (never.status_code, never.json()["code"]) == (404, "not_found")
     other = await create(http, "dashboard", "full")
     assert other != secret
     assert (await http.get("/v1/files", headers=bearer(secret))).status_code == 401
@@ -110,10 +115,93 @@ async def test_the_secret_is_kept_nowhere(http: httpx.AsyncClient, settings: Set
     assert secret not in file.read_text() and json.loads(file.read_text())["name"] == "dashboard"
 
 
-async def test_a_retry_of_making_a_key_gets_the_same_secret(http: httpx.AsyncClient) -> None:
-    headers = bearer(ROOT) | {"idempotency-key": "one"}
-    made = [await http.post("/v1/keys", json={"name": "a"}, headers=headers) for _ in range(2)]
-    assert made[0].json() == made[1].json()
+async def test_no_operation_keeps_the_secret_of_a_new_key(http: httpx.AsyncClient) -> None:
+    headers = bearer(ROOT) | {"prefer": "respond-async", "idempotency-key": "one"}
+    made = await http.post("/v1/keys", json={"name": "a"}, headers=headers)
+    assert made.status_code == 201 and SECRET.fullmatch(made.json()["secret"])
+    again = await http.post("/v1/keys", json={"name": "a"}, headers=headers)
+    assert (again.status_code, again.json()["code"]) == (409, "conflict")
+
+
+GUARDED = [
+    ("POST", "/v1/keys", "full"),
+    ("GET", "/v1/keys", "read"),
+    ("DELETE", "/v1/keys/dashboard", "full"),
+    ("PUT", "/v1/samplers/mine", "full"),
+    ("DELETE", "/v1/samplers/mine", "full"),
+    ("POST", "/v1/recover", "full"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "access"), GUARDED)
+async def test_no_spelling_of_a_path_goes_past_what_a_key_may(
+    http: httpx.AsyncClient, settings: Settings, method: str, path: str, access: str
+) -> None:
+    key = bearer(await create(http, "dashboard", access))
+    for end, status in (("", 403), ("%0A", 404), ("%0D", 404), ("%0d%0a", 404), ("/", 307)):
+        asked = await http.request(method, path + end, headers=key, json={"name": "other"})
+        assert asked.status_code == status, (path + end, asked.text)
+    assert [key.name for key in Keys(settings.runs_dir).list()] == ["dashboard"]
+
+
+async def test_a_key_file_that_is_not_valid_is_no_key(
+    http: httpx.AsyncClient, settings: Settings
+) -> None:
+    secret = await create(http, "dashboard", "read")
+    await create(http, "bot", "full")
+    (settings.runs_dir / ".keys" / "dashboard.key").write_text("{")
+    assert (await http.get("/v1/files", headers=bearer(secret))).status_code == 401
+    listed = (await http.get("/v1/keys", headers=bearer(ROOT))).json()["keys"]
+    assert [key["name"] for key in listed] == ["bot"]
+
+
+async def test_a_key_file_that_cannot_be_read_is_a_fault_of_the_service(
+    http: httpx.AsyncClient, settings: Settings
+) -> None:
+    secret = await create(http, "dashboard", "read")
+    file = settings.runs_dir / ".keys" / "dashboard.key"
+    file.unlink()
+    file.mkdir()
+    refused = await http.get("/v1/files", headers=bearer(secret))
+    assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")
+    assert refused.json()["detail"] == (
+        f"the API keys in '{file.parent}' cannot be read: Is a directory; check the folder's owner "
+        "and its disk"
+    )
+
+
+async def test_a_key_is_checked_while_all_threads_are_busy(http: httpx.AsyncClient) -> None:
+    await create(http, "dashboard", "read")
+    release = threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    busy = asyncio.create_task(asyncio.to_thread(release.wait, 60))
+    try:
+        async with asyncio.timeout(20):
+            wrong = await http.get("/v1/files", headers=bearer("hone_dashboard_" + 43 * "x"))
+            assert wrong.status_code == 401
+    finally:
+        release.set()
+        await busy
+
+
+async def test_a_key_reads_no_file_of_the_host_unless_the_operator_says_so(
+    http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1"}\n')
+    job = {
+        "name": "mine",
+        "model": "Qwen/Qwen2.5-0.5B-Instruct",
+        "steps": 1,
+        "data": {"train": str(rows)},
+        "rewards": [{"name": "r", "grader": "exact_match"}],
+    }
+    key = bearer(await create(http, "bot", "full"))
+    refused = await http.post("/v1/jobs/dry_run", json={"job": job}, headers=key)
+    assert refused.status_code == 422
+    assert "below these folders only: none, as HONE_DATA_DIRS is not set" in refused.text
+    allowed = await http.post("/v1/jobs/dry_run", json={"job": job}, headers=bearer(ROOT))
+    assert "below these folders" not in allowed.text
 
 
 @pytest.mark.parametrize("name", ["", "A", "-a", "a_b", "../x", "a" * 41, "a\n"])
@@ -174,6 +262,7 @@ def test_keys_are_made_listed_and_revoked_by_commands(
         ["dashboard", "read"],
     ]
     assert run("revoke", "bot") == "key bot is revoked\n"
-    assert "no key 'bot'" in run("revoke", "bot")
+    assert run("revoke", "bot") == "key bot is revoked\n"
+    assert "no key 'boot'" in run("revoke", "boot")
     assert "'name': got 'A B'" in run("create", "A B")
     client.close()

@@ -3,7 +3,8 @@
 A key is a file of its own, so several orchestrators with one folder of runs have the same keys, a
 Redis that is away locks nobody out, and a key that was revoked is void at once:
 
-    <runs_dir>/.keys/<name>.key    its name, its access, and the SHA-256 of its secret
+    <runs_dir>/.keys/<name>.key        its name, its access, and the SHA-256 of its secret
+    <runs_dir>/.keys/<name>.revoked    the same of the one that was revoked last under the name
 
 The secret is 256 random bits, so a plain digest of it is safe to keep.
 """
@@ -11,25 +12,35 @@ The secret is 256 random bits, so a plain digest of it is safe to keep.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
-import re
 import secrets
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from fastapi import Depends, Request
 
 from services.orchestrator.record.writing import writing
 from shared import codec, disk
-from shared.errors import Conflict, Forbidden, NotFound, Unauthorized
-from shared.logs import API_KEY
+from shared.errors import BadRequest, Conflict, Forbidden, NotFound, Unauthorized, Unavailable
+from shared.gate import caller
+from shared.logs import API_KEY, get_logger
 from shared.wire import Access, ApiKey, CreatedKey
 
 READING = ("GET", "HEAD")
+KEY, REVOKED = ".key", ".revoked"
 
-KEYS = re.compile(r"/v1/keys(/.*)?")
-OPERATORS = re.compile(r"/v1/(samplers|recover)(/.*)?")
-"""What only HONE_TOKEN may change: a sampler that is registered is sent that token."""
+
+def _check_token(request: Request) -> None:
+    if key := caller.get():
+        asked = f"{request.method} {request.url.path}"
+        raise Forbidden(f"{asked} is for HONE_TOKEN only, not for key {key.name!r}")
+
+
+TOKEN_ONLY = Depends(_check_token)
+"""A dependency of the routes that no key may ask: those of keys, because one could make another
+that may more, and of samplers, because one that is registered is sent HONE_TOKEN."""
 
 
 class StoredKey(ApiKey):
@@ -41,6 +52,7 @@ class Keys:
 
     def __init__(self, runs_dir: Path) -> None:
         self._root = runs_dir / ".keys"
+        self._reading = ThreadPoolExecutor(2, "keys")  # others' work in threads delays no request
 
     def create(self, name: str, access: Access) -> CreatedKey:
         """Returns a new key, which is on disk. Raises Conflict if there is one of the name."""
@@ -61,8 +73,15 @@ class Keys:
         return CreatedKey(name=name, access=access, created_at=stored.created_at, secret=secret)
 
     def list(self) -> list[ApiKey]:
-        """Returns the keys, by name."""
-        stored = [self._stored(path.stem) for path in sorted(self._root.glob("*.key"))]
+        """Returns the keys that can be read, by name. Raises Unavailable for a folder that
+        cannot."""
+        try:
+            names = sorted(path.stem for path in self._root.iterdir() if path.suffix == KEY)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self._unreadable(error) from error
+        stored = map(self._stored, names)
         return [
             ApiKey(name=key.name, access=key.access, created_at=key.created_at)
             for key in stored
@@ -70,39 +89,52 @@ class Keys:
         ]
 
     def revoke(self, name: str) -> None:
-        """Raises NotFound."""
+        """Revoking twice is revoking once. Raises NotFound if there never was such a key."""
+        path = self._path(name)
         with writing("folder", self._root):
             try:
-                self._path(name).unlink()
+                path.rename(path.with_suffix(REVOKED))
             except FileNotFoundError as error:
+                if path.with_suffix(REVOKED).exists():
+                    return
                 raise NotFound(f"no key {name!r}; `hone keys list` shows them") from error
             disk.flush(self._root)
 
-    async def check(self, secret: str, method: str, path: str) -> str:
-        """Returns the name of the key with this secret. Raises Unauthorized if there is none, and
-        Forbidden if it does not allow the request."""
+    async def check(self, secret: str, method: str, path: str) -> ApiKey:
+        """Returns the key with this secret. Raises Unauthorized if there is none, Forbidden if it
+        does not allow the method, and Unavailable if the keys cannot be read."""
         found = API_KEY.fullmatch(secret)
-        stored = await asyncio.to_thread(self._stored, found["name"]) if found else None
+        loop = asyncio.get_running_loop()
+        read = loop.run_in_executor(self._reading, self._stored, found["name"]) if found else None
+        stored = await read if read else None
         digest = stored.digest if stored else ""
         if not hmac.compare_digest(_digest(secret), digest) or stored is None:
             raise Unauthorized("the API key is unknown or was revoked; `hone keys` makes one")
-        _check_allowed(stored, method, path)
-        return stored.name
+        if stored.access == "read" and method not in READING:
+            raise Forbidden(f"key {stored.name!r} may only read, and {method} {path} is a change")
+        return stored
 
     def _stored(self, name: str) -> StoredKey | None:
-        with contextlib.suppress(FileNotFoundError):
-            return codec.decode_stored(StoredKey, self._path(name).read_bytes())
+        """Returns what is kept of the key; None if there is none, or what is there is no key."""
+        path = self._path(name)
+        try:
+            return codec.decode_stored(StoredKey, path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._unreadable(error) from error
+        except BadRequest as error:
+            get_logger().warning("key file is not valid", path=str(path), detail=error.detail)
+            return None
+
+    def _unreadable(self, error: OSError) -> Unavailable:
+        return Unavailable(
+            f"the API keys in {str(self._root)!r} cannot be read: {error.strerror}; check the "
+            "folder's owner and its disk"
+        )
 
     def _path(self, name: str) -> Path:
-        return self._root / f"{name}.key"
-
-
-def _check_allowed(key: ApiKey, method: str, path: str) -> None:
-    reads = method in READING
-    if KEYS.fullmatch(path) or (OPERATORS.fullmatch(path) and not reads):
-        raise Forbidden(f"{method} {path} is for HONE_TOKEN only, not for key {key.name!r}")
-    if key.access == "read" and not reads:
-        raise Forbidden(f"key {key.name!r} may only read, and {method} {path} is a change")
+        return self._root / f"{name}{KEY}"
 
 
 def _digest(secret: str) -> str:

@@ -1,18 +1,21 @@
-"""Making, listing and revoking API keys. The gate lets only HONE_TOKEN through to these routes."""
+"""Making, listing and revoking API keys."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Annotated
 
-from fastapi import Path
+from fastapi import Path, Request, Response
 
-from services.orchestrator.api.access import Keys
+from services.orchestrator.api.access import TOKEN_ONLY, Keys
+from shared import codec, openapi
 from shared.config import Settings
 from shared.errors import BadRequest
-from shared.rendering import Made
+from shared.rendering import Made, media_type, render
 from shared.service import Service
 from shared.wire import CreatedKey, CreateKey, KeyList, KeyRevoked
+
+PATH = "/v1/keys"
 
 Name = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 
@@ -20,24 +23,29 @@ Name = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 def add_routes(service: Service, settings: Settings, keys: Keys) -> None:
     app = service.app
 
-    async def create_key(request: CreateKey) -> Made[CreatedKey]:
-        """Makes a key. Its secret is in the answer and nowhere else."""
+    @app.post(PATH, dependencies=[TOKEN_ONLY], responses=openapi.answers(Made[CreatedKey]))
+    async def create_key(request: Request) -> Response:
+        """Makes a key. Its secret is in the answer and nowhere else, so there is no operation that
+        keeps it: who misses the answer revokes the key."""
         if settings.token is None:
             raise BadRequest(
                 "this orchestrator has no HONE_TOKEN, so it answers whoever is on its machine and "
                 "asks for no key; set HONE_TOKEN first"
             )
-        made = await asyncio.to_thread(keys.create, request.name, request.access)
-        return Made[CreatedKey](body=made, location=f"/v1/keys/{made.name}", is_new=True)
+        data = await request.body()
+        wanted = codec.decode(CreateKey, data, media_type(request, data))
+        key = await asyncio.to_thread(keys.create, wanted.name, wanted.access)
+        made = Made[CreatedKey](body=key, location=f"{PATH}/{key.name}", is_new=True)
+        return await render(made, request)
 
-    service.operation("POST", "/v1/keys", create_key)
+    service.body(CreateKey, "POST", PATH)
 
-    @app.get("/v1/keys")
+    @app.get(PATH, dependencies=[TOKEN_ONLY])
     async def list_keys() -> KeyList:
         """The keys that are valid, without their secrets."""
         return KeyList(keys=tuple(await asyncio.to_thread(keys.list)))
 
-    @app.delete("/v1/keys/{name}")
+    @app.delete("/v1/keys/{name}", dependencies=[TOKEN_ONLY])
     async def revoke_key(name: Name) -> KeyRevoked:
         """Revokes a key: no request with it is answered any more."""
         await asyncio.to_thread(keys.revoke, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from services.orchestrator.api.access import TOKEN_ONLY
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.found import find_runs
 from shared.config import Settings
@@ -20,4 +21,4 @@ def add_route(service: Service, settings: Settings, store: Store) -> None:
         jobs = await store.recover(runs, settings.runs_dir)
         return Recovered(jobs=tuple(jobs))
 
-    service.operation("POST", "/v1/recover", recover)
+    service.operation("POST", "/v1/recover", recover, dependencies=[TOKEN_ONLY])

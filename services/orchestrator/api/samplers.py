@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from fastapi import Path
 
+from services.orchestrator.api.access import TOKEN_ONLY
 from services.orchestrator.queue.store import Store
 from shared.config import Settings
 from shared.errors import BadRequest
@@ -20,13 +21,13 @@ Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,99}$")]
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
     app = service.app
 
-    @app.put("/v1/samplers/{replica}")
+    @app.put("/v1/samplers/{replica}", dependencies=[TOKEN_ONLY])
     async def register(replica: Name, registration: Registration) -> RegisteredSampler:
         """Registers a sampler, or renews its lease. Running jobs find it within seconds."""
         _check(replica, registration, settings)
         return await store.samplers.register(replica, registration)
 
-    @app.delete("/v1/samplers/{replica}")
+    @app.delete("/v1/samplers/{replica}", dependencies=[TOKEN_ONLY])
     async def unregister(replica: Name, boot_id: str | None = None) -> Unregistered:
         """Ends a sampler's registration, with `boot_id` only if that life of the sampler has it.
         Running jobs give it no further groups."""

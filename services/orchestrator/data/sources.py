@@ -22,6 +22,7 @@ from services.orchestrator.data.uploads import Uploads
 from shared.config import Settings
 from shared.digest import digest_of_file
 from shared.errors import BadRequest, Unavailable
+from shared.gate import caller
 from shared.job import UPLOADED, DataSpec, Source
 from shared.models import HUB_ID
 from shared.urls import is_loopback
@@ -129,9 +130,10 @@ def _file(ask: Ask) -> Table:
 
 
 def _check_allowed(ask: Ask, path: Path) -> None:
-    """Raises BadRequest for a file that jobs may not read."""
+    """Raises BadRequest for a file that jobs may not read: without HONE_DATA_DIRS, whoever has
+    HONE_TOKEN, or is on this machine if there is none, may name any, and a key none."""
     folders = ask.settings.data_dirs
-    if folders is None and is_loopback(ask.settings.host):
+    if folders is None and is_loopback(ask.settings.host) and caller.get() is None:
         return
     if not any(path.is_relative_to(folder.resolve()) for folder in folders or ()):
         shown = ", ".join(map(str, folders or ())) or "none, as HONE_DATA_DIRS is not set"
