@@ -748,3 +748,20 @@ async def test_a_redis_that_is_away_is_unavailable(tmp_path: Path) -> None:
         await store.beat(lease)
     assert time.monotonic() - began < 1, "a beat does not retry"
     await store.close()
+
+
+async def test_samplers_are_lent_only_while_no_job_has_them(store: Store, other: Store) -> None:
+    id = await submit(store)
+    loan = await store.loans.lend("eval-1", ["sampler-1:1", "sampler-2:1"], 30)
+    assert loan is not None
+    assert await other.loans.lend("eval-2", ["sampler-2:1"], 30) is None
+    assert await other.take("b", "trainer-1:1", 30, ["sampler-2:1", "sampler-3:1"]) is None
+    await store.loans.beat(loan)
+    await store.loans.end(loan)
+    lease = await other.take("b", "trainer-1:1", 30, ["sampler-2:1"])
+    assert lease is not None and (lease.job_id, lease.attempt > loan.attempt) == (id, True)
+    assert await store.loans.lend("eval-3", ["sampler-2:1"], 30) is None
+    with pytest.raises(LeaseLost):
+        await store.loans.beat(loan)
+    await store.loans.end(loan)  # what is another's by now is left alone
+    assert await other.beat(lease) is None

@@ -249,3 +249,16 @@ def test_a_job_that_another_redis_has_is_not_gone_on_with(tmp_path: Path) -> Non
     with pytest.raises(Conflict, match="in another Redis now"):
         folder.create(JOB, redis="old")
     folder.create(JOB, redis="new")
+
+
+def test_verdicts_come_back_whatever_a_crash_cut_short(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "demo-1")
+    folder.create(JOB)
+    assert folder.verdicts() == {}
+    folder.append_verdicts(1, {7: "right", 8: "mixed"})
+    with (folder.path / "difficulty.jsonl").open("a") as file:
+        file.write('\n{"step": 2, "verd')
+    assert folder.verdicts() == {1: {7: "right", 8: "mixed"}}
+    folder.append_verdicts(2, {9: "wrong"})
+    folder.append_verdicts(1, {7: "wrong"})
+    assert folder.verdicts() == {1: {7: "wrong"}, 2: {9: "wrong"}}
