@@ -28,7 +28,7 @@ def test_each_trainer_has_its_own_samplers():
         "HONE_TRAINER_URL": "http://127.0.0.1:7001",
         "HONE_ROLLOUT_URL": "http://127.0.0.1:9002,http://127.0.0.1:9003",
     }
-    named = Settings(**slots.places([first, second], url))
+    named = Settings.model_validate(slots.places([first, second], url))
     assert [(one.trainer_url, one.rollout_urls) for one in named.slots] == [
         (url(7000), (url(9000), url(9001))),
         (url(7001), (url(9002), url(9003))),
