@@ -162,7 +162,8 @@ async def a_bench(folder: Path, **more: Any) -> AsyncIterator[Bench]:
     )
     environment = dict(os.environ)
     copies = Copies(folder / "copies", Fetcher("http://127.0.0.1:9"))
-    sampler = Sampler(VllmStarter(settings), (settings.shm_dir,), copies, max_adapters=2)
+    roots = (settings.shm_dir, settings.runs_dir)
+    sampler = Sampler(VllmStarter(settings), roots, copies, max_adapters=2)
     try:
         sampler.open(None)
         spec = ModelRequest(model=str(model), dtype="float32", max_lora_rank=RANK.rank)
