@@ -7,15 +7,17 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.queue import connection, heartbeat, keys, lua
+from services.orchestrator.queue import connection, heartbeat, identity, keys, lua
 from services.orchestrator.queue.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.queue.ids import new_job_id
 from services.orchestrator.queue.lists import Wanted
@@ -351,6 +353,32 @@ async def test_a_short_silence_of_redis_costs_nothing(store: Store, raw: Any) ->
     assert not beat.done() and await store.beat(lease) is None
     await store.pause(lease.job_id)
     assert await beat == "pause"
+
+
+async def test_a_folder_of_runs_that_hangs_does_not_keep_heartbeats_waiting(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reads do not come back, and they have taken every thread of the pool."""
+    await store.check(tmp_path)
+    monkeypatch.setattr(identity, "LOOK_AT_NOTE_S", 0.01)
+    mended, hung = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        hung.set()
+        mended.wait()
+
+    monkeypatch.setattr(identity, "_noted", hang)
+    pool = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(pool)
+    pool.submit(mended.wait)
+    await submit(store)
+    try:
+        async with asyncio.timeout(5):
+            while not hung.is_set():
+                await asyncio.sleep(0.01)
+            assert await store.beat(await take(store)) is None
+    finally:
+        mended.set()
 
 
 async def test_followers_do_not_keep_heartbeats_waiting(

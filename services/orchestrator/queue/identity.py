@@ -10,12 +10,16 @@ from pathlib import Path
 
 import xxhash
 
+from services.orchestrator.loop.tasks import in_own_thread
 from services.orchestrator.queue import keys
-from services.orchestrator.queue.connection import Connection, StoreEmptied
+from services.orchestrator.queue.connection import Connection
 from services.orchestrator.record.writing import writing
 from shared import disk
 from shared.errors import Failed
 from shared.logs import get_logger
+
+LOOK_AT_NOTE_S = 2.0
+"""Seconds between two looks at whether the folder's jobs are still in the Redis in use."""
 
 
 async def identify(connection: Connection) -> str:
@@ -25,18 +29,25 @@ async def identify(connection: Connection) -> str:
     return str(await connection.reach(client.get(keys.STORE)))
 
 
-async def check_still(connection: Connection, runs_dir: Path) -> None:
-    """Raises StoreEmptied, and refuses the connection from then on, once the jobs of `runs_dir` are
-    in another Redis than the one in use: `hone recover` took them there. A note that cannot be read
-    says nothing."""
+async def watch(connection: Connection, runs_dir: Path, deciding: asyncio.Lock) -> None:
+    """Refuses the connection once the jobs of `runs_dir` are in another Redis than the one in use:
+    `hone recover` took them there. Whoever decides which Redis is used holds `deciding`; nothing
+    else waits for the folder. A note that cannot be read says nothing."""
+    while True:
+        async with deciding:
+            if not connection.refused:
+                await _check_still(connection, runs_dir)
+        await asyncio.sleep(LOOK_AT_NOTE_S)
+
+
+async def _check_still(connection: Connection, runs_dir: Path) -> None:
     try:
-        noted = await asyncio.to_thread(_noted, connection, runs_dir)
+        noted = await in_own_thread(lambda: _noted(connection, runs_dir))
     except Failed as error:
         get_logger().warning("which Redis has the jobs is not known", reason=error.detail)
         return
     if noted not in (None, connection.identity):
         connection.refuse(_superseded(runs_dir))
-        raise StoreEmptied(_superseded(runs_dir))
 
 
 async def check(connection: Connection, runs_dir: Path) -> str | None:

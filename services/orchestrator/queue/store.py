@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import identity, keys, rebuilding, scripts
 from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.ids import new_job_id
@@ -77,7 +78,7 @@ class Store:
         self.removals = Removals(connection, KEY_TTL_S)
         self._lists = Lists(connection)
         self._deciding = asyncio.Lock()  # which Redis is used
-        self._runs_dir: Path | None = None  # whose jobs it has
+        self._watch: asyncio.Task[None] | None = None  # whether it still has the jobs
         self._redis, self._followers = connection.client, connection.followers
         self._call, self._do, self._hash = connection.call, connection.do, connection.hash
         self._submit = self._redis.register_script(scripts.SUBMIT)
@@ -106,19 +107,16 @@ class Store:
 
     async def check(self, runs_dir: Path) -> str | None:
         """Returns why this Redis is not to be used, if it is not the one that has the jobs of
-        `runs_dir`; nothing is asked of it then."""
+        `runs_dir`; nothing is asked of it then, nor once the jobs are taken to another one."""
         async with self._deciding:
             refused = self._connection.refused
             found = await identity.check(self._connection, runs_dir)
             if refused and not found:
                 await self._call(self._redis.register_script(scripts.OPEN))
-            self._runs_dir = runs_dir
+            self._watch = self._watch or asyncio.create_task(
+                identity.watch(self._connection, runs_dir, self._deciding)
+            )
             return found
-
-    async def check_still(self) -> None:
-        """Raises StoreEmptied once the jobs are in another Redis than the one in use."""
-        if self._runs_dir:
-            await identity.check_still(self._connection, self._runs_dir)
 
     @property
     def identity(self) -> str | None:
@@ -126,6 +124,8 @@ class Store:
         return self._connection.identity
 
     async def close(self) -> None:
+        if self._watch:
+            await stop(self._watch)
         await self._connection.close()
 
     async def ping(self) -> None:
@@ -304,7 +304,6 @@ class Store:
         """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits: one
         that was cut off, if possible of this trainer, before others begin; else the first in the
         queue, by priority and age."""
-        await self.check_still()
         answer = await self._call(
             self._take,
             owner=owner,
@@ -321,7 +320,6 @@ class Store:
     async def beat(self, lease: Lease) -> Asked | None:
         """Renews the lease; returns what was asked for, if anything. Tries once, for as long as the
         caller waits. Raises LeaseLost."""
-        await self.check_still()
         answer = await self._call(
             self._beat, lease_ms=int(lease.lease_s * 1000), trainer=lease.trainer, **_by(lease)
         )
