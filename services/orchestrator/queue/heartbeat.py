@@ -7,6 +7,7 @@ clock: it stops before Redis can have given the trainer to another worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Protocol
 
@@ -60,7 +61,7 @@ async def _beat_until(
         try:
             async with asyncio.timeout(min(lease.lease_s * TIMEOUT, stop_at - sent_at)):
                 asked = await store.beat(lease)
-            await redis.heard()
+            await _hear(redis, lease.lease_s * TIMEOUT)
             return asked, sent_at
         except (TimeoutError, StoreUnavailable) as error:
             reason = str(error) or "no answer to a heartbeat"
@@ -68,3 +69,11 @@ async def _beat_until(
             await redis.missed(sent_at, reason)
         await asyncio.sleep(max(0.0, sent_at + interval_s - time.monotonic()))
     raise NoHeartbeat(f"{lease.job_id}: no heartbeat reached Redis for most of {lease.lease_s:g} s")
+
+
+async def _hear(redis: Presence, limit_s: float) -> None:
+    """Lets `redis` say that there was an answer: for so long only, for no beat is sent meanwhile,
+    and what it says goes to Redis, which may be away again."""
+    with contextlib.suppress(TimeoutError, StoreUnavailable):
+        async with asyncio.timeout(limit_s):
+            await redis.heard()
