@@ -46,20 +46,29 @@ class Child:
 
     def revive(self, now: float) -> int | None:
         """Starts it again if it has ended and its pause is over, however often that was; returns
-        the exit code it ended with, if so."""
+        the exit code it ended with, if so. A machine that cannot start it now (a full disk, no
+        memory) is asked again after another pause."""
         code = self.exit_code()
         if code is None:
             return None
         if self._due_at is None:
             self.signal(signal.SIGKILL)  # what is left of its group
-            is_steady = now - self._started_at >= STEADY_S
-            longer_s = max(2 * self._pause_s, FIRST_PAUSE_S)
-            self._pause_s = FIRST_PAUSE_S if is_steady else min(longer_s, MAX_PAUSE_S)
-            self._due_at = now + self._pause_s
+            self._wait(now)
+            return None
         if now < self._due_at:
             return None
-        self.start(now)
+        try:
+            self.start(now)
+        except OSError:
+            self._wait(now)
+            return None
         return code
+
+    def _wait(self, now: float) -> None:
+        is_steady = now - self._started_at >= STEADY_S
+        longer_s = max(2 * self._pause_s, FIRST_PAUSE_S)
+        self._pause_s = FIRST_PAUSE_S if is_steady else min(longer_s, MAX_PAUSE_S)
+        self._due_at = now + self._pause_s
 
     def exit_code(self) -> int | None:
         return self.process.poll() if self.process else None

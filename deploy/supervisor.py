@@ -248,7 +248,14 @@ class Supervisor:
                 return
             code = child.revive(time.monotonic())
             if code is not None:
-                _say(sys.stdout, "restarted", service=child.name, exit_code=code, time=time.time())
+                with contextlib.suppress(OSError):  # a full disk ends nothing
+                    _say(
+                        sys.stdout,
+                        "restarted",
+                        service=child.name,
+                        exit_code=code,
+                        time=time.time(),
+                    )
 
     def _stop_all(self) -> None:
         """Ends the services, then Redis, which outlives them because they still write to it."""

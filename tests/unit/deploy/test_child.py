@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from deploy.child import Child
+from deploy.supervisor import Supervisor
+from shared.config import Settings
 
 Make = Callable[[str], Child]
 
@@ -44,6 +49,37 @@ def test_what_fails_again_and_again_is_started_ever_more_slowly_and_never_given_
     pauses = [starts(child, 100.0 * number) for number in range(10)]
     assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
     assert starts(child, 5000.0, lived_s=10.0) == 0.25, "it was steady"
+
+
+def test_a_machine_that_cannot_start_it_now_is_asked_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = make("exit 3")
+    child.start(0.0)
+    ended(child)
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        assert [child.revive(1.0 + now / 4) for now in range(8)] == [None] * 8
+    assert full.call_count == 3, "after 0.25 s, 0.5 s and 1 s"
+    assert child.revive(10.0) == 3
+    ended(child)
+
+
+def test_a_full_disk_under_the_log_ends_no_stack(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = make("exit 3")
+    child.start(0.0)
+    ended(child)
+    supervisor = Supervisor(Settings(), tmp_path)
+    supervisor._children.append(child)
+    monkeypatch.setattr(child, "revive", lambda _now: 3)
+    full = Mock(flush=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        supervisor._restart_the_dead()
+    full.flush.assert_called_once()
 
 
 def test_what_runs_is_left_alone_and_its_exit_code_told_once(make: Make) -> None:
