@@ -21,10 +21,15 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def encode(body: BaseModel, media_type: str = JSON) -> bytes:
-    """Returns the body's bytes. In msgpack, token ids are int32 bytes and log-probs float32 bytes,
-    and a whole number beyond 64 bits, a value that is no plain data, or text that is no Unicode
-    raises BadRequest."""
-    return body.model_dump_json().encode() if media_type == JSON else bytes(pack(body))
+    """Returns the body's bytes. In msgpack, token ids are int32 bytes and log-probs float32 bytes.
+    Raises BadRequest for what is nested too deep, and in msgpack for a whole number beyond 64 bits,
+    a value that is no plain data, and text that is no Unicode."""
+    if media_type != JSON:
+        return bytes(pack(body))
+    try:
+        return body.model_dump_json().encode()
+    except ValueError as error:
+        raise _unwritable(body, error) from error
 
 
 def pack(body: BaseModel) -> memoryview:
@@ -43,11 +48,20 @@ def pack(body: BaseModel) -> memoryview:
             f"{type(body).__name__} holds {error.object[error.start]!r}, half of a surrogate pair; "
             "expected text that UTF-8 has"
         ) from error
+    except ValueError as error:  # of pydantic or of msgpack, each with a depth of its own
+        raise _unwritable(body, error) from error
     except OverflowError as error:
         raise BadRequest(
             f"{type(body).__name__} holds a whole number beyond 64 bits, which {MSGPACK} cannot "
             "carry"
         ) from error
+
+
+def _unwritable(body: BaseModel, error: ValueError) -> BadRequest:
+    return BadRequest(
+        f"{type(body).__name__} cannot be sent, perhaps because it is nested too deep: {error}; "
+        "expected at most 250 lists and tables in each other"
+    )
 
 
 def decode(model: type[M], data: bytes, media_type: str = JSON) -> M:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import unquote
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -24,6 +25,10 @@ from shared.urls import (
 PREFIX = "HONE_"
 
 PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003, "redis": 6379}
+
+
+OTEL_KINDS = ("", "TRACES_")
+"""OpenTelemetry's variables for all that it exports, and for traces alone."""
 
 
 class Settings(BaseSettings):
@@ -387,7 +392,23 @@ class Settings(BaseSettings):
             for secret in (self.token, self.redis_url, self.judge_api_key)
             if secret
         ]
-        return [value for value in (*named, *own) if value and len(value) >= 6]
+        found = (*named, *own, *_otel_secrets(self.otel_endpoint))
+        return [value for value in found if value and len(value) >= 6]
+
+
+def _otel_secrets(endpoint: str | None) -> list[str]:
+    """Returns what OpenTelemetry's exporter knows of its collector's secrets, as it may log them:
+    it shows headers that it cannot read."""
+    headers = [os.environ.get(f"OTEL_EXPORTER_OTLP_{kind}HEADERS", "") for kind in OTEL_KINDS]
+    parts = [part for text in headers for part in (text, *_split(text))]
+    values = [part.partition(mark)[2].strip() for part in parts for mark in "=:"]
+    found = [*parts, *values, *map(unquote, (*parts, *values))]
+    urls = [os.environ.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT", "") for kind in OTEL_KINDS]
+    for url in (*urls, endpoint or ""):
+        user, _, host = url.rpartition("@")
+        password = user.partition("://")[2].partition(":")[2] if host else ""
+        found += [password, unquote(password)]
+    return sorted(found, key=len, reverse=True)  # the longest first: others are parts of it
 
 
 def _split(text: str) -> list[str]:

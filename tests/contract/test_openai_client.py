@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from services.orchestrator.openai import graders
 from services.orchestrator.openai.calling import Calls
+from services.orchestrator.queue import keys
 from shared.config import Settings
 from shared.errors import BadRequest, Failed
 from shared.service import Service
@@ -109,6 +110,22 @@ async def test_a_job_is_submitted_followed_and_listed(client: openai.AsyncOpenAI
     by_metadata = await client.fine_tuning.jobs.list(metadata={"team": "a"})
     assert [one.id for one in by_metadata.data] == [job.id]
     await ended(client, other.id)
+
+
+async def test_a_list_goes_on_past_records_that_cannot_be_read(
+    stack: Stack, client: openai.AsyncOpenAI
+):
+    ids = [(await create(client)).id for _ in range(4)]
+    for job_id in ids:
+        await ended(client, job_id)
+    for job_id in (ids[1], ids[2]):
+        await stack.store._redis.hset(keys.job(job_id), "job", "{")
+    assert [job.id async for job in client.fine_tuning.jobs.list(limit=1)] == [ids[3], ids[0]]
+    first = await client.fine_tuning.jobs.list(limit=3)
+    assert [job.id for job in first.data] == [ids[3], ids[0]] and not first.has_more
+    for event in ("ftevent-0-0", "ftevent-00-0"):
+        page = await client.fine_tuning.jobs.list_events(ids[0], after=event)
+        assert page.data == [] and not page.has_more
 
 
 async def test_a_job_of_the_jobs_api_is_none_of_openais(stack: Stack, client: openai.AsyncOpenAI):

@@ -74,7 +74,7 @@ def _fault(prompts: Prompts, problems: Sequence[Problem], data: str) -> BadRow |
 def _check_sendable(prompt: Prompt, data: str) -> None:
     """Raises BadRow with the row, and the column if it is that."""
     try:
-        codec.encode(prompt, codec.MSGPACK)
+        _encode(prompt)
     except BadRequest as error:
         at = f"row {prompt.index} of {data}"
         for name, value in prompt.row.items():
@@ -82,8 +82,14 @@ def _check_sendable(prompt: Prompt, data: str) -> None:
         raise BadRow(f"{at}, its prompt: {error.detail}") from error
 
 
+def _encode(prompt: Prompt) -> None:
+    """In both ways: msgpack goes to services, which take what JSON can carry."""
+    codec.encode(prompt, codec.MSGPACK)
+    codec.encode(prompt)
+
+
 def _check_value(name: str, value: Any, at: str) -> None:
     try:
-        codec.encode(Prompt(index=0, content="", row={name: value}), codec.MSGPACK)
+        _encode(Prompt(index=0, content="", row={name: value}))
     except BadRequest as error:
         raise BadRow(f"{at}, column {name!r}: {error.detail}") from error

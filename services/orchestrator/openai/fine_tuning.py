@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from services.orchestrator.api.jobs import check_job
 from services.orchestrator.api.pages import METADATA, metadata_of, page_of
 from services.orchestrator.openai import mapping
 from services.orchestrator.queue.lists import Wanted
-from services.orchestrator.queue.records import check_event_id
+from services.orchestrator.queue.records import Unreadable, check_event_id
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.noting import cancel
@@ -31,7 +31,6 @@ from shared.wire import (
     FineTuningEventList,
     FineTuningJob,
     FineTuningJobList,
-    JobList,
     JobRecord,
 )
 from shared.wire.fine_tuning import PREFIX
@@ -61,9 +60,8 @@ def _add_job_routes(service: Service, jobs: FineTuningJobs, store: Store) -> Non
         """Jobs submitted here, newest first. `metadata[name]=value` leaves only those that have it;
         `metadata=null`, those without any."""
         wanted = Wanted(metadata=metadata_of(request), openai=True)
-        page = await store.list(after, limit, wanted)
-        found = [one async for one in jobs.listed(page)]
-        return FineTuningJobList(data=tuple(found), has_more=page.next_after is not None)
+        found, has_more = await jobs.listed(after, limit, wanted)
+        return FineTuningJobList(data=tuple(found), has_more=has_more)
 
     @app.get(ROOT + "/{job_id}")
     async def get_fine_tuning_job(job_id: str) -> FineTuningJob:
@@ -165,11 +163,20 @@ class FineTuningJobs:
         await change(job_id)
         return await self.shown(await self.record(job_id))
 
-    async def listed(self, page: JobList) -> AsyncGenerator[FineTuningJob]:
-        """Yields the jobs of a page, without those that were deleted since."""
-        for summary in page.jobs:
-            with contextlib.suppress(NotFound):
-                yield await self.shown(await self.record(summary.id))
+    async def listed(
+        self, after: str | None, limit: int, wanted: Wanted
+    ) -> tuple[list[FineTuningJob], bool]:
+        """Returns up to `limit` jobs that can be read, and whether there are more. The page is full
+        if there are, for clients take an empty one for the end."""
+        found: list[FineTuningJob] = []
+        while True:
+            page = await self._store.list(after, limit - len(found), wanted)
+            for summary in page.jobs:
+                with contextlib.suppress(NotFound, Unreadable):  # NotFound: deleted since
+                    found.append(await self.shown(await self.record(summary.id)))
+            after = page.next_after
+            if after is None or len(found) == limit:
+                return found, after is not None
 
     async def shown(self, record: JobRecord) -> FineTuningJob:
         tokens = await asyncio.to_thread(_trained_tokens, record)

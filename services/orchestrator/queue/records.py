@@ -129,5 +129,10 @@ def check_event_id(id: str, name: str) -> None:
         raise BadRequest(f"{name} is {id!r}; expected an event's id such as '1763700000000-0'")
 
 
+def is_first_id(id: str) -> bool:
+    """Whether it is 0-0, written in any way."""
+    return "-" in id and not any(map(int, id.split("-")))
+
+
 def _first_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -30,6 +30,7 @@ from services.orchestrator.queue.records import (
     check_event_id,
     event_of,
     fields_of,
+    is_first_id,
     note_of,
     record_of,
     state_of,
@@ -284,6 +285,8 @@ class Store:
 
     async def newest_events(self, job_id: str, before: str | None, limit: int) -> list[Event]:
         """Returns up to `limit` events, newest first, older than event `before`."""
+        if before and is_first_id(before):
+            return []  # Redis has no id before it
         latest = f"({before}" if before else "+"
         found = await self._do(
             self._redis.xrevrange(keys.events(job_id), max=latest, min="-", count=limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +76,12 @@ def test_of_a_table_that_is_too_large_the_first_rows_are_tried(
     detail = refused(job([{"prompt": "?"}] + [{"prompt": ""}] * 99))
     assert detail.startswith("row 1 of ")
     assert detail.endswith("; so have at least 62 more of its 100 rows a fault")
+
+
+def test_a_value_that_is_nested_too_deep_to_be_sent_is_found(tmp_path: Path) -> None:
+    deep = '{"prompt": "?", "answer": ' + "[" * 300 + "]" * 300 + "}\n"
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "answer": []}\n' * 9 + deep)
+    submitted = job([{"prompt": "?"}])
+    data = submitted.data.model_copy(update={"train": str(tmp_path / "rows.jsonl")})
+    detail = refused(submitted.model_copy(update={"data": data}))
+    assert detail.startswith("row 9 of ") and "nested too deep" in detail and "'answer'" in detail

@@ -62,6 +62,17 @@ def test_an_unknown_field_is_refused_by_name() -> None:
         codec.decode(Example, body)
 
 
+@pytest.mark.parametrize(
+    ("depth", "media_type"), [(300, codec.JSON), (5000, codec.JSON), (5000, codec.MSGPACK)]
+)
+def test_what_is_nested_too_deep_is_a_sentence(depth: int, media_type: str) -> None:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    with pytest.raises(BadRequest, match="Prompt cannot be sent, perhaps because it is nested too"):
+        codec.encode(Prompt.model_construct(index=0, content="", row={"a": value}), media_type)
+
+
 def test_half_of_a_surrogate_pair_is_a_sentence() -> None:
     with pytest.raises(BadRequest, match=r"Prompt holds '\\ud800', half of a surrogate pair"):
         codec.encode(Prompt(index=0, content="a\ud800", row={}), codec.MSGPACK)

@@ -60,6 +60,29 @@ def test_secrets_do_not_show_in_settings(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "secret-token" not in shown and "hidden-word" not in shown
 
 
+def test_what_opens_the_collector_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-team=blue%2Dwhale,api-key: hidden-word")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "Authorization=Bearer%20other-word")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "https://me:pass%40word@host:4318")
+    found = Settings(otel_endpoint="http://me:own-password@host").secrets()
+    assert {
+        "x-team=blue%2Dwhale,api-key: hidden-word",
+        "x-team=blue%2Dwhale",
+        "blue%2Dwhale",
+        "blue-whale",
+        "api-key: hidden-word",
+        "hidden-word",
+        "Authorization=Bearer%20other-word",
+        "Authorization=Bearer other-word",
+        "Bearer other-word",
+        "pass%40word",
+        "pass@word",
+        "own-password",
+    } <= set(found)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "https://host:4318/a:b")
+    assert "4318/a:b" not in Settings().secrets()
+
+
 def test_each_trainer_has_settings_of_its_own() -> None:
     settings = Settings(
         trainer_url="http://a:1; http://b:2/",
