@@ -30,9 +30,9 @@ class JobSummary(Wire):
     went on after a service had lost its state, and `attempts` how often a worker took it up.
     `stopped` says why a job succeeded before its last step: a target or a budget of `[stop]`.
 
-    `place` is that of a queued job: 1 for the one that is taken next. `waits_for` says who has the
-    trainers meanwhile: host and port, and the job. `trainer` is the one that the job was given
-    last.
+    `place` is that of a job that waits, as a queued one does and a running one whose worker is
+    gone: 1 for the one that is taken next. `waits_for` says who has the trainers meanwhile: host
+    and port, and the job. `trainer` is the one that the job was given last.
     """
 
     id: JobId

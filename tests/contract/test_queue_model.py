@@ -64,12 +64,15 @@ class Model:
     def has_lease(self, job: Modelled) -> bool:
         return job.trainer is not None and self.leases.get(job.trainer) == job.attempt
 
+    def is_waiting(self, job: Modelled) -> bool:
+        return job.status == "queued" or (job.status == "running" and not self.has_lease(job))
+
     def waiting(self) -> tuple[list[Modelled], list[Modelled]]:
         """Returns those that were begun, and those that were not, each by turn."""
         found = [
             job
             for job in sorted(self.jobs.values(), key=lambda job: job.turn)
-            if job.status == "queued" or (job.status == "running" and not self.has_lease(job))
+            if self.is_waiting(job)
         ]
         return [job for job in found if job.begun], [job for job in found if not job.begun]
 
@@ -202,7 +205,7 @@ class Driver:
     async def pause(self) -> None:
         if job := self.job("queued", "running"):
             await self.store.pause(job.id)
-            if job.status == "queued":
+            if self.model.is_waiting(job):
                 self.model.end(job, "paused")
             else:
                 job.asked.add("pause")
@@ -219,10 +222,10 @@ class Driver:
     async def cancel(self) -> None:
         if job := self.job("queued", "running", "paused"):
             await self.store.cancel(job.id)
-            if job.status == "running":
-                job.asked.add("cancel")
-            else:
+            if job.status == "paused" or self.model.is_waiting(job):
                 self.model.end(job, "cancelled")
+            else:
+                job.asked.add("cancel")
 
     async def delete(self) -> None:
         if job := self.job("succeeded", "failed", "cancelled"):
@@ -237,8 +240,8 @@ class Driver:
         expected = {
             job.id: (
                 job.status,
-                places[job.id] if job.status == "queued" else None,
-                holders if job.status == "queued" else {},
+                places.get(job.id),
+                holders if model.is_waiting(job) else {},
                 job.step,
             )
             for job in model.jobs.values()

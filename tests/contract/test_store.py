@@ -266,6 +266,18 @@ async def test_a_job_that_kills_its_workers_is_cancelled_if_that_was_asked_for(
     assert (await store.get(job_id)).status == "cancelled"
 
 
+@pytest.mark.parametrize(("ask", "status"), [("cancel", "cancelled"), ("pause", "paused")])
+async def test_a_job_that_nobody_has_is_stopped_at_once(
+    store: Store, ask: str, status: str
+) -> None:
+    job_id = await submit(store)
+    await take(store, lease_s=0.05)
+    await asyncio.sleep(0.1)
+    assert (await store.get(job_id)).place == 1
+    assert (await getattr(store, ask)(job_id)).status == status
+    assert await store.take("b", TRAINER, 30) is None
+
+
 async def test_only_a_step_that_was_not_done_before_counts_attempts_anew(
     store: Store, raw: Any
 ) -> None:

@@ -70,17 +70,15 @@ class Lists:
         )
 
     async def with_places(self, records: Sequence[S]) -> list[S]:
-        """Returns the records; those of queued jobs say which place they have, and who has the
-        trainers."""
-        queued = [record.id for record in records if record.status == "queued"]
-        if not queued:
+        """Returns the records; those of jobs that wait, as queued ones do and running ones whose
+        worker is gone, say which place they have, and who has the trainers."""
+        may_wait = [record.id for record in records if record.status in ("queued", "running")]
+        if not may_wait:
             return list(records)
-        found = json.loads(await self._call(self._waiting, ids=" ".join(queued)))
+        found = json.loads(await self._call(self._waiting, ids=" ".join(may_wait)))
         return [
-            record.model_copy(
-                update={"place": found["places"].get(record.id), "waits_for": found["holders"]}
-            )
-            if record.status == "queued"
+            record.model_copy(update={"place": place, "waits_for": found["holders"]})
+            if record.id in may_wait and (place := found["places"].get(record.id))
             else record
             for record in records
         ]

@@ -6,6 +6,8 @@
       |                v
       +----resume--- paused          cancel: queued and paused at once, running by way of the worker
 
+A running job whose worker is gone waits to be taken again: it is paused and cancelled at once too.
+
 A worker shows its lease: the job, the trainer and the attempt. Once the trainer's lease has expired
 or is another's, or the job does not run any more, nothing is changed.
 
@@ -292,7 +294,7 @@ was asked for, else queued where it was. Returns 'ok' or 'lost'."""
 PAUSE = once("""
   if not is_job(call.id) then return '' end
   local status = field(call.id, 'status')
-  if status == 'queued' then
+  if is_waiting(call.id) then
     pause(call.id, 'info', call.paused)
   elseif status == 'running' and not asked(call.id, 'pause') then
     set(call.id, 'pause_requested', '1')
@@ -322,7 +324,7 @@ there is no such job."""
 CANCEL = once("""
   if not is_job(call.id) then return '' end
   local status = field(call.id, 'status')
-  if status == 'queued' or status == 'paused' then
+  if is_waiting(call.id) or status == 'paused' then
     set(call.id, 'cancel_requested', '1')
     cancel(call.id)
   elseif status == 'running' and not asked(call.id, 'cancel') then
