@@ -42,8 +42,10 @@ def create_service(settings: Settings, store: Store) -> Service:
             yield
         finally:
             service.draining.begin()
-            await asyncio.gather(*leaving)
+            left = await asyncio.gather(*leaving, return_exceptions=True)
             await store.close()
+            for error in filter(None, left):
+                raise error
 
     async def check_redis() -> str | None:
         try:

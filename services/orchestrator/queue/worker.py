@@ -89,7 +89,7 @@ class Worker:
         try:
             async with asyncio.timeout(GOODBYE_S):
                 await self._store.halt(lease, None)
-        except (LeaseLost, Unavailable, TimeoutError) as error:
+        except (LeaseLost, StoreEmptied, Unavailable, TimeoutError) as error:
             get_logger().warning("lease not given back", job=lease.job_id, reason=repr(error))
 
     async def _give_back(self) -> None:
