@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import redis.asyncio as redis
@@ -18,7 +19,7 @@ from services.orchestrator.record.found import find_runs
 from services.orchestrator.record.note import Note
 from shared.client import Client
 from shared.config import Settings
-from shared.errors import BadRequest, Conflict
+from shared.errors import BadRequest, Conflict, Failed
 from shared.job import Job
 from shared.wire import (
     CheckpointList,
@@ -267,6 +268,31 @@ async def test_jobs_of_another_redis_that_shares_the_folder_are_left_to_it(
     assert (mine.id, mine.status) == ("mine-1", "paused")
     assert (theirs.id, theirs.status) == ("theirs-1", None)
     assert theirs.problem and "is a job of another Redis" in theirs.problem
+
+
+async def test_a_recover_that_broke_off_is_done_again_and_one_bad_folder_ends_none(
+    settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("demo-1", "demo-2"):
+        RunFolder(settings.runs_dir / name).create(job, redis="lost")
+    store = Store(redis_url)
+    await store.open()
+
+    async def recovered() -> list[tuple[str | None, str | None]]:
+        found = await store.recover(find_runs(settings.runs_dir), settings.runs_dir)
+        return [(each.status, each.problem) for each in found]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "belong_to", Mock(side_effect=RuntimeError("it was killed")))
+        with pytest.raises(RuntimeError):
+            await recovered()
+    with monkeypatch.context() as patched:
+        full = Mock(side_effect=[Failed("the disk is full"), None])
+        patched.setattr(RunFolder, "belong_to", full)
+        assert await recovered() == [(None, "the disk is full"), ("paused", None)]
+    assert await recovered() == [("paused", None), ("paused", None)]
+    assert [run.redis for run in find_runs(settings.runs_dir)] == [store.identity] * 2
+    await store.close()
 
 
 async def test_a_recovered_job_has_ended_as_it_ended_and_keeps_its_age_and_key(

@@ -13,6 +13,7 @@ from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.records import recovered_fields
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.found import WAS_DELETED, FoundRun
+from shared.errors import Failed
 from shared.job import Job
 from shared.wire import RecoveredJob
 
@@ -43,14 +44,24 @@ async def rebuild(
             why = f"is a job of another Redis; if that is no more, remove {str(other)!r} first"
             jobs[run.id] = RecoveredJob(id=run.id, problem=why)
         else:
-            arguments = _arguments(run, run.job, key_ttl_s)
-            answer = await connection.call(script, **arguments)
-            jobs[run.id] = _answered(run, run.job, answer)
-            if answer == "new paused":
-                await asyncio.to_thread(RunFolder(run.path).belong_to, found)
+            jobs[run.id] = await _rebuilt(connection, script, run, run.job, key_ttl_s)
     await connection.call(connection.client.register_script(scripts.OPEN))
     identity.adopt(connection, found, runs_dir)
     return [jobs[run.id] for run in runs]
+
+
+async def _rebuilt(
+    connection: Connection, script: Any, run: FoundRun, job: Job, key_ttl_s: float
+) -> RecoveredJob:
+    """Its folder is this Redis's before there is a record: whoever breaks off in between can begin
+    again. A folder that cannot be written is a problem of this job alone."""
+    redis = connection.identity
+    if run.end is None and redis and run.redis != redis:
+        try:
+            await asyncio.to_thread(RunFolder(run.path).belong_to, redis)
+        except Failed as error:
+            return RecoveredJob(id=run.id, problem=error.detail)
+    return _answered(run, job, await connection.call(script, **_arguments(run, job, key_ttl_s)))
 
 
 def _arguments(run: FoundRun, job: Job, key_ttl_s: float) -> Mapping[str, Any]:
