@@ -31,7 +31,13 @@ SLOTS = {"t1": ("s1", "s2"), "t2": ("s3",), "t3": ("s2", "s4")}
 """Trainers and their samplers. Orchestrators that were set up differently share `s2`."""
 
 NUM_OPERATIONS = 120
-SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 60))]
+FAST = (3, 8)
+"""Seeds that meet each rule of who goes first."""
+
+SEEDS = [
+    *FAST,
+    *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(60) if seed not in FAST),
+]
 
 
 @dataclass
@@ -60,6 +66,7 @@ class Model:
         self.leases: dict[str, int] = {}
         """Resource -> attempt."""
         self.last_attempt = 0
+        self.num_submitted = 0
 
     def has_lease(self, job: Modelled) -> bool:
         return job.trainer is not None and self.leases.get(job.trainer) == job.attempt
@@ -141,7 +148,8 @@ class Driver:
         job = JOB.model_copy(update={"priority": priority})
         record = await self.store.submit(job, RUNS, None)
         model = self.model
-        model.jobs[record.id] = Modelled(record.id, len(model.jobs), priority)
+        model.num_submitted += 1
+        model.jobs[record.id] = Modelled(record.id, model.num_submitted, priority)
 
     async def take(self) -> None:
         trainer = self.choose.choice(list(SLOTS))
