@@ -105,7 +105,7 @@ def job_table(records: Iterable[JobSummary]) -> Table:
     return table
 
 
-def _status(record: JobRecord) -> str:
+def _status(record: JobSummary) -> str:
     return record.status if record.place is None else f"{record.status} ({record.place})"
 
 
