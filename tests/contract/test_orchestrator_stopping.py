@@ -151,6 +151,36 @@ async def test_a_budget_goes_on_counting_and_can_be_raised(stack: Stack) -> None
     assert 0 < metrics(record, 2)["total/hours"] < metrics(record, 3)["total/hours"]
 
 
+async def test_a_job_that_ends_as_it_goes_on_keeps_its_best_and_is_evaluated(
+    stack: Stack,
+) -> None:
+    """Step 2 did best; the budget is lowered while the job is paused after step 3."""
+    stack.fakes.grade = lambda _: Part(value=0.9 if stack.fakes.step == 2 else 0.1)
+    reached = asyncio.Event()
+
+    async def wait_at_4(body: Any) -> None:
+        if body.step == 4 and not reached.is_set():
+            reached.set()
+            await asyncio.sleep(60)
+
+    stack.fakes.fault["train_step"] = wait_at_4
+    checkpoints = {"every": 2, "keep_last": 1}
+    id = (
+        await stack.submit(changed(stack.job, evaluation={"every": 2}, checkpoints=checkpoints))
+    ).id
+    await asyncio.wait_for(reached.wait(), 20)
+    await stack.post(f"{id}/pause")
+    await stack.until(id, "paused")
+    await stack.post(f"{id}/resume", ResumeRequest(set=("stop.max_tokens=1",)))
+    record = await stack.until(id)
+    assert (record.status, record.step) == ("succeeded", 3)
+    assert stack.fakes.kept == {2: (), 3: (2,)}
+    assert metrics(record, 3)["eval/reward"] == pytest.approx(0.1)
+    assert record.summary is not None and record.summary["best_step"] == 2
+    assert record.summary["eval_after"] == pytest.approx(0.1)
+    assert [step for step, _ in record.summary["evals"]] == [0, 2, 3]
+
+
 # --- epochs --------------------------------------------------------------------------------------
 
 

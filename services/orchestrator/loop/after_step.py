@@ -97,6 +97,20 @@ class AfterStep:
         """Returns why no step follows that of the row, other than that it is the job's last."""
         return reason_to_stop(row, self.job.stop) if row.step < self.job.steps else None
 
+    async def end_at(self, number: int) -> Checkpoint:
+        """Returns the checkpoint of a step that an earlier attempt did, and which turns out to be
+        the last. It is evaluated too, if it was not."""
+        rows = {row.step: row for row in await asyncio.to_thread(self.folder.metrics)}
+        before = rows[number].metrics if number in rows else {}
+        found: dict[str, float] = {}
+        checkpoint = await self._checkpoint(number, found)
+        if not any(name.startswith("eval/") for name in before):
+            found |= await self._evaluate(number)
+        row = MetricsRow(step=number, metrics=found | before)
+        await asyncio.to_thread(self.folder.replace_metrics, row)
+        await self.journal.row(row, self.job.steps, missing_only=True)
+        return checkpoint
+
     async def _checkpoint(self, number: int, metrics: dict[str, float]) -> Checkpoint:
         """Writes the step's checkpoint, and notes in its metrics how long that took."""
         start = time.monotonic()

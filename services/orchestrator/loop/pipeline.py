@@ -120,5 +120,5 @@ class Pipeline:
 
 def syncs_after(job: Job, step: int) -> bool:
     """Returns whether the weights of the step are made to serve."""
-    evaluates = job.data.eval is not None and step % job.evaluation.every == 0
+    evaluates = job.evaluates and step % job.evaluation.every == 0
     return evaluates or step % job.sync_every == 0 or step == job.steps

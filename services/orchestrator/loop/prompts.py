@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from services.orchestrator.data.choosing import (
@@ -156,7 +157,8 @@ def with_steps(job: Job, prompts: Prompts) -> Job:
     the last step of a pass takes some prompts of the next one."""
     if job.data.epochs is None or prompts.num_train is None:
         return job
-    steps = math.ceil(job.data.epochs * prompts.num_train / job.sampling.prompts_per_step)
+    epochs = Fraction(str(job.data.epochs))  # as it was written: 1.1 * 10 is more than 11 in floats
+    steps = math.ceil(epochs * prompts.num_train / job.sampling.prompts_per_step)
     return job.model_copy(update={"steps": min(steps, job.steps or steps, MAX_STEPS)})
 
 

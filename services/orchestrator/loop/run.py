@@ -176,7 +176,10 @@ class Run:
             await self._journal.log(ended.why)
         rows = await asyncio.to_thread(self._folder.metrics)
         number = rows[-1].step if ended.why else self._job.steps
-        checkpoint = ended.checkpoint or await self._peers.checkpoint(number)
+        checkpoint = ended.checkpoint
+        if checkpoint is None:
+            checkpoint = await after.end_at(number)
+            rows = await asyncio.to_thread(self._folder.metrics)
         versions = await self._peers.versions()
         summary = summarize(self._record, rows, checkpoint, train_s, versions, ended.why)
         await asyncio.to_thread(self._folder.write_summary, summary)

@@ -122,6 +122,11 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
 
+    def replace_metrics(self, row: MetricsRow) -> None:
+        """Writes the row in place of that of the same step, if there is one."""
+        rows = {each.step: each for each in self.metrics()} | {row.step: row}
+        self._write("metrics.jsonl", b"".join(_metrics_line(rows[step]) for step in sorted(rows)))
+
     def append_verdicts(self, step: int, verdicts: Mapping[int, str]) -> None:
         """Notes in `difficulty.jsonl` what the step's groups came to, in place of an older line."""
         row = {"step": step, "verdicts": {str(number): each for number, each in verdicts.items()}}

@@ -12,7 +12,8 @@ import pytest
 from services.orchestrator.data.choosing import chosen
 from services.orchestrator.data.order import InTable
 from services.orchestrator.data.tables import InlineTable
-from services.orchestrator.loop.prompts import HeldOut, Prompts, load_prompts
+from services.orchestrator.loop.pipeline import syncs_after
+from services.orchestrator.loop.prompts import HeldOut, Prompts, load_prompts, with_steps
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
@@ -41,7 +42,7 @@ def made(
             InlineTable("held out", tuple(held_out)), job.data, job.evaluation.num_prompts
         )
         sets = [HeldOut("", job.data, "held out", columns.names, problems)]
-    return Prompts(job, InTable(job, train), sets, name="dataset 'x.jsonl'")
+    return Prompts(job, InTable(job, train), sets, name="dataset 'x.jsonl'", train=train)
 
 
 def indices(prompts: Prompts, step: int) -> list[int]:
@@ -171,3 +172,16 @@ def test_unusable_data_is_a_sentence(
     with pytest.raises(BadRequest) as raised:
         load_prompts(make_job(str(path)), Settings())
     assert sentence in raised.value.detail and name in raised.value.detail
+
+
+def test_epochs_are_counted_as_they_were_written() -> None:
+    """In floats 1.1 * 100 is more than 110."""
+    job = make_job(data={"epochs": 1.1}, steps=0, sampling={"prompts_per_step": 10})
+    prompts = made(job, rows(100))
+    assert with_steps(job, prompts).steps == 11
+
+
+def test_weights_serve_before_any_evaluation_of_them() -> None:
+    sets = {"hard": {"source": "h"}}
+    job = make_job(evaluation={"every": 2, "sets": sets}, sync_every=3, max_staleness=2)
+    assert [step for step in range(1, 6) if syncs_after(job, step)] == [2, 3, 4, 5]
