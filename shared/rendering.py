@@ -42,11 +42,21 @@ class Made(BaseModel, Generic[M]):
 
 async def refuse_unknown_parameters(request: Request) -> None:
     """Raises BadRequest for a parameter of the query that the route does not have: a misspelt one
-    would be a default. `name[key]` is one of `name`."""
+    would be a default. Raises it too for one that comes twice: no route takes several values.
+    `name[key]` is one of `name` where the route says that it is a table."""
     route = request.scope["route"]
     known = [field.alias for field in route.dependant.query_params]
-    for name in request.query_params:
-        if name.partition("[")[0] not in known:
+    declared = (route.openapi_extra or {}).get("parameters", [])
+    tables = [one["name"] for one in declared if one.get("style") == "deepObject"]
+    names = [name for name, _ in request.query_params.multi_items()]
+    for name in names:
+        if (count := names.count(name)) > 1:
+            raise BadRequest(
+                f"parameter {name!r} came {count} times, expected once",
+                errors=[{"pointer": f"/query/{name}", "detail": "expected once"}],
+            )
+        in_table = re.fullmatch(r"([^\[]+)\[.+\]", name)
+        if name not in known and not (in_table and in_table[1] in tables):
             help = nearest(name, known, "its parameters") if known else "it takes none"
             raise BadRequest(
                 f"unknown parameter {name!r} of {request.method} {route.path_format}; {help}",

@@ -6,6 +6,7 @@ import asyncio
 
 from pydantic import ValidationError
 
+from services.orchestrator.api.checking import CHECKING
 from services.orchestrator.api.rows import check_rows
 from services.orchestrator.data.memory import CannotEstimate, estimate
 from services.orchestrator.data.preview import preview
@@ -21,7 +22,7 @@ from shared.job import Job
 from shared.models import model_folder
 from shared.rendering import Made
 from shared.service import Service, request_key
-from shared.wire import CreateFineTuningJob, DryRun, JobRecord, SubmitRequest
+from shared.wire import CreateFineTuningJob, DryRun, JobRecord, Prompt, SubmitRequest
 
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
@@ -60,8 +61,7 @@ async def check_job(job: Job, settings: Settings) -> Prompts:
         _check_request(job)
     check_colocation(job, settings)
     model_folder(job.model)
-    prompts = await asyncio.to_thread(load_prompts, job, settings)
-    first = await asyncio.to_thread(check_rows, prompts)
+    prompts, first = await CHECKING.run(lambda: _checked_data(job, settings))
     peers = Peers(job, settings.slots[0])
     try:
         await peers.validate_rewards(prompts.columns, first)
@@ -70,6 +70,11 @@ async def check_job(job: Job, settings: Settings) -> Prompts:
         raise Unavailable(error.detail) from error
     finally:
         await peers.close()
+
+
+def _checked_data(job: Job, settings: Settings) -> tuple[Prompts, tuple[Prompt, ...]]:
+    prompts = load_prompts(job, settings)
+    return prompts, check_rows(prompts)
 
 
 def _check_request(job: Job) -> None:

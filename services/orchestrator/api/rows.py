@@ -5,7 +5,8 @@ submitted with."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.data.choosing import BadRow, Problem
@@ -16,56 +17,78 @@ from shared.errors import BadRequest
 from shared.wire import Prompt
 
 CHECK_S = 10.0
-"""Seconds in which rows are tried when a job is submitted: enough for some 100,000. Of a larger
-table the first are."""
+"""Seconds in which rows are tried when a job is submitted, those of held-out sets included: enough
+for some 100,000. Of more the first are."""
 
 
 def check_rows(prompts: Prompts) -> tuple[Prompt, ...]:
     """Returns the first step's prompts. Raises BadRequest with the first row that no prompt can be
     made of, or that cannot be sent, and how many there are. Of a stream only the first step's rows
     are tried."""
+    end = time.monotonic() + CHECK_S
     if prompts.train is not None:
-        _check(prompts, prompts.train, "data.train")
+        _check(_Rows("data.train", prompts.train, prompts.made_of), end)
+    for held_out in prompts.sets:
+        name = f"evaluation.sets.{held_out.name}" if held_out.name else "data.eval"
+        _check(_Rows(name, held_out.problems, held_out.made_of), end)
     first = prompts.for_step(1)
-    held_out = {
-        f"evaluation.sets.{name}" if name else "data.eval": several
-        for name, several in prompts.held_out().items()
-    }
-    for data, several in ({"data.train": first} | held_out).items():
-        for prompt in several:
-            _check_sendable(prompt, data)
+    for prompt in first:
+        _check_sendable(prompt, "data.train")
     return first
 
 
-def _check(prompts: Prompts, problems: Sequence[Problem], data: str) -> None:
-    end = time.monotonic() + CHECK_S
-    faults = _faults(prompts, problems, data, end)
+@dataclass(frozen=True)
+class _Rows:
+    """What is tried: the problems of `data`, as sentences call it, and what makes their prompts."""
+
+    data: str
+    problems: Sequence[Problem]
+    made_of: Callable[[Sequence[Problem]], Sequence[Prompt]]
+
+
+def _check(rows: _Rows, end: float) -> None:
+    faults = _faults(rows, end)
     first = next(faults, None)
     if first is None:
         return
     others = sum(1 for _ in faults)
     least = "at least " if time.monotonic() > end else ""
-    more = f"; so have {least}{others} more of its {len(problems)} rows a fault" if others else ""
+    more = (
+        f"; so have {least}{others} more of its {len(rows.problems)} rows a fault" if others else ""
+    )
     raise BadRequest(first.detail + more) from first
 
 
-def _faults(
-    prompts: Prompts, problems: Sequence[Problem], data: str, end: float
-) -> Iterator[BadRow]:
-    """Yields what is wrong with each row that is bad, as far as they can be tried before `end`."""
-    for start in range(0, len(problems), ROWS_PER_REQUEST):
-        several = problems[start : start + ROWS_PER_REQUEST]
-        if _fault(prompts, several, data):
-            found = (_fault(prompts, [problem], data) for problem in several)
-            yield from filter(None, found)
+def _faults(rows: _Rows, end: float) -> Iterator[BadRow]:
+    """Yields what is wrong with each row that is bad, as far as they can be tried before `end`; of
+    the first rows one in any case."""
+    for start in range(0, len(rows.problems), ROWS_PER_REQUEST):
+        several = rows.problems[start : start + ROWS_PER_REQUEST]
+        if fault := _fault(rows, several):
+            yield from _single_faults(rows, several, fault, end)
         if time.monotonic() > end:
             return
 
 
-def _fault(prompts: Prompts, problems: Sequence[Problem], data: str) -> BadRow | None:
+def _single_faults(
+    rows: _Rows, several: Sequence[Problem], known: BadRow, end: float
+) -> Iterator[BadRow]:
+    """Yields the fault of each row, `known` if there is time for none."""
+    any_found = False
+    for problem in several:
+        if fault := _fault(rows, [problem]):
+            any_found = True
+            yield fault
+        if time.monotonic() > end:
+            break
+    if not any_found:
+        yield known
+
+
+def _fault(rows: _Rows, problems: Sequence[Problem]) -> BadRow | None:
     try:
-        for prompt in prompts.made_of(problems):
-            _check_sendable(prompt, data)
+        for prompt in rows.made_of(problems):
+            _check_sendable(prompt, rows.data)
     except BadRow as error:
         return error
     return None

@@ -49,7 +49,12 @@ class HeldOut:
 
     def prompts(self) -> tuple[Prompt, ...]:
         """Takes as long as templates do."""
-        return make_prompts(self.problems, self.spec, self.where)
+        return self.made_of(self.problems)
+
+    def made_of(self, problems: Sequence[Problem]) -> tuple[Prompt, ...]:
+        """Returns the prompts of some of the problems. Raises BadRow for one that cannot be
+        made."""
+        return make_prompts(problems, self.spec, self.where)
 
 
 class Prompts:
@@ -58,8 +63,8 @@ class Prompts:
 
     `columns` are those that every problem has, held-out ones included; `versions` say which content
     the sources have, by "train", "eval" and "eval.<set>", as far as that is known. `train` are all
-    problems to train on, None for a stream. `history` is what the order learns of the groups so
-    far, if it skips.
+    problems to train on, None for a stream; `sets` are the held-out ones. `history` is what the
+    order learns of the groups so far, if it skips.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class Prompts:
     ) -> None:
         self._job = job
         self._order = order
-        self._held_out = held_out
+        self.sets = held_out
         self._name = name
         self.columns = columns
         self.versions = dict(versions or {})
@@ -89,7 +94,7 @@ class Prompts:
 
     @property
     def num_held_out(self) -> int:
-        return sum(len(held_out.problems) for held_out in self._held_out)
+        return sum(len(held_out.problems) for held_out in self.sets)
 
     def for_step(self, step: int, round: int = 0) -> tuple[Prompt, ...]:
         """Returns the step's `[P]` prompts. Each pass over the data has another order; step 1 is
@@ -114,7 +119,7 @@ class Prompts:
     def held_out(self) -> dict[str, tuple[Prompt, ...]]:
         """Returns the problems of each held-out set, the same ones each time, by its name: "" is
         `data.eval`."""
-        return {held_out.name: held_out.prompts() for held_out in self._held_out}
+        return {held_out.name: held_out.prompts() for held_out in self.sets}
 
 
 def load_prompts(

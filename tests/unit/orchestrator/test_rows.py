@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.orchestrator.api import rows
+from services.orchestrator.api.checking import MAX_CHECKS, Checking
 from services.orchestrator.api.rows import check_rows
 from services.orchestrator.loop.prompts import load_prompts
 from shared.config import Settings
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Busy
+from shared.gate import caller
 from shared.job import Job
+from shared.wire import ApiKey
 
 
 def job(train: list[dict[str, Any]], **data: Any) -> Job:
@@ -74,8 +79,34 @@ def test_of_a_table_that_is_too_large_the_first_rows_are_tried(
     prompts = load_prompts(job([{"prompt": "?"}] * 70 + [{"prompt": ""}] * 30), Settings())
     assert len(check_rows(prompts)) == 4
     detail = refused(job([{"prompt": "?"}] + [{"prompt": ""}] * 99))
-    assert detail.startswith("row 1 of ")
-    assert detail.endswith("; so have at least 62 more of its 100 rows a fault")
+    assert detail == "row 1 of data.train in the job: its prompt is empty; expected text"
+
+
+def test_rows_that_are_held_out_share_the_time_and_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held_out = [{"prompt": "?"}] * 64 + [{"prompt": ""}]
+    submitted = job([{"prompt": "?"}] * 100, eval=held_out)
+    submitted = submitted.model_copy(
+        update={"evaluation": submitted.evaluation.model_copy(update={"num_prompts": 65})}
+    )
+    assert refused(submitted).startswith("row 64 of data.eval")
+    monkeypatch.setattr(rows, "CHECK_S", -1.0)
+    assert len(check_rows(load_prompts(submitted, Settings()))) == 4, "64 rows of each were tried"
+
+
+async def test_more_checks_than_can_wait_are_refused() -> None:
+    checking, release = Checking(), threading.Event()
+    under_way = [
+        asyncio.create_task(checking.run(lambda: release.wait(60))) for _ in range(MAX_CHECKS)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(Busy, match="at most 32 are taken"):
+        await checking.run(lambda: None)
+    release.set()
+    assert all(await asyncio.gather(*under_way))
+    caller.set(ApiKey(name="bot", access="full", created_at=0))
+    assert await checking.run(lambda: caller.get()) == caller.get()
 
 
 def test_a_value_that_is_nested_too_deep_to_be_sent_is_found(tmp_path: Path) -> None:
