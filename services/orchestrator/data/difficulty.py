@@ -8,6 +8,7 @@ folder (`difficulty.jsonl`); from that, the walk through the data is done again 
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -79,28 +80,34 @@ class Skipping(InTable):
         return [self._problems[place] for place in places]
 
     def num_skipped(self, step: int) -> int | None:
-        """Returns how many problems the step skips; None if that is not known any more."""
-        with self._turn:
-            plan = self._plans.get(step)
-            return len(plan.skipped) if plan else None
+        """Returns how many problems the step skips; None if that is not known any more. It waits
+        for nobody who takes problems."""
+        plan = self._plans.get(step)
+        return len(plan.skipped) if plan else None
 
     def _begin(self) -> None:
         """Goes back to the first step."""
         self._revision = self._history.revision
         self._next_step, self._position = 1, 0
         self._streaks: dict[int, _Streak] = {}  # by place
+        self._skipped: set[int] = set()  # places
+        self._expiries: list[tuple[int, int]] = []  # a heap: the last step that skips, and a place
         self._plans: OrderedDict[int, _Plan] = OrderedDict()
 
     def _plan(self, step: int) -> _Plan:
         is_gone = step < self._next_step and step not in self._plans
         if is_gone or self._revision != self._history.revision:
             self._begin()
+        num_kept = 2 * self._lag + 2
         while self._next_step <= step:
             self._learn(self._next_step - self._lag)
-            self._plans[self._next_step] = self._walk(self._next_step)
+            self._expire(self._next_step)
+            places = self._walk()
+            if self._next_step > step - num_kept:
+                self._plans[self._next_step] = _Plan(places, frozenset(self._skipped))
             self._next_step += 1
-            if len(self._plans) > 2 * self._lag + 2:
-                self._plans.popitem(last=False)
+        while len(self._plans) > num_kept:
+            self._plans.popitem(last=False)
         return self._plans[step]
 
     def _learn(self, step: int) -> None:
@@ -110,30 +117,39 @@ class Skipping(InTable):
                 continue
             before = self._streaks.get(place)
             count = before.count if before and before.verdict == verdict else 0
-            self._streaks[place] = _Streak(verdict, count + 1, step)
+            streak = self._streaks[place] = _Streak(verdict, count + 1, step)
+            if not _is_enough(self._job.difficulty, streak):
+                self._skipped.discard(place)
+                continue
+            self._skipped.add(place)
+            if skip_steps := self._job.difficulty.skip_steps:
+                heapq.heappush(self._expiries, (step + skip_steps, place))
 
-    def _walk(self, step: int) -> _Plan:
+    def _expire(self, step: int) -> None:
+        """Forgets what is not skipped any more in `step`."""
+        while self._expiries and self._expiries[0][0] < step:
+            last_step, place = heapq.heappop(self._expiries)
+            if self._streaks[place].step + self._job.difficulty.skip_steps == last_step:
+                self._skipped.discard(place)
+
+    def _walk(self) -> list[int]:
         """Takes the next problems that are not skipped; after a whole pass that had too few of
         them, those that it passed over."""
-        spec, count = self._job.difficulty, self._job.sampling.prompts_per_step
-        skipped = frozenset(
-            place for place, streak in self._streaks.items() if _skips(spec, streak, step)
-        )
+        count = self._job.sampling.prompts_per_step
         places: list[int] = []
         while len(places) < count:
             passed_over: list[int] = []
             for _ in range(len(self._problems)):
                 place = self._place(self._position)
                 self._position += 1
-                (passed_over if place in skipped else places).append(place)
+                (passed_over if place in self._skipped else places).append(place)
                 if len(places) == count:
                     break
             places += passed_over[: count - len(places)]
-        return _Plan(places, skipped)
+        return places
 
 
-def _skips(spec: DifficultySpec, streak: _Streak, step: int) -> bool:
+def _is_enough(spec: DifficultySpec, streak: _Streak) -> bool:
+    """Returns whether the problem is skipped from now on, for `skip_steps`."""
     enough = {"right": spec.skip_right, "wrong": spec.skip_wrong, "mixed": 0}[streak.verdict]
-    if not enough or streak.count < enough:
-        return False
-    return not spec.skip_steps or step <= streak.step + spec.skip_steps
+    return 0 < enough <= streak.count

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import pytest
 
 from services.orchestrator.data.choosing import chosen
 from services.orchestrator.data.difficulty import History, Skipping, Verdict, Verdicts
@@ -119,6 +124,42 @@ def test_where_too_few_are_left_skipped_ones_are_taken() -> None:
     assert [taken(walk, step) for step in (1, 2, 3, 4)] == [[0, 1], [2, 3], [3, 0], [3, 0]]
     few = order(History(), count=1, prompts=3, skip_right=1)
     assert taken(few, 1) == [0, 0, 0], "as without skipping"
+
+
+def skipped_at(history: History, step: int, right: int, wrong: int, steps: int) -> int:
+    """The same from all groups before `step`, problem by problem."""
+    groups: dict[int, list[tuple[Verdict, int]]] = {}
+    for before in range(1, step):
+        for number, verdict in history.of(before).items():
+            groups.setdefault(number, []).append((verdict, before))
+    num = 0
+    for of_problem in groups.values():
+        last, last_step = of_problem[-1]
+        _, alike = next(itertools.groupby(reversed(of_problem), key=lambda group: group[0]))
+        enough = {"right": right, "wrong": wrong, "mixed": 1000}[last]
+        num += len(list(alike)) >= enough and step <= last_step + steps
+    return num
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_skipped_is_what_all_groups_before_say(seed: int) -> None:
+    choose = random.Random(seed)
+    history = History()
+    walk = order(history, count=8, prompts=3, skip_right=1, skip_wrong=2, skip_steps=5)
+    for step in range(1, 60):
+        numbers = taken(walk, step)
+        assert walk.num_skipped(step) == skipped_at(history, step, right=1, wrong=2, steps=5)
+        verdicts: list[Verdict] = ["right", "wrong", "mixed"]
+        history.note(step, {number: choose.choice(verdicts) for number in numbers})
+    again = order(history, count=8, prompts=3, skip_right=1, skip_wrong=2, skip_steps=5)
+    assert [taken(again, step) for step in (59, 58)] == [taken(walk, step) for step in (59, 58)]
+
+
+def test_how_many_are_skipped_waits_for_nobody_who_takes_problems() -> None:
+    walk = order(seen({0: "right"}), skip_right=1)
+    taken(walk, 2)
+    with ThreadPoolExecutor(1) as pool, walk._turn:
+        assert pool.submit(walk.num_skipped, 2).result(5) == 1
 
 
 def test_no_group_is_replaced_by_a_skipped_problem() -> None:
