@@ -89,6 +89,7 @@ class Worker:
         try:
             async with asyncio.timeout(GOODBYE_S):
                 await self._store.halt(lease, None)
+                await note_end(self._store, lease.job_id)
         except (LeaseLost, StoreEmptied, Unavailable, TimeoutError) as error:
             get_logger().warning("lease not given back", job=lease.job_id, reason=repr(error))
 
@@ -98,6 +99,7 @@ class Worker:
         if self._lease:
             with contextlib.suppress(LeaseLost):
                 await self._store.halt(self._lease, None)
+                await note_end(self._store, self._lease.job_id)
         self._lease = None
 
     async def _tell(self, message: str, away: bool) -> None:
