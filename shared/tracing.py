@@ -117,6 +117,21 @@ def span(name: str, *, serves: bool = False, **attributes: Value) -> Generator[N
         yield
 
 
+@contextlib.contextmanager
+def detached() -> Generator[None]:
+    """What begins in the block is below no trace."""
+    if _provider is None:
+        yield
+        return
+    from opentelemetry import context
+
+    token = context.attach(context.Context())
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
 def note(**attributes: Value) -> None:
     """Adds attributes to the span that is under way, `hone.` and their names."""
     if _provider is not None:

@@ -158,6 +158,14 @@ async def test_a_service_goes_on_with_its_callers_trace_and_logs_its_id(
     ]
 
 
+def test_what_is_detached_is_below_no_trace(collector: Collector) -> None:
+    with tracing.begin("step").within():
+        assert tracing.headers()
+        with tracing.detached():
+            assert not tracing.headers()
+        assert tracing.headers()
+
+
 def test_without_the_library_a_collector_is_refused_with_the_remedy(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

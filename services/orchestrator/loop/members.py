@@ -16,6 +16,7 @@ from services.orchestrator.loop.discovery import Registered, sampler_urls
 from services.orchestrator.loop.loading import Push, give_model, load
 from services.orchestrator.loop.replica import Length, Replica
 from services.orchestrator.loop.tasks import stop
+from shared import tracing
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, HoneError, Unavailable
@@ -65,7 +66,8 @@ class Members:
             replica.by_files = False
         await self._find_some()
         await self._first_up()
-        self._keeper = asyncio.create_task(self._keep())
+        with tracing.detached():  # it lives longer than what it is begun in
+            self._keeper = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
         await self._stop_keeping()

@@ -90,6 +90,9 @@ class Pipeline:
                 yield finished
         finally:
             await stop(*sampling)
+            for ahead in sampling:
+                if not ahead.cancelled() and not ahead.exception():
+                    ahead.result().trace.end()
 
     async def _train(self, sampled: Sampled, watch: Stopwatch) -> Step:
         batch = sampled.batch
