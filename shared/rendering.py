@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import re
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -46,7 +46,8 @@ async def refuse_unknown_parameters(request: Request) -> None:
     `name[key]` is one of `name` where the route says that it is a table."""
     route = request.scope["route"]
     known = [field.alias for field in route.dependant.query_params]
-    declared = (route.openapi_extra or {}).get("parameters", [])
+    extra: dict[str, Any] = route.openapi_extra or {}
+    declared: list[dict[str, Any]] = extra.get("parameters", [])
     tables = [one["name"] for one in declared if one.get("style") == "deepObject"]
     names = [name for name, _ in request.query_params.multi_items()]
     for name in names:

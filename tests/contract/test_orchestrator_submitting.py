@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,22 @@ async def test_submitting_twice_with_a_key_is_submitting_once(stack: Stack) -> N
     with pytest.raises(Conflict):
         await stack.submit(stack.job.model_copy(update={"steps": 3}), key="k1")
     assert (await stack.submit(key="k2")).id != first.id
+
+
+async def test_a_repeated_submission_is_answered_without_its_data(
+    stack: Stack, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1", "answer": "1"}\n' * 4)
+    data = stack.job.data.model_copy(update={"train": str(rows), "eval": None, "epochs": 1.0})
+    job = stack.job.model_copy(update={"data": data, "steps": 7})
+    first = await stack.submit(job, key="k1")
+    rows.unlink()
+    assert (await stack.submit(job, key="k1")).id == first.id
+    with pytest.raises(Conflict, match="with other content"):
+        await stack.submit(job.model_copy(update={"steps": 8}), key="k1")
+    with pytest.raises(BadRequest, match="no dataset file"):
+        await stack.submit(job, key="k2")
 
 
 async def test_a_new_job_is_answered_with_201_and_where_it_is(stack: Stack) -> None:

@@ -29,10 +29,12 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
     async def submit(request: SubmitRequest) -> Made[JobRecord]:
         """Accepts a job once its data, rewards and model have been checked: 201, and it is on disk.
         With an Idempotency-Key that was used for it before: 200, and the job as it is now."""
+        if known := await store.submitted(request.job, request_key.get()):
+            return Made[JobRecord](body=known, location=f"/v1/jobs/{known.id}", is_new=False)
         prompts = await check_job(request.job, settings)
         job, job_id = with_steps(request.job, prompts), new_job_id(request.job.name)
         record = await store.submit(
-            job, settings.runs_dir, request_key.get(), prompts.versions, job_id
+            job, settings.runs_dir, request_key.get(), prompts.versions, job_id, request.job
         )
         is_new = record.id == job_id
         return Made[JobRecord](body=record, location=f"/v1/jobs/{record.id}", is_new=is_new)

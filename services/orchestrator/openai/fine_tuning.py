@@ -133,7 +133,9 @@ class FineTuningJobs:
         """Accepts a job once its data, grader and model have been checked. Accepted, it is on
         disk."""
         document = mapping.job_document(request)
-        job = parse_job(document, "the job asked for")
+        job = asked = parse_job(document, "the job asked for")
+        if known := await self._store.submitted(asked, request_key.get()):
+            return await self.shown(known)
         prompts = await check_job(job, self._settings)
         if "steps" not in request.hone:
             if prompts.num_train is None:
@@ -144,7 +146,7 @@ class FineTuningJobs:
             count = mapping.steps(request, prompts.num_train, job.sampling.prompts_per_step)
             job = parse_job(document | {"steps": count}, "the job asked for")
         record = await self._store.submit(
-            job, self._settings.runs_dir, request_key.get(), prompts.versions
+            job, self._settings.runs_dir, request_key.get(), prompts.versions, asked=asked
         )
         return await self.shown(record)
 

@@ -141,14 +141,16 @@ class Store:
         key: str | None,
         data: Mapping[str, str] | None = None,
         job_id: str | None = None,
+        asked: Job | None = None,
     ) -> JobRecord:
         """Returns the queued job's record, or that of the job already submitted with `key`. The job
         is in Redis, on disk, when this returns, under the id `job_id` (None: a new one); its folder
-        will be in `runs_dir`, and `data` says which versions its data has. Raises Conflict for a
-        key that came with another job before, and BadRequest for an uploaded file that was removed
-        meanwhile."""
+        will be in `runs_dir`, and `data` says which versions its data has. `asked` is the job as it
+        came, if something was worked out for it since: what `submitted` compares. Raises Conflict
+        for a key that came with another job before, and BadRequest for an uploaded file that was
+        removed meanwhile."""
         job_id = job_id or new_job_id(job.name)
-        fingerprint = hashlib.sha256(job.model_dump_json().encode()).hexdigest()
+        fingerprint = _fingerprint(asked or job)
         fields = {
             **fields_of(job),
             "schema": SCHEMA,
@@ -173,12 +175,17 @@ class Store:
         known_id, known = answer.split(" ")
         if known_id == "removed":
             raise BadRequest(f"the uploaded file {known!r} was removed while the job was submitted")
-        if known != fingerprint:
-            raise Conflict(
-                f"Idempotency-Key {key!r} was used for job {known_id!r} with other content; use a "
-                "new key",
-                code="body_differs",
-            )
+        _check_same(key, known_id, known, fingerprint)
+        return await self.get(known_id)
+
+    async def submitted(self, asked: Job, key: str | None) -> JobRecord | None:
+        """Returns the job that was submitted with the key as `asked`, None if none was. Raises
+        Conflict for a key that came with another job."""
+        answer = await self._do(self._redis.get(keys.KEY + key)) if key else None
+        if not answer:
+            return None
+        known_id, known = answer.split(" ")
+        _check_same(key, known_id, known, _fingerprint(asked))
         return await self.get(known_id)
 
     async def get(self, job_id: str) -> JobRecord:
@@ -385,6 +392,19 @@ def _known(job_id: str) -> str:
     if not re.fullmatch(JOB_ID, job_id):
         raise _no_job(job_id)
     return job_id
+
+
+def _fingerprint(job: Job) -> str:
+    return hashlib.sha256(job.model_dump_json().encode()).hexdigest()
+
+
+def _check_same(key: str | None, job_id: str, known: str, fingerprint: str) -> None:
+    if known != fingerprint:
+        raise Conflict(
+            f"Idempotency-Key {key!r} was used for job {job_id!r} with other content; use a new "
+            "key",
+            code="body_differs",
+        )
 
 
 def _no_job(job_id: str) -> NotFound:
