@@ -49,11 +49,13 @@ def _title(held_out: SetReport, found: EvaluationReport) -> Text:
 def _table(held_out: SetReport, models: Sequence[ModelScores], *, less: bool = False) -> Table:
     """Returns a row for each of the models; `less`: of by how much it is above the first one."""
     names = _metrics(held_out)
-    table = Table("model", *(SHOWN.get(name, name) for name in names), box=None, pad_edge=False)
+    headings = (SHOWN.get(name, name) for name in names)
+    table = Table("model", "n", *headings, box=None, pad_edge=False)
     for model in models:
         found = model.differences if less else model.metrics
         cells = (shown(name, found.get(name), signed=less) for name in names)
-        table.add_row(escape(model.name), *cells)
+        num_problems = found["reward"].num_problems if "reward" in found else 0
+        table.add_row(escape(model.name), str(num_problems), *cells)
     return table
 
 

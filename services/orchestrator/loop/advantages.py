@@ -82,8 +82,9 @@ def outcomes(job: Job) -> list[RewardSpec]:
 
 
 def outcome(score: Score, job: Job) -> float | None:
-    """Returns the score's value without what is no outcome; None where it has none."""
-    if score.value is None:
+    """Returns the score's value without what is no outcome; None where it has none, or no outcome
+    applies."""
+    if score.value is None or not _applicable(score, job):
         return None
     judging = outcomes(job)
     shaping = [reward for reward in job.rewards if reward not in judging]
@@ -92,9 +93,10 @@ def outcome(score: Score, job: Job) -> float | None:
     )
 
 
-def full_mark(job: Job) -> float:
-    """Returns the outcome of a completion that every grader gives 1."""
-    return sum(reward.weight for reward in outcomes(job) if reward.weight > 0)
+def full_mark(score: Score, job: Job) -> float:
+    """Returns the outcome that the completion would have if every grader that applies to it gave
+    1."""
+    return sum(reward.weight for reward in _applicable(score, job) if reward.weight > 0)
 
 
 def reaches(reward: float, mark: float) -> bool:
@@ -160,6 +162,12 @@ def _normalize_group(
         "none": 1.0,
     }[spec.std]
     return [None if reward is None else others * (reward - mean) / scale for reward in rewards_G]
+
+
+def _applicable(score: Score, job: Job) -> list[RewardSpec]:
+    """Returns the outcomes that apply to the completion."""
+    skipped = {label for label, part in score.parts.items() if part.verdict == "skipped"}
+    return [reward for reward in outcomes(job) if reward.label not in skipped]
 
 
 def _value(score: Score, name: str) -> float | None:

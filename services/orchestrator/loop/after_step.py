@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from services.orchestrator.loop.clock import StepClock
-from services.orchestrator.loop.evaluation import evaluate
+from services.orchestrator.loop.evaluation import evaluate, ignored
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.loop.prompts import Prompts
@@ -47,6 +47,7 @@ class AfterStep:
     journal: Journal
     tracker: Tracker
     spent: Spent
+    max_missing: float  # share of completions without a reward, beyond which nothing is decided
     _warned: set[str] = field(default_factory=set[str], init=False)
     _clock: StepClock = field(init=False)
     _record_s: float = field(default=0.0, init=False)
@@ -132,7 +133,15 @@ class AfterStep:
         held_out = await asyncio.to_thread(self.prompts.held_out)
         with tracing.span("eval", version=version):
             metrics = await evaluate(self.job, held_out, self.peers, version)
-        return metrics | {"time/eval": time.monotonic() - start}
+        too_many = ignored(metrics, held_out, self.max_missing)
+        for name, share in too_many.items():
+            await self.journal.warn(
+                f"step {version}: {share:.0%} of the completions of an evaluation have no reward, "
+                f"more than the {self.max_missing:.0%} of HONE_MAX_MISSING_REWARDS, so neither "
+                f"stop.target nor checkpoints.keep_best takes it into account ({name})",
+                step=version,
+            )
+        return metrics | too_many | {"time/eval": time.monotonic() - start}
 
     async def _record(self, number: int, metrics: dict[str, float], eta_s: float | None) -> None:
         """Writes the step's row, then says so: the store knows of nothing that is not on disk."""

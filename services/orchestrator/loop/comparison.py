@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.orchestrator.loop.estimates import differences, estimates
+from services.orchestrator.loop.estimates import differences, estimates, of_all
 from services.orchestrator.loop.evaluation import Answers, sample_held_out, set_metrics
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import HeldOut, load_held_out
@@ -167,9 +167,7 @@ class Comparison:
         try:
             await peers.serve_own_weights()
             return [
-                _scores(
-                    await sample_held_out(job, name, prompts, peers, 0, done=self._one_done), job
-                )
+                _scores(await sample_held_out(job, name, prompts, peers, 0, done=self._one_done))
                 for name, prompts in zip(sets, prompts_S, strict=True)
             ]
         finally:
@@ -208,10 +206,10 @@ class _Scores:
     errored_rollouts: float
 
 
-def _scores(answers_P: Sequence[Answers], job: Job) -> _Scores:
-    metrics = set_metrics(answers_P, job)
+def _scores(answers_P: Sequence[Answers]) -> _Scores:
+    metrics = set_metrics(answers_P)
     return _Scores(
-        [answers.metrics for answers in answers_P],
+        of_all([answers.metrics for answers in answers_P]),
         metrics["missing_rewards"],
         metrics["errored_rollouts"],
     )

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from services.orchestrator.loop.advantages import full_mark, outcome, reaches
 from services.orchestrator.loop.groups import GradedGroup
 from shared.job import Job
-from shared.wire import Estimate
+from shared.wire import Estimate, Score
 
 T_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -41,8 +41,8 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     `num_passed` of `num_samples` were: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374)."""
     if k > num_samples:
         raise ValueError(f"pass@{k} of {num_samples} completions; expected at most {num_samples}")
-    wrong = math.comb(num_samples - num_passed, k)
-    return 1 - wrong / math.comb(num_samples, k)
+    draws = math.comb(num_samples, k)
+    return (draws - math.comb(num_samples - num_passed, k)) / draws
 
 
 def ks(num_samples: int) -> list[int]:
@@ -51,10 +51,12 @@ def ks(num_samples: int) -> list[int]:
     return sorted({*powers, num_samples})
 
 
-def pass_reward(job: Job) -> float:
-    """Returns the reward from which on a completion counts as right."""
-    chosen = job.evaluation.pass_reward
-    return full_mark(job) if chosen is None else chosen
+def is_right(score: Score, job: Job) -> bool | None:
+    """Returns whether the completion counts as right; None where it has no outcome."""
+    found, chosen = outcome(score, job), job.evaluation.pass_reward
+    if found is None:
+        return None
+    return reaches(found, full_mark(score, job) if chosen is None else chosen)
 
 
 def problem_metrics(graded: GradedGroup, job: Job) -> dict[str, float]:
@@ -64,11 +66,14 @@ def problem_metrics(graded: GradedGroup, job: Job) -> dict[str, float]:
     rewards = [score.value for score in graded.scores if score.value is not None]
     if rewards:
         metrics["reward"] = statistics.fmean(rewards)
-        marks = [mark for score in graded.scores if (mark := outcome(score, job)) is not None]
-        num_passed = sum(reaches(mark, pass_reward(job)) for mark in marks)
+        judged = [right for score in graded.scores if (right := is_right(score, job)) is not None]
         for k in ks(len(graded.scores)):
-            if k <= len(marks):
-                metrics[f"pass@{k}"] = pass_at_k(len(marks), num_passed, k)
+            if k <= len(judged):
+                metrics[f"pass@{k}"] = pass_at_k(len(judged), sum(judged), k)
+    for label in sorted({label for score in graded.scores for label in score.parts}):
+        parts = [score.parts[label].value for score in graded.scores if label in score.parts]
+        if applicable := [value for value in parts if value is not None]:
+            metrics[f"rewards/{label}/mean"] = statistics.fmean(applicable)
     rollouts = [rollout for rollout in graded.group.rollouts if not rollout.went_wrong]
     if rollouts:
         metrics["completions/mean_length"] = statistics.fmean(r.num_sampled for r in rollouts)
@@ -76,6 +81,21 @@ def problem_metrics(graded: GradedGroup, job: Job) -> dict[str, float]:
             rollout.finish_reason == "length" for rollout in rollouts
         )
     return metrics
+
+
+def of_all(problems: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Returns the metrics of the problems without each pass@k that one of those with a pass@1 does
+    not have: a mean over the others would be of other problems than pass@1."""
+    judged = [metrics for metrics in problems if "pass@1" in metrics]
+    partial = {
+        name
+        for name in _by_metric(judged)
+        if name.startswith("pass@") and any(name not in metrics for metrics in judged)
+    }
+    return [
+        {name: value for name, value in metrics.items() if name not in partial}
+        for metrics in problems
+    ]
 
 
 def means(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:

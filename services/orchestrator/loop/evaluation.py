@@ -4,24 +4,22 @@ rewards."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.orchestrator.loop.estimates import means, problem_metrics
-from services.orchestrator.loop.groups import GradedGroup
+from services.orchestrator.loop.estimates import means, of_all, problem_metrics
+from services.orchestrator.loop.groups import GradedGroup, is_graded
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.seeds import group_seed
 from services.orchestrator.loop.tasks import all_of
-from services.orchestrator.record.telemetry import reward_metrics
+from services.orchestrator.record.retention import IGNORED
 from shared.job import Job
 from shared.wire import Prompt, Sampling, Score
 
 MAX_PROMPTS = 64
 """Held-out prompts that are sampled or graded at a time. A GPU has enough to do with that many, and
 groups of the next step need not wait for all of them."""
-
-SHARES = ("missing_rewards", "errored_rollouts")
-"""Metrics of training that are of completions, and not of problems."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +42,32 @@ async def evaluate(
             job, name, prompts, peers, version, cache_for=peers.job_id
         )
         prefix = f"eval/{name}/" if name else "eval/"
-        found = set_metrics(answers_P, job).items()
+        found = set_metrics(answers_P).items()
         metrics |= {prefix + metric: value for metric, value in found}
     return metrics
 
 
-def set_metrics(answers_P: Sequence[Answers], job: Job) -> dict[str, float]:
-    """Returns the metrics of one held-out set: means over its problems, and what of its completions
-    could not be graded."""
-    of_rewards = reward_metrics([answers.scores for answers in answers_P], job)
-    kept = {
-        name: value
-        for name, value in of_rewards.items()
-        if name in SHARES or name.startswith("rewards/")
+def set_metrics(answers_P: Sequence[Answers]) -> dict[str, float]:
+    """Returns the metrics of one held-out set: means over its problems, and which shares of its
+    completions were not sampled, or sampled and got no reward."""
+    scores = [score for answers in answers_P for score in answers.scores]
+    missing = [is_graded(score) and score.value is None for score in scores]
+    return means(of_all([answers.metrics for answers in answers_P])) | {
+        "missing_rewards": statistics.fmean(missing),
+        "errored_rollouts": statistics.fmean(not is_graded(score) for score in scores),
     }
-    return means([answers.metrics for answers in answers_P]) | kept
+
+
+def ignored(metrics: Mapping[str, float], names: Iterable[str], limit: float) -> dict[str, float]:
+    """Returns, for each of the held-out sets of which a share of more than `limit` of the
+    completions has no reward, that it is ignored, and that share."""
+    found: dict[str, float] = {}
+    for name in names:
+        prefix = f"eval/{name}/" if name else "eval/"
+        share = metrics[prefix + "missing_rewards"] + metrics[prefix + "errored_rollouts"]
+        if share > limit:
+            found[prefix + IGNORED] = share
+    return found
 
 
 async def sample_held_out(

@@ -228,7 +228,14 @@ class Run:
         await self._peers.validate_rewards(prompts.columns, first)
         spent = Spent(await asyncio.to_thread(self._folder.metrics))
         return AfterStep(
-            self._job, prompts, self._peers, self._folder, self._journal, self._tracker, spent
+            self._job,
+            prompts,
+            self._peers,
+            self._folder,
+            self._journal,
+            self._tracker,
+            spent,
+            self._settings.max_missing_rewards,
         )
 
     async def _traced_load(self) -> TrainerState:

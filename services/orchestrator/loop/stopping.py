@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from services.orchestrator.loop.advantages import reaches
 from services.orchestrator.loop.groups import num_sampled
+from services.orchestrator.record.retention import measured
 from shared.job import StopSpec
 from shared.wire import Batch, MetricsRow
 
@@ -52,8 +54,8 @@ def over_budget(metrics: Mapping[str, float], spec: StopSpec) -> str | None:
 def at_target(metrics: Mapping[str, float], spec: StopSpec) -> str | None:
     """Returns that an evaluation has reached the target, as a sentence; None: it has not, or this
     step had none."""
-    found = metrics.get(f"eval/{spec.metric}")
-    if spec.target is None or found is None or found < spec.target:
+    found = measured(metrics, spec.metric)
+    if spec.target is None or found is None or not reaches(found, spec.target):
         return None
     return f"eval/{spec.metric} is {found:.4g}, and stop.target is {spec.target:g}"
 

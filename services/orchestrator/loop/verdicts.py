@@ -22,9 +22,13 @@ def verdicts_of(batch: Batch, job: Job) -> dict[int, Verdict]:
 
 
 def _verdict(scores_G: Sequence[Score], job: Job) -> Verdict | None:
-    present = [mark for score in scores_G if (mark := outcome(score, job)) is not None]
+    present = [
+        (found, full_mark(score, job))
+        for score in scores_G
+        if (found := outcome(score, job)) is not None
+    ]
     if len(present) < 2:
         return None
     if has_signal(scores_G, job):
         return "mixed"
-    return "right" if reaches(min(present), full_mark(job)) else "wrong"
+    return "right" if all(reaches(found, mark) for found, mark in present) else "wrong"

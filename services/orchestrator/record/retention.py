@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from shared.job import Job
+from services.orchestrator.loop.advantages import reaches
+from shared.job import CheckpointSpec, Job
 from shared.wire import MetricsRow
 
 WRITTEN = "time/checkpoint"
 """The metric that a step has if its checkpoint was written."""
 
 
+IGNORED = "ignored"
+"""The metric of a held-out set of which too many completions have no reward to act on what the
+others got: their share."""
+
+
 def best_step(job: Job, rows: Iterable[MetricsRow]) -> int | None:
     """Returns the step whose checkpoint did best in its evaluation: of those that have both, the
-    first of the best. None: there is none, or the job keeps none for that."""
-    metric = f"eval/{job.checkpoints.keep_best}"
-    found = [row for row in rows if WRITTEN in row.metrics and metric in row.metrics]
-    best = max(found, key=lambda row: row.metrics[metric], default=None)
-    return best.step if best else None
+    first of the best, rounding apart. None: there is none, or the job keeps none for that."""
+    metric = _best_metric(job)
+    found = {
+        row.step: value
+        for row in rows
+        if WRITTEN in row.metrics and (value := measured(row.metrics, metric)) is not None
+    }
+    best = max(found.values(), default=0.0)
+    return next((step for step, value in found.items() if reaches(value, best)), None)
+
+
+def _best_metric(job: Job) -> str | None:
+    """Returns what `keep_best` names. "reward" of a job with nothing but sets with names is that of
+    the first."""
+    metric, sets = job.checkpoints.keep_best, job.evaluation.sets
+    if metric == CheckpointSpec().keep_best and job.data.eval is None and sets:
+        return f"{next(iter(sets))}/{metric}"
+    return metric
+
+
+def measured(metrics: Mapping[str, float], metric: str | None) -> float | None:
+    """Returns the metric ("reward", "<set>/reward") of a step's evaluation; None: it has none, or
+    one that is ignored."""
+    name = (metric or "").partition("/")[0]
+    of_set = f"eval/{name}/errored_rollouts" in metrics
+    ignored = f"eval/{name}/{IGNORED}" if of_set else f"eval/{IGNORED}"
+    return None if ignored in metrics else metrics.get(f"eval/{metric}")
 
 
 def first_needed(job: Job, checkpoint_step: int) -> int:

@@ -170,10 +170,10 @@ def test_each_model_has_a_row_with_intervals_and_its_difference_to_the_first() -
     assert lines[0] == (
         "hard: 10 problems of 'test.jsonl', 4 completion(s) each, temperature 0.6, seed 3"
     )
-    assert lines[2].split() == ["model", "reward", "pass@1"]
-    assert lines[3] == "base     0.500 ± 0.040  0.500 ± 0.040"
+    assert lines[2].split() == ["model", "n", "reward", "pass@1"]
+    assert lines[3] == "base     10  0.500 ± 0.040  0.500 ± 0.040"
     assert "above base, on the same problems" in lines
-    assert lines[8].split() == ["demo:50", "+0.100", "±", "0.040*", "+0.100", "±", "0.040*"]
+    assert lines[8].split() == ["demo:50", "10", "+0.100", "±", "0.040*", "+0.100", "±", "0.040*"]
     assert "demo:50: 5.0% of the completions could not be sampled" in lines
 
 

@@ -7,13 +7,14 @@ import math
 
 import pytest
 
+from services.orchestrator.loop.advantages import full_mark
 from services.orchestrator.loop.estimates import (
     differences,
     estimate,
     estimates,
-    full_mark,
     ks,
     means,
+    of_all,
     pass_at_k,
     problem_metrics,
     t_975,
@@ -132,6 +133,7 @@ def test_a_problems_metrics_are_over_its_completions() -> None:
             "pass@1": 0.5,
             "pass@2": 1 - 1 / 6,  # C(2, 2) / C(4, 2)
             "pass@4": 1.0,
+            "rewards/right/mean": 0.625,
             "completions/mean_length": 3.5,  # 2, 3, 4 and 5 tokens
             "completions/clipped_ratio": 0.25,
         }
@@ -162,7 +164,7 @@ def test_right_is_the_full_mark_of_what_is_no_shaping_unless_the_job_says_else()
         {"grader": "form", "weight": 0.5, "shaping": True},
         {"grader": "long", "weight": -1.0},
     )
-    assert full_mark(job) == 2.0
+    assert full_mark(score(job, 0.0, 0.0, 0.0), job) == 2.0
     # outcomes: 2 * 1, 2 * 1 - 1, 2 * 0.9; form counts for neither
     one = answered(
         (score(job, 1.0, 0.0, 0.0), score(job, 1.0, 1.0, 1.0), score(job, 0.9, 1.0, 0.0))
@@ -185,3 +187,29 @@ def test_means_are_over_the_problems_that_have_a_value() -> None:
         "reward": 0.5,
         "pass@1": 1.0,
     }
+
+
+def test_the_full_mark_is_that_of_the_rewards_that_apply() -> None:
+    job = make_job({"grader": "right"}, {"grader": "code"}, {"grader": "form", "shaping": True})
+    one = answered(
+        (
+            score(job, 1.0, "skipped", 0.0),  # all of the one that applies
+            score(job, 1.0, 0.0, 1.0),  # 1 of 2
+            score(job, "skipped", "skipped", 1.0),  # nothing says whether it is right
+        )
+    )
+    found = problem_metrics(one, job)
+    assert found["pass@1"] == 0.5 and "pass@3" not in found
+    assert found["rewards/form/mean"] == pytest.approx(2 / 3)
+
+
+def test_pass_at_k_is_left_out_where_a_problem_with_a_verdict_has_fewer_completions() -> None:
+    full = {"reward": 1.0, "pass@1": 0.5, "pass@2": 1.0}
+    found = of_all([full, {"reward": 0.0, "pass@1": 0.0}, {}])
+    assert means(found) == {"reward": 0.5, "pass@1": 0.25}
+    assert of_all([full, {}]) == [full, {}], "a problem without verdicts is none of either"
+
+
+def test_pass_at_k_is_rounded_once() -> None:
+    """1 - 5 / 6 is less than a sixth in floats."""
+    assert pass_at_k(6, 1, 1) == 1 / 6

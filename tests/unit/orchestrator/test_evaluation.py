@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.loop import evaluation
-from services.orchestrator.loop.evaluation import evaluate
+from services.orchestrator.loop.evaluation import Answers, evaluate, ignored, set_metrics
 from services.orchestrator.loop.peers import NOT_GRADED
 from shared.errors import StateLost
 from shared.wire import Prompt, RolloutGroup, Score
@@ -71,3 +71,16 @@ async def test_if_one_prompt_fails_the_others_have_ended() -> None:
     with pytest.raises(StateLost):
         await evaluate(make_job(), {"": PROMPTS}, peers, 3)
     assert sorted(ended) == list(range(10))
+
+
+def test_shares_are_of_all_completions_and_rewards_of_problems() -> None:
+    job = make_job()
+    answers = [
+        Answers((score(job, None), NOT_GRADED, NOT_GRADED, score(job, 1.0)), {"rewards/a/mean": 1}),
+        Answers((score(job, 0.0), score(job, 0.0), NOT_GRADED, NOT_GRADED), {"rewards/a/mean": 0}),
+    ]
+    found = set_metrics(answers)
+    assert found == {"missing_rewards": 1 / 8, "errored_rollouts": 4 / 8, "rewards/a/mean": 0.5}
+    metrics = {f"eval/hard/{name}": value for name, value in found.items()}
+    assert ignored(metrics, ["hard"], 0.5) == {"eval/hard/ignored": 5 / 8}
+    assert ignored(metrics, ["hard"], 0.7) == {}

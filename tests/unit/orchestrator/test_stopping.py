@@ -6,7 +6,7 @@ import pytest
 
 from services.orchestrator.loop.stopping import HOURS, TOKENS, Spent, reason_to_stop
 from services.orchestrator.record.retention import WRITTEN, best_step
-from shared.job import CheckpointSpec, StopSpec
+from shared.job import CheckpointSpec, Job, StopSpec
 from shared.wire import MetricsRow
 from tests.support.scored_batches import make_batch, make_job, score
 
@@ -18,6 +18,12 @@ from tests.support.scored_batches import make_batch, make_job, score
         ({"target": 0.9}, {"eval/reward": 0.89}, None),
         ({"target": 0.9}, {"eval/reward": 0.9}, "eval/reward is 0.9, and stop.target is 0.9"),
         ({"target": 0.9}, {"reward": 1.0}, None),
+        ({"target": 0.9}, {"eval/reward": 1.0, "eval/ignored": 0.6}, None),
+        (
+            {"target": 0.8},  # what 10 x 0.8 come to in floats, divided by 10
+            {"eval/reward": 0.7999999999999999, "eval/hard/ignored": 0.6},
+            "eval/reward is 0.8, and stop.target is 0.8",
+        ),
         (
             {"target": 0.5, "metric": "hard/pass@4"},
             {"eval/reward": 0.0, "eval/hard/pass@4": 0.75},
@@ -77,3 +83,15 @@ def test_the_best_step_is_the_first_of_the_best_that_have_a_checkpoint() -> None
         for metric in ("reward", "hard/reward", "pass@1", None)
     }
     assert found == {"reward": 20, "hard/reward": 40, "pass@1": None, None: None}
+
+
+def test_an_evaluation_that_is_ignored_or_above_by_rounding_is_not_the_best() -> None:
+    def row(step: int, reward: float, **more: float) -> MetricsRow:
+        own = {"eval/hard/reward": reward, "eval/hard/errored_rollouts": 0.0, WRITTEN: 0.1}
+        return MetricsRow(step=step, metrics=own | more)
+
+    document = make_job().model_dump(mode="json")
+    document["evaluation"]["sets"] = {"hard": {"source": "h"}, "easy": {"source": "e"}}
+    job = Job.model_validate(document)
+    rows = [row(1, 0.3), row(2, 0.1 + 0.2), row(3, 0.9, **{"eval/hard/ignored": 0.6})]
+    assert best_step(job, rows) == 1, "by the first set, for there is no data.eval"
