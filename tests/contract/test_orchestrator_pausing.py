@@ -119,8 +119,9 @@ async def test_pausing_and_resuming_twice_are_once_and_a_queued_job_is_paused_at
     stack: Stack,
 ) -> None:
     gate = Gate(stack.fakes, "train_step", 1)
-    running, queued = (await stack.submit()).id, (await stack.submit()).id
+    running = (await stack.submit()).id
     await gate.reached.wait()
+    queued = (await stack.submit()).id
     for _ in range(2):
         assert (await stack.post(f"{queued}/pause")).status == "paused"
     gate.open()
