@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -67,7 +68,7 @@ def _metrics(held_out: SetReport) -> list[str]:
 
 
 def shown(metric: str, estimate: Estimate | None, *, signed: bool = False) -> str:
-    """Returns for example `0.512 ± 0.041`."""
+    """Returns for example `0.512 ± 0.041`, or `0.000 [0.000, 0.278]`."""
     if estimate is None:
         return "none"
     digits = 1 if metric == "completions/mean_length" else 3
@@ -76,7 +77,10 @@ def shown(metric: str, estimate: Estimate | None, *, signed: bool = False) -> st
     if estimate.low is None or estimate.high is None:
         return text
     star = "*" if signed and (estimate.low > 0 or estimate.high < 0) else ""
-    return f"{text} ± {(estimate.high - estimate.low) / 2:.{digits}f}{star}"
+    below, above = estimate.mean - estimate.low, estimate.high - estimate.mean
+    if not math.isclose(below, above, rel_tol=1e-6):
+        return f"{text} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]{star}"
+    return f"{text} ± {above:.{digits}f}{star}"
 
 
 def _warnings(held_out: SetReport) -> list[str]:

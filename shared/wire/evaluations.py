@@ -32,8 +32,8 @@ class EvaluationRequest(Wire):
 
 
 class Estimate(Wire):
-    """The mean over `num_problems` problems, and its 95 % confidence interval; of one problem there
-    is none."""
+    """The mean over `num_problems` problems, and its 95 % confidence interval; of one problem, and
+    of equal values, there is none."""
 
     mean: float
     low: float | None = None

@@ -286,7 +286,7 @@ def test_models_are_compared_without_a_job(stack: Stack, learned: dict[str, Any]
     assert before.metrics["reward"].mean == pytest.approx(summary["eval_before"], abs=0.03)
     assert after.metrics["pass@1"].mean == pytest.approx(summary["eval_after"], abs=0.03)
     better = after.differences["reward"]
-    assert better.low is not None and better.low > 0
+    assert better.mean > 0 and (better.low is None or better.low > 0)
     assert after.metrics["completions/mean_length"].mean > 1
 
 

@@ -11,7 +11,7 @@ from services.orchestrator.loop.evaluation import evaluate, ignored
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.loop.prompts import Prompts
-from services.orchestrator.loop.stopping import Spent, over_budget, reason_to_stop
+from services.orchestrator.loop.stopping import REPLAYED, Spent, over_budget, reason_to_stop
 from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.journal import Journal
@@ -78,6 +78,8 @@ class AfterStep:
     async def _finish(self, step: Step, eta_s: float | None) -> Ended:
         number, spec = step.batch.step, self.job.stop
         metrics = step_metrics(step, self.job) | self.spent.after(step.batch)
+        if step.replayed:
+            metrics[REPLAYED] = 1.0
         if (num_skipped := self.prompts.num_skipped(number)) is not None:
             metrics["skipped_problems"] = num_skipped
         await self._warn(step, metrics)

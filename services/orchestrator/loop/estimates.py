@@ -105,7 +105,10 @@ def means(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def estimates(problems: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
     """Returns each metric's mean over the problems that have it, with its interval."""
-    return {name: estimate(values) for name, values in _by_metric(problems).items()}
+    return {
+        name: (share if _is_share(name) else estimate)(values)
+        for name, values in _by_metric(problems).items()
+    }
 
 
 def differences(
@@ -117,14 +120,34 @@ def differences(
         {name: one[name] - other[name] for name in one if name in other}
         for one, other in zip(of, to, strict=True)
     ]
-    return estimates(pairs)
+    return {name: estimate(values) for name, values in _by_metric(pairs).items()}
+
+
+def share(values: Sequence[float]) -> Estimate:
+    """Returns the mean of at least one value from 0 to 1, with an interval within 0 and 1. Where
+    all are 0, or all 1, it is Wilson's, which is not of width 0: of n zeros `z^2 / (n + z^2)`
+    wide."""
+    found = estimate(values)
+    if found.low is not None and found.high is not None:
+        bounds = {"low": max(found.low, 0.0), "high": min(found.high, 1.0)}
+        return found.model_copy(update=bounds)
+    if len(values) == 1 or found.mean not in (0, 1):
+        return found
+    width = Z_975**2 / (len(values) + Z_975**2)
+    low, high = (0.0, width) if found.mean == 0 else (1 - width, 1.0)
+    return found.model_copy(update={"low": low, "high": high})
+
+
+def _is_share(name: str) -> bool:
+    return name.startswith("pass@") or name == "completions/clipped_ratio"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of at least one value; of a single one there is no interval."""
+    """Returns the mean of at least one value; of a single one, and of equal ones, which say nothing
+    of how much others would differ, there is no interval."""
     mean, count = statistics.fmean(values), len(values)
-    if count == 1:
-        return Estimate(mean=mean, num_problems=1)
+    if reaches(min(values), max(values)):
+        return Estimate(mean=mean, num_problems=count)
     margin = t_975(count - 1) * statistics.stdev(values) / math.sqrt(count)
     return Estimate(mean=mean, low=mean - margin, high=mean + margin, num_problems=count)
 

@@ -17,6 +17,9 @@ from shared.wire import Batch, MetricsRow
 
 TOKENS, HOURS = "total/tokens", "total/hours"
 
+REPLAYED = "replayed"
+"""The metric, 1, of a step whose batch was on disk: the job had been there already."""
+
 
 class Spent:
     """What the job has taken so far, over all attempts: metrics of each step. `rows` are those that
@@ -42,11 +45,12 @@ class Spent:
 
 
 def over_budget(metrics: Mapping[str, float], spec: StopSpec) -> str | None:
-    """Returns which budget a step's metrics have reached, as a sentence; None: none."""
+    """Returns which budget a step's metrics have reached, as a sentence; None: none. Hours do not
+    end the job at a replayed step: it would end at an earlier one than it had reached."""
     tokens, hours = metrics.get(TOKENS, 0.0), metrics.get(HOURS, 0.0)
     if spec.max_tokens is not None and tokens >= spec.max_tokens:
         return f"{tokens:.0f} tokens were sampled, and stop.max_tokens is {spec.max_tokens}"
-    if spec.max_hours is not None and hours >= spec.max_hours:
+    if spec.max_hours is not None and hours >= spec.max_hours and REPLAYED not in metrics:
         return f"it has run for {hours:.3g} hours, and stop.max_hours is {spec.max_hours:g}"
     return None
 

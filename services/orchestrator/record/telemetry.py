@@ -21,6 +21,7 @@ thing.
 | num_examples, num_tokens       | what was trained on                                         |
 | skipped_problems               | problems that the step does not take, with [difficulty]     |
 | total/tokens, total/hours      | sampled to train on, and taken, since the job began         |
+| replayed                       | 1 if its batch was on disk: trained again, not sampled      |
 | eval/..., eval/<set>/...       | of held-out problems: reward, pass@k, completions/...       |
 | skipped_steps                  | 1 if the update was refused: loss or gradient not finite    |
 | loss, grad_norm, learning_rate | of the update; the trainer's own metrics stand beside them  |

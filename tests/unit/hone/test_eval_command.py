@@ -181,6 +181,8 @@ def test_a_metric_without_interval_or_value_is_shown_as_such() -> None:
     alone = Estimate(mean=12.34, num_problems=1)
     assert evaluation_view.shown("completions/mean_length", alone) == "12.3"
     assert evaluation_view.shown("reward", None) == "none"
+    none_of_10 = Estimate(mean=0.0, low=0.0, high=0.27753, num_problems=10)
+    assert evaluation_view.shown("pass@1", none_of_10) == "0.000 [0.000, 0.278]"
     unsure = Estimate(mean=0.1, low=-0.1, high=0.3, num_problems=5)
     assert evaluation_view.shown("reward", unsure, signed=True) == "+0.100 ± 0.200"
 

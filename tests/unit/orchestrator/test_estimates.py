@@ -213,3 +213,19 @@ def test_pass_at_k_is_left_out_where_a_problem_with_a_verdict_has_fewer_completi
 def test_pass_at_k_is_rounded_once() -> None:
     """1 - 5 / 6 is less than a sixth in floats."""
     assert pass_at_k(6, 1, 1) == 1 / 6
+
+
+def test_equal_values_have_no_interval_and_shares_stay_within_0_and_1() -> None:
+    problems = [{"reward": 0.5, "pass@1": 0.0}] * 10
+    found = estimates(problems)
+    assert (found["reward"].low, found["reward"].high) == (None, None)
+    # Wilson, none of 10: z^2 / (n + z^2) = 3.8415 / 13.8415
+    assert (found["pass@1"].low, found["pass@1"].high) == (0.0, pytest.approx(0.27753, abs=1e-5))
+    right = estimates([{"pass@1": 1.0}] * 10)["pass@1"]
+    assert (right.low, right.high) == (pytest.approx(0.72247, abs=1e-5), 1.0)
+    most = estimates([{"pass@1": value} for value in (1.0, 0.0, 1.0, 1.0)])["pass@1"]
+    assert (most.low, most.high) == (0.0, 1.0), "0.75 +- 0.7955"
+    above = differences([{"reward": 1.1}, {"reward": 2.1}], [{"reward": 1.0}, {"reward": 2.0}])
+    assert above["reward"].low is None, "equal but for rounding"
+    alone = estimates([{"pass@1": 1.0}])["pass@1"]
+    assert (alone.low, alone.high) == (None, None)

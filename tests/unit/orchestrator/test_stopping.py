@@ -35,6 +35,7 @@ from tests.support.scored_batches import make_batch, make_job, score
             {TOKENS: 100.0},
             "100 tokens were sampled, and stop.max_tokens is 100",
         ),
+        ({"max_hours": 1.5}, {HOURS: 1.6, "replayed": 1.0}, None),
         (
             {"max_hours": 1.5, "target": 0.5},
             {HOURS: 1.5, "eval/reward": 1.0},
