@@ -193,9 +193,10 @@ class ArrowTable:
 
     def _load(self, *, streaming: bool) -> Any:
         import datasets
+        from datasets import config
 
         # Else what is read, a local file too, is counted at Hugging Face: seconds where it is away.
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+        config.HF_UPDATE_DOWNLOAD_COUNTS = False
         return datasets.load_dataset(**self.arguments, streaming=streaming)
 
     def _read(self, read: Callable[[], Any]) -> Any:
