@@ -181,6 +181,29 @@ async def test_a_job_that_ends_as_it_goes_on_keeps_its_best_and_is_evaluated(
     assert [step for step, _ in record.summary["evals"]] == [0, 2, 3]
 
 
+async def test_hours_of_an_attempt_without_a_row_are_counted(stack: Stack) -> None:
+    reached = asyncio.Event()
+
+    async def wait(_: Any) -> None:
+        if not reached.is_set():
+            reached.set()
+            await asyncio.sleep(60)
+
+    stack.fakes.fault["train_step"] = wait
+    id = (await stack.submit(changed(stack.job, steps=1, data={"eval": None}))).id
+    await asyncio.wait_for(reached.wait(), 20)
+    await stack.post(f"{id}/pause")
+    paused = await stack.until(id, "paused")
+    folder = RunFolder(Path(paused.run_dir))
+    assert folder.hours() > 0
+    folder.write_hours(5.0)
+    folder.write_hours(4.0)  # of a worker that was superseded
+    await stack.post(f"{id}/resume", ResumeRequest())
+    record = await stack.until(id)
+    assert metrics(record, 1)["total/hours"] == pytest.approx(5.0, abs=0.1)
+    assert folder.hours() >= metrics(record, 1)["total/hours"]
+
+
 # --- epochs --------------------------------------------------------------------------------------
 
 

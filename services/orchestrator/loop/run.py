@@ -93,6 +93,7 @@ class Run:
                 outcome = await self._try()
             return outcome
         finally:
+            await to_the_end(self._note_hours())
             await self._tracker.finish(outcome is not None and outcome.status == "succeeded")
 
     async def close(self) -> None:
@@ -226,7 +227,8 @@ class Run:
             )
             first = await asyncio.to_thread(prompts.for_step, 1)
         await self._peers.validate_rewards(prompts.columns, first)
-        spent = Spent(await asyncio.to_thread(self._folder.metrics))
+        rows = await asyncio.to_thread(self._folder.metrics)
+        spent = Spent(rows, await asyncio.to_thread(self._folder.hours))
         return AfterStep(
             self._job,
             prompts,
@@ -290,6 +292,15 @@ class Run:
         warn = self._journal.warn
         batches = Batches(self._record.id, self._job, prompts, peers, folder, max_missing, warn)
         return Pipeline(self._job, batches, peers, folder, self._journal)
+
+    async def _note_hours(self) -> None:
+        """An attempt that recorded no row has taken its time, too."""
+        if self._after is None:
+            return
+        try:
+            await asyncio.to_thread(self._folder.write_hours, self._after.spent.hours)
+        except HoneError as error:  # what became of the job matters more
+            get_logger().warning("hours not noted", job=self._record.id, reason=str(error))
 
     def _note_progress(self, step: int) -> None:
         """Counts recoveries from 0 again once the job has got further than before."""

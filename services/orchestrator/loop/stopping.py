@@ -22,12 +22,13 @@ REPLAYED = "replayed"
 
 
 class Spent:
-    """What the job has taken so far, over all attempts: metrics of each step. `rows` are those that
-    an attempt finds when it begins; hours that a failure made it do again count."""
+    """What the job has taken so far, over all attempts: metrics of each step. `rows` and
+    `hours` are those that an attempt finds in the run folder when it begins; hours that a failure
+    made it do again count."""
 
-    def __init__(self, rows: Sequence[MetricsRow]) -> None:
+    def __init__(self, rows: Sequence[MetricsRow], hours: float = 0.0) -> None:
         self._began = time.monotonic()
-        self._hours_before = max((row.metrics.get(HOURS, 0.0) for row in rows), default=0.0)
+        self._hours_before = max([hours, *(row.metrics.get(HOURS, 0.0) for row in rows)])
         self._tokens = 0.0
 
     def go_on_from(self, rows: Sequence[MetricsRow]) -> None:

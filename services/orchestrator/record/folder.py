@@ -6,6 +6,7 @@
                                   submitted, with which key, and how it ended
                data.json          which content its data has, as in its record
                metrics.jsonl      one line per step
+               hours           for how long the job has had the services, over all attempts
                difficulty.jsonl   which problems taught nothing, a line per step, if the job
                                   skips those
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
@@ -48,6 +49,8 @@ REDIS = "redis"
 """The file with the identity of the Redis that has the job."""
 
 NOTE = "record.json"
+
+HOURS = "hours"
 
 DIFFICULTY = "difficulty.jsonl"
 
@@ -126,6 +129,17 @@ class RunFolder:
         """Writes the row in place of that of the same step, if there is one."""
         rows = {each.step: each for each in self.metrics()} | {row.step: row}
         self._write("metrics.jsonl", b"".join(_metrics_line(rows[step]) for step in sorted(rows)))
+
+    def write_hours(self, hours: float) -> None:
+        """Notes for how long the job has had the services, unless more is noted, if the folder is
+        there."""
+        if self.path.is_dir() and hours > self.hours():
+            self._write(HOURS, f"{hours!r}\n".encode())
+
+    def hours(self) -> float:
+        """Returns for how long the job has had the services; 0 where nothing says so."""
+        path = self.path / HOURS
+        return float(path.read_text()) if path.exists() else 0.0
 
     def append_verdicts(self, step: int, verdicts: Mapping[int, str]) -> None:
         """Notes in `difficulty.jsonl` what the step's groups came to, in place of an older line."""
