@@ -196,3 +196,9 @@ def test_verdicts_are_of_whole_groups_replaced_ones_included() -> None:
     replaced = {"dropped": ((wrong, wrong),), "dropped_prompts": (3,)}
     found = verdicts_of(batch.model_copy(update={"prompts": prompts, **replaced}), job)
     assert found == {3: "wrong", 10: "right", 11: "wrong", 12: "wrong", 13: "mixed", 14: "right"}
+
+
+def test_a_group_is_all_right_with_the_full_mark_of_what_applies() -> None:
+    job = make_job({"grader": "right"}, {"grader": "code"})
+    full = score(job, 1.0, "skipped")
+    assert verdicts_of(make_batch((full, full)), job) == {0: "right"}
