@@ -140,10 +140,10 @@ async def test_a_job_goes_on_with_another_trainer_where_it_was(
             job_id = (await stack.submit(job)).id
             await asyncio.wait_for(reached.wait(), 20)
             await stack.post(job_id, "pause")
-            go.set()
             async with asyncio.timeout(20):
                 while (await stack.get(job_id)).status != "paused":
                     await asyncio.sleep(0.02)
+            go.set()
             had = (await stack.get(job_id)).trainer
         async with (
             orchestrator(other, redis_url) as (_, transport),
