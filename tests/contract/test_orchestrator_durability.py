@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.loop.run import Run
+from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import Lease, Store
 from services.orchestrator.record.folder import RunFolder
@@ -212,5 +213,10 @@ async def test_a_job_that_cannot_be_read_is_paused_and_the_next_one_runs(
         last = (await store.events(ids[0], "0"))[-1]
         assert last.level == "warning" and "cannot be read by this version" in last.message
         page = await store.list(None, 10)
-    assert page.unreadable == (ids[0],) and [record.id for record in page.jobs] == [ids[1]]
+        with pytest.raises(Unreadable):
+            await store.get(ids[0])
+    assert [(one.id, one.status) for one in page.jobs] == [
+        (ids[1], "succeeded"),
+        (ids[0], "paused"),  # lists read what submission wrote beside the job
+    ]
     await store.close()
