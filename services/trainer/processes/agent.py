@@ -21,19 +21,25 @@ from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import Place
 from shared.environment import load_settings
 
+ON_SIGTERM = 128 + signal.SIGTERM
+"""The exit code of rank 0, which ends HTTP in order before it ends."""
+
 
 def describe(failures: dict[int, ProcessFailure], first_rank: int) -> str:
     """Returns which rank died first and of what. `first_rank` is the first of this node.
 
-    One that was killed comes before those that ended because it was gone, and last those that
-    torchrun ended, by SIGTERM.
+    One that was killed comes before those that ended because it was gone, and last those that got
+    SIGTERM, as torchrun ends the others: of these the first that it found.
     """
 
     def order(failure: ProcessFailure) -> tuple[bool, bool, int]:
-        return failure.exitcode == -signal.SIGTERM, failure.exitcode >= 0, failure.timestamp
+        got_sigterm = failure.exitcode in (-signal.SIGTERM, ON_SIGTERM)
+        return got_sigterm, not got_sigterm and failure.exitcode >= 0, failure.timestamp
 
     failure = min(failures.values(), key=order)
     rank = f"rank {first_rank + failure.local_rank}"
+    if failure.exitcode == ON_SIGTERM:
+        return f"{rank} was ended by SIGTERM"
     if failure.exitcode >= 0:
         return f"{rank} ended with exit code {failure.exitcode}"
     hint = (

@@ -251,12 +251,14 @@ def serve(
 def stop_on_signal(
     server: uvicorn.Server, http: threading.Thread, stopping: threading.Event, trainer: Trainer
 ) -> None:
-    """Waits for SIGTERM or SIGINT, then ends HTTP in order and the process at once."""
-    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    """Waits for SIGTERM or SIGINT, then ends HTTP in order and the process at once. Its exit code
+    is no success: torchrun then ends the other ranks too, which may wait for this one inside a
+    collective."""
+    number = signal.sigwait({signal.SIGTERM, signal.SIGINT})
     stopping.set()
     server.should_exit = True
     http.join(STOP_S)
-    leave(0, trainer)
+    leave(128 + number, trainer)
 
 
 def leave(code: int, trainer: Trainer) -> NoReturn:

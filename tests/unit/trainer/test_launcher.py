@@ -9,11 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event, Thread
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from services.trainer.processes import launcher
+from services.trainer.processes import launcher, ranks
 from services.trainer.processes.agent import describe
 from services.trainer.processes.launch_folder import LaunchFolder, Past
 from services.trainer.processes.launcher import Launcher
@@ -154,6 +157,9 @@ def test_the_run_folder_keeps_the_job_and_the_first_reason(tmp_path):
         ({0: 1, 1: -9}, "rank 5 was killed by SIGKILL, as the kernel does when memory runs out"),
         ({0: -15, 1: -11}, "rank 5 was killed by SIGSEGV"),
         ({0: -15, 1: 3}, "rank 5 ended with exit code 3"),
+        ({0: 143, 1: 3}, "rank 5 ended with exit code 3"),
+        ({0: 143, 1: -15}, "rank 4 was ended by SIGTERM"),
+        ({1: -15, 2: 143}, "rank 5 was killed by SIGTERM"),
     ],
 )
 def test_the_rank_that_died_first_is_named_and_not_those_that_died_of_it(exit_codes, sentence):
@@ -161,3 +167,14 @@ def test_the_rank_that_died_first_is_named_and_not_those_that_died_of_it(exit_co
         rank: ProcessFailure(rank, 100 + rank, code, "") for rank, code in exit_codes.items()
     }
     assert describe(failures, first_rank=4) == sentence
+
+
+def test_rank_0_that_is_asked_to_end_does_not_end_as_if_it_were_done(monkeypatch):
+    """torchrun waits for the others of a rank that ended with 0, and they for that rank."""
+    left = list[int]()
+    monkeypatch.setattr(ranks.signal, "sigwait", lambda _: signal.SIGTERM)
+    monkeypatch.setattr(ranks, "leave", lambda code, _: left.append(code))
+    server, http, stopping = SimpleNamespace(should_exit=False), Thread(), Event()
+    http.start()
+    ranks.stop_on_signal(cast(Any, server), http, stopping, cast(Any, None))
+    assert (left, server.should_exit, stopping.is_set()) == ([143], True, True)
