@@ -11,24 +11,28 @@ from shared.wire import Batch, Score
 
 
 def verdicts_of(batch: Batch, job: Job) -> dict[int, Verdict]:
-    """Returns the verdict on each problem of the batch, replaced ones included, by its row number.
-    Of a group with fewer than two rewards there is none."""
+    """Returns the verdict on each problem of the batch, replaced ones included, by its row number:
+    on all of its completions together, where it has several groups. Of one with fewer than two
+    rewards there is none."""
     numbers = [*batch.dropped_prompts, *(prompt.index for prompt in batch.prompts)]
-    verdicts: dict[int, Verdict] = {}
+    scores_of: dict[int, list[Score]] = {}
     for number, scores_G in zip(numbers, (*batch.dropped, *batch.scores), strict=True):
-        if verdict := _verdict(scores_G, job):
+        scores_of.setdefault(number, []).extend(scores_G)
+    verdicts: dict[int, Verdict] = {}
+    for number, scores in scores_of.items():
+        if verdict := _verdict(scores, job):
             verdicts[number] = verdict
     return verdicts
 
 
-def _verdict(scores_G: Sequence[Score], job: Job) -> Verdict | None:
+def _verdict(scores: Sequence[Score], job: Job) -> Verdict | None:
     present = [
         (found, full_mark(score, job))
-        for score in scores_G
+        for score in scores
         if (found := outcome(score, job)) is not None
     ]
     if len(present) < 2:
         return None
-    if has_signal(scores_G, job):
+    if has_signal(scores, job):
         return "mixed"
     return "right" if all(reaches(found, mark) for found, mark in present) else "wrong"

@@ -202,3 +202,19 @@ def test_a_group_is_all_right_with_the_full_mark_of_what_applies() -> None:
     job = make_job({"grader": "right"}, {"grader": "code"})
     full = score(job, 1.0, "skipped")
     assert verdicts_of(make_batch((full, full)), job) == {0: "right"}
+
+
+def test_a_problem_that_comes_twice_in_a_step_has_one_verdict() -> None:
+    job = make_job({"grader": "right"})
+    right, wrong, missing = score(job, 1.0), score(job, 0.0), score(job, None)
+    batch = make_batch(
+        (right, wrong), (wrong, wrong), (right, right), (wrong, wrong), (right, missing)
+    )
+    numbers = (7, 7, 8, 8, 9)
+    prompts = tuple(
+        prompt.model_copy(update={"index": number})
+        for prompt, number in zip(batch.prompts, numbers, strict=True)
+    )
+    again = {"dropped": ((right, right), (right, missing)), "dropped_prompts": (6, 9)}
+    found = verdicts_of(batch.model_copy(update={"prompts": prompts, **again}), job)
+    assert found == {6: "right", 7: "mixed", 8: "mixed", 9: "right"}
