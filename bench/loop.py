@@ -29,6 +29,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -82,6 +83,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="that count, in a turn (default: 4)")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side (default: 3)")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the stack ends too
     figures: list[Figure] = []
     facts: dict[str, Any] = {"steps": args.steps, "repeats": args.repeats}
     facts |= {"tasks": {}, "turns": {}, "missing": {}}
@@ -192,8 +194,8 @@ def stack(folder: Path, task: Task) -> Generator[Hone]:
         "HONE_KV_CACHE_GIB": str(KV_CACHE_GIB),
         "HONE_LOG_LEVEL": "warning",
     }
-    state = local.up(folder / "stack", quiet=True)
     try:
+        state = local.up(folder / "stack", quiet=True)
         with hone.Client(state["urls"]["orchestrator"]) as client:
             yield Hone(client, folder, task)
     finally:

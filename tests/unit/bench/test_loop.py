@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.loop import TASKS, Turn, compare, overhead
+from bench import loop
+from bench.loop import TASKS, Turn, compare, main, overhead, stack
 
 TASK = replace(TASKS["0.6M"], num_prompts=2, group_size=5)
 
@@ -37,3 +43,39 @@ def test_what_is_not_a_steps_work_is_its_overhead_by_hand() -> None:
 def test_both_models_have_groups_and_lengths_in_common() -> None:
     small, large = TASKS["0.6M"], TASKS["40M"]
     assert (small.group_size, small.max_tokens) == (large.group_size, large.max_tokens)
+
+
+@pytest.fixture
+def handler() -> Iterator[None]:
+    """What SIGTERM did before, again."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("when", ["starting", "running"])
+def test_sigterm_ends_the_stack_too(
+    when: str, handler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def get_sigterm(*_: Any, **__: Any) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.sigtimedwait([], 5)  # the handler runs
+        return {}
+
+    def up(*_: Any, **__: Any) -> dict[str, Any]:
+        return get_sigterm() if when == "starting" else {"urls": {"orchestrator": "http://x"}}
+
+    def alternate(*_: Any) -> Any:
+        with stack(tmp_path, TASK):
+            get_sigterm()
+
+    downed = list[Path]()
+    monkeypatch.setattr("sys.argv", ["loop", "--models", "0.6M"])
+    monkeypatch.setattr(loop, "write_task", lambda *_: 0)
+    monkeypatch.setattr(loop, "alternate", alternate)
+    monkeypatch.setattr(loop.local, "up", up)
+    monkeypatch.setattr(loop.local, "down", downed.append)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, downed) == (143, [tmp_path / "stack"])
