@@ -17,7 +17,8 @@ ALLOWED: dict[str, set[str]] = {
     "shared": WIRE
     | {"msgpack", "pydantic_settings", "prometheus_client", "structlog", "uvicorn", "xxhash"}
     | {"numpy", "zstandard"}  # in delta.py, which only trainer and sampler import
-    | {"opentelemetry"},  # in tracing.py, only where a collector is named
+    | {"opentelemetry"}  # in tracing.py, only where a collector is named
+    | {"jinja2", "tokenizers"},  # in prompts/, for orchestrator and `hone init`
     "hone": WIRE | {"typer", "rich"},
     "services/orchestrator": WIRE
     | {"redis", "wandb", "datasets", "huggingface_hub", "jinja2", "pyarrow", "tokenizers"}

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.data.choosing import BadRow, Problem
-from services.orchestrator.data.rendering import ROWS_PER_REQUEST
 from services.orchestrator.loop.prompts import Prompts
 from shared import codec
 from shared.errors import BadRequest
+from shared.prompts.templates import ROWS_PER_REQUEST
 from shared.wire import Prompt
 
 CHECK_S = 10.0

@@ -4,7 +4,6 @@ sources.py      the kinds of sources, one entry each: rows, files, uploads, Hugg
 tables.py       reading each of them, row by row or as a stream
 choosing.py     names of columns, filter, how many
 order.py        which rows a step takes: of a table, or of a stream
-rendering.py    templates, in a process of its own (`inside_rendering.py`)
 uploads.py      the files that were uploaded
 preview.py      what a dry run shows
 """

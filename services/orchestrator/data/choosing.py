@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.orchestrator.data.rendering import RENDERER, ROWS_PER_REQUEST, CannotRender
 from services.orchestrator.data.tables import ROWS_LOOKED_AT, Row, Rows, Table, no_rows
 from shared.errors import BadRequest
 from shared.explain import nearest
 from shared.job import DataSpec
+from shared.prompts.templates import RENDERER, ROWS_PER_REQUEST, CannotRender
 
 PROMPT = "prompt"
 """The column that is the prompt, where no template makes one."""

@@ -22,12 +22,12 @@ from services.orchestrator.data.choosing import (
 )
 from services.orchestrator.data.difficulty import History, Skipping
 from services.orchestrator.data.order import InStream, InTable, Order
-from services.orchestrator.data.rendering import RENDERER, CannotRender
 from services.orchestrator.data.sources import Ask, open_source
 from services.orchestrator.data.tables import Table
 from services.orchestrator.loop.groups import num_rounds
 from shared.config import Settings
 from shared.job import DataSpec, Job, TemplateMessage
+from shared.prompts.templates import RENDERER, CannotRender
 from shared.wire import Prompt
 
 Content = str | tuple[dict[str, Any], ...]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.orchestrator.data.rendering import CannotRender, Renderer
+from shared.prompts.templates import CannotRender, Renderer
 
 
 @pytest.fixture(scope="module")

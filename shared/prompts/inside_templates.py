@@ -46,8 +46,9 @@ CHAT = ImmutableSandboxedEnvironment(
 )
 """As transformers renders a model's chat template."""
 
-CHAT.filters["tojson"] = as_json
-CHAT.globals |= {"raise_exception": refuse, "strftime_now": now}
+CHAT.filters["tojson"] = as_json  # pyright: ignore[reportUnknownMemberType]
+CHAT.globals["raise_exception"] = refuse  # pyright: ignore[reportUnknownMemberType]
+CHAT.globals["strftime_now"] = now  # pyright: ignore[reportUnknownMemberType]
 
 
 @functools.lru_cache(maxsize=64)

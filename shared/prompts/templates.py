@@ -1,5 +1,5 @@
 """Templates and filters of jobs: Jinja, which a stranger may have written, so it runs in a process
-of its own with limits (`inside_rendering.py`) and none of our secrets."""
+of its own with limits (`inside_templates.py`) and none of our secrets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from signal import SIGPROF
 from typing import Any, Literal
 
-from services.orchestrator.data.inside_rendering import CPU_S
+from shared.prompts.inside_templates import CPU_S
 
 ROWS_PER_REQUEST = 64
-INSIDE = Path(__file__).with_name("inside_rendering.py")
+INSIDE = Path(__file__).with_name("inside_templates.py")
 
 
 class CannotRender(Exception):

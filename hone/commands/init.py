@@ -1,0 +1,228 @@
+"""`hone init`: a first job, made of a model and a data file, with every key explained."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+from pydantic import BaseModel
+from rich.text import Text
+
+from hone.shell import Output, OutputOption, command, show
+from hone.starting.lengths import Lengths, fitted, window_of
+from hone.starting.looking import READERS, Reward, Row, Source, look
+from hone.starting.writing import Plan, content, job_text, own_text
+from shared.errors import BadRequest
+from shared.job_file import load_job
+
+if TYPE_CHECKING:
+    from shared.prompts.reading import PromptReader
+
+REWARDS: tuple[Reward, ...] = get_args(Reward)
+
+JUDGE_MODEL = "gpt-4.1-mini"
+
+
+class Written(BaseModel):
+    """What `hone init` wrote, and what it found out; `notes` are sentences for people."""
+
+    job: str
+    files: tuple[str, ...]
+    reward: Reward
+    prompt: str
+    answer: str | None
+    max_tokens: int
+    max_model_len: int | None
+    notes: tuple[str, ...]
+
+
+@command
+def init(
+    file: Annotated[Path, typer.Argument(help="the job file to write")] = Path("job.toml"),
+    model: Annotated[
+        str | None, typer.Option(help="a folder in Hugging Face format, or a Hugging Face id")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="problems to train on: a file, or a Hugging Face dataset")
+    ] = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option("--eval", help="held-out problems (default: test.* beside train.*)"),
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(help=f"what grades completions: {', '.join(REWARDS)}")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="the column with the prompt")] = None,
+    answer: Annotated[str | None, typer.Option(help="the column with the right answer")] = None,
+    judge_model: Annotated[str, typer.Option(help="which model judges")] = JUDGE_MODEL,
+    name: Annotated[str | None, typer.Option(help="the job's name")] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace files that are there")] = False,
+    output: OutputOption = Output.table,
+) -> None:
+    """Write a first job for a model and a data file. Asks for what is not given."""
+    model = model or _ask("--model", "Model (a folder, or a Hugging Face id)", _a_model())
+    data = data or _ask("--data", "Data (a file, or a Hugging Face dataset id)", _a_file())
+    source = look(data, held_out, prompt, answer)
+    question = f"Reward ({', '.join(REWARDS)}) for {_found(source)}"
+    reward = reward or _ask("--reward", question, source.layout.suggested)
+    if reward not in REWARDS:
+        raise BadRequest(f"--reward {reward!r}: expected one of {', '.join(REWARDS)}")
+    plan = Plan(
+        name=name or _name(source, file),
+        model=model,
+        source=source,
+        reward=reward,
+        judge_model=judge_model,
+        own_file="rewards.py",
+    )
+    _check_reward(plan)
+    plan, notes = _measured(plan)
+    written = _write(plan, file, notes, force=force)
+    show(output, written, lambda: Text("\n".join([*written.notes, *_next(written)])))
+
+
+def is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _ask(flag: str, question: str, default: str | None) -> str:
+    if not is_terminal():
+        if default:
+            return default
+        raise BadRequest(f"{flag} is not given, and there is no terminal to ask at")
+    return str(typer.prompt(question, default=default, err=True))
+
+
+def _a_model() -> str | None:
+    """Returns the model folder in the working directory, if there is just one."""
+    found = [path.parent for path in sorted(Path().glob("*/config.json"))]
+    return str(found[0]) if len(found) == 1 else None
+
+
+def _a_file() -> str | None:
+    """Returns the data file in the working directory: train.*, or the only one."""
+    found = [path for path in sorted(Path().iterdir()) if path.suffix in (*READERS, ".parquet")]
+    named = [path for path in found if path.stem == "train"] or found
+    return str(named[0]) if len(named) == 1 else None
+
+
+def _name(source: Source, file: Path) -> str:
+    """Returns a name that a job may have: of the data set, or of the folder that the job is in."""
+    text = source.train if not source.rows else file.resolve().parent.name
+    name = re.sub(r"[^a-z0-9_-]+", "-", Path(text).name.lower()).strip("-_")
+    return name[:40] or "first"
+
+
+def _check_reward(plan: Plan) -> None:
+    """Raises BadRequest for a reward that needs a column which the data has not."""
+    layout = plan.source.layout
+    there = ", ".join(layout.columns)
+    if plan.reward == "math" and layout.answer is None:
+        raise BadRequest(
+            f"the reward math needs a column with the right answer, and none of {there} is known "
+            "as one; --answer names it"
+        )
+    if plan.reward == "code" and layout.tests is None:
+        raise BadRequest(f"the reward code needs a column with tests, and none of {there} is one")
+
+
+def _measured(plan: Plan) -> tuple[Plan, list[str]]:
+    """Returns the plan with bounds that fit the model, and what was found, in sentences."""
+    from shared.models import model_folder  # which load libraries that `hone --help` needs not
+    from shared.prompts.reading import CannotCount, prompt_reader
+
+    source, layout = plan.source, plan.source.layout
+    notes = [_found(source)]
+    folder = model_folder(plan.model)
+    if folder is None:
+        return plan, [*notes, f"lengths are not measured: {plan.model!r} is not a folder here"]
+    try:
+        reader = prompt_reader(plan.model, folder)
+    except CannotCount as error:
+        return plan, [*notes, f"lengths are not measured: {error}"]
+    plan = replace(plan, has_template=reader.template is not None)
+    window = window_of(folder)
+    if window is None or not source.rows:
+        return plan, [*notes, "lengths are not measured"]
+    lengths = fitted(
+        reader.count([content(plan, row) for row in (*source.rows, *source.held_out)]),
+        _answers(reader, source.rows, layout.answer),
+        window,
+    )
+    if lengths.num_overlong == lengths.num_prompts:
+        raise BadRequest(
+            f"the shortest prompt of {source.train!r} leaves no room for an answer: the model "
+            f"{plan.model!r} holds {window} tokens; expected shorter prompts, or another model"
+        )
+    return replace(plan, lengths=lengths), [*notes, _told(lengths)]
+
+
+def _answers(reader: PromptReader, rows: Sequence[Row], column: str | None) -> list[int]:
+    return reader.count([str(row.get(column)) for row in rows]) if column else []
+
+
+def _found(source: Source) -> str:
+    layout = source.layout
+    roles = {
+        "the prompt": layout.prompt,
+        "the right answer": layout.answer,
+        "the tests": layout.tests,
+    }
+    shown = ", ".join(f"{column!r} is {role}" for role, column in roles.items() if column)
+    if not source.rows:
+        return f"{source.train}: {shown}"
+    held_out = f", {len(source.held_out)} held out" if source.eval else ", none held out"
+    return f"{source.train}: {len(source.rows)} rows{held_out}; {shown}"
+
+
+def _told(lengths: Lengths) -> str:
+    dropped = (
+        f"; {lengths.num_overlong} of {lengths.num_prompts} prompts are too long for it and are "
+        "dropped"
+        if lengths.num_overlong
+        else ""
+    )
+    return (
+        f"the model holds {lengths.window} tokens; prompts have up to {lengths.longest}, "
+        f"completions get {lengths.max_tokens}{dropped}"
+    )
+
+
+def _write(plan: Plan, file: Path, notes: Sequence[str], *, force: bool) -> Written:
+    """Writes the job, and its reward file where it has one, and reads it as `hone submit` would."""
+    texts = {file: job_text(plan)}
+    if plan.reward == "function":
+        texts[file.with_name(plan.own_file)] = own_text(plan)
+    if there := [str(path) for path in texts if path.exists() and not force]:
+        raise BadRequest(f"{', '.join(there)} is there already; --force replaces it")
+    for path, text in texts.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise BadRequest(f"{str(path)!r} cannot be written: {error.strerror}") from error
+    job = load_job(file)
+    return Written(
+        job=str(file),
+        files=tuple(map(str, texts)),
+        reward=plan.reward,
+        prompt=plan.source.layout.prompt,
+        answer=plan.source.layout.answer,
+        max_tokens=job.sampling.max_tokens,
+        max_model_len=job.max_model_len,
+        notes=tuple(notes),
+    )
+
+
+def _next(written: Written) -> list[str]:
+    return [
+        f"wrote {' and '.join(written.files)}",
+        "  hone up                           starts a stack on this machine",
+        f"  hone submit --dry-run {written.job}    checks the job",
+        f"  hone submit --follow {written.job}     trains",
+    ]

@@ -1,0 +1,65 @@
+"""How many tokens the prompts and answers of a first job are, and what its bounds are by that."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STEP = 64
+"""Bounds are multiples of it."""
+
+MOST, USUAL = 4096, 512
+"""Tokens of a completion: the most that is proposed, and what is where no answer was measured."""
+
+LEAST_SHARE = 4
+"""A completion gets a fourth of a small model's window at least: longer prompts are dropped."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Bounds that fit: of the `num_prompts`, `num_overlong` are longer than they allow. `window` is
+    what the model holds, `answer` its longest right answer (0: none measured)."""
+
+    window: int
+    longest: int
+    answer: int
+    max_tokens: int
+    max_model_len: int
+    num_prompts: int
+    num_overlong: int
+
+
+def window_of(folder: Path) -> int | None:
+    """Returns how many tokens the model of a folder holds; None if its config.json does not say."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    inner: Mapping[str, Any] = config.get("text_config") or config
+    return inner.get("max_position_embeddings")
+
+
+def fitted(prompts: Sequence[int], answers: Sequence[int], window: int) -> Lengths:
+    """Returns bounds for prompts and right answers of these lengths: a completion may be twice as
+    long as the longest answer."""
+    longest, answer = max(prompts), max(answers, default=0)
+    wanted = min(_up(2 * answer), MOST) if answer else USUAL
+    room = window - longest
+    if room < min(wanted, window // LEAST_SHARE):
+        room = max(window // LEAST_SHARE, 1)
+    max_tokens = min(wanted, room)
+    fitting = [length for length in prompts if length + max_tokens <= window]
+    return Lengths(
+        window=window,
+        longest=longest,
+        answer=answer,
+        max_tokens=max_tokens,
+        max_model_len=min(_up(max(fitting, default=0) + max_tokens), window),
+        num_prompts=len(prompts),
+        num_overlong=len(prompts) - len(fitting),
+    )
+
+
+def _up(length: int) -> int:
+    return math.ceil(length / STEP) * STEP

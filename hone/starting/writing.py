@@ -1,0 +1,282 @@
+"""The text of a first job: every key with what it is for beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from hone.starting.lengths import Lengths
+from hone.starting.looking import Layout, Reward, Source
+
+if TYPE_CHECKING:
+    from shared.prompts.reading import Content
+
+WIDTH = 44
+"""Columns of a line before its comment."""
+
+STEPS, PROMPTS, GROUP, HELD_OUT = 200, 32, 8, 200
+
+NO_EVAL = '# eval = "..."'
+
+TASKS: dict[Reward, str] = {
+    "math": "Think step by step. Put the final answer into \\boxed{}.",
+    "code": "Answer with one Python code block that has the whole solution.",
+}
+"""What the model is told of the form of its answer, where the grader needs one."""
+
+RUBRIC = "Is this a good answer to the question? 10 for right, complete and clear; 0 for useless."
+
+OWN = '''"""The reward of the job beside this file. It is tried on one completion by
+
+    hone grade --file {file} --completion "..." --row '{row}'
+"""
+
+
+def reward(completions, {column}**columns):
+    """Returns a number for each completion: the more, the better. None: does not apply."""
+    return [{call} for {names}]
+
+
+def score(text{argument}):
+    {body}
+
+
+def text_of(completion):
+    """A completion of a chat is a list of messages, else it is text."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+'''
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found and chosen. `has_template` None: whether the model has a chat template is not
+    known here. `lengths` None: nothing was measured."""
+
+    name: str
+    model: str
+    source: Source
+    reward: Reward
+    has_template: bool | None = None
+    lengths: Lengths | None = None
+    judge_model: str = ""
+    own_file: str = ""
+
+    @property
+    def is_chat(self) -> bool:
+        return self.has_template is not False
+
+    @property
+    def task(self) -> str | None:
+        """What the model is told beside the problem."""
+        return None if self.source.layout.has_system else TASKS.get(self.reward)
+
+
+def content(plan: Plan, row: Mapping[str, object]) -> Content:
+    """Returns the prompt that the job makes of a row."""
+    layout = plan.source.layout
+    value = row.get(layout.prompt)
+    said = [*_said(value, layout)]
+    if not plan.is_chat:
+        return f"{said[-1]['content']}{_ending(plan)}"
+    if plan.task:
+        return [{"role": "system", "content": plan.task}, *said]
+    return said if layout.is_chat else str(value)
+
+
+def _said(value: object, layout: Layout) -> Sequence[Mapping[str, object]]:
+    """Returns the messages of a prompt; of a conversation that ends in its answer, those that
+    `_messages` takes."""
+    if not layout.is_chat or not isinstance(value, list):
+        return [{"role": "user", "content": str(value)}]
+    messages = cast(list[Mapping[str, object]], value)
+    if not layout.is_answered:
+        return messages
+    return [*(messages[:1] if layout.has_system else []), *messages[-2:-1]]
+
+
+def job_text(plan: Plan) -> str:
+    """Returns the job file."""
+    lines = [
+        "# Made by `hone init`. `hone explain KEY` says what a key means, and which others there",
+        "# are; `hone submit --dry-run` checks the job and shows its first prompts.",
+        "",
+        _line("name", plan.name, "of the run folder"),
+        _line("model", plan.model, "a folder, or a Hugging Face id"),
+        _line("steps", STEPS, "batches to train on; data.epochs counts passes instead"),
+        *_window(plan),
+        "",
+        "[data]",
+        *_data(plan),
+        "",
+        "[sampling]",
+        *_sampling(plan),
+        "",
+        "[[rewards]]",
+        *REWARDS[plan.reward](plan),
+        "",
+        "[training]",
+        _line("learning_rate", 1e-6, "the usual one for whole weights; 1e-5 with [lora]"),
+    ]
+    if plan.source.eval:
+        count = len(plan.source.held_out)
+        lines += [
+            "",
+            "[evaluation]",
+            _line("every", 25, "steps; also before the first and after the last"),
+            _line("num_prompts", min(count or HELD_OUT, HELD_OUT), "held-out problems, the first"),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def own_text(plan: Plan) -> str:
+    """Returns the file with the reward function of one's own."""
+    if plan.source.layout.answer is None:
+        return OWN.format(
+            file=plan.own_file,
+            row="{}",
+            column="",
+            call="score(text_of(completion))",
+            names="completion in completions",
+            argument="",
+            body="return 1 / (1 + len(text) / 1000)  # the shorter the better: say what you want",
+        )
+    return OWN.format(
+        file=plan.own_file,
+        row='{"answer": "42"}',
+        column="answer, ",
+        call="score(text_of(completion), wanted)",
+        names="completion, wanted in zip(completions, answer)",
+        argument=", wanted",
+        body='return float(str(wanted).rpartition("####")[2].strip() in text)',
+    )
+
+
+def _window(plan: Plan) -> list[str]:
+    if (found := plan.lengths) is None:
+        return []
+    return [_line("max_model_len", found.max_model_len, f"the model holds {found.window} tokens")]
+
+
+def _data(plan: Plan) -> list[str]:
+    source, layout = plan.source, plan.source.layout
+    lines = [_line("train", source.train, "a row per problem")]
+    if source.eval:
+        lines.append(_line("eval", source.eval, "held-out problems, never trained on"))
+    else:
+        lines.append(f"{NO_EVAL:<{WIDTH}}# held-out problems, never trained on")
+    lines += [f"{key} = {_toml(value)}" for key, value in source.more.items()]
+    renamed = _renamed(plan)
+    if renamed:
+        shown = ", ".join(f"{new} = {_toml(old)}" for new, old in renamed.items())
+        lines.append(f"columns = {{ {shown} }}")
+    if not plan.is_chat:
+        text = f"{{{{ {_last_said(layout)} }}}}{_ending(plan)}"
+        lines.append(_line("template", text, "the model has no chat template"))
+    elif plan.task:
+        lines.append(f"system_prompt = {_toml(plan.task)}")
+    if plan.is_chat and layout.is_answered:
+        lines += _messages(layout)
+    return lines
+
+
+def _renamed(plan: Plan) -> dict[str, str]:
+    """Returns the names that the job has for columns of other names."""
+    layout = plan.source.layout
+    wanted = {"prompt": layout.prompt} if plan.is_chat and not layout.is_answered else {}
+    if plan.reward in ("math", "function") and layout.answer:
+        wanted["answer"] = layout.answer
+    if plan.reward == "code" and layout.tests:
+        wanted["tests"] = layout.tests
+    return {new: old for new, old in wanted.items() if new != old}
+
+
+def _messages(layout: Layout) -> list[str]:
+    """Returns what makes a prompt of a conversation that ends in its answer."""
+    roles = {"system": f'row["{layout.prompt}"][0].content'} if layout.has_system else {}
+    roles["user"] = f'row["{layout.prompt}"][-2].content'
+    lines: list[str] = []
+    for role, said in roles.items():
+        text = "{{ " + said + " }}"
+        lines += ["", "[[data.messages]]", f"role = {_toml(role)}", f"content = {_toml(text)}"]
+    return lines
+
+
+def _last_said(layout: Layout) -> str:
+    column = f'row["{layout.prompt}"]'
+    if not layout.is_chat:
+        return column
+    return f"{column}[{-2 if layout.is_answered else -1}].content"
+
+
+def _ending(plan: Plan) -> str:
+    return f"\n\n{plan.task}\n\n" if plan.task else "\n"
+
+
+def _sampling(plan: Plan) -> list[str]:
+    count, found = len(plan.source.rows), plan.lengths
+    lines = [
+        _line("prompts_per_step", min(count or PROMPTS, PROMPTS), "problems per step"),
+        _line("group_size", GROUP, "completions of each, compared with each other"),
+    ]
+    if found is None:
+        most = 1024 if plan.reward == "code" else 512
+        return [*lines, _line("max_tokens", most, "of a completion; nothing was measured")]
+    answers = f"; right answers have up to {found.answer}" if found.answer else ""
+    lines.append(_line("max_tokens", found.max_tokens, f"of a completion{answers}"))
+    if found.num_overlong:
+        why = f"{found.num_overlong} of {found.num_prompts} prompts leave no room for max_tokens"
+        lines.append(_line("overlong_prompts", "drop", why))
+    return lines
+
+
+def _math(plan: Plan) -> list[str]:
+    return [_line("grader", "math", "1 for an answer equal to the row's, else 0")]
+
+
+def _code(plan: Plan) -> list[str]:
+    lines = [_line("grader", "code_tests", "1 for a program that passes the row's tests, else 0")]
+    layout = plan.source.layout
+    if layout.entry_point:
+        prompt = next((new for new, old in _renamed(plan).items() if old == layout.prompt), None)
+        named = {"entry_point": layout.entry_point, "prefix": prompt or layout.prompt}
+        shown = ", ".join(f"{key} = {_toml(column)}" for key, column in named.items())
+        lines.append(f"params = {{ {shown} }}")
+    return lines
+
+
+def _judge(plan: Plan) -> list[str]:
+    column = "prompt" if "prompt" in _renamed(plan) else plan.source.layout.prompt
+    question = "{{ item." + column + " }}"
+    rubric = f"{RUBRIC}\n\nQuestion: {question}\n\nAnswer: {{{{ sample.output_text }}}}"
+    return [
+        _line("grader", "llm_judge", "what a language model thinks of it, 0 to 1"),
+        "",
+        "[rewards.params]                            # HONE_JUDGE_URL, HONE_JUDGE_API_KEY: where",
+        f"model = {_toml(plan.judge_model)}",
+        f"rubric = {_toml(rubric)}",
+    ]
+
+
+def _function(plan: Plan) -> list[str]:
+    return [
+        _line("file", plan.own_file, "your own code; it travels with the job"),
+        _line("function", "reward", "in that file"),
+    ]
+
+
+REWARDS: dict[Reward, Callable[[Plan], list[str]]] = {
+    "math": _math,
+    "code": _code,
+    "judge": _judge,
+    "function": _function,
+}
+
+
+def _line(key: str, value: object, comment: str) -> str:
+    return f"{f'{key} = {_toml(value)}':<{WIDTH}}# {comment}"
+
+
+def _toml(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

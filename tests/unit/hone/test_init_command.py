@@ -1,0 +1,188 @@
+"""`hone init`: what it finds in data and model, and that the jobs it writes are valid."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import runpy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hone.cli import app
+from hone.commands import init
+from hone.starting.lengths import fitted
+from hone.starting.writing import TASKS
+from shared.job import Job
+from shared.job_file import load_job
+from tests.support.model_folders import make_model_folder
+
+DATA = Path(__file__).parents[2] / "data"
+GSM8K = gzip.decompress((DATA / "gsm8k/test.jsonl.gz").read_bytes()).decode().splitlines()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str, answers: str | None = None) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["init", *arguments], input=answers)
+    return done.exit_code, done.output
+
+
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def written(*arguments: str) -> Job:
+    code, shown = run(*arguments)
+    assert code == 0, shown
+    return load_job(Path("job.toml"))
+
+
+def longest(lines: Iterable[str], column: str) -> int:
+    return max(len(json.loads(line)[column].split()) for line in lines)
+
+
+def test_gsm8k_as_it_is_published_needs_neither_flags_nor_answers(here: Path) -> None:
+    make_model_folder(here / "model", window=2048)
+    (here / "train.jsonl").write_text("\n".join(GSM8K[:300]))
+    (here / "test.jsonl").write_text("\n".join(GSM8K[300:340]))
+    code, shown = run()
+    assert code == 0, shown
+    job = load_job(here / "job.toml")
+    assert (job.data.train, job.data.eval) == (str(here / "train.jsonl"), str(here / "test.jsonl"))
+    assert job.data.columns == {"prompt": "question"} and job.rewards[0].grader == "math"
+    told = f"system {TASKS['math']} user"
+    prompt = len(told.split()) + longest(GSM8K[:340], "question")
+    answer = longest(GSM8K[:300], "answer")
+    max_tokens = -(-2 * answer // 64) * 64
+    assert job.sampling.max_tokens == max_tokens and job.sampling.overlong_prompts == "error"
+    assert job.max_model_len == -(-(prompt + max_tokens) // 64) * 64
+    assert (job.sampling.prompts_per_step, job.evaluation.num_prompts) == (32, 40)
+    assert "300 rows, 40 held out; 'question' is the prompt" in shown
+    assert f"prompts have up to {prompt}, completions get {max_tokens}" in shown
+
+
+def test_a_model_that_holds_little_drops_what_is_too_long_and_says_so(here: Path) -> None:
+    make_model_folder(here / "model", window=64, chat=False)
+    (here / "train.jsonl").write_text("\n".join(GSM8K[:200]))
+    job = written()
+    assert (job.sampling.max_tokens, job.max_model_len) == (16, 64)
+    assert job.sampling.overlong_prompts == "drop" and job.data.eval is None
+    assert job.data.template is not None and job.data.template.startswith('{{ row["question"] }}')
+    prompts = [f"{json.loads(line)['question']} {TASKS['math']}" for line in GSM8K[:200]]
+    too_long = sum(len(prompt.split()) > 48 for prompt in prompts)
+    assert f"{too_long} of 200 prompts leave no room" in (here / "job.toml").read_text()
+
+
+def test_bounds_by_hand() -> None:
+    found = fitted([10, 30], [100], window=1000)
+    assert (found.max_tokens, found.max_model_len, found.num_overlong) == (256, 320, 0)
+    found = fitted([10, 30], [], window=100)
+    assert (found.max_tokens, found.max_model_len, found.num_overlong) == (70, 100, 0)
+    found = fitted([10, 70, 90], [100], window=100)
+    assert (found.max_tokens, found.max_model_len, found.num_overlong) == (25, 100, 1)
+
+
+def test_opc_sft_stage2_is_graded_by_its_tests(here: Path) -> None:
+    (here / "rows.jsonl").write_bytes((DATA / "opc_sft_stage2/rows.jsonl").read_bytes())
+    job = written("--model", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "--data", "rows.jsonl")
+    assert job.rewards[0].grader == "code_tests" and job.rewards[0].params == {}
+    assert job.data.columns == {"prompt": "instruction", "tests": "testcase"}
+    assert job.max_model_len is None and job.sampling.max_tokens == 1024
+
+
+def test_known_data_sets_of_the_hub_need_no_look(here: Path) -> None:
+    job = written("--model", "Qwen/Qwen2.5-1.5B-Instruct", "--data", "openai/gsm8k")
+    assert (job.name, job.data.config, job.data.eval) == ("gsm8k", "main", "openai/gsm8k")
+    assert job.rewards[0].grader == "math"
+    hub = "OpenCoder-LLM/opc-sft-stage2"
+    job = written("--model", "a/b", "--data", hub, "--force")
+    assert (job.data.train_split, job.data.eval_split) == ("train[200:]", "train[:200]")
+    code, shown = run("--model", "a/b", "--data", "some/thing", "--force")
+    assert code == 2 and "name the one with the prompt by --prompt" in " ".join(shown.split())
+    job = written("--model", "a/b", "--data", "some/thing", "--prompt", "q", "--force")
+    assert job.data.columns == {"prompt": "q"} and job.rewards[0].grader == "llm_judge"
+
+
+def test_chats_are_recognized_with_and_without_their_answer(here: Path) -> None:
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "w3?"}]
+    answered = [*said, {"role": "assistant", "content": "w4"}]
+    make_model_folder(here / "model")
+    write(here / "chats.jsonl", [{"messages": said}])
+    job = written("--reward", "judge")
+    assert job.data.columns == {"prompt": "messages"} and job.data.messages is None
+    assert "{{ item.prompt }}" in str(job.rewards[0].params["rubric"])
+    write(here / "chats.jsonl", [{"messages": answered}])
+    job = written("--reward", "judge", "--force")
+    assert job.data.messages is not None
+    assert [each.role for each in job.data.messages] == ["system", "user"]
+    assert job.data.messages[1].content == '{{ row["messages"][-2].content }}'
+
+
+def test_a_function_of_ones_own_is_written_beside_the_job(here: Path) -> None:
+    make_model_folder(here / "model")
+    write(here / "train.jsonl", [{"prompt": "w3?", "solution": "so #### 4"}])
+    job = written("--reward", "function")
+    assert job.rewards[0].source == (here / "rewards.py").read_text()
+    assert job.data.columns == {"answer": "solution"}
+    reward = runpy.run_path(str(here / "rewards.py"))["reward"]
+    chat = [{"role": "assistant", "content": "4, I think"}]
+    assert reward(["it is 5", chat], answer=["so #### 4", 4]) == [0.0, 1.0]
+    write(here / "train.jsonl", [{"prompt": "w3?"}])
+    written("--reward", "function", "--force")
+    reward = runpy.run_path(str(here / "rewards.py"))["reward"]
+    assert reward(["", "x" * 1000], prompts=["", ""]) == [1.0, 0.5]
+
+
+def test_three_questions_are_asked_at_a_terminal(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model_folder(here / "model")
+    write(here / "train.jsonl", [{"question": "w3?", "answer": "#### 4"}])
+    monkeypatch.setattr(init, "is_terminal", lambda: True)
+    code, shown = run(answers="\n\nfunction\n")
+    assert code == 0, shown
+    assert "Model (a folder, or a Hugging Face id) [model]: " in shown
+    assert "Data (a file, or a Hugging Face dataset id) [train.jsonl]: " in shown
+    assert "[math]: " in shown
+    assert load_job(here / "job.toml").rewards[0].file == "rewards.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "--model is not given, and there is no terminal to ask at"),
+        (["--model", "no/such/folder"], "there is no folder 'no/such/folder' here"),
+        (["--model", "a/b", "--data", "x.jsonl"], "no data file at 'x.jsonl'"),
+        (["--model", "a/b", "--data", "rows.txt"], "expected a file ending in .jsonl, .json"),
+        (["--model", "a/b", "--prompt", "quest"], "no column 'quest'; did you mean 'question'?"),
+        (["--model", "a/b", "--reward", "maths"], "expected one of math, code, judge, function"),
+        (["--model", "a/b", "--reward", "code"], "the reward code needs a column with tests"),
+        (["--model", "a/b", "--data", "odd.csv"], "is known to be the prompt: a, b; --prompt"),
+        (["--model", "a/b", "--data", "torn.json"], "line 2 is not JSON"),
+    ],
+)
+def test_what_cannot_become_a_job_is_a_sentence(
+    here: Path, arguments: list[str], sentence: str
+) -> None:
+    write(here / "train.jsonl", [{"question": "w3?", "answer": "#### 4"}])
+    (here / "odd.csv").write_text("a,b\n1,2\n")
+    (here / "torn.json").write_text('{"prompt": 1}\n{"prompt"\n')
+    (here / "rows.txt").write_text("x")
+    code, shown = run(*arguments)
+    assert code == 2 and sentence in " ".join(shown.split()), shown
+    assert not (here / "job.toml").exists()
+
+
+def test_a_file_that_is_there_is_not_replaced_unasked(here: Path) -> None:
+    (here / "job.toml").write_text("mine")
+    code, shown = run("--model", "a/b", "--data", "openai/gsm8k")
+    assert code == 2 and "job.toml is there already; --force replaces it" in shown
+    assert (here / "job.toml").read_text() == "mine"
