@@ -156,7 +156,7 @@ EXAMPLES: dict[str, Any] = {
         "data": {"train": "xxh3:9f6d2c40b1e7a853"},
         "job": JOB,
     },
-    "JobList": {"jobs": [SUMMARY], "next_after": ID},
+    "JobList": {"jobs": [SUMMARY], "next_after": f"{ID}:1763700000.25"},
     "JobState": {"id": ID, "status": "running", "pause_requested": True},
     "JobDeleted": {"id": ID, "files": False},
     "ResumeRequest": {"set": ["memory.micro_batch_tokens=4096"]},

@@ -133,7 +133,8 @@ class ResumeRequest(Wire):
 
 
 class JobList(Wire):
-    """Newest first. `next_after` goes back as `?after=` for the next page; None at the end.
+    """Newest first. `next_after` goes back as `?after=` for the next page; None at the end. It
+    stays valid when jobs are removed meanwhile. A job's id may be given in its place.
     `unreadable` are the ids of those on the page that another version of Hone wrote and this one
     cannot read; `GET /v1/jobs/{id}` has all of a job."""
 

@@ -555,7 +555,7 @@ async def test_a_record_that_cannot_be_read_is_named_and_hides_no_other(
     await raw.hset(keys.job(ids[1]), mapping=damage)
     page = await store.list(None, 2)
     assert [record.id for record in page.jobs] == [ids[2]]
-    assert page.unreadable == (ids[1],) and page.next_after == ids[1]
+    assert page.unreadable == (ids[1],) and page.next_after is not None
     assert [record.id for record in (await store.list(page.next_after, 2)).jobs] == [ids[0]]
     with pytest.raises(Unreadable, match=f"the record of job '{ids[1]}'.*cannot be read"):
         await store.get(ids[1])
@@ -586,9 +586,41 @@ async def test_a_list_has_the_jobs_that_fit_all_that_is_asked_for(store: Store) 
     assert await found(metadata=None) == [c]
     assert await found(openai=True) == [c]
     page = await store.list(None, 1, Wanted(metadata={"team": "math"}))
-    assert ([one.id for one in page.jobs], page.next_after) == ([b], b)
+    assert ([one.id for one in page.jobs], page.next_after is None) == ([b], False)
     page = await store.list(b, 1, Wanted(metadata={"team": "math"}))
     assert ([one.id for one in page.jobs], page.next_after) == ([a], None)
+
+
+async def test_a_page_goes_on_after_a_job_that_was_removed_meanwhile(store: Store) -> None:
+    ids = [await submit(store) for _ in range(6)]
+    page = await store.list(None, 2)
+    for removed in ids[4:]:  # those that were shown
+        await store.cancel(removed)
+        await store.delete(removed)
+    rest = await store.list(page.next_after, 3)
+    assert [one.id for one in rest.jobs] == ids[3:0:-1]
+    assert rest.next_after is not None
+    await store.cancel(ids[3])
+    await store.delete(ids[3])
+    assert [one.id for one in (await store.list(rest.next_after, 3)).jobs] == ids[:1]
+
+
+async def test_a_page_may_begin_after_the_id_of_a_job_that_is_gone(
+    store: Store, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the time in it; what is not the id of a job that ever was is refused."""
+    old, gone = await submit(store), await submit(store)
+    await raw.zincrby(keys.JOBS, -100, old)
+    monkeypatch.setattr("time.time", lambda now=time.time(): now + 100)
+    new = await submit(store)
+    assert [one.id for one in (await store.list(gone, 9)).jobs] == [old]
+    await store.cancel(gone)
+    await store.delete(gone)
+    assert [one.id for one in (await store.list(gone, 9)).jobs] == [old]
+    assert [one.id for one in (await store.list(new, 9)).jobs] == [old]
+    for wrong in ("demo-1", f"{new}:x", f"{new}:", ":1", "demo", "é"):
+        with pytest.raises(NotFound, match="to list jobs after"):
+            await store.list(wrong, 9)
 
 
 async def test_a_record_of_an_older_version_is_listed_and_filtered_too(

@@ -20,6 +20,17 @@ def new_job_id(name: str) -> str:
     return f"{name}-{_digits(int(time.time()), TIME_DIGITS)}{_random()}"
 
 
+def time_of(job_id: str) -> int | None:
+    """Returns when the id was made, in Unix seconds; None for what `new_job_id` did not make."""
+    digits = job_id.rpartition("-")[2]
+    if len(digits) != TIME_DIGITS + RANDOM_DIGITS or not set(digits) <= set(ALPHABET):
+        return None
+    time_s = 0
+    for digit in digits[:TIME_DIGITS]:
+        time_s = time_s << 5 | ALPHABET.index(digit)
+    return time_s
+
+
 def _random() -> str:
     return _digits(secrets.randbits(5 * RANDOM_DIGITS), RANDOM_DIGITS)
 

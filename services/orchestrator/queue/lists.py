@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from services.orchestrator.queue import scripts
 from services.orchestrator.queue.connection import Connection
+from services.orchestrator.queue.ids import time_of
 from services.orchestrator.queue.records import SUMMARY, Unreadable, summary_of
 from shared.errors import NotFound
 from shared.wire import JobList, JobSummary
 
 S = TypeVar("S", bound=JobSummary)
+
+CURSOR = re.compile(r"([^:]+):([0-9]{1,10}(?:\.[0-9]{1,20})?)")
+"""A job's id and its score among the jobs (Unix seconds), by which its place is known when it is
+gone."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +53,16 @@ class Lists:
 
     async def page(self, after: str | None, limit: int, wanted: Wanted) -> JobList:
         """Returns up to `limit` of the jobs `wanted`, newest first, older than job `after`. Those
-        whose records cannot be read are named."""
+        whose records cannot be read are named. Raises NotFound for what is no job's id or cursor.
+        """
+        job_id, made_at = _cursor(after)
         answer = await self._call(
-            self._list, limit=limit, after=after, names=SUMMARY, **wanted.call()
+            self._list,
+            limit=limit,
+            after=job_id,
+            after_score=made_at,
+            names=SUMMARY,
+            **wanted.call(),
         )
         if answer == "unknown":
             raise NotFound(f"no job {after!r} to list jobs after")
@@ -65,7 +78,7 @@ class Lists:
                 unreadable.append(job_id)
         return JobList(
             jobs=tuple(await self.with_places(summaries)),
-            next_after=page["jobs"][-1][0] if page["more"] else None,
+            next_after=page.get("next_after"),
             unreadable=tuple(unreadable),
         )
 
@@ -82,3 +95,15 @@ class Lists:
             else record
             for record in records
         ]
+
+
+def _cursor(after: str | None) -> tuple[str | None, str | None]:
+    """Returns the id of the job to list jobs after, and when it was made: a cursor says it, and
+    almost any id. A list that begins where a job was that is gone may then show again what was made
+    within the second after it."""
+    if after is None:
+        return None, None
+    if found := CURSOR.fullmatch(after):
+        return found[1], found[2]
+    time_s = time_of(after)
+    return after, None if time_s is None else str(time_s + 2)

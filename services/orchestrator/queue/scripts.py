@@ -55,8 +55,6 @@ return ''
 LIST = (
     SHARED
     + """
-local after = call.after and redis.call('ZREVRANK', JOBS, call.after)
-if call.after and not after then return 'unknown' end
 local names = cjson.decode(call.names)
 local wanted = call.metadata and cjson.decode(call.metadata)
 
@@ -80,24 +78,37 @@ local function fits(id)
     and (not wanted or has_metadata(id))
 end
 
-local found, at = {}, after and after + 1 or 0
+local function place_after(id, score)
+  local rank = redis.call('ZREVRANK', JOBS, id)
+  if rank then return rank + 1 end
+  return score and redis.call('ZCOUNT', JOBS, '(' .. score, '+inf')
+end
+
+local found, at = {}, 0
+if call.after then at = place_after(call.after, call.after_score) end
+if not at then return 'unknown' end
 while true do
   local ids = redis.call('ZREVRANGE', JOBS, at, at + PIECE - 1)
   for _, id in ipairs(ids) do
     if fits(id) then
-      if #found == tonumber(call.limit) then return cjson.encode({jobs = found, more = true}) end
+      if #found == tonumber(call.limit) then
+        local last = found[#found][1]
+        local cursor = last .. ':' .. redis.call('ZSCORE', JOBS, last)
+        return cjson.encode({jobs = found, next_after = cursor})
+      end
       found[#found + 1] = {id, is_job(id) and redis.call('HMGET', job(id), unpack(names))}
     end
   end
-  if #ids < PIECE then return cjson.encode({jobs = found, more = false}) end
+  if #ids < PIECE then return cjson.encode({jobs = found}) end
   at = at + PIECE
 end
 """
 )
-"""call: limit, names (JSON: of the fields to return); perhaps after (a job's id), status, name,
-openai and metadata (JSON: a table, or null for jobs without any). Returns the newest jobs that fit
-and are older than `after`, each with its id and its fields, false for what is not there, and
-whether there are more, as JSON; 'unknown' if there is no job `after`."""
+"""call: limit, names (JSON: of the fields to return); perhaps after (a job's id) and after_score
+(when it was made, for one that is gone), status, name, openai and metadata (JSON: a table, or null
+for jobs without any). Returns the newest jobs that fit and are older than `after`, each with its id
+and its fields, false for what is not there; and if there are more, `next_after`: the last one's id
+and score. As JSON; 'unknown' if there is no job `after` and no score."""
 
 SUBMIT = once("""
   local known = call.key ~= '' and redis.call('GET', KEY .. call.key)

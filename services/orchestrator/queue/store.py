@@ -212,8 +212,9 @@ class Store:
         return await self._do(self._redis.hget(keys.job(job_id), "status"))
 
     async def list(self, after: str | None, limit: int, wanted: Wanted | None = None) -> JobList:
-        """Returns up to `limit` of the jobs `wanted`, newest first, older than job `after`. Those
-        whose records cannot be read are named. Raises NotFound if there is no job `after`."""
+        """Returns up to `limit` of the jobs `wanted`, newest first, older than `after`: a job's id,
+        or what a list gave as `next_after`, which stays valid when that job is removed. Those whose
+        records cannot be read are named. Raises NotFound if `after` is neither."""
         return await self._lists.page(after, limit, wanted or Wanted())
 
     async def cancel(self, job_id: str) -> JobState:
