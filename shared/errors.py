@@ -48,6 +48,7 @@ CODES = {
     "draining": "the service is shutting down; the one that follows it will answer",
     "deadline": "the caller's own deadline passed; the operation may still be under way",
     "busy": "too much is waiting already",
+    "wrong_type": "a key in Redis holds what Hone does not keep there; the detail says what to do",
     # Failed
     "failed": "the service could not do it",
     "bug": "an exception that nobody expected; the service's log has the traceback",

@@ -611,7 +611,8 @@ async def test_a_page_may_begin_after_the_id_of_a_job_that_is_gone(
     """By the time in it; what is not the id of a job that ever was is refused."""
     old, gone = await submit(store), await submit(store)
     await raw.zincrby(keys.JOBS, -100, old)
-    monkeypatch.setattr("time.time", lambda now=time.time(): now + 100)
+    later = time.time() + 100
+    monkeypatch.setattr("time.time", lambda: later)
     new = await submit(store)
     assert [one.id for one in (await store.list(gone, 9)).jobs] == [old]
     await store.cancel(gone)
@@ -837,3 +838,54 @@ async def test_samplers_are_lent_only_while_no_job_has_them(store: Store, other:
         await store.loans.beat(loan)
     await store.loans.end(loan)  # what is another's by now is left alone
     assert await other.beat(lease) is None
+
+
+# --- a Redis that refuses
+
+
+@pytest.mark.parametrize(
+    ("refuse", "mend", "sentence"),
+    [
+        ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0", r"\(OOM\): its memory is full: raise"),
+        ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE", r"\(READONLY\): .* leads to a replica"),
+        ("ACL SETUSER default -evalsha", "ACL SETUSER default +@all", r"\(NOPERM\): its user may"),
+    ],
+)
+async def test_what_redis_refuses_for_a_while_is_unavailable_and_says_what_to_do(
+    store: Store, raw: Any, refuse: str, mend: str, sentence: str
+) -> None:
+    lease = (await submit(store), await take(store))[1]
+    await raw.execute_command(*refuse.split())
+    with pytest.raises(StoreUnavailable, match=rf"^Redis cannot be used {sentence}"):
+        await store.report(lease, "log", "hello")
+    await raw.execute_command(*mend.split())
+    await store.report(lease, "log", "hello")
+    assert (await messages(store, lease.job_id))[-1] == "hello"
+
+
+async def test_a_record_that_may_not_be_read_now_is_no_record_that_cannot_be_read(
+    store: Store, raw: Any
+) -> None:
+    job_id = await submit(store)
+    await raw.execute_command("ACL", "SETUSER", "default", "-hgetall")
+    with pytest.raises(StoreUnavailable, match="NOPERM"):
+        await store.get(job_id)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"), [("hone:queue", "zset"), ("hone:job:{id}:events", "stream")]
+)
+async def test_a_key_that_another_program_wrote_is_named(
+    store: Store, raw: Any, key: str, kind: str
+) -> None:
+    job_id = await submit(store)
+    await raw.delete(key.format(id=job_id))
+    await raw.set(key.format(id=job_id), "mine")
+    with pytest.raises(StoreUnavailable) as raised:
+        await store.pause(job_id)
+    assert raised.value.code == "wrong_type"
+    assert raised.value.detail == (
+        "Redis cannot be used (WRONGTYPE): a key of Hone's holds something else, so another "
+        "program writes into this database: give Hone one of its own, or remove the key; "
+        f"'{key.format(id=job_id)}' is a string, expected a {kind}"
+    )

@@ -4,6 +4,7 @@ that say what to check."""
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff, NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from services.orchestrator.queue import keys
 from services.orchestrator.queue.records import Unreadable
@@ -39,8 +40,26 @@ EMPTIED = "emptied"
 """How every script answers in a Redis that is not the one accepted."""
 
 
+WRONG_TYPE = "WRONGTYPE"
+"""Redis's word for a key that holds another type than the command is for."""
+
+CAUSES = {
+    WRONG_TYPE: "a key of Hone's holds something else, so another program writes into this "
+    "database: give Hone one of its own, or remove the key",
+    "OOM": "its memory is full: raise its maxmemory, or remove jobs that have ended (`hone rm`)",
+    "READONLY": "it only answers reads: HONE_REDIS_URL leads to a replica; expected the primary",
+    "MASTERDOWN": "it is a replica without its primary; expected HONE_REDIS_URL to lead to that",
+    "LOADING": "it still reads its file, and answers once that is done",
+    "MISCONF": "it cannot write its file: free some space on its disk, or look into its log",
+    "NOPERM": "its user may not do that: allow it all commands on keys that begin with hone:",
+}
+"""What to do, by the word for an error that Redis puts first; of an error within a script, some
+versions have it further on."""
+
+
 class StoreUnavailable(Unavailable):
-    """Redis is away. Whoever works on a job stops; the job goes on once Redis is back."""
+    """Redis is away, or refuses what it is asked until time or a person has mended it. Whoever
+    works on a job stops; the job goes on after that."""
 
 
 class StoreEmptied(Conflict):
@@ -89,7 +108,13 @@ class Connection:
         store = self._identity
         call = _texts({"now": time.time(), "store": store, **self._limits, **arguments})
         key = keys.CALL + secrets.token_hex(12)
-        answer = await self.do(script(keys=[key], args=[json.dumps(call)]))
+        try:
+            answer = await self.do(script(keys=[key], args=[json.dumps(call)]))
+        except StoreUnavailable as error:
+            if error.code != "wrong_type":
+                raise
+            place = await self._misplaced(arguments.get("id"))
+            raise StoreUnavailable(f"{error.detail}{place}", code=error.code) from error
         if answer == EMPTIED:
             why = "Redis was emptied, or replaced by another one, while it was used"
             if store == self._identity:  # else another one was accepted since
@@ -99,13 +124,12 @@ class Connection:
 
     async def hash(self, key: str) -> dict[str, str]:
         """Returns the hash; raises Unreadable for a key that is not a hash."""
-        self._check()
         try:
-            return await self.client.hgetall(key)
-        except ResponseError as error:
-            raise Unreadable(f"{key!r} in Redis is not what Hone keeps there: {error}") from error
-        except RedisError as error:
-            raise _unavailable(error) from error
+            return await self.do(self.client.hgetall(key))
+        except StoreUnavailable as error:
+            if error.code != "wrong_type":
+                raise
+            raise Unreadable(f"{key!r} in Redis is not what Hone keeps there: a hash") from error
 
     async def do(self, command: Any) -> Any:
         """Returns what a command of one of the clients gives."""
@@ -122,6 +146,15 @@ class Connection:
             return await command
         except RedisError as error:
             raise _unavailable(error) from error
+
+    async def _misplaced(self, job_id: Any) -> str:
+        """Returns how a sentence goes on about the key that holds another type than Hone keeps
+        there; "" if it is none of the lists, and none of the job's."""
+        kinds = keys.TYPES | (keys.types_of(job_id) if job_id else {})
+        for key, kind in kinds.items():
+            if (found := await self.reach(self.client.type(key))) not in (kind, "none"):
+                return f"; {key!r} is a {found}, expected a {kind}"
+        return ""
 
     def _check(self) -> None:
         if self.refused:
@@ -165,4 +198,9 @@ def _field(value: Any) -> str:
 
 
 def _unavailable(error: RedisError) -> StoreUnavailable:
+    said = f"{error.status_code or ''} {error}"
+    for word, cause in CAUSES.items():
+        if re.search(rf"\b{word}\b", said):
+            code = "wrong_type" if word == WRONG_TYPE else None
+            return StoreUnavailable(f"Redis cannot be used ({word}): {cause}", code=code)
     return StoreUnavailable(f"Redis cannot be used: {error}; check that it runs at HONE_REDIS_URL")

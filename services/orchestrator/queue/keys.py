@@ -55,6 +55,23 @@ CALL = "hone:call:"
 DELETED = "hone:deleted:"
 REMOVED = "hone:removed:"
 
+TYPES = {
+    STORE: "string",
+    JOBS: "zset",
+    QUEUE: "zset",
+    BEGUN: "zset",
+    SUBMITTED: "string",
+    ENDED: "zset",
+    ATTEMPTS: "string",
+    SAMPLERS: "set",
+}
+"""What Redis calls the type of each key that is there once."""
+
+
+def types_of(job_id: str) -> dict[str, str]:
+    """Returns the same of the keys of a job."""
+    return {job(job_id): "hash", events(job_id): "stream", checkpoints(job_id): "hash"}
+
 
 def job(job_id: str) -> str:
     return JOB + job_id

@@ -52,6 +52,7 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (Unavailable, "starting"): RECOVER,
     (Unavailable, "draining"): RECOVER,
     (Unavailable, "deadline"): PAUSE,
+    (Unavailable, "wrong_type"): RECOVER,
     (Busy, "busy"): RECOVER,
     (Failed, "failed"): RECOVER,
     (Failed, "bug"): RECOVER,
