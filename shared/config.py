@@ -84,6 +84,11 @@ class Settings(BaseSettings):
     max_file_mib: int = Field(default=512, gt=0)
     """Largest uploaded file, in MiB. The default is OpenAI's. `max_body_mib` bounds it too."""
 
+    filter_cpu_s: float = Field(default=120.0, gt=0)
+    """Seconds of processor time that `data.filter` of a job may take over all rows of a source; of
+    a stream, until it is true of one. The default is enough for some millions of rows: others wait
+    for the process that runs all filters and templates."""
+
     # where each service is, for those that call it and for itself (its port)
 
     orchestrator_url: str = f"http://127.0.0.1:{PORTS['orchestrator']}"

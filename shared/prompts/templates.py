@@ -36,15 +36,16 @@ class Renderer:
 
     def texts(self, template: str, rows: Sequence[dict[str, Any]]) -> list[str]:
         """Returns the text of each row. Raises CannotRender."""
-        return self._values("text", template, rows)
+        return self._values("text", template, rows)[0]
 
-    def holds(self, expression: str, rows: Sequence[dict[str, Any]]) -> list[bool]:
-        """Returns of each row whether the expression is true. Raises CannotRender."""
+    def holds(self, expression: str, rows: Sequence[dict[str, Any]]) -> tuple[list[bool], float]:
+        """Returns of each row whether the expression is true, and the seconds of processor time
+        that it took. Raises CannotRender."""
         return self._values("test", expression, rows)
 
     def chats(self, template: str, values: Sequence[dict[str, Any]]) -> list[str]:
         """Returns what a model's chat template makes of each. Raises CannotRender."""
-        return self._values("chat", template, values)
+        return self._values("chat", template, values)[0]
 
     def close(self) -> None:
         """Ends the process; the next request starts another."""
@@ -59,18 +60,21 @@ class Renderer:
 
     def _values(
         self, kind: Literal["text", "test", "chat"], source: str, rows: Sequence[dict[str, Any]]
-    ) -> list[Any]:
-        values: list[Any] = []
+    ) -> tuple[list[Any], float]:
+        """Returns what comes of each row, and the seconds of processor time that it took."""
+        values, cpu_s = list[Any](), 0.0
         for start in range(0, len(rows), ROWS_PER_REQUEST):
             several = rows[start : start + ROWS_PER_REQUEST]
             try:
-                values += self._ask(kind, source, several)
+                answer = self._ask(kind, source, several)
             except CannotRender as error:
                 position = None if error.position is None else start + error.position
                 raise CannotRender(error.reason, position) from None
-        return values
+            values += answer["values"]
+            cpu_s += answer["cpu_s"]
+        return values, cpu_s
 
-    def _ask(self, kind: str, source: str, rows: Sequence[dict[str, Any]]) -> list[Any]:
+    def _ask(self, kind: str, source: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         try:
             request = json.dumps({"kind": kind, "source": source, "rows": rows})
         except (TypeError, ValueError) as error:
@@ -83,7 +87,7 @@ class Renderer:
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise CannotRender(answer["error"], answer["position"])
-        return answer["values"]
+        return answer
 
     def _exchange(self, request: str) -> str:
         """Returns the answer; "" where the process ended over it."""

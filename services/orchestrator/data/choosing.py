@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,9 +68,11 @@ class Chosen(Sequence[Problem]):
         return self._columns.problem(index, self._rows[index])
 
 
-def chosen(table: Table, spec: DataSpec, limit: int | None = None) -> tuple[Columns, Chosen]:
+def chosen(
+    table: Table, spec: DataSpec, limit: int | None = None, filter_cpu_s: float = math.inf
+) -> tuple[Columns, Chosen]:
     """Returns the problems of a table, the first `limit` of them. Raises BadRequest if there are
-    none."""
+    none, or the filter takes more than so many seconds of processor time."""
     rows = table.rows()
     if not len(rows):
         raise no_rows(table.name)
@@ -77,17 +80,23 @@ def chosen(table: Table, spec: DataSpec, limit: int | None = None) -> tuple[Colu
     indices: Sequence[int] = range(len(rows))
     if spec.filter is not None:
         problems = Chosen(rows, columns, indices)
-        kept = (problem.index for problem in _passing(problems, spec, table.name))
+        passing = _passing(problems, spec, table.name, _Budget(filter_cpu_s))
+        kept = (problem.index for problem in passing)
         indices = array("q", itertools.islice(kept, limit))
         if not indices:
             raise _all_filtered(table.name, spec)
     return columns, Chosen(rows, columns, indices[:limit])
 
 
-def streamed(table: Table, columns: Columns, spec: DataSpec) -> Iterator[Problem]:
-    """Yields the problems of a table in order, without holding its rows."""
+def streamed(
+    table: Table, columns: Columns, spec: DataSpec, filter_cpu_s: float = math.inf
+) -> Iterator[Problem]:
+    """Yields the problems of a table in order, without holding its rows. Raises BadRequest if the
+    filter takes more than so many seconds of processor time until it is true of one."""
     problems = (columns.problem(index, row) for index, row in enumerate(table.stream()))
-    return _passing(problems, spec, table.name) if spec.filter is not None else problems
+    if spec.filter is None:
+        return problems
+    return _passing(problems, spec, table.name, _Budget(filter_cpu_s, per_problem=True))
 
 
 def looked_at(table: Table, spec: DataSpec) -> Columns:
@@ -120,14 +129,37 @@ def columns_of(names: Sequence[str], where: str, spec: DataSpec) -> Columns:
     return columns
 
 
-def _passing(problems: Iterable[Problem], spec: DataSpec, where: str) -> Iterator[Problem]:
+@dataclass
+class _Budget:
+    """Seconds of processor time that a filter may take, over all rows or for each that passes."""
+
+    max_cpu_s: float
+    per_problem: bool = False
+    cpu_s: float = 0.0
+    num_rows: int = 0
+
+    def spend(self, cpu_s: float, holds: Sequence[bool]) -> bool:
+        """Returns whether there is some left."""
+        if self.per_problem and any(holds):
+            self.cpu_s, self.num_rows = 0.0, 0
+            return True
+        self.cpu_s += cpu_s
+        self.num_rows += len(holds)
+        return self.cpu_s <= self.max_cpu_s
+
+
+def _passing(
+    problems: Iterable[Problem], spec: DataSpec, where: str, budget: _Budget
+) -> Iterator[Problem]:
     assert spec.filter is not None
     source = iter(problems)
     while several := list(itertools.islice(source, ROWS_PER_REQUEST)):
         try:
-            holds = RENDERER.holds(spec.filter, [problem.row for problem in several])
+            holds, cpu_s = RENDERER.holds(spec.filter, [problem.row for problem in several])
         except CannotRender as error:
             raise unrenderable("data.filter", error, several, where) from error
+        if not budget.spend(cpu_s, holds):
+            raise _too_slow(where, spec, budget)
         yield from itertools.compress(several, holds)
 
 
@@ -146,3 +178,12 @@ def unrenderable(
 
 def _all_filtered(where: str, spec: DataSpec) -> BadRequest:
     return BadRequest(f"data.filter {spec.filter!r} is true of no row of {where}; expected one")
+
+
+def _too_slow(where: str, spec: DataSpec, budget: _Budget) -> BadRequest:
+    what = "and was true of none" if budget.per_problem else "and there may be more of them"
+    return BadRequest(
+        f"data.filter {spec.filter!r} took {budget.cpu_s:.3g} s of processor time for "
+        f"{budget.num_rows} rows of {where}, {what}; expected at most {budget.max_cpu_s:g} s "
+        "(setting HONE_FILTER_CPU_S): filter the data beforehand, or raise it"
+    )

@@ -141,7 +141,7 @@ def load_prompts(
     )
     found = {"train": train.version}
     history = history or History()
-    columns, order, problems = _ordered(job, train, history)
+    columns, order, problems = _ordered(job, train, history, settings.filter_cpu_s)
     held_out = load_held_out(job, settings, wanted)
     names = [name for name in columns.names if all(name in each.columns for each in held_out)]
     found |= {_version_key(each.name): each.version for each in held_out}
@@ -194,25 +194,26 @@ def _version_key(name: str) -> str:
 
 
 def _ordered(
-    job: Job, table: Table, history: History
+    job: Job, table: Table, history: History, filter_cpu_s: float
 ) -> tuple[Columns, Order, Sequence[Problem] | None]:
     if not job.data.streaming:
-        columns, problems = chosen(table, job.data, job.data.max_samples)
+        columns, problems = chosen(table, job.data, job.data.max_samples, filter_cpu_s)
         skips = job.difficulty.skips
         order = Skipping(job, problems, history) if skips else InTable(job, problems)
         return columns, order, problems
     columns = looked_at(table, job.data)
-    order = InStream(job, lambda: streamed(table, columns, job.data), num_rounds(job))
+    order = InStream(job, lambda: streamed(table, columns, job.data, filter_cpu_s), num_rounds(job))
     return columns, order, None
 
 
 def _held_out(name: str, ask: Ask, limit: int | None) -> HeldOut:
-    table, spec = open_source(ask), ask.spec
+    table, spec, cpu_s = open_source(ask), ask.spec, ask.settings.filter_cpu_s
     if spec.streaming:
         columns = looked_at(table, spec)
-        problems: Sequence[Problem] = [*itertools.islice(streamed(table, columns, spec), limit)]
+        passing = streamed(table, columns, spec, cpu_s)
+        problems: Sequence[Problem] = [*itertools.islice(passing, limit)]
     else:
-        columns, problems = chosen(table, spec, limit)
+        columns, problems = chosen(table, spec, limit, cpu_s)
     return HeldOut(name, spec, table.name, columns.names, problems, table.version)
 
 

@@ -59,6 +59,11 @@ class Outcome:
     summary: dict[str, Any] | None = None
 
 
+FILTER_ROOM = 2.0
+"""How much longer than at its submission a job's filter may take: it was accepted, and the same
+work takes longer on a busy machine."""
+
+
 class Run:
     def __init__(self, record: JobRecord, lease: Lease, store: Store, settings: Settings) -> None:
         self._record = record
@@ -222,8 +227,10 @@ class Run:
         await asyncio.to_thread(self._folder.write_note, await self._store.note(self._record.id))
         with self._peers.waits.on("data", "reading the prompts"):
             history = History(await asyncio.to_thread(self._folder.verdicts))
+            cpu_s = FILTER_ROOM * self._settings.filter_cpu_s
+            settings = self._settings.model_copy(update={"filter_cpu_s": cpu_s})
             prompts = await asyncio.to_thread(
-                load_prompts, self._job, self._settings, self._record.data, history
+                load_prompts, self._job, settings, self._record.data, history
             )
             first = await asyncio.to_thread(prompts.for_step, 1)
         await self._peers.validate_rewards(prompts.columns, first)

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,27 @@ def test_a_filter_and_max_samples_choose_rows_by_their_own_numbers(
         18,
     ]
     assert [prompt.index for prompt in prompts.held_out()[""]] == list(range(3, 40, 5))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_filter_that_takes_too_long_over_all_rows_is_a_sentence(
+    settings: Settings, streaming: bool
+) -> None:
+    rows = tuple({"prompt": f"{number}?"} for number in range(1000))
+    slow = "range(20000) | sum < 0"
+    little = settings.model_copy(update={"filter_cpu_s": 0.2})
+    with pytest.raises(BadRequest) as raised:
+        prompts = load({"train": rows, "filter": slow, "streaming": streaming}, little)
+        prompts.for_step(1)
+    said = re.fullmatch(
+        r"data.filter 'range\(20000\) \| sum < 0' took (\S+) s of processor time for (\d+) rows of "
+        r"data.train.*; expected at most 0.2 s \(setting HONE_FILTER_CPU_S\): .*",
+        raised.value.detail,
+    )
+    assert said and float(said[1]) > 0.2 and int(said[2]) < 1000
+    some = {"train": rows, "filter": f"{slow} or prompt == '63?'", "streaming": streaming}
+    enough = settings.model_copy(update={"filter_cpu_s": 60.0})
+    assert load(some, enough).for_step(1)[0].content == "63?"
 
 
 def test_a_filter_that_no_row_passes_or_that_breaks_is_a_sentence(settings: Settings) -> None:
