@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from rich.text import Text
 
 from hone.shell import Output, OutputOption, command, show
-from hone.starting.lengths import Lengths, fitted, window_of
+from hone.starting.lengths import Lengths, fitted
 from hone.starting.looking import READERS, Reward, Row, Source, look
 from hone.starting.writing import Plan, content, job_text, own_text
 from shared.errors import BadRequest
@@ -133,6 +133,7 @@ def _check_reward(plan: Plan) -> None:
 
 def _measured(plan: Plan) -> tuple[Plan, list[str]]:
     """Returns the plan with bounds that fit the model, and what was found, in sentences."""
+    from shared.model_check import check_model_folder, read_config, window_of
     from shared.models import model_folder  # which load libraries that `hone --help` needs not
     from shared.prompts.reading import CannotCount, prompt_reader
 
@@ -141,12 +142,13 @@ def _measured(plan: Plan) -> tuple[Plan, list[str]]:
     folder = model_folder(plan.model)
     if folder is None:
         return plan, [*notes, f"lengths are not measured: {plan.model!r} is not a folder here"]
+    check_model_folder(folder)
     try:
         reader = prompt_reader(plan.model, folder)
     except CannotCount as error:
         return plan, [*notes, f"lengths are not measured: {error}"]
     plan = replace(plan, has_template=reader.template is not None)
-    window = window_of(folder)
+    window = window_of(read_config(folder))
     if window is None or not source.rows:
         return plan, [*notes, "lengths are not measured"]
     lengths = fitted(

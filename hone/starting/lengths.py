@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 STEP = 64
 """Bounds are multiples of it."""
@@ -31,13 +28,6 @@ class Lengths:
     max_model_len: int
     num_prompts: int
     num_overlong: int
-
-
-def window_of(folder: Path) -> int | None:
-    """Returns how many tokens the model of a folder holds; None if its config.json does not say."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    inner: Mapping[str, Any] = config.get("text_config") or config
-    return inner.get("max_position_embeddings")
 
 
 def fitted(prompts: Sequence[int], answers: Sequence[int], window: int) -> Lengths:

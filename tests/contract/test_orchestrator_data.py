@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-import numpy
 import pytest
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -24,6 +22,7 @@ from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.wire import DryRun, SubmitRequest
+from tests.support.model_folders import make_model_folder
 from tests.support.orchestrator_stack import Stack, job, stack  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -167,14 +166,12 @@ def made_model(folder: Path) -> Path:
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    folder.mkdir()
+    make_model_folder(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<eos>"}}')
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}w9 {{ eos_token }}"
     )
-    (folder / "config.json").write_text("{}")
-    save_file({"weight": numpy.zeros(1)}, folder / "model.safetensors")
     return folder
 
 

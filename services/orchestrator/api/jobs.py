@@ -19,6 +19,7 @@ from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.explain import sentences
 from shared.job import Job
+from shared.model_check import check_model_folder
 from shared.models import model_folder
 from shared.rendering import Made
 from shared.service import Service, request_key
@@ -62,7 +63,6 @@ async def check_job(job: Job, settings: Settings) -> Prompts:
     if job.request:
         _check_request(job)
     check_colocation(job, settings)
-    model_folder(job.model)
     prompts, first = await CHECKING.run(lambda: _checked_data(job, settings))
     peers = Peers(job, settings.slots[0])
     try:
@@ -75,8 +75,10 @@ async def check_job(job: Job, settings: Settings) -> Prompts:
 
 
 def _checked_data(job: Job, settings: Settings) -> tuple[Prompts, tuple[Prompt, ...]]:
+    if folder := model_folder(job.model):
+        check_model_folder(folder, job.max_model_len)
     prompts = load_prompts(job, settings)
-    return prompts, check_rows(prompts)
+    return prompts, check_rows(job, prompts)
 
 
 def _check_request(job: Job) -> None:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.data.choosing import BadRow, Problem
+from services.orchestrator.data.fitting import Fit, fit_of, held_out_fit
 from services.orchestrator.loop.prompts import Prompts
 from shared import codec
 from shared.errors import BadRequest
+from shared.job import Job
 from shared.prompts.templates import ROWS_PER_REQUEST
 from shared.wire import Prompt
 
@@ -21,35 +23,44 @@ CHECK_S = 10.0
 for some 100,000. Of more the first are."""
 
 
-def check_rows(prompts: Prompts) -> tuple[Prompt, ...]:
+def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
     """Returns the first step's prompts. Raises BadRequest with the first row that no prompt can be
-    made of, or that cannot be sent, and how many there are. Of a stream only the first step's rows
-    are tried."""
+    made of, that cannot be sent, or that is too long for the model, and how many there are. Of a
+    stream only the first step's rows are tried."""
     end = time.monotonic() + CHECK_S
+    fit = fit_of(job)
     if prompts.train is not None:
-        _check(_Rows("data.train", prompts.train, prompts.made_of), end)
+        _check(_Rows("data.train", prompts.train, prompts.made_of, fit), end)
     for held_out in prompts.sets:
         name = f"evaluation.sets.{held_out.name}" if held_out.name else "data.eval"
-        _check(_Rows(name, held_out.problems, held_out.made_of), end)
+        of_set = held_out_fit(fit, job) if fit else None
+        _check(_Rows(name, held_out.problems, held_out.made_of, of_set), end)
     first = prompts.for_step(1)
-    for prompt in first:
-        _check_sendable(prompt, "data.train")
+    if prompts.train is None:
+        for prompt in first:
+            _check_sendable(prompt, "data.train")
+        if fit:
+            fit.check(first, "data.train")
     return first
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What is tried: the problems of `data`, as sentences call it, and what makes their prompts."""
+    """What is tried: the problems of `data`, as sentences call it, what makes their prompts, and
+    what these have to fit into, if that is known."""
 
     data: str
     problems: Sequence[Problem]
     made_of: Callable[[Sequence[Problem]], Sequence[Prompt]]
+    fit: Fit | None
 
 
 def _check(rows: _Rows, end: float) -> None:
     faults = _faults(rows, end)
     first = next(faults, None)
     if first is None:
+        if rows.fit:
+            rows.fit.check_any(rows.data)
         return
     others = sum(1 for _ in faults)
     least = "at least " if time.monotonic() > end else ""
@@ -87,8 +98,11 @@ def _single_faults(
 
 def _fault(rows: _Rows, problems: Sequence[Problem]) -> BadRow | None:
     try:
-        for prompt in rows.made_of(problems):
+        prompts = rows.made_of(problems)
+        for prompt in prompts:
             _check_sendable(prompt, rows.data)
+        if rows.fit:
+            rows.fit.check(prompts, rows.data)
     except BadRow as error:
         return error
     return None

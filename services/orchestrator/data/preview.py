@@ -12,6 +12,7 @@ from shared.prompts.reading import CannotCount, PromptReader, prompt_reader
 from shared.wire import PreviewedPrompt, Prompt
 
 MAX_SHOWN = 4
+FETCHED = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def preview(job: Job, prompts: Sequence[Prompt]) -> tuple[tuple[PreviewedPrompt, ...], str]:
@@ -31,14 +32,20 @@ def preview(job: Job, prompts: Sequence[Prompt]) -> tuple[tuple[PreviewedPrompt,
     return previewed, ""
 
 
-def reader_of(job: Job) -> PromptReader:
-    """Returns how the job's model reads prompts; its tokenizer is fetched from the Hub if it is
-    there. Raises CannotCount."""
-    folder = model_folder(job.model) or _fetched(job)
+def reader_of(job: Job, *, fetching: bool = True) -> PromptReader:
+    """Returns how the job's model reads prompts. A tokenizer that is on the Hub is fetched, or
+    without `fetching` taken from this machine's cache. Raises CannotCount."""
+    folder = tokenizer_folder(job, fetching=fetching)
     return prompt_reader(job.model, folder, job.sampling.template_args)
 
 
-def _fetched(job: Job) -> Path:
+def tokenizer_folder(job: Job, *, fetching: bool = True) -> Path:
+    """Returns the folder with the configuration and the tokenizer of the job's model. Raises
+    CannotCount."""
+    return model_folder(job.model) or _fetched(job, fetching=fetching)
+
+
+def _fetched(job: Job, *, fetching: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -46,7 +53,8 @@ def _fetched(job: Job) -> Path:
             snapshot_download(
                 job.model,
                 revision=job.model_revision,
-                allow_patterns=["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"],
+                allow_patterns=[*FETCHED],
+                local_files_only=not fetching,
             )
         )
     except Exception as error:  # of whatever the Hub's library connects with

@@ -26,6 +26,7 @@ from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, Unavailable
 from shared.job import Job
 from shared.logs import get_logger
+from shared.model_check import check_model_folder
 from shared.models import model_folder
 from shared.presence import Presence, tell_nobody
 from shared.wire import (
@@ -101,7 +102,8 @@ class Comparison:
                 "the job has no held-out problems; expected data.eval, or evaluation.sets"
             )
         for model in self.request.models:
-            model_folder(model.model)
+            if folder := model_folder(model.model):
+                await asyncio.to_thread(check_model_folder, folder, job.max_model_len)
         sets = await asyncio.to_thread(load_held_out, job, self.settings)
         peers = Peers(job, self.settings.slots[0])
         try:

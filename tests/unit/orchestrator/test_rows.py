@@ -18,6 +18,7 @@ from shared.errors import BadRequest, Busy
 from shared.gate import caller
 from shared.job import Job
 from shared.wire import ApiKey
+from tests.support.model_folders import make_model_folder
 
 
 def job(train: list[dict[str, Any]], **data: Any) -> Job:
@@ -35,7 +36,7 @@ def job(train: list[dict[str, Any]], **data: Any) -> Job:
 
 def refused(job: Job) -> str:
     with pytest.raises(BadRequest) as raised:
-        check_rows(load_prompts(job, Settings()))
+        check_rows(job, load_prompts(job, Settings()))
     return raised.value.detail
 
 
@@ -76,8 +77,8 @@ def test_of_a_table_that_is_too_large_the_first_rows_are_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rows, "CHECK_S", -1.0)
-    prompts = load_prompts(job([{"prompt": "?"}] * 70 + [{"prompt": ""}] * 30), Settings())
-    assert len(check_rows(prompts)) == 4
+    submitted = job([{"prompt": "?"}] * 70 + [{"prompt": ""}] * 30)
+    assert len(check_rows(submitted, load_prompts(submitted, Settings()))) == 4
     detail = refused(job([{"prompt": "?"}] + [{"prompt": ""}] * 99))
     assert detail == "row 1 of data.train in the job: its prompt is empty; expected text"
 
@@ -92,7 +93,9 @@ def test_rows_that_are_held_out_share_the_time_and_are_not_kept(
     )
     assert refused(submitted).startswith("row 64 of data.eval")
     monkeypatch.setattr(rows, "CHECK_S", -1.0)
-    assert len(check_rows(load_prompts(submitted, Settings()))) == 4, "64 rows of each were tried"
+    assert len(check_rows(submitted, load_prompts(submitted, Settings()))) == 4, (
+        "64 rows of each were tried"
+    )
 
 
 async def test_more_checks_than_can_wait_are_refused() -> None:
@@ -116,3 +119,72 @@ def test_a_value_that_is_nested_too_deep_to_be_sent_is_found(tmp_path: Path) -> 
     data = submitted.data.model_copy(update={"train": str(tmp_path / "rows.jsonl")})
     detail = refused(submitted.model_copy(update={"data": data}))
     assert detail.startswith("row 9 of ") and "nested too deep" in detail and "'answer'" in detail
+
+
+# --- whether prompts leave room for their completions
+
+
+def fitting(tmp_path: Path, lengths: list[int], *, window: int = 20, **sampling: Any) -> Job:
+    """A job whose prompts have these lengths, for a model that holds `window` tokens."""
+    folder = tmp_path / "model"
+    model = folder if folder.exists() else make_model_folder(folder, window)
+    train = [{"prompt": "w3 " * length} for length in lengths]
+    whole = job(train).model_dump(mode="json")
+    whole["sampling"] |= {"max_tokens": 8, **sampling}
+    return Job.model_validate(whole | {"model": str(model)})
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_the_keys_that_help(tmp_path: Path) -> None:
+    assert refused(fitting(tmp_path, [12, 13, 12, 20])) == (
+        "row 1 of data.train: its prompt has 13 tokens, which with sampling.max_tokens 8 makes 21, "
+        "and the model holds 20; lower sampling.max_tokens, leave such rows out by data.filter, or "
+        'set sampling.overlong_prompts to "drop" or "truncate"; so have 1 more of its 4 rows a '
+        "fault"
+    )
+    whole = fitting(tmp_path, [12])
+    assert len(check_rows(whole, load_prompts(whole, Settings()))) == 4
+    bounded = whole.model_copy(update={"max_model_len": 19})
+    assert "makes 20, and the model holds 19" in refused(bounded)
+
+
+def test_prompts_that_are_to_be_dropped_or_cut_are_refused_only_where_none_fits(
+    tmp_path: Path,
+) -> None:
+    dropping = fitting(tmp_path, [12, 13], overlong_prompts="drop")
+    check_rows(dropping, load_prompts(dropping, Settings()))
+    none = fitting(tmp_path, [13, 30], overlong_prompts="drop")
+    assert refused(none).startswith("none of the 2 prompts of data.train leaves room for sampling.")
+    cutting = fitting(tmp_path, [13, 30], overlong_prompts="truncate")
+    check_rows(cutting, load_prompts(cutting, Settings()))
+
+
+def test_a_completion_as_long_as_the_model_holds_is_refused(tmp_path: Path) -> None:
+    whole = fitting(tmp_path, [1], max_tokens=20, overlong_prompts="truncate")
+    assert refused(whole).startswith("sampling.max_tokens is 20, and the model holds 20 tokens")
+
+
+def test_held_out_prompts_have_room_for_their_own_completions(tmp_path: Path) -> None:
+    whole = fitting(tmp_path, [12]).model_dump(mode="json")
+    whole["data"]["eval"] = [{"prompt": "w3 " * 12}]
+    for most, sentence in (
+        (9, "row 0 of data.eval: its prompt has 12 tokens, which with "),
+        (8, ""),
+    ):
+        tried = Job.model_validate(whole | {"evaluation": {"max_tokens": most}})
+        if sentence:
+            assert f"{sentence}evaluation.max_tokens 9 makes 21" in refused(tried)
+        else:
+            check_rows(tried, load_prompts(tried, Settings()))
+
+
+def test_chat_messages_for_a_model_without_a_chat_template_are_refused(tmp_path: Path) -> None:
+    model = make_model_folder(tmp_path / "model", window=1024, chat=False)
+    chats = [{"prompt": [{"role": "user", "content": "w3"}]}]
+    whole = job(chats).model_copy(update={"model": str(model)})
+    assert "has no chat template; expected prompts that are text" in refused(whole)
+
+
+def test_a_prompt_without_tokens_is_refused_by_its_row(tmp_path: Path) -> None:
+    whole = fitting(tmp_path, [1]).model_dump(mode="json")
+    whole["data"]["train"] = [{"prompt": "w3"}, {"prompt": " "}]
+    assert refused(Job.model_validate(whole)) == "row 1 of data.train: its prompt has no tokens"

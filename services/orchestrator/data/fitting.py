@@ -1,0 +1,99 @@
+"""Whether prompts leave room for their completions, in the tokens of the job's model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from services.orchestrator.data.choosing import BadRow
+from services.orchestrator.data.preview import tokenizer_folder
+from shared.errors import BadRequest
+from shared.job import Job
+from shared.model_check import read_config, window_of
+from shared.prompts.reading import CannotCount, PromptReader, prompt_reader
+from shared.wire import Prompt
+
+REMEDIES = (
+    "lower {key}, leave such rows out by data.filter, or set sampling.overlong_prompts to "
+    '"drop" or "truncate"'
+)
+
+
+@dataclass
+class Fit:
+    """Holds `limit` tokens of prompt and completion together, of which the completion takes up to
+    `max_tokens`, as `key` of the job says. `overlong` is what the job does with prompts that are
+    longer; `num_fitting` counts the others."""
+
+    reader: PromptReader
+    limit: int
+    key: str
+    max_tokens: int
+    overlong: str
+    num_tried: int = 0
+    num_fitting: int = 0
+
+    def check(self, prompts: Sequence[Prompt], data: str) -> None:
+        """Raises BadRow for the first prompt that cannot be sampled after, and BadRequest for
+        messages that the model's chat template refuses."""
+        counts = self.reader.count([prompt.content for prompt in prompts])
+        for prompt, count in zip(prompts, counts, strict=True):
+            self.num_tried += 1
+            self.num_fitting += 0 < count <= self.limit - self.max_tokens
+            at = f"row {prompt.index} of {data}"
+            if not count:
+                raise BadRow(f"{at}: its prompt has no tokens")
+            if self.overlong == "error" and count + self.max_tokens > self.limit:
+                raise BadRow(
+                    f"{at}: its prompt has {count} tokens, which with {self.key} "
+                    f"{self.max_tokens} makes {count + self.max_tokens}, and the model holds "
+                    f"{self.limit}; {REMEDIES.format(key=self.key)}"
+                )
+
+    def check_any(self, data: str) -> None:
+        """Raises BadRequest where all of the prompts are to be dropped."""
+        if self.overlong == "drop" and self.num_tried and not self.num_fitting:
+            raise BadRequest(
+                f"none of the {self.num_tried} prompts of {data} leaves room for {self.key} "
+                f"{self.max_tokens}: the model holds {self.limit} tokens; lower {self.key}"
+            )
+
+
+def fit_of(job: Job) -> Fit | None:
+    """Returns what fits into the job's model; None where its tokens are not known here. Raises
+    BadRequest for completions that leave no room for any prompt."""
+    try:
+        folder = tokenizer_folder(job, fetching=False)
+        reader = prompt_reader(job.model, folder, job.sampling.template_args)
+        window = window_of(read_config(folder)) if (folder / "config.json").is_file() else None
+    except CannotCount:
+        return None
+    limits = [limit for limit in (job.max_model_len, window) if limit is not None]
+    if not limits:
+        return None
+    fit = Fit(
+        reader,
+        min(limits),
+        "sampling.max_tokens",
+        job.sampling.max_tokens,
+        job.sampling.overlong_prompts,
+    )
+    _check_room(fit)
+    return fit
+
+
+def held_out_fit(fit: Fit, job: Job) -> Fit:
+    """Returns the same for the problems that are held out."""
+    if (most := job.evaluation.max_tokens) is None:
+        return replace(fit, num_tried=0, num_fitting=0)
+    found = replace(fit, key="evaluation.max_tokens", max_tokens=most, num_tried=0, num_fitting=0)
+    _check_room(found)
+    return found
+
+
+def _check_room(fit: Fit) -> None:
+    if fit.max_tokens >= fit.limit:
+        raise BadRequest(
+            f"{fit.key} is {fit.max_tokens}, and the model holds {fit.limit} tokens of prompt and "
+            f"completion together; expected at most {fit.limit - 1}, and room for the prompts"
+        )

@@ -1,0 +1,218 @@
+"""Whether a model folder is whole, before anything loads it: its files against each other, its
+tensors against its configuration, its architecture, its tokenizer. Reads headers and no tensor, and
+needs neither torch nor the model's code."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from shared.architectures import ARCHITECTURES
+from shared.digest import StoredTensor, stored_tensors
+from shared.errors import BadRequest, Failed
+from shared.explain import closest
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+"""The files of which transformers makes a tokenizer: one of them has to be there."""
+
+PLAIN = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
+"""Architectures whose tensors are named and shaped alike, so that all of them can be told from the
+configuration."""
+
+STRETCHED = ("rope_scaling", "rope_parameters")
+"""Keys of a configuration by which a model may hold more tokens than it says."""
+
+SIZE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1}
+
+Config = Mapping[str, Any]
+Tensors = Mapping[str, StoredTensor]
+
+
+def check_model_folder(folder: Path, max_model_len: int | None = None) -> None:
+    """Raises BadRequest that says which file of a model folder is wrong, and what is expected."""
+    config = read_config(folder)
+    _check_architecture(folder, config)
+    _check_window(folder, config, max_model_len)
+    tensors = _whole_tensors(folder)
+    if "quantization_config" in config:
+        raise _wrong(
+            folder / "config.json",
+            "it has a quantization_config, and quantized weights cannot be trained; expected a "
+            "model in float32, float16 or bfloat16",
+        )
+    if config["architectures"][0] in PLAIN:
+        _check_tensors(folder, config, tensors)
+    _check_tokenizer(folder)
+
+
+def read_config(folder: Path) -> Config:
+    """Returns the model's configuration. Raises BadRequest for one that is no JSON object."""
+    path = folder / "config.json"
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _wrong(path, f"it cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise _wrong(path, "it is no JSON object")
+    return cast(Config, config)
+
+
+def window_of(config: Config) -> int | None:
+    """Returns how many tokens the model holds, as its configuration says it; None if it does
+    not, or may mean more."""
+    inner: Config = config.get("text_config") or config
+    for key in STRETCHED:
+        found: Any = inner.get(key)
+        if isinstance(found, dict) and "factor" in found:
+            return None
+    window: Any = inner.get("max_position_embeddings")
+    return window if isinstance(window, int) else None
+
+
+def _check_architecture(folder: Path, config: Config) -> None:
+    found: Any = config.get("architectures")
+    if not isinstance(found, list) or not found:
+        raise _wrong(
+            folder / "config.json", 'it names no architecture; expected "architectures": ["..."]'
+        )
+    name = str(cast(list[Any], found)[0])
+    if name not in ARCHITECTURES:
+        near = closest(name, sorted(ARCHITECTURES))
+        meant = f"; did you mean {near!r}?" if near else ""
+        raise _wrong(
+            folder / "config.json",
+            f"the architecture {name!r} is no language model that both vLLM and Transformers know "
+            f"in the versions of Hone{meant}",
+        )
+
+
+def _check_window(folder: Path, config: Config, max_model_len: int | None) -> None:
+    window = window_of(config)
+    if window is not None and max_model_len is not None and max_model_len > window:
+        raise BadRequest(
+            f"'max_model_len' is {max_model_len}, and the model {str(folder)!r} holds {window} "
+            f"tokens (max_position_embeddings in its config.json); expected at most {window}"
+        )
+
+
+def _whole_tensors(folder: Path) -> Tensors:
+    """Returns the tensors of files that are whole, and that the index names."""
+    try:
+        tensors = stored_tensors(folder)
+    except Failed as error:
+        raise BadRequest(f"'model': {error.detail}") from error
+    ends: dict[Path, int] = {}
+    for name, tensor in tensors.items():
+        ends[tensor.file] = max(ends.get(tensor.file, 0), tensor.end)
+        size_bytes = SIZE_BYTES.get(tensor.dtype)
+        expected = (size_bytes or 0) * math.prod(tensor.shape)
+        if size_bytes and expected != tensor.size_bytes:
+            raise _wrong(
+                tensor.file,
+                f"tensor {name!r} has {tensor.size_bytes} bytes, and {tensor.dtype} of shape "
+                f"{list(tensor.shape)} takes {expected}",
+            )
+    for file, end in ends.items():
+        if (size := file.stat().st_size) != end:
+            raise _wrong(file, f"it has {size} bytes, and its header tells of {end}")
+    _check_index(folder, tensors)
+    return tensors
+
+
+def _check_index(folder: Path, tensors: Tensors) -> None:
+    path = folder / "model.safetensors.index.json"
+    if not path.is_file() or (folder / "model.safetensors").is_file():
+        return
+    try:
+        placed = cast(dict[str, str], json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _wrong(path, f"it has no weight_map that can be read: {error}") from error
+    for name, file in placed.items():
+        if not (folder / file).is_file():
+            raise _wrong(path, f"it names {file!r}, which is not in the folder")
+        if name not in tensors or tensors[name].file.name != file:
+            raise _wrong(path, f"it has tensor {name!r} in {file!r}, which does not have it")
+
+
+def _check_tensors(folder: Path, config: Config, tensors: Tensors) -> None:
+    """Raises BadRequest for a tensor that the configuration has and the files do not, the other way
+    round, and for one of another shape."""
+    try:
+        expected = plain_shapes(config)
+    except (KeyError, TypeError) as error:
+        raise _wrong(folder / "config.json", f"it has no {error}") from error
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise _wrong(
+                folder / "config.json", f"it tells of a tensor {name!r}, which no file has"
+            )
+        if tensors[name].shape != shape:
+            raise _wrong(
+                tensors[name].file,
+                f"tensor {name!r} has the shape {list(tensors[name].shape)}, and by config.json "
+                f"it has {list(shape)}",
+            )
+    layers = int(config["num_hidden_layers"])
+    for name, tensor in tensors.items():
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        if found and int(found[1]) >= layers:
+            raise _wrong(
+                tensor.file,
+                f"tensor {name!r} is of a layer that config.json does not have: its "
+                f"num_hidden_layers is {layers}",
+            )
+
+
+def plain_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor, biases left out, of a model of PLAIN architecture. Raises
+    KeyError for a configuration without a size."""
+    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    vocab, heads = int(config["vocab_size"]), int(config["num_attention_heads"])
+    head = int(config.get("head_dim") or hidden // heads)
+    kv = head * int(config.get("num_key_value_heads") or heads)
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (heads * head, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, heads * head),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if config.get("tie_word_embeddings") is False:  # what is left out differs by architecture
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for number in range(int(config["num_hidden_layers"])):
+        for name, shape in layer.items():
+            shapes[f"model.layers.{number}.{name}.weight"] = shape
+    return shapes
+
+
+def _check_tokenizer(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise BadRequest(
+            f"'model': the folder {str(folder)!r} has no tokenizer; expected tokenizer.json, or "
+            f"what it is made from ({', '.join(TOKENIZERS[1:])}), beside config.json"
+        )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = folder / name
+        try:
+            if path.is_file():
+                json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise _wrong(path, f"it cannot be read as JSON: {error}") from error
+
+
+def _wrong(file: Path, why: str) -> BadRequest:
+    return BadRequest(f"'model': {str(file)!r}: {why}")

@@ -1,0 +1,141 @@
+"""A model folder that is not whole is refused by the file that is wrong, before it is loaded."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from shared.architectures import ARCHITECTURES
+from shared.errors import BadRequest
+from shared.model_check import check_model_folder, plain_shapes
+from tests.support.model_folders import CONFIG, make_model_folder, shapes
+
+WEIGHTS = "model.safetensors"
+
+
+def configured(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        found = load_file(folder / WEIGHTS)
+        change(found)
+        save_file(found, folder / WEIGHTS)
+
+    return rewrite
+
+
+def cut(folder: Path) -> None:
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole[:-10])
+
+
+def lengthened(folder: Path) -> None:
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole + b"0123")
+
+
+def in_shards(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors")
+    placed = dict.fromkeys(shapes(), "model-00001-of-00002.safetensors")
+    placed["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": placed}))
+
+
+def test_a_whole_folder_is_taken(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model", window=64)
+    check_model_folder(folder, max_model_len=64)
+    stored = {name: shape for name, shape in shapes().items() if not name.endswith("bias")}
+    assert plain_shapes(CONFIG) == stored
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (cut, "model.safetensors' is not a whole safetensors file: tensor "),
+        (lengthened, "model.safetensors': it has "),
+        (
+            tensors(lambda found: found.pop("model.layers.1.mlp.up_proj.weight")),
+            "config.json': it tells of a tensor 'model.layers.1.mlp.up_proj.weight', which no file",
+        ),
+        (
+            tensors(lambda found: found.update({"lm_head.weight": numpy.zeros((23, 16))})),
+            "model.safetensors': tensor 'lm_head.weight' has the shape [23, 16], and by "
+            "config.json it has [24, 16]",
+        ),
+        (configured(num_hidden_layers=3), "it tells of a tensor 'model.layers.2.self_attn.q_proj"),
+        (configured(num_hidden_layers=1), "its num_hidden_layers is 1"),
+        (configured(hidden_size=32), "and by config.json it has [24, 32]"),
+        (configured(architectures=[]), "config.json': it names no architecture"),
+        (
+            configured(architectures=["Qwen2ForCausalLLM"]),
+            "'Qwen2ForCausalLLM' is no language model that both vLLM and Transformers know in the "
+            "versions of Hone; did you mean 'Qwen2ForCausalLM'?",
+        ),
+        (configured(architectures=["BertForTokenClassification"]), "is no language model that"),
+        (configured(quantization_config={}), "quantized weights cannot be trained"),
+        (lambda folder: (folder / "config.json").write_text("{"), "it cannot be read as JSON: "),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer; expected "),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot be read as JSON: "),
+        (in_shards, "it names 'model-00002-of-00002.safetensors', which is not in the folder"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_file(
+    tmp_path: Path, spoil: Callable[[Path], Any], sentence: str
+) -> None:
+    folder = make_model_folder(tmp_path / "model")
+    spoil(folder)
+    with pytest.raises(BadRequest) as raised:
+        check_model_folder(folder)
+    assert raised.value.detail.startswith("'model': ") and sentence in raised.value.detail
+
+
+def test_more_tokens_than_the_model_holds_are_refused(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "model", window=64)
+    with pytest.raises(BadRequest, match=r"'max_model_len' is 65, and .* holds 64 tokens"):
+        check_model_folder(folder, max_model_len=65)
+    stretched = {"max_position_embeddings": 64, "rope_scaling": {"type": "yarn", "factor": 4}}
+    configured(**stretched)(folder)
+    check_model_folder(folder, max_model_len=256)
+
+
+def listed(module: str, path: str, *names: str) -> dict[str, Any]:
+    """Returns the values of dicts and of lists of pairs of these names, without importing them."""
+    found = importlib.util.find_spec(module)
+    assert found and found.origin
+    nodes: dict[str, ast.expr] = {}
+    for node in ast.walk(ast.parse((Path(found.origin).parent / path).read_text())):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            nodes[getattr(target, "id", "")] = node.value
+    keys: dict[str, Any] = {}
+    for name in names:
+        node = nodes[name]
+        if isinstance(node, ast.Dict):
+            keys |= {key.value: None for key in node.keys if isinstance(key, ast.Constant)}
+        elif isinstance(node, ast.Call):
+            keys |= dict(ast.literal_eval(node.args[0]))
+    return keys
+
+
+def test_the_architectures_are_those_of_the_pinned_libraries() -> None:
+    path = "models/auto/modeling_auto.py"
+    causal = listed("transformers", path, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").values()
+    ours = {name for each in causal for name in ([each] if isinstance(each, str) else each)}
+    assert ours >= ARCHITECTURES
+    tables = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
+    theirs = listed("vllm", "model_executor/models/registry.py", *tables)
+    assert ours & set(theirs) <= ARCHITECTURES
