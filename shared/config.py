@@ -52,7 +52,8 @@ class Settings(BaseSettings):
     token: SecretStr | None = None
     """Bearer token: every request but `/healthz`, `/readyz` and `/version` must carry it, and
     services and `hone` send it. At least 8 visible ASCII characters: it goes into a header, and
-    must not be guessed. None: no authentication, and loopback only."""
+    must not be guessed. None: no authentication, and loopback only. This and the other secrets
+    (`redis_url`, `judge_api_key`) may be in a file, which HONE_TOKEN_FILE then names."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""
@@ -259,6 +260,11 @@ class Settings(BaseSettings):
     shm_dir: Path = Path(f"/dev/shm/hone-{os.getuid()}")
     """Folder in shared memory for weights on their way to the sampler (`weight_sync = "shm"`); it
     holds three versions. Trainer and sampler must see the same one."""
+
+    copies_dir: Path | None = None
+    """Folder for what a sampler fetched from its trainer itself (`weight_sync` "http", "delta" and
+    "lora"): twice the model's weights at most. None: `shm_dir`, which it must then be able to write
+    to."""
 
     # trainer
 

@@ -1,15 +1,18 @@
 """Reading the settings from the environment, as each process's entry point does, never at import.
 
 A `HONE_*` variable that no setting has is an error that names the nearest one, so a misspelt
-setting cannot be silently ignored.
+setting cannot be silently ignored. A secret may be in a file instead, as containers have it:
+`HONE_TOKEN_FILE` names one that holds `HONE_TOKEN`.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from shared.config import PREFIX, Settings
 from shared.errors import BadRequest
@@ -19,16 +22,22 @@ from shared.urls import is_loopback
 _TOKEN = re.compile(r"[!-~]{8,}")
 _NAME = re.compile(r"^'(\w+)")
 
+FILE = "_FILE"
+"""After the name of a secret's variable: that of a file that holds it."""
+
 
 def load_settings() -> Settings:
     """Returns the settings in the environment. Raises BadRequest for an unknown `HONE_*` variable
-    or a bad value, for a token that is none, and for a host beyond loopback without a token."""
+    or a bad value, for a file of a secret that cannot be read, for a token that is none, and for a
+    host beyond loopback without a token."""
+    secrets = _secret_variables()
     valid = [PREFIX + name.upper() for name in Settings.model_fields]
+    valid += [variable + FILE for variable in secrets.values()]
     for name in os.environ:
         if name.startswith(PREFIX) and name not in valid:
             raise BadRequest(f"unknown setting {name!r} in the environment; {nearest(name, valid)}")
     try:
-        settings = Settings()
+        settings = Settings(**_from_files(secrets))
     except ValidationError as error:
         faults = [
             fault | {"detail": _NAME.sub(_in_environment, fault["detail"])}
@@ -48,6 +57,37 @@ def load_settings() -> Settings:
             "set HONE_TOKEN, or HONE_HOST=127.0.0.1"
         )
     return settings
+
+
+def _secret_variables() -> dict[str, str]:
+    """Returns the variable of each setting that is a secret."""
+    return {
+        name: PREFIX + name.upper()
+        for name, field in Settings.model_fields.items()
+        if SecretStr in get_args(field.annotation)
+    }
+
+
+def _from_files(secrets: dict[str, str]) -> dict[str, Any]:
+    """Returns the secrets whose files the environment names."""
+    return {
+        name: _read(variable, file)
+        for name, variable in secrets.items()
+        if (file := os.environ.get(variable + FILE)) is not None
+    }
+
+
+def _read(variable: str, file: str) -> SecretStr:
+    if variable in os.environ:
+        raise BadRequest(f"{variable} and {variable}{FILE} are both set; expected one of the two")
+    try:
+        text = Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise BadRequest(f"{variable}{FILE} names {file!r}, which cannot be read: {why}") from error
+    if not text:
+        raise BadRequest(f"{variable}{FILE} names {file!r}, which is empty; expected the secret")
+    return SecretStr(text)
 
 
 def _in_environment(name: re.Match[str]) -> str:

@@ -29,7 +29,7 @@ def main(settings: Settings) -> None:
     roots = (settings.shm_dir, settings.runs_dir)
     fetcher = Fetcher(settings.trainer_url, token=settings.bearer(), patience_s=settings.patience_s)
     own = f".sampler-{socket.gethostname()}-{settings.rollout_port}"
-    copies = Copies(settings.shm_dir / own, fetcher)
+    copies = Copies((settings.copies_dir or settings.shm_dir) / own, fetcher)
     sampler = Sampler(
         VllmStarter(settings),
         roots,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shared.config import Settings
@@ -51,6 +53,44 @@ def test_a_token_that_is_none_is_refused_and_not_shown(
     with pytest.raises(BadRequest, match=r"HONE_TOKEN has .* expected at least 8") as raised:
         load_settings()
     assert token == " " or token not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["TOKEN", "REDIS_URL", "JUDGE_API_KEY"])
+def test_a_secret_may_be_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("a-secret-word\n")
+    monkeypatch.setenv(f"HONE_{name}_FILE", str(file))
+    settings = load_settings()
+    assert getattr(settings, name.lower()).get_secret_value() == "a-secret-word"
+    assert "a-secret-word" in settings.secrets()
+
+
+def test_a_secrets_file_that_is_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    monkeypatch.setenv("HONE_TOKEN_FILE", str(file))
+    with pytest.raises(BadRequest, match=r"HONE_TOKEN_FILE names '.*token', .* No such file"):
+        load_settings()
+    file.write_text("\n")
+    with pytest.raises(BadRequest, match=r"token', which is empty; expected the secret"):
+        load_settings()
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(BadRequest, match=r"token', which cannot be read: it is not text"):
+        load_settings()
+    file.write_text("secret-token")
+    monkeypatch.setenv("HONE_TOKEN", "another-token")
+    with pytest.raises(BadRequest, match="HONE_TOKEN and HONE_TOKEN_FILE are both set"):
+        load_settings()
+
+
+@pytest.mark.parametrize("name", ["HONE_RUNS_DIR_FILE", "HONE_TOKEN_FIL"])
+def test_only_a_secret_has_a_file(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "/run/secrets/x")
+    with pytest.raises(BadRequest, match=f"unknown setting '{name}'"):
+        load_settings()
 
 
 def test_secrets_do_not_show_in_settings(monkeypatch: pytest.MonkeyPatch) -> None:
