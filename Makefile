@@ -53,7 +53,7 @@ format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lock: $(VENV)/.ready ## pin requirements/cpu.txt again from pyproject.toml
+lock: $(VENV)/.ready ## pin requirements/ again from pyproject.toml
 	sh requirements/lock.sh
 
 clean: ## remove the environment and caches; runs/ stays

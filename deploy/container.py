@@ -1,0 +1,108 @@
+"""A service as a container starts it, `python -m deploy.container rollout`: it takes its GPUs, says
+where it is reached, and becomes the service.
+
+A container sees all GPUs of its machine. Whose they are, HONE_ROLLOUT_DEVICES and
+HONE_TRAINER_DEVICES say, as under `hone up`. Samplers are copies of one container, so each takes
+the first place that no other has: its share of the GPUs, and a port.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+from pathlib import Path
+
+from deploy import devices
+from deploy.probe import URL
+from deploy.slots import SERVICES
+from shared.config import Settings
+from shared.environment import load_settings
+from shared.errors import BadRequest, HoneError, Unavailable
+
+PLACES = Path("/run/hone/places")
+"""A folder that all samplers of a machine see. Each locks a file in it, and the kernel releases the
+lock, however the sampler ends."""
+
+MAX_PLACES = 64
+"""Samplers of a machine without GPUs."""
+
+
+def main() -> None:
+    try:
+        name = sys.argv[1] if len(sys.argv) > 1 else ""
+        if name not in SERVICES:
+            raise BadRequest(f"{name!r} is no service; expected one of {', '.join(SERVICES)}")
+        settings, visible = load_settings(), devices.visible_devices()
+        if name == "rollout":
+            place = take_place(PLACES, num_places(settings, visible))
+            host = os.environ.get("ADVERTISE_HOST") or socket.gethostname()
+            os.environ.update(of_sampler(settings, visible, place, host))
+        if name == "trainer":
+            os.environ.update(of_trainer(settings, visible))
+        URL.write_text(own_url(name, load_settings()))
+    except HoneError as error:
+        sys.exit(error.detail)
+    os.execv(sys.executable, [sys.executable, "-m", f"services.{name}"])
+
+
+def own_url(name: str, settings: Settings) -> str:
+    """Returns where the service is reached from inside its container."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+    return f"http://{host}:{getattr(settings, f'{name}_port')}"
+
+
+def of_trainer(settings: Settings, visible: tuple[str, ...]) -> dict[str, str]:
+    """Returns the variables that the trainer is started with: a rank for each of its GPUs, if
+    HONE_TRAINER_RANKS does not say how many."""
+    if settings.trainer_devices and "trainer_ranks" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"trainer_ranks": len(settings.trainer_devices)})
+    plan = devices.plan(visible, settings)
+    if plan is None:
+        return {}
+    return plan.environment("trainer") | {"HONE_TRAINER_RANKS": str(settings.trainer_ranks)}
+
+
+def of_sampler(
+    settings: Settings, visible: tuple[str, ...], place: int, host: str
+) -> dict[str, str]:
+    """Returns the variables that the sampler at `place` is started with. `host` is its name for the
+    orchestrator."""
+    port = settings.rollout_port + place
+    variables = {"HONE_ROLLOUT_PORT": str(port)}
+    if settings.rollout_advertise_url is None:
+        variables["HONE_ROLLOUT_ADVERTISE_URL"] = f"http://{host}:{port}"
+    size = settings.tensor_parallel_size
+    own = settings.rollout_devices[place * size : (place + 1) * size]
+    plan = devices.plan(visible, settings.model_copy(update={"rollout_devices": own}))
+    return variables | (plan.environment("rollout") if plan else {})
+
+
+def num_places(settings: Settings, visible: tuple[str, ...]) -> int:
+    """Returns how many samplers the machine has GPUs for."""
+    if not visible:
+        return MAX_PLACES
+    return max(len(settings.rollout_devices) // settings.tensor_parallel_size, 1)
+
+
+def take_place(folder: Path, num: int) -> int:
+    """Returns the first place of `num` that no other sampler has, and keeps it as long as this
+    process lives. Raises Unavailable if there is none."""
+    for place in range(num):
+        lock = os.open(folder / str(place), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        os.set_inheritable(lock, True)  # the service that this process becomes keeps it
+        return place
+    raise Unavailable(
+        f"all {num} places of samplers on this machine are taken; expected at most so many "
+        "samplers (--scale rollout), or more GPUs in HONE_ROLLOUT_DEVICES"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The health check of a container, `python -m deploy.probe`: succeeds once the service that
+`container.py` started there is ready, else says what it waits for.
+
+It imports nothing of ours: it runs every few seconds beside the service.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+URL = Path(tempfile.gettempdir()) / "hone-url"
+"""Says where the container's service is."""
+
+TIMEOUT_S = 10.0
+
+
+def main() -> None:
+    try:
+        with urllib.request.urlopen(f"{URL.read_text()}/readyz", timeout=TIMEOUT_S):
+            pass
+    except urllib.error.HTTPError as error:
+        sys.exit(error.read().decode(errors="replace"))
+    except OSError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+# The trainer: DeepSpeed, and the C++ compiler that its CPU Adam is compiled with at first use.
+# VARIANT is cuda or cpu. To pin another base:
+#   docker buildx imagetools inspect python:3.11-slim-bookworm
+ARG BASE=python:3.11.16-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
+
+FROM ${BASE} AS build
+ARG EXTRAS=trainer
+ARG VARIANT=cuda
+WORKDIR /src
+COPY pyproject.toml ./
+COPY requirements requirements
+COPY docker/install.sh docker/
+RUN --mount=type=cache,target=/root/.cache/uv sh docker/install.sh "${EXTRAS}" "${VARIANT}"
+COPY . .
+RUN --mount=type=cache,target=/root/.cache/uv \
+    VIRTUAL_ENV=/opt/venv UV_COMPILE_BYTECODE=1 /opt/uv/bin/uv pip install --quiet --no-deps \
+        --build-constraints requirements/cpu.txt .
+
+FROM ${BASE}
+# Debian keeps only the newest build of a package, so its version cannot be pinned.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+RUN groupadd --gid 10001 hone \
+    && useradd --uid 10001 --gid hone --home-dir /cache --no-create-home --shell /usr/sbin/nologin hone \
+    && install -d -o hone -g hone /runs /models /data /cache /weights /run/hone/secrets
+COPY --from=build /opt/venv /opt/venv
+ENV PATH=/opt/venv/bin:${PATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/cache XDG_CACHE_HOME=/cache HF_HOME=/models \
+    HONE_HOST=0.0.0.0 HONE_RUNS_DIR=/runs HONE_SHM_DIR=/weights
+USER 10001:10001
+RUN --mount=type=bind,source=docker/check_kernels.py,target=/check/check_kernels.py \
+    HOME=/tmp XDG_CACHE_HOME=/tmp python /check/check_kernels.py trainer
+WORKDIR /tmp
+EXPOSE 8002
+CMD ["python", "-m", "deploy.container", "trainer"]

@@ -1,0 +1,125 @@
+"""What a container gives the service in it: GPUs, a port, an address."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from deploy import container, probe
+from shared.config import Settings
+from shared.errors import BadRequest, Unavailable
+
+GPUS = ("0", "1", "2", "3")
+
+
+def test_each_sampler_has_gpus_a_port_and_an_address_of_its_own() -> None:
+    settings = Settings(rollout_devices=("1", "2", "3"), trainer_devices=("0",))
+    assert container.num_places(settings, GPUS) == 3
+    for place, gpu in enumerate(("1", "2", "3")):
+        variables = container.of_sampler(settings, GPUS, place, "box")
+        assert variables["CUDA_VISIBLE_DEVICES"] == gpu
+        assert variables["HONE_ROLLOUT_PORT"] == str(8001 + place)
+        assert variables["HONE_ROLLOUT_ADVERTISE_URL"] == f"http://box:{8001 + place}"
+        assert float(variables["HONE_GPU_MEMORY_UTILIZATION"]) == 0.85
+
+
+def test_a_sampler_over_two_gpus_takes_two_at_a_time() -> None:
+    settings = Settings(
+        rollout_devices=("0", "1", "2", "3"), trainer_devices=("3",), tensor_parallel_size=2
+    )
+    assert container.num_places(settings, GPUS) == 2
+    first, second = (container.of_sampler(settings, GPUS, place, "box") for place in (0, 1))
+    assert first["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert second["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert float(first["HONE_GPU_MEMORY_UTILIZATION"]) == 0.85
+    assert float(second["HONE_GPU_MEMORY_UTILIZATION"]) == 0.35, "it shares one with the trainer"
+
+
+def test_the_trainer_has_a_rank_for_each_of_its_gpus() -> None:
+    settings = Settings(rollout_devices=("0",), trainer_devices=("2", "3"))
+    variables = container.of_trainer(settings, GPUS)
+    assert variables["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert variables["HONE_TRAINER_RANKS"] == "2"
+    with pytest.raises(BadRequest, match="HONE_TRAINER_RANKS is 3, and there are 2 device"):
+        container.of_trainer(
+            Settings(rollout_devices=("0",), trainer_devices=("2", "3"), trainer_ranks=3), GPUS
+        )
+
+
+def test_without_gpus_a_sampler_has_a_port_and_an_address_only() -> None:
+    variables = container.of_sampler(Settings(rollout_devices=("0",)), (), 1, "box")
+    assert variables == {
+        "HONE_ROLLOUT_PORT": "8002",
+        "HONE_ROLLOUT_ADVERTISE_URL": "http://box:8002",
+    }
+    assert container.of_trainer(Settings(trainer_devices=("0",)), ()) == {}
+    named = Settings(rollout_advertise_url="http://proxy:80")
+    assert "HONE_ROLLOUT_ADVERTISE_URL" not in container.of_sampler(named, (), 0, "box")
+
+
+def test_a_place_is_one_samplers_until_it_ends(tmp_path: Path) -> None:
+    """A sampler of its own process has the first place, also after it has become the service."""
+    code = (
+        "import os, pathlib, sys; from deploy.container import take_place; "
+        f"take_place(pathlib.Path({str(tmp_path)!r}), 2); "
+        "os.execv(sys.executable, [sys.executable, '-c', 'print(1, flush=True); input()'])"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdin and other.stdout and other.stdout.readline() == b"1\n"
+    assert container.take_place(tmp_path, 2) == 1
+    with pytest.raises(Unavailable, match="all 2 places of samplers on this machine are taken"):
+        container.take_place(tmp_path, 2)
+    other.kill()
+    other.communicate()
+    assert container.take_place(tmp_path, 2) == 0
+
+
+def test_a_name_that_is_no_service_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["container", "roll-out"])
+    with pytest.raises(SystemExit, match="'roll-out' is no service; expected one of"):
+        container.main()
+
+
+class Answer(BaseHTTPRequestHandler):
+    status = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.status if self.path == "/readyz" else 404)
+        self.end_headers()
+        self.wfile.write(b"the engine is starting")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_the_health_check_is_that_of_readyz(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "URL", tmp_path / "url")
+    with pytest.raises(SystemExit, match="No such file"):
+        probe.main()
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        settings = Settings(host="0.0.0.0", reward_port=server.server_port)
+        probe.URL.write_text(container.own_url("reward", settings))
+        probe.main()
+        monkeypatch.setattr(Answer, "status", 503)
+        with pytest.raises(SystemExit, match="the engine is starting"):
+            probe.main()
+        server.shutdown()
+    with pytest.raises(SystemExit, match="refused"):
+        probe.main()
+
+
+def test_the_health_check_imports_nothing_of_ours() -> None:
+    code = "import sys, deploy.probe; print([m for m in sys.modules if m.startswith('shared')])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ})
+    assert shown.stdout == b"[]\n"
