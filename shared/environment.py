@@ -30,7 +30,7 @@ def load_settings() -> Settings:
     """Returns the settings in the environment. Raises BadRequest for an unknown `HONE_*` variable
     or a bad value, for a file of a secret that cannot be read, for a token that is none, and for a
     host beyond loopback without a token."""
-    secrets = _secret_variables()
+    secrets = secret_variables()
     valid = [PREFIX + name.upper() for name in Settings.model_fields]
     valid += [variable + FILE for variable in secrets.values()]
     for name in os.environ:
@@ -59,7 +59,7 @@ def load_settings() -> Settings:
     return settings
 
 
-def _secret_variables() -> dict[str, str]:
+def secret_variables() -> dict[str, str]:
     """Returns the variable of each setting that is a secret."""
     return {
         name: PREFIX + name.upper()

@@ -12,6 +12,7 @@ import pytest
 from hone.cli import app
 from hone.commands.explain import find
 from shared.config import PREFIX, Settings
+from shared.environment import FILE, secret_variables
 from shared.job_file import parse_job
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +52,7 @@ def test_every_key_that_explain_is_shown_with_exists() -> None:
 def test_every_setting_and_link_in_a_page_exists(page: str) -> None:
     text = (ROOT / page).read_text()
     settings = {PREFIX + name.upper() for name in Settings.model_fields}
+    settings |= {variable + FILE for variable in secret_variables().values()}
     assert set(re.findall(r"HONE_[A-Z_]+\b", text)) - {PREFIX} <= settings
     for path in re.findall(r"\]\(([\w/.-]+)(?:#[\w-]+)?\)", text):
         assert (ROOT / page).parent.joinpath(path).exists(), path
