@@ -30,7 +30,7 @@ BESIDE := -n 4 --dist loadfile
 
 test: $(VENV)/.ready ## every test but soak and gpu tests: unit, contract, and the real stack
 	$(BIN)/python -m pytest $(BESIDE) -m "not ($(ENGINES)) and not soak"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 \
 		-m "(system or engine) and not gpu and not soak"
 
 gpu: $(VENV)/.ready ## the tests that need a GPU

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from services.trainer.processes.extensions import own_folder, remove_stale_locks
+from services.trainer.processes.extensions import compiling, own_folder, remove_stale_locks
 from shared.job import Job
 from shared.job_file import parse_job
 from tests.support.trainer_reference import TEMPERATURE
 
 DEADLINE_S = 240
+COMPILING_S = 900
+"""The deadline while an extension of DeepSpeed's is being compiled: minutes, where others work."""
 
 SPREAD_SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """ZeRO-3 leaves small parameters whole on every rank unless told otherwise, and all of a tiny
@@ -90,9 +92,10 @@ class Ranks:
 
     def _answer(self, rank: int) -> tuple[Any, str]:
         try:
-            assert self._ours[rank].poll(DEADLINE_S), (
-                f"rank {rank} did not answer within {DEADLINE_S} s"
-            )
+            is_there = self._ours[rank].poll(DEADLINE_S)
+            if not is_there and compiling(os.environ | own_folder()):
+                is_there = self._ours[rank].poll(COMPILING_S - DEADLINE_S)
+            assert is_there, f"rank {rank} did not answer within {DEADLINE_S} s"
             return self._ours[rank].recv()
         except EOFError:
             return None, f"rank {rank} is gone"
