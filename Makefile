@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up down test soak faults gpu check format lock clean
+.PHONY: help setup demo up down test soak faults gpu compose-test check format lock clean
 
 help: ## print this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.ready: requirements/cpu.txt requirements/install.sh pyproject.toml
 	PYTHON="$(PYTHON)" sh requirements/install.sh $(VENV)
@@ -41,6 +41,9 @@ soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 
 faults: $(VENV)/.ready ## break one part of a running job after another, 80 times (SEED=0)
 	$(BIN)/python -m tests.faults --seed $(SEED)
+
+compose-test: $(VENV)/.ready ## the stack of compose.cpu.yaml on a Docker daemon (OPTIONS=...)
+	$(BIN)/python -m tests.compose $(OPTIONS)
 
 check: $(VENV)/.ready ## lint, types and the fast tests (a few minutes)
 	$(BIN)/ruff check .

@@ -39,8 +39,8 @@ def test_every_command_and_target_in_a_page_exists(page: str) -> None:
     text = (ROOT / page).read_text()
     commands = {command.name for command in app.registered_commands}
     assert set(re.findall(r"(?:`|bin/)hone (\w+)", text)) <= commands
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"(?:`|^ +)make (\w+)", text, re.MULTILINE)) <= targets
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^ +)make ([\w-]+)", text, re.MULTILINE)) <= targets
 
 
 def test_every_key_that_explain_is_shown_with_exists() -> None:

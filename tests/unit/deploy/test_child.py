@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import sys
@@ -64,6 +65,19 @@ def test_a_machine_that_cannot_start_it_now_is_asked_again(
     assert full.call_count == 3, "after 0.25 s, 0.5 s and 1 s"
     assert child.revive(10.0) == 3
     ended(child)
+
+
+def test_what_is_started_again_is_said(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = make("exit 3")
+    monkeypatch.setattr(child, "revive", lambda _now: 3)
+    supervisor = Supervisor(Settings(), tmp_path)
+    supervisor._children.append(child)
+    supervisor._restart_the_dead()
+    said = json.loads(capsys.readouterr().out)
+    assert said.pop("time") > 0
+    assert said == {"event": "restarted", "service": "it", "exit_code": 3}
 
 
 def test_a_full_disk_under_the_log_ends_no_stack(
