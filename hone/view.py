@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shared.wire import DryRun, Event, JobRecord, JobSummary, MetricsRow, PreviewedPrompt
+from shared.wire import DryRun, Event, JobRecord, JobSummary, MetricsRow, Obstacle, PreviewedPrompt
 
 COLUMNS = {
     "reward": "reward",
@@ -69,21 +69,29 @@ def time_split(metrics: dict[str, float]) -> str:
 
 
 def job_list(records: Sequence[JobSummary]) -> Group:
-    """Returns the table of jobs, and below it who has the trainers that queued ones wait for, and
-    why those are paused that wait for a person."""
+    """Returns the table of jobs, and below it why no trainer takes the queued ones, and why those
+    are paused that wait for a person."""
     paused = [record for record in records if record.status == "paused" and record.error]
     why = [f"{record.id} is paused: {record.error}" for record in paused]
-    none: Mapping[str, str] = {}
+    none: Mapping[str, Obstacle] = {}
     taken = next((record.waits_for for record in records if record.waits_for), none)
     return Group(
         job_table(records),
-        *(Text(line, style=COLOURS["queued"]) for line in _holders(taken)),
+        *(Text(line, style=COLOURS["queued"]) for line in _obstacles(taken)),
         *(Text(line, style=COLOURS["paused"]) for line in why),
     )
 
 
-def _holders(taken: Mapping[str, str]) -> list[str]:
-    return [f"the trainer {trainer} is taken by {job}" for trainer, job in sorted(taken.items())]
+def _obstacles(waits_for: Mapping[str, Obstacle]) -> list[str]:
+    return [f"the trainer {trainer} {_why(each)}" for trainer, each in sorted(waits_for.items())]
+
+
+def _why(obstacle: Obstacle) -> str:
+    if obstacle.job:
+        return f"is taken by {obstacle.job}"
+    if obstacle.evaluation:
+        return f"waits for its samplers: evaluation {obstacle.evaluation} has them"
+    return f"is away: {obstacle.away}"
 
 
 def job_table(records: Iterable[JobSummary]) -> Table:
@@ -118,7 +126,7 @@ def job_details(record: JobRecord) -> Table:
         "reward": record.reward,
         "priority": record.job.priority or None,
         "place in the queue": record.place,
-        "waits because": "; ".join(_holders(record.waits_for)) or None,
+        "waits because": "; ".join(_obstacles(record.waits_for)) or None,
         "trainer": record.trainer,
         "model": record.job.model,
         "run folder": record.run_dir,

@@ -96,6 +96,7 @@ from shared.wire.jobs import (
     MemoryEstimate,
     MetricsList,
     MetricsRow,
+    Obstacle,
     PreviewedPrompt,
     Recovered,
     RecoveredJob,

@@ -23,6 +23,15 @@ class SubmitRequest(Wire):
     job: Job
 
 
+class Obstacle(Wire):
+    """Why a trainer takes no job now: one of three. `job` has it, or one of its samplers;
+    `evaluation` has its samplers; or it is `away`, in a sentence."""
+
+    job: JobId | None = None
+    evaluation: str | None = None
+    away: str | None = None
+
+
 class JobSummary(Wire):
     """A job as lists show it. Times are Unix seconds.
 
@@ -31,8 +40,8 @@ class JobSummary(Wire):
     `stopped` says why a job succeeded before its last step: a target or a budget of `[stop]`.
 
     `place` is that of a job that waits, as a queued one does and a running one whose worker is
-    gone: 1 for the one that is taken next. `waits_for` says who has the trainers meanwhile: host
-    and port, and the job. `trainer` is the one that the job was given last.
+    gone: 1 for the one that is taken next. `waits_for` says why trainers take none meanwhile, by
+    host and port. `trainer` is the one that the job was given last.
     """
 
     id: JobId
@@ -51,7 +60,7 @@ class JobSummary(Wire):
     recoveries: int = 0
     attempts: int = 0
     place: int | None = None
-    waits_for: dict[str, JobId] = {}
+    waits_for: dict[str, Obstacle] = {}
     trainer: str | None = None
     error: str | None = None
     stopped: str | None = None

@@ -138,7 +138,9 @@ async def test_a_job_waits_for_an_evaluation_and_then_runs(stack: Stack) -> None
     state = await stack.client.get("/v1/evaluations/eval-1", EvaluationState)
     assert (state.model, state.number, state.num_done, state.num_problems) == (GOOD, 1, 0, 4)
     await asyncio.sleep(0.5)  # several looks into the queue
-    assert (await stack.get(waiting.id)).status == "queued"
+    found = await stack.get(waiting.id)
+    assert (found.status, found.place) == ("queued", 1)
+    assert [obstacle.evaluation for obstacle in found.waits_for.values()] == ["eval-1"]
     assert stack.fakes.calls["job"] == 0
     del stack.fakes.fault["generate"]
     ended = await stack.client.call(

@@ -16,6 +16,7 @@ import redis.asyncio as redis
 from services.orchestrator.queue import keys
 from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store
 from shared.job import Job
+from shared.wire import Obstacle
 
 RUNS = Path("/runs")
 JOB = Job.model_validate(
@@ -65,6 +66,8 @@ class Model:
         self.jobs: dict[str, Modelled] = {}
         self.leases: dict[str, int] = {}
         """Resource -> attempt."""
+        self.notes: dict[str, str | None] = {}
+        """Trainer -> why it is away, None if it is not."""
         self.last_attempt = 0
         self.num_submitted = 0
 
@@ -87,8 +90,30 @@ class Model:
         begun, queued = self.waiting()
         return {job.id: place for place, job in enumerate(begun + queued, 1)}
 
-    def holders(self) -> dict[str, str]:
-        return {job.trainer or "": job.id for job in self.jobs.values() if self.has_lease(job)}
+    def obstacles(self) -> dict[str, Obstacle]:
+        taken = {
+            job.trainer or "": Obstacle(job=job.id)
+            for job in self.jobs.values()
+            if self.has_lease(job)
+        }
+        return {**self._obstacles_of_free_ones(), **taken}
+
+    def _obstacles_of_free_ones(self) -> dict[str, Obstacle]:
+        found: dict[str, Obstacle] = {}
+        for trainer, away in self.notes.items():
+            attempts = [self.leases[name] for name in SLOTS[trainer] if name in self.leases]
+            holders = [job.id for job in self.jobs.values() if job.attempt in attempts]
+            if holders:
+                found[trainer] = Obstacle(job=holders[0])
+            elif away:
+                found[trainer] = Obstacle(away=away)
+        return found
+
+    def is_ready(self, trainer: str | None) -> bool:
+        """Whether it is noted as there, and free."""
+        if trainer not in self.notes or self.notes[trainer]:
+            return False
+        return not any(name in self.leases for name in (trainer, *SLOTS[trainer]))
 
     def take(self, trainer: str) -> Modelled | None:
         resources = (trainer, *SLOTS[trainer])
@@ -96,7 +121,8 @@ class Model:
             return None
         begun, queued = self.waiting()
         own = [job for job in begun if job.trainer == trainer]
-        for job in [*own, *(job for job in begun if job not in own), *queued]:
+        others = [job for job in begun if job not in own and not self.is_ready(job.trainer)]
+        for job in [*own, *others, *queued]:
             job.tries += 1
             if job.tries > MAX_TRIES:
                 self.end(job, "cancelled" if "cancel" in job.asked else "paused")
@@ -160,6 +186,20 @@ class Driver:
             self.model.grant(expected, lease.attempt)
             self.leases.append(lease)
 
+    async def note(self) -> None:
+        """A worker says whether its trainer is there."""
+        trainer, away = self.choose.choice(list(SLOTS)), self.choose.choice((None, None, "away"))
+        await self.store.slots.note(f"{trainer}/host", trainer, SLOTS[trainer], away)
+        self.model.notes[trainer] = away
+
+    async def leave(self, lease: Lease, job: Modelled) -> None:
+        await self.store.leave(lease, "its trainer is away")
+        self.model.free(lease.attempt)
+        if job.asked:
+            self.model.end(job, "cancelled" if "cancel" in job.asked else "paused")
+        else:
+            job.status = "queued"
+
     async def expire(self) -> None:
         """As Redis does when nobody renews it."""
         if self.leases:
@@ -175,7 +215,9 @@ class Driver:
             return
         lease = self.choose.choice(self.leases[-6:])
         job, is_current = self.model.jobs.get(lease.job_id), self.model.is_current(lease)
-        what = self.choose.choice((self.beat, self.step, self.finish, self.halt, self.halt_why))
+        what = self.choose.choice(
+            (self.beat, self.step, self.finish, self.halt, self.halt_why, self.leave)
+        )
         if is_current:
             assert job
             await what(lease, job)
@@ -243,13 +285,13 @@ class Driver:
     async def compare(self) -> None:
         model = self.model
         listed = await self.store.list(None, 1000)
-        places, holders = model.places(), model.holders()
+        places, obstacles = model.places(), model.obstacles()
         shown = {job.id: (job.status, job.place, job.waits_for, job.step) for job in listed.jobs}
         expected = {
             job.id: (
                 job.status,
                 places.get(job.id),
-                holders if model.is_waiting(job) else {},
+                obstacles if model.is_waiting(job) else {},
                 job.step,
             )
             for job in model.jobs.values()
@@ -262,6 +304,7 @@ WEIGHTS = {
     Driver.take: 8,
     Driver.work: 8,
     Driver.expire: 3,
+    Driver.note: 3,
     Driver.pause: 2,
     Driver.resume: 3,
     Driver.cancel: 1,

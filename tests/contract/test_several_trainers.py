@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from services.orchestrator.loop import run
-from services.orchestrator.queue import slots
+from services.orchestrator.queue import slots, worker
 from services.orchestrator.queue.resources import resource
 from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
-from shared.wire import JobRecord, JobState, SubmitRequest
+from shared.wire import EventList, JobRecord, JobState, Obstacle, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import orchestrator
@@ -97,7 +97,7 @@ async def test_two_jobs_run_at_once_and_the_third_says_what_it_waits_for(
         urgent = await stack.submit(job, name="urgent", priority=1)
         records = [await stack.get(record.id) for record in running]
         assert {record.trainer for record in records} == set(trainers)
-        taken = {record.trainer: record.id for record in records}
+        taken = {str(record.trainer): Obstacle(job=record.id) for record in records}
         found = [await stack.get(record.id) for record in (urgent, waiting, last)]
         assert [(record.place, record.waits_for) for record in found] == [
             (1, taken),
@@ -109,7 +109,7 @@ async def test_two_jobs_run_at_once_and_the_third_says_what_it_waits_for(
         stack.second.fault.clear()
         for record in (urgent, waiting, last):
             await stack.until(record.id, "succeeded")
-        assert (await stack.get(str(taken[trainers[0]]))).status == "running"
+        assert (await stack.get(str(taken[trainers[0]].job))).status == "running"
         gates[0].set()
         for record in running:
             await stack.until(record.id, "succeeded")
@@ -213,3 +213,82 @@ async def test_a_job_that_was_cut_off_goes_back_to_its_own_trainer(
             stack = Several(first, second, both, client)
             ended = [await stack.until(id, "succeeded") for id in ids]
         assert [record.trainer for record in ended] == had
+
+
+@contextlib.asynccontextmanager
+async def two_orchestrators(
+    one: Settings, other: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[tuple[Client, Client]]:
+    """Each with a trainer of its own, and jobs in common. What is away is found to be at once."""
+    monkeypatch.setattr(slots, "LOOK_AT_SLOT_S", 0.05)
+    monkeypatch.setattr(worker, "NOTE_S", 0.05)
+    monkeypatch.setattr(run, "PAUSES_S", (0.0, 0.0, 0.0))
+    both = [settings.model_copy(update={"patience_s": 0.1}) for settings in (one, other)]
+    async with (
+        orchestrator(both[0], redis_url) as (first_store, first),
+        Client("orchestrator", "http://localhost", transport=first) as first_client,
+        orchestrator(both[1], redis_url) as (second_store, second),
+        Client("orchestrator", "http://localhost", transport=second) as second_client,
+    ):
+        async with asyncio.timeout(20):
+            for store in (first_store, second_store):
+                while not await store.slots.others("nobody"):
+                    await asyncio.sleep(0.02)
+        yield first_client, second_client
+
+
+async def until_named(store_or_client: Client, job_id: str, count: int) -> JobRecord:
+    """Returns the job once it says why so many trainers take it not."""
+    async with asyncio.timeout(20):
+        while True:
+            record = await store_or_client.get(f"/v1/jobs/{job_id}", JobRecord)
+            if len(record.waits_for) == count:
+                return record
+            await asyncio.sleep(0.02)
+
+
+async def test_a_job_waits_for_a_trainer_that_is_there_whoever_has_it(
+    settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as there:
+        urls = {"trainer_url": "http://127.0.0.1:9", "rollout_url": "http://127.0.0.1:10"}
+        away = there.model_copy(update=urls)
+        async with two_orchestrators(there, away, redis_url, monkeypatch) as (_, client):
+            stack = Several(fakes, fakes, away, client)
+            gate = blocked(fakes)
+            running = await stack.submit(job, steps=2)
+            await stack.until(running.id, "running")
+            waiting = await stack.submit(job, steps=2)
+            found = await until_named(client, waiting.id, 2)
+            assert found.status == "queued"
+            assert found.waits_for[resource(there.trainer_url)].job == running.id
+            assert found.waits_for[resource(away.trainer_url)].away
+            gate.set()
+            for record in (running, waiting):
+                ended = await stack.until(record.id, "succeeded")
+                assert ended.trainer == resource(there.trainer_url)
+
+
+async def test_a_job_whose_trainer_goes_away_goes_on_with_that_of_another_orchestrator(
+    settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = FakeServices(settings), FakeServices(settings)
+    async with contextlib.AsyncExitStack() as running, second.running(settings) as other:
+        one = await running.enter_async_context(first.running(settings))
+        one = one.model_copy(update={"reward_url": other.reward_url})
+        trainers = [resource(each.trainer_url) for each in (one, other)]
+        async with two_orchestrators(one, other, redis_url, monkeypatch) as (_, client):
+            stack = Several(first, second, other, client)
+            gates = {trainers[0]: blocked(first), trainers[1]: blocked(second)}
+            records = [await stack.submit(job, steps=2) for _ in range(2)]
+            taken = {
+                (await stack.until(record.id, "running")).trainer: record.id for record in records
+            }
+            gates[trainers[1]].set()
+            await stack.until(taken[trainers[1]], "succeeded")
+            await running.aclose()  # the first trainer and its sampler
+            moved = await stack.until(taken[trainers[0]], "succeeded")
+            events = (await client.get(f"/v1/jobs/{moved.id}/events", EventList)).events
+    assert moved.trainer == trainers[1]
+    assert any(event.message.endswith("is left to another trainer") for event in events)

@@ -27,7 +27,7 @@ from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import DataSpec, Job
 from shared.presence import Presence, tell_nobody
-from shared.wire import JobSummary
+from shared.wire import JobSummary, Obstacle
 from tests.support.link import Link
 
 TRAINER = "http://trainer"
@@ -87,6 +87,57 @@ async def messages(store: Store, job_id: str) -> list[str]:
 
 
 # --- leases
+
+
+@pytest.mark.parametrize(
+    ("own", "taken_by_another"), [("ready", False), ("away", True), ("silent", True)]
+)
+async def test_a_job_that_was_cut_off_is_left_to_its_own_trainer_if_that_is_ready(
+    store: Store, other: Store, raw: Any, own: str, taken_by_another: bool
+) -> None:
+    cut, queued = await submit(store), await submit(store)
+    await store.halt(await take(store, "one:1"), None)
+    await store.slots.note("one:1/a", "one:1", ["s:1"], "no answer" if own == "away" else None)
+    if own == "silent":  # for more than ten seconds of the minute that a note lasts
+        await raw.pexpire("hone:slot:one:1/a", 49_000)
+    lease = await take(other, "two:1")
+    assert lease.job_id == (cut if taken_by_another else queued)
+    assert (await take(store, "one:1")).job_id == (queued if taken_by_another else cut)
+
+
+async def test_a_cut_off_job_goes_elsewhere_if_its_trainer_has_another_job(
+    store: Store, other: Store
+) -> None:
+    cut = await submit(store)
+    await store.halt(await take(store, "one:1"), None)
+    await store.slots.note("one:1/a", "one:1", ["s:1"], None)
+    assert await other.take("b", "two:1", 30) is None
+    assert await store.loans.lend("eval-1", ["s:1"], 30)
+    assert (await take(other, "two:1")).job_id == cut
+
+
+async def test_a_job_that_waits_says_why_each_trainer_takes_none(store: Store, raw: Any) -> None:
+    running = await submit(store)
+    assert await store.take("a", "one:1", 30, ["s1:1"])
+    for name, samplers in (("one:1", "s1:1"), ("two:1", "s2:1"), ("three:1", "s1:1")):
+        await store.slots.note(f"{name}/a", name, [samplers], None)
+    await store.slots.note("four:1/a", "four:1", ["s4:1"], "no connection")
+    for host, away in (("a", "no route"), ("b", None)):
+        await store.slots.note(f"five:1/{host}", "five:1", ["s5:1"], away)
+    loan = await store.loans.lend("eval-1", ["s2:1"], 30)
+    waiting = await submit(store)
+    found = await store.get(waiting)
+    taken = {"one:1": Obstacle(job=running), "three:1": Obstacle(job=running)}
+    away = {"four:1": Obstacle(away="no connection")}
+    assert found.place == 1
+    assert found.waits_for == {**taken, **away, "two:1": Obstacle(evaluation="eval-1")}
+    assert loan is not None
+    await raw.pexpire("hone:loan:" + str(loan.attempt), 100)
+    await store.loans.beat(loan)
+    assert await raw.pttl("hone:loan:" + str(loan.attempt)) > 20_000
+    await store.loans.end(loan)
+    assert (await store.get(waiting)).waits_for == {**taken, **away}
+    assert await raw.keys("hone:loan:*") == []
 
 
 @pytest.mark.parametrize("order", ["AB", "BA"])

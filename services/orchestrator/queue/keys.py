@@ -15,6 +15,9 @@
                                          expires
     hone:samplers                set     names of samplers that registered themselves
     hone:sampler:<name>          string  the registration, as JSON; expires
+    hone:slots                   set     names of workers that noted which trainer they have
+    hone:slot:<trainer>/<host>   string  the note of the worker on that host, as JSON; expires
+    hone:loan:<attempt>          string  the evaluation that has samplers by that attempt; expires
     hone:key:<idempotency key>   string  job id and fingerprint of its submission, for a day
     hone:call:<call>             string  answer of a script's call, for a retry of the same call
     hone:deleted:<id>            string  the job was deleted; for a day
@@ -50,6 +53,9 @@ CHECKPOINTS = ":checkpoints"
 LEASE = "hone:lease:"
 SAMPLERS = "hone:samplers"
 SAMPLER = "hone:sampler:"
+SLOTS = "hone:slots"
+SLOT = "hone:slot:"
+LOAN = "hone:loan:"
 KEY = "hone:key:"
 CALL = "hone:call:"
 DELETED = "hone:deleted:"
@@ -64,6 +70,7 @@ TYPES = {
     ENDED: "zset",
     ATTEMPTS: "string",
     SAMPLERS: "set",
+    SLOTS: "set",
 }
 """What Redis calls the type of each key that is there once."""
 

@@ -13,7 +13,7 @@ from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.ids import time_of
 from services.orchestrator.queue.records import SUMMARY, Unreadable, summary_of
 from shared.errors import NotFound
-from shared.wire import JobList, JobSummary
+from shared.wire import JobList, JobSummary, Obstacle
 
 S = TypeVar("S", bound=JobSummary)
 
@@ -84,13 +84,17 @@ class Lists:
 
     async def with_places(self, records: Sequence[S]) -> list[S]:
         """Returns the records; those of jobs that wait, as queued ones do and running ones whose
-        worker is gone, say which place they have, and who has the trainers."""
+        worker is gone, say which place they have, and why no trainer takes them."""
         may_wait = [record.id for record in records if record.status in ("queued", "running")]
         if not may_wait:
             return list(records)
         found = json.loads(await self._call(self._waiting, ids=" ".join(may_wait)))
+        waits_for = {
+            trainer: Obstacle.model_validate(obstacle)
+            for trainer, obstacle in sorted(found["obstacles"].items())
+        }
         return [
-            record.model_copy(update={"place": place, "waits_for": found["holders"]})
+            record.model_copy(update={"place": place, "waits_for": waits_for})
             if record.id in may_wait and (place := found["places"].get(record.id))
             else record
             for record in records

@@ -23,7 +23,7 @@ class Loans:
         """Returns a lease on all of the `samplers` for the evaluation of this name; None while one
         of them is a job's or another evaluation's."""
         attempt = await self._call(
-            self._lend, samplers=" ".join(samplers), lease_ms=int(lease_s * 1000)
+            self._lend, name=name, samplers=" ".join(samplers), lease_ms=int(lease_s * 1000)
         )
         return Lease(name, int(attempt), "", lease_s, tuple(samplers)) if attempt else None
 

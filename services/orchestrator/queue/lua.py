@@ -21,6 +21,7 @@ local STORE = '{keys.STORE}'
 local ATTEMPTS, LEASE = '{keys.ATTEMPTS}', '{keys.LEASE}'
 local KEY, DELETED, REMOVED = '{keys.KEY}', '{keys.DELETED}', '{keys.REMOVED}'
 local SAMPLERS, SAMPLER = '{keys.SAMPLERS}', '{keys.SAMPLER}'
+local SLOTS, SLOT, LOAN = '{keys.SLOTS}', '{keys.SLOT}', '{keys.LOAN}'
 local function job(id) return '{keys.JOB}' .. id end
 local function events(id) return job(id) .. '{keys.EVENTS}' end
 local function checkpoints(id) return job(id) .. '{keys.CHECKPOINTS}' end
@@ -128,6 +129,23 @@ local function begun_waiting()
   local found = {}
   for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
     if is_waiting(id) then found[#found + 1] = id end
+  end
+  return found
+end
+
+-- What workers noted of late of their trainers: name, trainer, samplers, age_ms; perhaps away.
+local function known_slots()
+  local found = {}
+  for _, name in ipairs(redis.call('SMEMBERS', SLOTS)) do
+    local note = redis.call('GET', SLOT .. name)
+    if note then
+      local slot = cjson.decode(note)
+      slot.name = name
+      slot.left_ms = redis.call('PTTL', SLOT .. name)
+      found[#found + 1] = slot
+    else
+      redis.call('SREM', SLOTS, name)
+    end
   end
   return found
 end

@@ -181,42 +181,83 @@ TAKE = once("""
     end
   end
 
+  -- Trainers that are about to take a job themselves.
+  local ready = {}
+  for _, slot in ipairs(known_slots()) do
+    local is_new = slot.left_ms > tonumber(call.new_ms)
+    if is_new and not slot.away and not are_taken(slot.trainer .. ' ' .. slot.samplers) then
+      ready[slot.trainer] = true
+    end
+  end
+
   local own, others = {}, {}
   for _, id in ipairs(begun_waiting()) do
-    table.insert(field(id, 'trainer') == call.trainer and own or others, id)
+    local trainer = field(id, 'trainer')
+    if trainer == call.trainer then
+      own[#own + 1] = id
+    elseif not ready[trainer] then
+      others[#others + 1] = id
+    end
   end
   return first_of(own) or first_of(others) or first_of(redis.call('ZRANGE', QUEUE, 0, -1)) or ''
 """)
-"""call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries. Gives the
-trainer, the samplers and a job that waits to the caller: one that was cut off, of these first one
-that had this trainer; else the first in the queue. A job that was cut off too often pauses. Returns
-attempt and job id; '' if any of the resources is taken or nothing waits. Attempts are at least the
-Unix seconds, so that none is given twice even if Redis is emptied."""
+"""call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries, new_ms (what is
+left at least of the note of a trainer that is counted with). Gives the trainer, the samplers and a
+job that waits to the caller: one that was cut off, of these first one that had this trainer, and
+none whose own trainer is free and there; else the first in the queue. A job that was cut off too
+often pauses. Returns attempt and job id; '' if any of the resources is taken or nothing waits.
+Attempts are at least the Unix seconds, so that none is given twice even if Redis is emptied."""
 
 WAITING = (
     SHARED
     + """
-local holders, places, begun = {}, {}, begun_waiting()
+local obstacles, places, begun, job_of = {}, {}, begun_waiting(), {}
 for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
-  if is_job(id) and is_leased(id) then holders[field(id, 'trainer')] = id end
+  if is_job(id) and is_leased(id) then
+    obstacles[field(id, 'trainer')] = {job = id}
+    job_of[field(id, 'attempt')] = id
+  end
+end
+
+-- Who has one of the samplers of a trainer that is free.
+local function holder(samplers)
+  for name in string.gmatch(samplers, '%S+') do
+    local attempt = redis.call('GET', LEASE .. name)
+    if attempt and job_of[attempt] then return {job = job_of[attempt]} end
+    local evaluation = attempt and redis.call('GET', LOAN .. attempt)
+    if evaluation then return {evaluation = evaluation} end
+  end
+end
+
+-- Several workers may have a trainer, and one of them not reach it.
+local free, found = {}, {}
+for _, slot in ipairs(known_slots()) do
+  local why = holder(slot.samplers) or slot.away and {away = slot.away}
+  if why then found[slot.trainer] = why else free[slot.trainer] = true end
+end
+for trainer, why in pairs(found) do
+  if not free[trainer] and not obstacles[trainer] then obstacles[trainer] = why end
 end
 for place, id in ipairs(begun) do places[id] = place end
 for id in string.gmatch(call.ids, '%S+') do
   local rank = redis.call('ZRANK', QUEUE, id)
   if rank then places[id] = #begun + rank + 1 end
 end
-return cjson.encode({holders = holders, places = places})
+return cjson.encode({obstacles = obstacles, places = places})
 """
 )
-"""call: ids (with blanks between). Returns who waits for what, as JSON: `holders`, the job that has
-each trainer that is taken; and `places`, 1 for the job that is taken next, of those of the jobs
-that wait."""
+"""call: ids (with blanks between). Returns who waits for what, as JSON: `obstacles`, why a trainer
+takes no job (a `job` has it or one of its samplers, an `evaluation` has these, or it is `away`);
+and `places`, 1 for the job that is taken next, of those of the jobs that wait."""
 
 LEND = once("""
-  return are_taken(call.samplers) and '' or lease(call.samplers)
+  if are_taken(call.samplers) then return '' end
+  local attempt = lease(call.samplers)
+  redis.call('SET', LOAN .. attempt, call.name, 'PX', call.lease_ms)
+  return attempt
 """)
-"""call: samplers (with blanks between), lease_ms. Gives an evaluation a lease on samplers. Returns
-its attempt; '' if one of them is taken."""
+"""call: name (of an evaluation), samplers (with blanks between), lease_ms. Gives the evaluation a
+lease on samplers. Returns its attempt; '' if one of them is taken."""
 
 RENEW = (
     SHARED
@@ -227,6 +268,7 @@ end
 for name in string.gmatch(call.samplers, '%S+') do
   redis.call('PEXPIRE', LEASE .. name, call.lease_ms)
 end
+redis.call('PEXPIRE', LOAN .. call.attempt, call.lease_ms)
 return ''
 """
 )
@@ -238,6 +280,7 @@ END_LOAN = (
 for name in string.gmatch(call.samplers, '%S+') do
   if redis.call('GET', LEASE .. name) == call.attempt then redis.call('DEL', LEASE .. name) end
 end
+redis.call('DEL', LOAN .. call.attempt)
 return ''
 """
 )
@@ -292,15 +335,19 @@ HALT = once("""
     pause(call.id, 'warning', call.why)
   elseif asked(call.id, 'pause') then
     pause(call.id, 'info', call.paused)
+  elseif call.left_because then
+    event(call.id, 'log', 'warning', call.left_because, '{}')
+    become(call.id, 'queued', 'info', 'queued')
   else
     redis.call('HINCRBY', job(call.id), 'tries', -1)
     become(call.id, 'queued', 'info', 'queued')
   end
   return 'ok'
 """)
-"""call: id, attempt, paused (the reason of a pause on request); perhaps why. The worker has
-stopped: the job is cancelled if that was asked for, else paused if there is a reason why or that
-was asked for, else queued where it was. Returns 'ok' or 'lost'."""
+"""call: id, attempt, paused (the reason of a pause on request); perhaps why, or left_because. The
+worker has stopped: the job is cancelled if that was asked for, else paused if there is a reason why
+or that was asked for, else queued where it was; one that is left to another trainer has been taken
+up in vain. Returns 'ok' or 'lost'."""
 
 PAUSE = once("""
   if not is_job(call.id) then return '' end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Sequence
 
@@ -22,28 +23,36 @@ ANSWER_S = 5.0
 
 
 class Slot:
-    """`trainer` and `samplers` are what leases are on; `settings` name them and no others."""
+    """`trainer` and `samplers` are what leases are on; `settings` name them and no others. `name`
+    is that of the trainer as this host sees it."""
 
     def __init__(self, settings: Settings, registered: Registered) -> None:
         self.settings = settings
         self.trainer = resource(settings.trainer_url)
         self.samplers = sorted({resource(url) for url in settings.rollout_urls})
         self._registered = registered
+        self.name = f"{self.trainer}/{socket.gethostname()}"
+        self.away: str | None = None
+        self.was_looked_at = False
         self._look_at = 0.0
-        self._why: str | None = None
 
     async def is_there(self) -> bool:
         """Returns whether the trainer answers, and a sampler. It was asked for not long ago."""
         if time.monotonic() >= self._look_at:
-            why = await self._away()
-            if why != self._why:
-                get_logger().warning(
-                    "no job is taken for a trainer" if why else "jobs are taken for a trainer",
-                    trainer=self.trainer,
-                    reason=why,
-                )
-            self._why, self._look_at = why, time.monotonic() + LOOK_AT_SLOT_S
-        return self._why is None
+            await self.look()
+        return self.away is None
+
+    async def look(self) -> None:
+        """Asks trainer and samplers, and keeps in `away` why no job can be run, if so."""
+        away = await self._away()
+        if away != self.away:
+            get_logger().warning(
+                "a trainer is away" if away else "a trainer is there",
+                trainer=self.trainer,
+                reason=away,
+            )
+        self.away, self.was_looked_at = away, True
+        self._look_at = time.monotonic() + LOOK_AT_SLOT_S
 
     async def _away(self) -> str | None:
         urls = await sampler_urls(self.settings.rollout_urls, self._registered)

@@ -21,6 +21,7 @@ from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import identity, keys, rebuilding, scripts
 from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.ids import new_job_id
+from services.orchestrator.queue.known_slots import KNOWN_S, KnownSlots
 from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
 from services.orchestrator.queue.lists import Lists, Wanted
 from services.orchestrator.queue.loans import Loans
@@ -56,6 +57,11 @@ MAX_TRIES = 20
 """Attempts in a row, without a step done that was not done before, after which a job pauses: it
 probably kills its workers itself."""
 
+OWN_TRAINER_S = 10.0
+"""Seconds that a job which was cut off is left to its own trainer, if that is free, since a worker
+noted last that it is there: as long as an orchestrator takes to start again. No other trainer has
+what the job did last."""
+
 PAUSED_ON_REQUEST = "paused on request"
 
 KEY_TTL_S = 24 * 3600
@@ -66,7 +72,8 @@ REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "n
 
 class Store:
     """All of the orchestrator's state; `samplers` are those that registered, `loans` those that
-    evaluations use, and `removals` the uploaded files that were removed. Every method raises
+    evaluations use, `slots` what is known of all trainers, and `removals` the uploaded files that
+    were removed. Every method raises
     StoreUnavailable when Redis cannot be reached, and StoreEmptied when it is not the one with the
     jobs. Of the jobs that ended the newest `keep_jobs` are kept, and of each job the newest
     `keep_events` events or some more."""
@@ -76,6 +83,7 @@ class Store:
         self._connection = connection = Connection(url, limits)
         self.samplers = Registrations(connection)
         self.loans = Loans(connection)
+        self.slots = KnownSlots(connection)
         self.removals = Removals(connection, KEY_TTL_S)
         self._lists = Lists(connection)
         self._deciding = asyncio.Lock()  # which Redis is used
@@ -314,7 +322,7 @@ class Store:
     ) -> Lease | None:
         """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits: one
         that was cut off, if possible of this trainer, before others begin; else the first in the
-        queue, by priority and age."""
+        queue, by priority and age. One whose own trainer is free is left to that."""
         answer = await self._call(
             self._take,
             owner=owner,
@@ -322,6 +330,7 @@ class Store:
             samplers=" ".join(samplers),
             lease_ms=int(lease_s * 1000),
             max_tries=MAX_TRIES,
+            new_ms=int((KNOWN_S - OWN_TRAINER_S) * 1000),
         )
         if not answer:
             return None
@@ -344,6 +353,11 @@ class Store:
         that was asked for, and else queued again where it was. If cancelling was asked for, it is
         cancelled. Raises LeaseLost."""
         await self._by_worker(self._halt, lease, why=why, paused=PAUSED_ON_REQUEST)
+
+    async def leave(self, lease: Lease, because: str) -> None:
+        """The same without a reason to pause, for another trainer to take the job up. It counts as
+        taken up in vain. Raises LeaseLost."""
+        await self._by_worker(self._halt, lease, left_because=because, paused=PAUSED_ON_REQUEST)
 
     async def report(
         self,

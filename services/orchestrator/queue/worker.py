@@ -17,6 +17,7 @@ from services.orchestrator.loop.run import Outcome, Run
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import heartbeat
 from services.orchestrator.queue.connection import StoreEmptied
+from services.orchestrator.queue.known_slots import NOTE_S
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.slots import Slot
 from services.orchestrator.queue.store import Lease, LeaseLost, Store
@@ -37,8 +38,8 @@ GOODBYE_S = 2.0
 
 
 class Worker:
-    """`settings` name one trainer and its samplers. If they are away and there are `others`, jobs
-    are left to these."""
+    """`settings` name one trainer and its samplers. If they are away and there are `others`, or
+    another orchestrator has one, jobs are left to these."""
 
     def __init__(self, store: Store, settings: Settings, *, others: bool = False) -> None:
         self._store = store
@@ -54,11 +55,18 @@ class Worker:
         """Works until cancelled. While Redis is away it waits; a job that this interrupted is taken
         up again later."""
         await self._until_known()
+        noting = asyncio.create_task(self._note_slot())
+        try:
+            await self._work_forever()
+        finally:
+            await stop(noting)
+
+    async def _work_forever(self) -> None:
         while True:
             asked_at = time.monotonic()
             try:
                 await self._give_back()
-                if not self._others or await self._slot.is_there():
+                if await self._may_take():
                     asked_at = time.monotonic()
                     self._lease = await self._store.take(
                         self._owner, self._slot.trainer, self._settings.lease_s, self._slot.samplers
@@ -92,6 +100,34 @@ class Worker:
                 await note_end(self._store, lease.job_id)
         except (LeaseLost, StoreEmptied, Unavailable, TimeoutError) as error:
             get_logger().warning("lease not given back", job=lease.job_id, reason=repr(error))
+
+    async def _may_take(self) -> bool:
+        """Returns whether its trainer and a sampler are there, or nobody else could take a job in
+        their place: then the job says for what it waits."""
+        if await self._slot.is_there():
+            return True
+        return not self._others and not await self._store.slots.others(self._slot.name)
+
+    async def _note_slot(self) -> None:
+        """Lets all orchestrators know of the trainer, and whether it is there. One that has a job
+        is: what is wrong with it the job says."""
+        slot = self._slot
+        while True:
+            if not slot.was_looked_at:
+                await asyncio.sleep(POLL_S)
+                continue
+            away = None if self._lease else slot.away
+            with contextlib.suppress(Unavailable, StoreEmptied):  # the worker says so
+                await self._store.slots.note(slot.name, slot.trainer, slot.samplers, away)
+            await asyncio.sleep(NOTE_S)
+
+    async def _goes_elsewhere(self) -> bool:
+        """Returns whether its trainer is away, and another one is there."""
+        await self._slot.look()
+        if self._slot.away is None:
+            return False
+        others = await self._store.slots.others(self._slot.name)
+        return any(other.away is None for other in others)
 
     async def _give_back(self) -> None:
         """Gives back the lease of work that was stopped while Redis was away: the job need not wait
@@ -157,7 +193,11 @@ class Worker:
             await run.close()
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
-        if outcome.status == "paused":
+        if outcome.status == "paused" and await self._goes_elsewhere():
+            why = f"{outcome.why}; the job is left to another trainer"
+            get_logger().warning("job left to another trainer", job=lease.job_id, reason=why)
+            await self._store.leave(lease, why)
+        elif outcome.status == "paused":
             get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
             resume = f"then `hone resume {lease.job_id}` goes on from there"
             await self._store.halt(lease, f"{outcome.why}, {resume}")

@@ -13,8 +13,14 @@ from typer.testing import CliRunner
 from hone.cli import app
 from hone.commands import jobs, recover
 from shared.errors import NotFound
-from shared.wire import JobDeleted, JobList, JobRecord, JobState, Recovered, RecoveredJob
+from shared.wire import JobDeleted, JobList, JobRecord, JobState, Obstacle, Recovered, RecoveredJob
 from tests.support.job_records import record
+
+WAITS_FOR = {
+    "gpu-1:8002": Obstacle(job="demo-0"),
+    "gpu-3:8002": Obstacle(away="no connection"),
+    "gpu-2:8002": Obstacle(evaluation="eval-7"),
+}
 
 
 class Orchestrator:
@@ -135,12 +141,18 @@ def test_what_was_rebuilt_is_shown_as_a_table(monkeypatch: pytest.MonkeyPatch) -
 def test_a_queued_job_is_shown_with_its_place_and_who_has_the_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waits: dict[str, object] = {"place": 2, "waits_for": {"gpu-1:8002": "demo-0"}}
+    waits: dict[str, object] = {"place": 2, "waits_for": WAITS_FOR}
     monkeypatch.setattr(Orchestrator, "waits", waits)
     _, shown = run(monkeypatch, "queued", "ls")
     assert shown.splitlines()[1].split()[:3] == ["demo-1", "queued", "(2)"]
-    assert shown.splitlines()[2] == "the trainer gpu-1:8002 is taken by demo-0"
+    assert shown.splitlines()[2:5] == [
+        "the trainer gpu-1:8002 is taken by demo-0",
+        "the trainer gpu-2:8002 waits for its samplers: evaluation eval-7 has them",
+        "the trainer gpu-3:8002 is away: no connection",
+    ]
     _, shown = run(monkeypatch, "queued", "get", "demo")
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "place in the queue 2" in lines
-    assert "waits because the trainer gpu-1:8002 is taken by demo-0" in lines
+    assert any(
+        line.startswith("waits because the trainer gpu-1:8002 is taken by") for line in lines
+    )

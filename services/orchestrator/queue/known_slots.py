@@ -1,0 +1,75 @@
+"""Which trainers there are, of all orchestrators that share this Redis, and which of them are away.
+Each worker notes its own: so a worker whose trainer is away knows whether another one can take the
+jobs, and whoever asks for a job's place is told why no trainer takes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.orchestrator.queue.connection import Connection
+from services.orchestrator.queue.lua import SHARED
+
+NOTE_S = 2.0
+"""Seconds between two notes of a worker."""
+
+KNOWN_S = 60.0
+"""Seconds for which a note lasts: so long others count with an orchestrator that starts again."""
+
+NOTE = (
+    SHARED
+    + """
+redis.call('SADD', SLOTS, call.name)
+redis.call('SET', SLOT .. call.name, call.note, 'PX', call.known_ms)
+return ''
+"""
+)
+"""call: name, note (JSON: trainer, samplers, perhaps away), known_ms. Returns ''."""
+
+OTHERS = (
+    SHARED
+    + """
+local others = {}
+for _, slot in ipairs(known_slots()) do
+  if slot.name ~= call.name then others[#others + 1] = slot end
+end
+return cjson.encode(others)
+"""
+)
+"""call: name. Returns the notes of all other workers, as JSON; {} for none."""
+
+
+@dataclass(frozen=True)
+class KnownSlot:
+    """The trainer of a worker; `away` is a sentence that says why it takes no job, if so."""
+
+    trainer: str
+    away: str | None = None
+
+
+class KnownSlots:
+    """Every method raises StoreUnavailable when Redis cannot be reached."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._call = connection.call
+        self._note = connection.client.register_script(NOTE)
+        self._others = connection.client.register_script(OTHERS)
+
+    async def note(
+        self, name: str, trainer: str, samplers: Sequence[str], away: str | None
+    ) -> None:
+        """Notes for KNOWN_S seconds that the worker of this name has the trainer and the samplers,
+        and why they take no job, if so."""
+        note = {"trainer": trainer, "samplers": " ".join(samplers)}
+        await self._call(
+            self._note,
+            name=name,
+            note=json.dumps(note | ({"away": away} if away else {})),
+            known_ms=int(KNOWN_S * 1000),
+        )
+
+    async def others(self, name: str) -> list[KnownSlot]:
+        """Returns what all workers but that of this name noted of late."""
+        found = json.loads(await self._call(self._others, name=name))
+        return [KnownSlot(each["trainer"], each.get("away")) for each in found]
