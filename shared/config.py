@@ -85,6 +85,15 @@ class Settings(BaseSettings):
     max_file_mib: int = Field(default=512, gt=0)
     """Largest uploaded file, in MiB. The default is OpenAI's. `max_body_mib` bounds it too."""
 
+    max_files: int = Field(default=10_000, ge=1)
+    """How many uploaded files there may be. Beyond it uploads are refused until some are removed.
+    The default is what a list shows at once."""
+
+    max_files_gib: float = Field(default=100.0, gt=0)
+    """GiB that all uploaded files may take together, so that they leave some of the disk for jobs.
+    Beyond it uploads are refused until some are removed. The default is OpenAI's for an
+    organization."""
+
     filter_cpu_s: float = Field(default=120.0, gt=0)
     """Seconds of processor time that `data.filter` of a job may take over all rows of a source; of
     a stream, until it is true of one. The default is enough for some millions of rows: others wait

@@ -5,7 +5,8 @@
     │   ├── Malformed    400  not even HTTP as it should be; the connection is closed
     │   ├── Unauthorized 401
     │   ├── Forbidden    403
-    │   └── NotFound     404
+    │   ├── NotFound     404
+    │   └── TooLarge     413  more than is allowed here
     ├── Conflict     409  out of order, superseded, or the same key with another body
     ├── StateLost    409  what the call builds on is gone; only loading again helps
     ├── Unavailable  503  starting, draining or unreachable; the client retries only this one
@@ -26,13 +27,14 @@ MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:hone:"
 
 CODES = {
-    # BadRequest, Malformed, Unauthorized, Forbidden, NotFound
+    # BadRequest, Malformed, Unauthorized, Forbidden, NotFound, TooLarge
     "bad_request": "the body, a parameter or a setting is wrong",
     "malformed": "a header came twice, or the body did not arrive in time",
     "unauthorized": "the bearer token or the Host header is missing or wrong",
     "forbidden": "the API key does not allow this; use another one, or HONE_TOKEN",
     "not_found": "there is no such route or thing",
     "no_operation": "the operation polled for is not known here: the service was restarted since",
+    "too_large": "more than is allowed; the detail says which setting does",
     # Conflict
     "conflict": "not possible in the present state",
     "body_differs": "the same key came before with another body",
@@ -134,6 +136,13 @@ class NotFound(BadRequest):
     default_code = "not_found"
 
 
+class TooLarge(BadRequest):
+    status = 413
+    kind = "too-large"
+    title = "Too large"
+    default_code = "too_large"
+
+
 class Conflict(HoneError):
     status = 409
     kind = "conflict"
@@ -173,6 +182,7 @@ KINDS: tuple[type[HoneError], ...] = (
     Unauthorized,
     Forbidden,
     NotFound,
+    TooLarge,
     Conflict,
     StateLost,
     Unavailable,

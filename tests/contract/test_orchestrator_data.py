@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from hone import view
 from services.orchestrator.app import create_service
+from services.orchestrator.data.uploads import Uploads
 from services.orchestrator.queue.store import Store
 from shared.config import Settings
 from shared.errors import BadRequest
@@ -134,9 +135,39 @@ async def test_a_file_beyond_the_limit_is_refused_by_its_setting(settings: Setti
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         for size in ((1 << 20) + 1, 2 << 20):
             response = await upload(http, b"x" * size)
-            assert response.status_code == 422
+            assert response.status_code == 413 and response.json()["code"] == "too_large"
             assert "at most 1048576 (setting HONE_MAX_FILE_MIB)" in response.json()["detail"]
         assert (await upload(http, b"x" * (1 << 20))).status_code == 200
+
+
+async def test_uploads_beyond_the_quota_are_refused_and_leave_nothing(
+    settings: Settings, redis_url: str
+) -> None:
+    kib_20 = 20 * 1024 / 2**30
+    full = settings.model_copy(update={"max_files": 3, "max_files_gib": kib_20})
+    service = create_service(full, Store(redis_url))
+    transport = httpx.ASGITransport(app=service.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        first = (await upload(http, b"x" * 15_000, idempotency_key="k1")).json()["id"]
+        refused = await upload(http, b"y" * 6000)
+        assert refused.status_code == 413 and refused.json()["code"] == "too_large"
+        assert refused.json()["detail"] == (
+            "a file of 6000 bytes beside 1 uploaded ones of 15000 bytes; expected at most 20480 "
+            "bytes in all (setting HONE_MAX_FILES_GIB): remove some by DELETE /v1/files/{id}, or "
+            "raise it"
+        )
+        answers = await asyncio.gather(*(upload(http, b"z" * 3000) for _ in range(4)))
+        assert sorted(answer.status_code for answer in answers) == [200, 413, 413, 413]
+        assert (await upload(http, b"a")).status_code == 200
+        refused = await upload(http, b"a")
+        assert "there are 3 uploaded files; expected at most 3 (setting" in refused.json()["detail"]
+        again = await upload(http, b"x" * 15_000, idempotency_key="k1")
+        assert (again.status_code, again.json()["id"]) == (200, first), "it is no file more"
+        folders = [path.name for path in (settings.runs_dir / ".files").iterdir()]
+        listed = (await http.get("/v1/files")).json()["data"]
+        assert sorted(folders) == sorted(file["id"] for file in listed)
+        Uploads(settings.runs_dir).remove(first)
+        assert (await upload(http, b"y" * 6000)).status_code == 200
 
 
 async def test_a_job_trains_on_a_file_which_stays_until_it_has_ended(

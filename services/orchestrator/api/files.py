@@ -12,11 +12,11 @@ from fastapi.responses import FileResponse
 from starlette.datastructures import FormData, UploadFile
 
 from services.orchestrator.api.pages import page_of
-from services.orchestrator.data.uploads import Uploads
+from services.orchestrator.data.uploads import Quota, Uploads
 from services.orchestrator.queue.store import Store
 from shared import openapi
 from shared.config import Settings
-from shared.errors import BadRequest, Unauthorized
+from shared.errors import BadRequest, TooLarge, Unauthorized
 from shared.explain import nearest
 from shared.service import Service
 from shared.wire import FileDeleted, FileList, Purpose, UploadedFile
@@ -52,7 +52,7 @@ UPLOAD_BODY: dict[str, Any] = {
 
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
-    uploads = Uploads(settings.runs_dir)
+    uploads = Uploads(settings.runs_dir, Quota(settings.max_files, settings.max_files_gib))
     _add_upload(service, settings, uploads, store)
     _add_reading(service, uploads)
     _add_removal(service, uploads, store)
@@ -124,7 +124,7 @@ def _add_removal(service: Service, uploads: Uploads, store: Store) -> None:
 
 
 def _check_request(request: Request, settings: Settings) -> None:
-    """Raises BadRequest for a body that is not a form or is too large, and Unauthorized for a web
+    """Raises BadRequest for a body that is not a form, TooLarge for one, and Unauthorized for a web
     page's form where no token is needed."""
     if settings.token is None and "origin" in request.headers:
         raise Unauthorized(
@@ -141,8 +141,8 @@ def _check_request(request: Request, settings: Settings) -> None:
         raise _too_large(int(length), settings)
 
 
-def _too_large(size: int, settings: Settings) -> BadRequest:
-    return BadRequest(
+def _too_large(size: int, settings: Settings) -> TooLarge:
+    return TooLarge(
         f"a file of {size} bytes; expected at most {settings.max_file_mib << 20} (setting "
         "HONE_MAX_FILE_MIB)"
     )

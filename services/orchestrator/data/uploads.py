@@ -10,24 +10,34 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
 import shutil
 import time
+from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from services.orchestrator.record.writing import writing
 from shared import codec, disk
 from shared.digest import digest_of_file
-from shared.errors import BadRequest, Conflict, NotFound
+from shared.errors import BadRequest, Conflict, NotFound, TooLarge
 from shared.job import UPLOADED
 from shared.logs import get_logger
 from shared.wire import Purpose, UploadedFile
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 """Of files that a job can read."""
+
+LOCK = ".files.lock"
+"""Beside the folder of files: whoever adds one has it locked."""
+
+GIB = 1 << 30
+
+REMOVE_SOME = "remove some by DELETE /v1/files/{id}, or raise it"
 
 UNFINISHED = "."
 """What begins the name of a folder that is being written or removed."""
@@ -36,21 +46,47 @@ LEFT_S = 24 * 3600.0
 """Seconds after which such a folder is what a crash left."""
 
 
+@dataclass(frozen=True)
+class Quota:
+    """What all files together may come to."""
+
+    max_files: int
+    max_gib: float
+
+    def check(self, num_files: int, size_bytes: int, new_bytes: int) -> None:
+        """Raises TooLarge if one more file, of so many bytes, would be too much beside those."""
+        if num_files >= self.max_files:
+            raise TooLarge(
+                f"there are {num_files} uploaded files; expected at most {self.max_files} (setting "
+                f"HONE_MAX_FILES): {REMOVE_SOME}"
+            )
+        if size_bytes + new_bytes > self.max_gib * GIB:
+            raise TooLarge(
+                f"a file of {new_bytes} bytes beside {num_files} uploaded ones of {size_bytes} "
+                f"bytes; expected at most {int(self.max_gib * GIB)} bytes in all (setting "
+                f"HONE_MAX_FILES_GIB): {REMOVE_SOME}"
+            )
+
+
 class Uploads:
-    def __init__(self, runs_dir: Path) -> None:
+    """The files below `runs_dir`; no more are taken than `quota` allows, if there is one."""
+
+    def __init__(self, runs_dir: Path, quota: Quota | None = None) -> None:
         self._root = runs_dir / ".files"
+        self._quota = quota
 
     def add(
         self, content: BinaryIO, filename: str, purpose: Purpose, key: str | None
     ) -> UploadedFile:
         """Stores a file, which is on disk when this returns. With an idempotency `key` it is stored
         once. Raises Conflict for a key that came with another file before, BadRequest for one
-        without content, Failed if the disk cannot take it."""
+        without content, TooLarge beyond the quota, Failed if the disk cannot take it."""
         digest = hashlib.sha256(key.encode()).hexdigest()[:24] if key else secrets.token_hex(12)
         id = f"file-{digest}"
         with writing("folder", self._root):
             disk.make_folder(self._root)
             self._sweep()
+            self._check_room(id, _size_of(content))
             aside = self._root / f"{UNFINISHED}{id}.{secrets.token_hex(4)}"
             aside.mkdir()
             try:
@@ -105,14 +141,30 @@ class Uploads:
             id=id, bytes=size, created_at=int(time.time()), filename=filename, purpose=purpose
         )
         disk.write_file(aside / "file.json", codec.encode(made))
-        try:
-            aside.rename(self._root / id)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-            return self._same(made, path)
+        with self._alone():  # or two that fit one by one would both be taken
+            self._check_room(id, size)
+            try:
+                aside.rename(self._root / id)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                return self._same(made, path)
         disk.flush(self._root)
         return made
+
+    def _check_room(self, id: str, size: int) -> None:
+        """Raises TooLarge if one more file of that size is too much, and this one is not there."""
+        if self._quota is None or (self._root / id).exists():
+            return
+        sizes = [_content_size(folder) for folder in self._root.glob("file-*")]
+        self._quota.check(len(sizes), sum(sizes), size)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Generator[None]:
+        """Lets no other upload, of any orchestrator, become a file meanwhile."""
+        with (self._root.parent / LOCK).open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _same(self, made: UploadedFile, path: Path) -> UploadedFile:
         """Returns the file that is stored under the same key already."""
@@ -138,6 +190,20 @@ class Uploads:
                 if time.time() - folder.stat().st_mtime > LEFT_S:
                     shutil.rmtree(folder, ignore_errors=True)
                     get_logger().info("unfinished upload removed", folder=folder.name)
+
+
+def _size_of(content: BinaryIO) -> int:
+    at = content.tell()
+    size = content.seek(0, os.SEEK_END)
+    content.seek(at)
+    return size - at
+
+
+def _content_size(folder: Path) -> int:
+    """Returns the bytes of a file; 0 for one that was removed since."""
+    with contextlib.suppress(FileNotFoundError):
+        return sum(file.stat().st_size for file in folder.glob("content*"))
+    return 0
 
 
 def _content_name(filename: str) -> str:

@@ -28,6 +28,7 @@ from shared.errors import (
     Malformed,
     NotFound,
     StateLost,
+    TooLarge,
     Unauthorized,
     Unavailable,
 )
@@ -41,6 +42,7 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (Forbidden, "forbidden"): PAUSE,
     (NotFound, "not_found"): PAUSE,
     (NotFound, "no_operation"): PAUSE,
+    (TooLarge, "too_large"): FAIL,
     (Conflict, "conflict"): PAUSE,
     (Conflict, "body_differs"): PAUSE,
     (Conflict, "stale"): STOP,

@@ -10,13 +10,13 @@ import pytest
 from shared.errors import (
     CODES,
     KINDS,
-    BadRequest,
     Busy,
     Conflict,
     Failed,
     HoneError,
     NotFound,
     StateLost,
+    TooLarge,
     Unavailable,
     from_problem,
 )
@@ -45,6 +45,7 @@ def test_a_class_has_a_code_of_its_own() -> None:
         "unauthorized",
         "forbidden",
         "not_found",
+        "too_large",
         "conflict",
         "state_lost",
         "unavailable",
@@ -73,7 +74,7 @@ def test_a_5xx_without_a_problem_document_is_unavailable(
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(404, NotFound), (409, Conflict), (413, BadRequest), (429, Busy), (501, Failed)],
+    [(404, NotFound), (409, Conflict), (413, TooLarge), (429, Busy), (501, Failed)],
 )
 def test_other_responses_without_a_document_are_of_their_status(
     status: int, kind: type[HoneError]
