@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
@@ -16,13 +17,16 @@ from urllib.parse import quote, urlencode
 from pydantic import BaseModel, ValidationError
 
 from hone.background import Background
+from hone.downloading import Download, Downloaded, Progress
 from shared import client as shared_client
+from shared.checkpoints import STATE
 from shared.errors import BadRequest, HoneError, NotFound, Unavailable
 from shared.explain import sentences
 from shared.job import JOB_ID, Job, RewardSpec
 from shared.wire import (
     TERMINAL,
     Access,
+    CheckpointFiles,
     CheckpointList,
     CreatedKey,
     CreateKey,
@@ -262,6 +266,37 @@ class Client:
         return self._background.run(
             self._client.get(f"/v1/jobs/{self.get(job).id}/checkpoints", CheckpointList)
         )
+
+    def checkpoint_files(self, job: str, step: int) -> CheckpointFiles:
+        """Returns the files of the checkpoint of `step`, with their sizes and checksums."""
+        path = f"/v1/jobs/{self.get(job).id}/checkpoints/{step}"
+        return self._background.run(self._client.get(path, CheckpointFiles))
+
+    def download(
+        self,
+        job: str,
+        to: Path | None = None,
+        *,
+        step: int | None = None,
+        state: bool = False,
+        progress: Progress = lambda _name, _have, _size: None,
+    ) -> Downloaded:
+        """Puts the checkpoint of `step`, or the newest one, into the folder `to`, or one that is
+        named after it: what plain `transformers` loads, and with `state` what training goes on
+        from. One that was cut goes on where it was when it is called again; `progress` hears of
+        each file how many of its bytes there are."""
+        job_id = self.get(job).id
+        if step is None:
+            found = self.checkpoints(job_id).checkpoints
+            if not found:
+                raise NotFound(f"job {job_id!r} has no checkpoint")
+            step = found[-1].step
+        files = self.checkpoint_files(job_id, step).files
+        folder = to or Path(f"{job_id}-step-{step:06d}")
+        path = f"/v1/jobs/{job_id}/checkpoints/{step}/files"
+        wanted = tuple(file for file in files if state or not file.name.startswith(f"{STATE}/"))
+        self._background.run(Download(self._client, path, folder, progress).all(wanted))
+        return Downloaded(step=step, folder=folder, files=wanted)
 
     def events(self, job: str, *, after: str = "0", follow: bool = False) -> Iterator[Event]:
         """Yields what happened after event `after`; with `follow`, until the job has ended. A

@@ -165,6 +165,22 @@ class Client:
         except httpx.RequestError as error:
             raise self._unreachable(error) from error
 
+    async def pieces(self, path: str, *, first_byte: int = 0) -> AsyncGenerator[bytes]:
+        """Yields the bytes of the file at `path` from `first_byte` on, without resuming; the caller
+        resumes. Raises the service's own HoneError, and Unavailable where the connection breaks."""
+        headers = {"accept-encoding": "identity", "x-request-id": request_id()}
+        if first_byte:
+            headers["range"] = f"bytes={first_byte}-"
+        try:
+            async with self._http.stream("GET", path, headers=headers) as response:
+                if response.status_code != (206 if first_byte else 200):
+                    await response.aread()
+                    raise self._error(response)
+                async for piece in response.aiter_raw():
+                    yield piece
+        except httpx.RequestError as error:
+            raise self._unreachable(error) from error
+
     def _request(self, ask: _Ask) -> httpx.Request:
         content: bytes | _Chunks | None = None
         headers = {"x-request-id": request_id(), **tracing.headers()}

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from services.trainer.disk import checkpoints
-from services.trainer.disk.checkpoints import File, Manifest
+from services.trainer.disk.checkpoints import Manifest
 from services.trainer.disk.folders import sweep, written_aside
 from services.trainer.disk.resume import Found, newest_whole
 from services.trainer.disk.weights import Publisher
@@ -29,6 +29,7 @@ from services.trainer.learning.schedule import learning_rate
 from services.trainer.processes.launch_folder import Past
 from services.trainer.processes.together import Ranks, SaveAll
 from shared import codec
+from shared.checkpoints import STATE, StoredFile
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
 from shared.job import Job
@@ -237,15 +238,15 @@ class Trainer:
 
         def lead(save_all: SaveAll) -> Checkpoint:
             with written_aside(path, checkpoint_bytes(engine), durable=True) as aside:
-                shares: list[dict[str, File]] = save_all(aside)
+                shares: list[dict[str, StoredFile]] = save_all(aside)
                 files = {name: file for share in shares for name, file in share.items()}
                 checkpoints.write_manifest(aside, self._manifest(loaded, files))
             checkpoints.remove_old(folder, loaded.request.job.checkpoints, request.keep)
             return checkpoints.described(path)
 
         def save_state(aside: Path) -> None:
-            (aside / checkpoints.STATE).mkdir(exist_ok=True)
-            engine.save_state(aside / checkpoints.STATE)
+            (aside / STATE).mkdir(exist_ok=True)
+            engine.save_state(aside / STATE)
 
         rank, num_ranks = self._ranks.rank, self._ranks.num_ranks
         return self._ranks.write(
@@ -354,7 +355,7 @@ class Trainer:
         if found.path is None or found.manifest is None:
             return loaded
         try:
-            engine.load_state(found.path / checkpoints.STATE)
+            engine.load_state(found.path / STATE)
         except BaseException:
             engine.close()
             raise
@@ -365,7 +366,7 @@ class Trainer:
             loaded.last = manifest.last_body, manifest.last_result
         return loaded
 
-    def _manifest(self, loaded: Loaded, files: dict[str, File]) -> Manifest:
+    def _manifest(self, loaded: Loaded, files: dict[str, StoredFile]) -> Manifest:
         last_body, last_result = loaded.last or (None, None)
         return Manifest(
             format=checkpoints.FORMAT,

@@ -157,6 +157,8 @@ from shared.wire.sessions import (
 from shared.wire.training import (
     Batch,
     Checkpoint,
+    CheckpointFile,
+    CheckpointFiles,
     CheckpointList,
     CheckpointRequest,
     Example,

@@ -196,6 +196,14 @@ EXAMPLES: dict[str, Any] = {
     "MetricsList": {"rows": [{"step": 1, "metrics": {"reward": 0.31, "loss": 0.02}}]},
     "RolloutList": {"step": 40, "rollouts": [GRADED], "next_after": 1},
     "CheckpointList": {"checkpoints": [CHECKPOINT]},
+    "CheckpointFiles": {
+        "step": 50,
+        "files": [
+            {"name": "config.json", "size_bytes": 681, "crc32": 1404083027},
+            {"name": "model.safetensors", "size_bytes": 988097824, "crc32": 2897351640},
+            {"name": "trainer/manifest.json", "size_bytes": 5210, "crc32": 730211948},
+        ],
+    },
     "RegradeRequest": {"first_step": 1, "last_step": 2, "rewards": [REWARD], "num_examples": 1},
     "RegradeReport": {
         "steps": [

@@ -150,3 +150,20 @@ class Checkpoint(Wire):
 
 class CheckpointList(Wire):
     checkpoints: tuple[Checkpoint, ...]
+
+
+class CheckpointFile(Wire):
+    """A file of a checkpoint: its `name` is the path below the checkpoint's folder, and `crc32`
+    zlib's checksum of its bytes. Those below `trainer/` are what training goes on from; the others
+    are what plain `transformers` loads."""
+
+    name: str
+    size_bytes: int
+    crc32: int
+
+
+class CheckpointFiles(Wire):
+    """The files of the checkpoint of `step`, by name."""
+
+    step: int
+    files: tuple[CheckpointFile, ...]

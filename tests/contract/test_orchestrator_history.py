@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import zlib
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
 import pytest
 
+from hone import downloading
+from hone.downloading import Download
 from services.orchestrator.api import history
+from services.orchestrator.queue import keys
+from shared.errors import BadRequest, Failed, NotFound, Unavailable
 from shared.job import CheckpointSpec, RolloutsSpec
 from shared.wire import (
+    Checkpoint,
+    CheckpointFiles,
     CheckpointList,
     EventList,
     MetricsList,
@@ -129,3 +141,123 @@ async def test_checkpoints_that_were_removed_since_are_not_listed(stack: Stack) 
     )
     listed = await stack.client.get(f"/v1/jobs/{record.id}/checkpoints", CheckpointList)
     assert [checkpoint.step for checkpoint in listed.checkpoints] == [3, 6, 7, 8]
+
+
+WEIGHTS = bytes(range(256)) * 5000
+FILES = {"config.json": b"{}", "model.safetensors": WEIGHTS, "trainer/rank-0.pt": b"state"}
+
+
+async def with_checkpoint(stack: Stack) -> tuple[str, int, Path]:
+    """Returns a job that has ended, the step of its checkpoint, and its folder, which has files."""
+    record = await stack.until((await stack.submit()).id)
+    listed = await stack.client.get(f"/v1/jobs/{record.id}/checkpoints", CheckpointList)
+    (checkpoint,) = listed.checkpoints
+    folder = stack.folder(record.id).path / "checkpoints" / "step-000008"
+    write_checkpoint(folder)
+    await move_checkpoint(stack, record.id, checkpoint.model_copy(update={"path": str(folder)}))
+    return record.id, checkpoint.step, folder
+
+
+def write_checkpoint(folder: Path) -> None:
+    """As the trainer does: its manifest names all other files."""
+    (folder / "trainer").mkdir(parents=True)
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    files = {
+        name: {"size_bytes": len(content), "crc32": zlib.crc32(content)}
+        for name, content in FILES.items()
+    }
+    (folder / "trainer" / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+
+
+async def move_checkpoint(stack: Stack, job_id: str, checkpoint: Checkpoint) -> None:
+    """The fake trainer writes none, and says that it is at /c."""
+    raw = stack.store._redis
+    await raw.hset(keys.checkpoints(job_id), str(checkpoint.step), checkpoint.model_dump_json())
+
+
+async def test_the_files_of_a_checkpoint_are_listed_with_their_checksums(stack: Stack) -> None:
+    job_id, step, folder = await with_checkpoint(stack)
+    found = await stack.client.get(f"/v1/jobs/{job_id}/checkpoints/{step}", CheckpointFiles)
+    manifest = (folder / "trainer" / "manifest.json").read_bytes()
+    expected = {**FILES, "trainer/manifest.json": manifest}
+    assert [(file.name, file.size_bytes, file.crc32) for file in found.files] == [
+        (name, len(expected[name]), zlib.crc32(expected[name])) for name in sorted(expected)
+    ]
+    with pytest.raises(NotFound, match="no checkpoint of step 7; it has those of steps 8"):
+        await stack.client.get(f"/v1/jobs/{job_id}/checkpoints/7", CheckpointFiles)
+    shutil.rmtree(folder)
+    with pytest.raises(NotFound, match="is not there any more"):
+        await stack.client.get(f"/v1/jobs/{job_id}/checkpoints/{step}", CheckpointFiles)
+    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer" / "manifest.json").write_text("[]")
+    with pytest.raises(Failed, match="cannot be read"):
+        await stack.client.get(f"/v1/jobs/{job_id}/checkpoints/{step}", CheckpointFiles)
+
+
+async def test_a_file_of_a_checkpoint_is_sent_whole_or_from_a_byte_on(stack: Stack) -> None:
+    job_id, step, folder = await with_checkpoint(stack)
+    files = f"/v1/jobs/{job_id}/checkpoints/{step}/files"
+    whole = await stack.http.get(f"{files}/model.safetensors")
+    assert (whole.status_code, whole.content) == (200, WEIGHTS)
+    rest = await stack.http.get(f"{files}/model.safetensors", headers={"range": "bytes=1000000-"})
+    assert (rest.status_code, rest.content) == (206, WEIGHTS[1_000_000:])
+    beyond = {"range": f"bytes={len(WEIGHTS)}-"}
+    assert (await stack.http.get(f"{files}/model.safetensors", headers=beyond)).status_code == 416
+    assert (await stack.http.get(f"{files}/trainer/rank-0.pt")).content == b"state"
+    (folder / "secret").write_text("not of the checkpoint")
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/etc/hostname")
+    for name in ("secret", "..%2F..%2Fjob.json", "%2Fetc%2Fhostname", "config.json", "trainer"):
+        refused = await stack.http.get(f"{files}/{name}")
+        assert refused.status_code == 404, name
+        assert "the checkpoint has no file" in refused.json()["detail"]
+
+
+async def test_a_download_that_is_cut_goes_on_where_it_was(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, step, _ = await with_checkpoint(stack)
+    files = (await stack.client.get(f"/v1/jobs/{job_id}/checkpoints/{step}", CheckpointFiles)).files
+    monkeypatch.setattr(downloading, "PAUSE_S", 0.0)
+    firsts, pieces = list[int](), stack.client.pieces
+
+    async def cut(path: str, *, first_byte: int = 0) -> AsyncGenerator[bytes]:
+        firsts.append(first_byte)
+        async for piece in pieces(path, first_byte=first_byte):
+            if len(firsts) == 1:
+                yield piece[:500_000]
+                raise Unavailable("the connection broke")
+            yield piece
+
+    monkeypatch.setattr(stack.client, "pieces", cut)
+    to, seen = tmp_path / "to", dict[str, tuple[int, int]]()
+
+    def download() -> Download:
+        path = f"/v1/jobs/{job_id}/checkpoints/{step}/files"
+        return Download(
+            stack.client, path, to, lambda name, have, size: seen.update({name: (have, size)})
+        )
+
+    (weights,) = (file for file in files if file.name == "model.safetensors")
+    await download().all([weights])
+    assert firsts == [0, 500_000] and (to / "model.safetensors").read_bytes() == WEIGHTS
+    assert seen == {"model.safetensors": (len(WEIGHTS), len(WEIGHTS))}
+    (to / "model.safetensors").rename(to / "model.safetensors.part")
+    await download().all(files)
+    assert firsts.count(0) == 4, "of the weights nothing was missing"
+    assert {name: (to / name).read_bytes() for name in FILES} == FILES
+    await download().all(files)
+    assert len(firsts) == 5, "all is there"
+    (to / "config.json").write_bytes(b"[]")
+    await download().all(files)
+    assert (to / "config.json").read_bytes() == b"{}"
+    (to / "model.safetensors").unlink()
+    (to / "model.safetensors.part").write_bytes(b"x" * len(WEIGHTS))
+    with pytest.raises(Failed, match="arrived with other bytes"):
+        await download().all(files)
+    await download().all(files)
+    assert (to / "model.safetensors").read_bytes() == WEIGHTS
+    outside = weights.model_copy(update={"name": "../x"})
+    with pytest.raises(BadRequest, match="expected one within its folder"):
+        await download().all([outside])

@@ -7,22 +7,25 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+from fastapi import Path as Path_
 from fastapi import Query, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import FileResponse, Response, StreamingResponse
 
 from services.orchestrator.queue.connection import MAX_FOLLOWERS
 from services.orchestrator.queue.records import check_event_id
 from services.orchestrator.queue.store import Store
+from services.orchestrator.record.checkpoint_files import files_of, path_of
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.graded import graded
 from services.orchestrator.record.retention import best_step
 from shared import openapi
-from shared.errors import Busy
+from shared.errors import Busy, NotFound
 from shared.job import Job
 from shared.service import Service
 from shared.wire import (
     TERMINAL,
     Checkpoint,
+    CheckpointFiles,
     CheckpointList,
     EventList,
     MetricsList,
@@ -39,6 +42,23 @@ up."""
 MAX_STEP = 10**9
 
 Step = Annotated[int, Query(ge=0, le=MAX_STEP)]
+
+
+StepInPath = Annotated[int, Path_(ge=0, le=MAX_STEP)]
+
+BYTES = "application/octet-stream"
+
+DOWNLOADED: openapi.Responses = {
+    200: openapi.other("the file", BYTES),
+    206: openapi.other("the part of the file that `Range` asked for", BYTES),
+    416: openapi.other("`Range` begins beyond the end of the file", "text/plain"),
+}
+
+
+class DownloadedFile(FileResponse):
+    """A file, or the range of it that was asked for."""
+
+    chunk_size = 1 << 20
 
 
 def add_routes(service: Service, store: Store) -> None:
@@ -115,10 +135,40 @@ def _add_checkpoints(service: Service, store: Store) -> None:
     async def checkpoints(job_id: str) -> CheckpointList:
         """The checkpoints there are, oldest first: those written, without those that the trainer
         has since removed."""
+        return CheckpointList(checkpoints=tuple(await kept(job_id)))
+
+    async def kept(job_id: str) -> list[Checkpoint]:
         record = await store.get(job_id)
         rows = await asyncio.to_thread(RunFolder(Path(record.run_dir)).metrics)
-        found = kept_checkpoints(await store.checkpoints(job_id), record.job, rows)
-        return CheckpointList(checkpoints=tuple(found))
+        return kept_checkpoints(await store.checkpoints(job_id), record.job, rows)
+
+    async def folder(job_id: str, step: int) -> Path:
+        """Returns the folder of the checkpoint of `step`. Raises NotFound."""
+        found = await kept(job_id)
+        for checkpoint in found:
+            if checkpoint.step == step:
+                return Path(checkpoint.path)
+        steps = ", ".join(str(checkpoint.step) for checkpoint in found)
+        have = f"has those of steps {steps}" if found else "has none"
+        raise NotFound(f"job {job_id!r} has no checkpoint of step {step}; it {have}")
+
+    @service.app.get("/v1/jobs/{job_id}/checkpoints/{step}")
+    async def checkpoint_files(job_id: str, step: StepInPath) -> CheckpointFiles:
+        """The files of a checkpoint, each with its size and checksum."""
+        path = await folder(job_id, step)
+        files = await asyncio.to_thread(files_of, path)
+        return CheckpointFiles(step=step, files=files)
+
+    @service.app.get(
+        "/v1/jobs/{job_id}/checkpoints/{step}/files/{name:path}",
+        response_class=DownloadedFile,
+        responses=DOWNLOADED,
+    )
+    async def checkpoint_file(job_id: str, step: StepInPath, name: str) -> DownloadedFile:
+        """The bytes of a file of a checkpoint. Takes `Range`, so a download that was cut goes on
+        where it broke off."""
+        path = await asyncio.to_thread(path_of, await folder(job_id, step), name)
+        return DownloadedFile(path, media_type=BYTES, filename=path.name)
 
 
 def kept_checkpoints(

@@ -23,26 +23,18 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from services.trainer.disk.folders import discard, files_in, size_of
+from shared.checkpoints import MANIFEST, StoredFile
 from shared.errors import Conflict, Failed
 from shared.job import CheckpointSpec, Job
 from shared.wire import Checkpoint, JobId, StepResult, Wire
 
 PREFIX = "step-"
 DAMAGED = "damaged-"
-STATE = "trainer"
-MANIFEST = f"{STATE}/manifest.json"
 BLOCK_BYTES = 1 << 20
 
 FORMAT = 1
 """Of the manifest and of all that is in `trainer/`. It grows by 1 with each change that an older
 version of Hone would misread."""
-
-
-class File(Wire):
-    """A file of a checkpoint as it was written."""
-
-    size_bytes: int
-    crc32: int
 
 
 class Manifest(Wire):
@@ -59,7 +51,7 @@ class Manifest(Wire):
     skipped_steps: int
     last_body: str | None
     last_result: StepResult | None
-    files: dict[str, File]
+    files: dict[str, StoredFile]
 
 
 class Damaged(Exception):
@@ -142,7 +134,7 @@ def _of_another_version(path: Path, why: str) -> Conflict:
     )
 
 
-def measured(path: Path, share: slice) -> dict[str, File]:
+def measured(path: Path, share: slice) -> dict[str, StoredFile]:
     """Returns size and checksum of a share of the files at `path`."""
     return {str(file.relative_to(path)): _measure(file) for file in files_in(path)[share]}
 
@@ -169,10 +161,10 @@ def set_aside(path: Path) -> Path:
     return path.replace(aside)
 
 
-def _measure(file: Path) -> File:
+def _measure(file: Path) -> StoredFile:
     size_bytes = crc32 = 0
     with file.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             size_bytes += len(block)
             crc32 = zlib.crc32(block, crc32)
-    return File(size_bytes=size_bytes, crc32=crc32)
+    return StoredFile(size_bytes=size_bytes, crc32=crc32)

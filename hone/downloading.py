@@ -1,0 +1,141 @@
+"""A checkpoint's files, from the orchestrator into a folder. What was cut goes on where it broke
+off, also in a later call: a file has its own name once its checksum is right, and ends in `.part`
+before."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from urllib.parse import quote
+
+from pydantic import BaseModel
+
+from shared.client import Client
+from shared.errors import BadRequest, Failed, Unavailable
+from shared.wire import CheckpointFile
+
+Progress = Callable[[str, int, int], None]
+"""Hears a file's name, how many of its bytes there are, and how many it has."""
+
+PART = ".part"
+BLOCK_BYTES = 1 << 20
+
+PATIENCE_S = 60.0
+"""Seconds without a new byte after which a download is given up."""
+
+PAUSE_S = 1.0
+
+
+class Downloaded(BaseModel):
+    """The checkpoint of `step`, whose `files` are in `folder`."""
+
+    step: int
+    folder: Path
+    files: tuple[CheckpointFile, ...]
+
+
+class Download:
+    """Files at `path` of the orchestrator, put into `folder`."""
+
+    def __init__(self, client: Client, path: str, folder: Path, progress: Progress) -> None:
+        self._client = client
+        self._path = path
+        self._folder = folder
+        self._progress = progress
+
+    async def all(self, files: Sequence[CheckpointFile]) -> None:
+        """Raises Failed for a disk that cannot take them or a file that arrived damaged, and
+        Unavailable where the orchestrator stays away."""
+        for file in files:
+            _check_name(file.name)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            missing = [file for file in files if not await asyncio.to_thread(self._is_there, file)]
+            self._check_space(missing)
+            for file in missing:
+                await self._one(file)
+        except OSError as error:
+            raise Failed(
+                f"{str(self._folder)!r} cannot be written: {error.strerror or error}; --to names "
+                "another folder"
+            ) from error
+
+    def _is_there(self, file: CheckpointFile) -> bool:
+        target = self._folder / file.name
+        is_there = target.is_file() and _is_same(target, file)
+        if is_there:
+            self._progress(file.name, file.size_bytes, file.size_bytes)
+        return is_there
+
+    def _check_space(self, missing: Sequence[CheckpointFile]) -> None:
+        needed_bytes = sum(file.size_bytes - _size(self._part(file)) for file in missing)
+        free_bytes = shutil.disk_usage(self._folder).free
+        if needed_bytes > free_bytes:
+            raise Failed(
+                f"no space in {str(self._folder)!r}: {needed_bytes} bytes are missing and "
+                f"{free_bytes} are free; --to names another folder",
+                code="disk_full",
+            )
+
+    async def _one(self, file: CheckpointFile) -> None:
+        part = self._part(file)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        if _size(part) > file.size_bytes:
+            part.unlink()
+        part.touch()
+        heard_at = time.monotonic()
+        while (have_bytes := _size(part)) < file.size_bytes:
+            try:
+                await self._attempt(file, part, have_bytes)
+            except Unavailable:
+                if _size(part) > have_bytes:
+                    heard_at = time.monotonic()
+                if time.monotonic() - heard_at > PATIENCE_S:
+                    raise
+                await asyncio.sleep(PAUSE_S)
+        if not await asyncio.to_thread(_is_same, part, file):
+            part.unlink()
+            raise Failed(
+                f"{file.name} arrived with other bytes than the checkpoint's, whose checksum is "
+                f"{file.crc32:08x}; it was removed: try again",
+                code="digest_differs",
+            )
+        part.replace(self._folder / file.name)
+
+    async def _attempt(self, file: CheckpointFile, part: Path, have_bytes: int) -> None:
+        """Appends what the orchestrator sends, up to the file's end or where that breaks off."""
+        path = f"{self._path}/{quote(file.name)}"
+        with part.open("ab") as sink:
+            async for piece in self._client.pieces(path, first_byte=have_bytes):
+                sink.write(piece)
+                have_bytes += len(piece)
+                self._progress(file.name, have_bytes, file.size_bytes)
+                if have_bytes > file.size_bytes:
+                    return
+
+    def _part(self, file: CheckpointFile) -> Path:
+        return self._folder / (file.name + PART)
+
+
+def _check_name(name: str) -> None:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name:
+        raise BadRequest(f"the checkpoint has a file {name!r:.200}; expected one within its folder")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _is_same(path: Path, file: CheckpointFile) -> bool:
+    if path.stat().st_size != file.size_bytes:
+        return False
+    crc32 = 0
+    with path.open("rb") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            crc32 = zlib.crc32(block, crc32)
+    return crc32 == file.crc32

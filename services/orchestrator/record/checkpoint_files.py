@@ -1,0 +1,49 @@
+"""The files of a checkpoint in a run folder, by the manifest that the trainer wrote with them. Only
+what the manifest names is handed out."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from shared.checkpoints import MANIFEST, StoredFile
+from shared.errors import Failed, NotFound
+from shared.wire import CheckpointFile
+
+_FILES = TypeAdapter(dict[str, StoredFile])
+
+
+def files_of(folder: Path) -> tuple[CheckpointFile, ...]:
+    """Returns the files of the checkpoint at `folder`, its manifest included, by name. Raises
+    NotFound for one that was removed, and Failed for one whose manifest cannot be read."""
+    try:
+        text = (folder / MANIFEST).read_bytes()
+        files = _FILES.validate_python(json.loads(text)["files"])
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound(f"the checkpoint {str(folder)!r} is not there any more") from error
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise Failed(f"{str(folder / MANIFEST)!r} cannot be read: {why:.300}") from error
+    files[MANIFEST] = StoredFile(size_bytes=len(text), crc32=zlib.crc32(text))
+    return tuple(
+        CheckpointFile(name=name, size_bytes=file.size_bytes, crc32=file.crc32)
+        for name, file in sorted(files.items())
+    )
+
+
+def path_of(folder: Path, name: str) -> Path:
+    """Returns where the file of this name is. Raises NotFound for what the checkpoint has not."""
+    names = [file.name for file in files_of(folder)]
+    path = folder / name
+    if name not in names or not path.resolve().is_relative_to(folder.resolve()):
+        raise NotFound(f"the checkpoint has no file {name!r:.200}; its files are {_some(names)}")
+    if not path.is_file():
+        raise NotFound(f"{str(path)!r} is not there any more")
+    return path
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
