@@ -8,13 +8,7 @@ from pathlib import Path
 
 from shared.config import Settings
 from shared.errors import BadRequest
-
-SHARED_UTILIZATION = 0.35
-"""Share of a GPU's memory that vLLM takes beside a trainer, which at bfloat16 with a float32 master
-and Adam's moments needs eight times what vLLM needs for the weights."""
-
-TURNS_UTILIZATION = 0.6
-"""The same where the two take turns: the rest is for the trainer's weights, which stay."""
+from shared.plan.placement import SHARED_UTILIZATION, TURNS_UTILIZATION
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ from shared.wire import (
     KeyRevoked,
     MetricsList,
     MetricsRow,
+    Plan,
     Recovered,
     RegradeReport,
     RegradeRequest,
@@ -64,6 +65,7 @@ END_DEADLINE_S = 10.0
 PROGRESS_S = 1.0
 DELETE_DEADLINE_S = 600.0
 CHANGE_DEADLINE_S = 30.0
+PLAN_DEADLINE_S = 30.0
 RECOVER_DEADLINE_S = 600.0
 RECONNECT_S = 60.0
 PING_DEADLINE_S = 1.0
@@ -116,6 +118,13 @@ class Client:
         call = self._client.call(
             "POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=SUBMIT_DEADLINE_S
         )
+        return self._background.run(call)
+
+    def plan(self, job: Job) -> Plan:
+        """Returns what the orchestrator works out that a job will need and cost. Raises BadRequest
+        for a model whose sizes are not known."""
+        body = SubmitRequest(job=job)
+        call = self._client.call("POST", "/v1/jobs/plan", body, Plan, deadline_s=PLAN_DEADLINE_S)
         return self._background.run(call)
 
     def get(self, job: str) -> JobRecord:

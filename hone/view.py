@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from hone.plan_view import plan_lines
 from shared.wire import DryRun, Event, JobRecord, JobSummary, MetricsRow, Obstacle, PreviewedPrompt
 
 COLUMNS = {
@@ -131,6 +132,7 @@ def job_details(record: JobRecord) -> Table:
         "model": record.job.model,
         "run folder": record.run_dir,
         "paused because" if record.status == "paused" else "error": record.error,
+        "cost so far": None if record.cost is None else f"{record.cost:.2f} {record.currency}",
         "recoveries": record.recoveries or None,
         **{
             name: value
@@ -154,31 +156,12 @@ def dry_run(tried: DryRun) -> Text:
         f"columns: {', '.join(tried.columns)}",
         *([f"data: {sources}"] if sources else []),
         *([f"tokens are not counted: {tried.not_counted}"] if tried.not_counted else []),
-        _memory(tried),
+        *(plan_lines(tried.plan) if tried.plan else [f"not planned: {tried.not_planned}"]),
     ]
     for prompt in tried.prompts:
         size = "" if prompt.num_tokens is None else f", {prompt.num_tokens} tokens"
         lines += ["", f"row {prompt.index}{size}:", _shown(prompt)]
     return Text("\n".join(lines))
-
-
-def _memory(tried: DryRun) -> str:
-    found = tried.memory
-    if found is None:
-        return f"memory is not estimated: {tried.not_estimated}"
-    parts = {
-        "weights": found.weights_gib,
-        "reference": found.reference_gib,
-        "gradients": found.gradients_gib,
-        "optimizer": found.optimizer_gib,
-        "activations": found.activations_gib,
-    }
-    shown = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib)
-    return (
-        f"memory, about: {sum(parts.values()):.1f} GiB on each GPU of the trainer ({shown}); "
-        f"{found.sampler_weights_gib:.1f} GiB on the sampler's, and {found.cache_bytes_per_token} "
-        "bytes of cache per token"
-    )
 
 
 def _shown(prompt: PreviewedPrompt) -> str:

@@ -186,6 +186,27 @@ class Settings(BaseSettings):
     start_deadline_s: float = Field(default=1800.0, gt=0)
     """Seconds for loading a job's model into trainer or sampler, its download included."""
 
+    gpus: str | None = None
+    """GPUs of the stack, for plans and prices: a count and a name of `hone plan --gpus`, such as
+    1xA100-80GB, or two of them with a comma, the trainer's first. None: those that nvidia-smi shows
+    where the plan is made, or the CPU."""
+
+    prices: Path | None = None
+    """TOML file with what an hour of a GPU costs, a table for each provider. None: the one that
+    comes with Hone, `shared/plan/prices.toml`, which has the dates and sources of its prices."""
+
+    provider: str = "modal"
+    """Table of `prices` that costs are worked out by. The default is the one with the most
+    GPUs."""
+
+    price_per_hour: float | None = Field(default=None, ge=0)
+    """What an hour of everything that a job has costs, in `currency`: GPUs, hosts and storage, of
+    one trainer with its samplers. None: the sum of the prices of `gpus`."""
+
+    currency: str = Field(default="USD", pattern=r"^\S{1,8}$")
+    """Currency of `price_per_hour`, as it is shown: up to 8 characters. A table of `prices` has its
+    own."""
+
     max_missing_rewards: float = Field(default=0.5, ge=0, le=1)
     """Share of a batch's rewards, from 0 to 1, that may be missing. Beyond it the job pauses rather
     than learn from what few graders still answered."""

@@ -9,9 +9,12 @@ from typing import Annotated
 import typer
 
 from hone import view
+from hone.client import Client
 from hone.commands.logs import follow
+from hone.plan_view import estimate_line
 from hone.shell import JobArgument, Output, OutputOption, command, connect, err, out, show
-from shared.errors import BadRequest
+from shared.errors import BadRequest, HoneError
+from shared.job import Job
 from shared.job_file import load_job
 from shared.wire import TERMINAL, JobStatus
 
@@ -50,11 +53,21 @@ def submit(
         if output is Output.table:
             accepted = f"job {record.id} accepted; results go to {record.run_dir}"
             out.print(accepted, soft_wrap=True, highlight=False)
+            out.print(f"  {_estimate(client, job)}", soft_wrap=True, highlight=False, markup=False)
         if following:
             follow(client, record.id, output)
         else:
             out.print(f"  hone logs -f {record.id}    to watch it", highlight=False)
             out.print(f"  hone cancel {record.id}     to stop it", highlight=False)
+
+
+def _estimate(client: Client, job: Job) -> str:
+    """Returns what the orchestrator expects of the job, in a line. That it cannot say it is no
+    fault of a job that was accepted."""
+    try:
+        return estimate_line(client.plan(job))
+    except HoneError as error:
+        return f"not planned: {error.detail}"
 
 
 @command

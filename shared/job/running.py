@@ -119,6 +119,13 @@ class StopSpec(Section):
     loading, evaluations and checkpoints, and without the queue and pauses. The step under way is
     finished. None: no bound."""
 
+    max_cost: float | None = Field(default=None, gt=0)
+    """Pauses the job once it has cost so much: the metric `total/cost`, which is `total/hours` by
+    the price of an hour (HONE_PRICE_PER_HOUR, or that of HONE_GPUS), in its currency. The step
+    under way is finished and has a checkpoint. It pauses and does not end, for whether there is
+    more to spend is for a person to say: `hone resume JOB --set stop.max_cost=...`. None: no
+    bound."""
+
 
 class RolloutsSpec(Section):
     """Stored rollouts: what was sampled and how it was graded, a file for each step."""

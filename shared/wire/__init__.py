@@ -13,6 +13,7 @@
 | `weights.py` | published versions, one class per way that they go |
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: records, events, metrics, stored rollouts |
+| `planning.py` | what a job will probably need |
 | `evaluations.py` | models compared on held-out problems |
 | `files.py` | files that were uploaded |
 | `keys.py` | API keys |
@@ -93,7 +94,6 @@ from shared.wire.jobs import (
     JobState,
     JobStatus,
     JobSummary,
-    MemoryEstimate,
     MetricsList,
     MetricsRow,
     Obstacle,
@@ -109,6 +109,15 @@ from shared.wire.jobs import (
     SubmitRequest,
 )
 from shared.wire.keys import Access, ApiKey, CreatedKey, CreateKey, KeyList, KeyRevoked
+from shared.wire.planning import (
+    Change,
+    Cost,
+    Placement,
+    Plan,
+    SamplerMemory,
+    StepTime,
+    TrainerMemory,
+)
 from shared.wire.rewards import (
     MAX_CHECKED_PROMPTS,
     MAX_COLUMNS,

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from shared.job import Job, RewardSpec
 from shared.wire.base import JobId, Message, Wire
+from shared.wire.planning import Plan
 from shared.wire.rewards import Part
 from shared.wire.rollouts import FinishReason
 
@@ -41,7 +42,8 @@ class JobSummary(Wire):
 
     `place` is that of a job that waits, as a queued one does and a running one whose worker is
     gone: 1 for the one that is taken next. `waits_for` says why trainers take none meanwhile, by
-    host and port. `trainer` is the one that the job was given last.
+    host and port. `trainer` is the one that the job was given last. `cost` is what it has
+    cost up to its last step, in `currency`; None where what an hour costs is not known.
     """
 
     id: JobId
@@ -55,6 +57,8 @@ class JobSummary(Wire):
     steps: int
     eta_s: float | None = None
     reward: float | None = None
+    cost: float | None = None
+    currency: str | None = None
     cancel_requested: bool = False
     pause_requested: bool = False
     recoveries: int = 0
@@ -89,28 +93,10 @@ class PreviewedPrompt(Wire):
     num_tokens: int | None = None
 
 
-class MemoryEstimate(Wire):
-    """What a job probably needs, in GiB on each GPU of the trainer: its weights, those of the
-    reference model (with `beta`), gradients, float32 copies with Adam's moments, and the
-    activations of a micro-batch. `optimizer_gib` is in the host's memory with
-    `memory.offload_optimizer`. A GPU of the sampler holds its part of the weights, and the cache
-    with so many bytes per token of prompt and completion."""
-
-    num_parameters: int
-    num_trainable: int
-    weights_gib: float
-    reference_gib: float
-    gradients_gib: float
-    optimizer_gib: float
-    activations_gib: float
-    sampler_weights_gib: float
-    cache_bytes_per_token: int
-
-
 class DryRun(Wire):
     """`POST /v1/jobs/dry_run`: the job as it would run, and its first prompts. `num_train` is None
     for a stream; `data` are the versions as in a job's record. `not_counted` says why prompts have
-    no `num_tokens`, and `not_estimated` why there is no `memory`."""
+    no `num_tokens`, and `not_planned` why there is no `plan`."""
 
     job: Job
     columns: tuple[str, ...]
@@ -119,8 +105,8 @@ class DryRun(Wire):
     data: dict[str, str]
     prompts: tuple[PreviewedPrompt, ...]
     not_counted: str = ""
-    memory: MemoryEstimate | None = None
-    not_estimated: str = ""
+    plan: Plan | None = None
+    not_planned: str = ""
 
 
 class JobState(Wire):

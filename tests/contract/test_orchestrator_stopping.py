@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hone import view
 from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
 from shared.config import Settings
@@ -18,6 +19,7 @@ from shared.wire import (
     CheckpointList,
     DryRun,
     JobRecord,
+    JobState,
     Part,
     ResumeRequest,
     ScoreItem,
@@ -149,6 +151,50 @@ async def test_a_budget_goes_on_counting_and_can_be_raised(stack: Stack) -> None
     assert (record.status, record.step) == ("succeeded", 5)
     assert [metrics(record, step)["total/tokens"] for step in (3, 5)] == [144, 240]
     assert 0 < metrics(record, 2)["total/hours"] < metrics(record, 3)["total/hours"]
+
+
+async def test_a_job_that_has_cost_what_it_may_pauses_until_it_may_cost_more(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    """An hour is so dear that each step costs more than 1."""
+    dear = settings.model_copy(update={"price_per_hour": 1e6, "currency": "EUR"})
+    fakes = FakeServices(dear)
+    async with (
+        fakes.running(dear) as running,
+        orchestrator(running, redis_url) as (_, transport),
+    ):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+
+        async def go_on(id: str, *statuses: str, changes: tuple[str, ...] = ()) -> JobRecord:
+            path, body = f"/v1/jobs/{id}/resume", ResumeRequest(set=changes)
+            await client.call("POST", path, body, JobState, deadline_s=30)
+            return await orchestrator_stack.ended(client, id, *statuses)
+
+        wanted = changed(job, stop={"max_cost": 1.0}, checkpoints={"every": 0})
+        paused = await orchestrator_stack.finish(client, wanted, "paused")
+        assert paused.step == 1 and 1 in fakes.checkpointed
+        assert paused.error is not None
+        assert paused.error.startswith("after step 1: it has cost ")
+        assert "at 1e+06: HONE_PRICE_PER_HOUR), and stop.max_cost is 1; raise it" in paused.error
+        assert "`hone resume JOB --set stop.max_cost=...`" in paused.error
+        found = metrics(paused, 1)
+        assert found["total/cost"] == pytest.approx(1e6 * found["total/hours"])
+        assert (paused.cost, paused.currency) == (pytest.approx(found["total/cost"]), "EUR")
+        assert f"{paused.cost:.2f} EUR" in str([*view.job_details(paused).columns[1].cells])
+        asked = fakes.calls.copy()
+        again = await go_on(paused.id, "paused")
+        assert again.error is not None and again.error.startswith("it has cost ")
+        assert fakes.calls["train_step"] == asked["train_step"] == 1, "nothing was loaded"
+        record = await go_on(paused.id, changes=("stop.max_cost=1e12",))
+        assert (record.status, record.step, fakes.calls["train_step"]) == ("succeeded", 8, 8)
+
+
+async def test_a_cost_needs_a_price(stack: Stack) -> None:
+    with pytest.raises(BadRequest) as raised:
+        await stack.submit(changed(stack.job, stop={"max_cost": 5}))
+    assert raised.value.detail.startswith(
+        "stop.max_cost is 5, and what an hour costs is not known; set HONE_PRICE_PER_HOUR"
+    )
 
 
 async def test_a_job_that_ends_as_it_goes_on_keeps_its_best_and_is_evaluated(

@@ -104,8 +104,13 @@ async def _never(*_: object) -> None:
 async def finish(client: Client, job: Job, *statuses: str) -> JobRecord:
     """Submits the job and returns its record at the end, or in one of `statuses`."""
     record = await client.call("POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60)
+    return await ended(client, record.id, *statuses)
+
+
+async def ended(client: Client, job_id: str, *statuses: str) -> JobRecord:
+    """Returns the job's record at the end, or in one of `statuses`."""
     async with asyncio.timeout(90):
-        while (found := await client.get(f"/v1/jobs/{record.id}", JobRecord)).status not in (
+        while (found := await client.get(f"/v1/jobs/{job_id}", JobRecord)).status not in (
             statuses or TERMINAL
         ):
             await asyncio.sleep(0.02)

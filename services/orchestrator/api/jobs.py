@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from services.orchestrator.api.checking import CHECKING
 from services.orchestrator.api.rows import check_rows
-from services.orchestrator.data.memory import CannotEstimate, estimate
 from services.orchestrator.data.preview import preview
 from services.orchestrator.loop.colocation import check_colocation
+from services.orchestrator.loop.costs import price_for
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts, load_prompts, with_steps
 from services.orchestrator.queue.ids import new_job_id
@@ -21,9 +21,11 @@ from shared.explain import sentences
 from shared.job import Job
 from shared.model_check import check_model_folder
 from shared.models import model_folder
+from shared.plan.model import CannotPlan, find_model
+from shared.plan.planning import Known, make_plan, planned_gpus
 from shared.rendering import Made
 from shared.service import Service, request_key
-from shared.wire import CreateFineTuningJob, DryRun, JobRecord, Prompt, SubmitRequest
+from shared.wire import CreateFineTuningJob, DryRun, JobRecord, Plan, Prompt, SubmitRequest
 
 
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
@@ -47,8 +49,17 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
             _dry_run, with_steps(request.job, prompts), prompts, settings
         )
 
+    async def plan(request: SubmitRequest) -> Plan:
+        """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's
+        GPUs. Nothing of the job but its model is looked at."""
+        try:
+            return await asyncio.to_thread(_planned, request.job, settings)
+        except CannotPlan as error:
+            raise BadRequest(str(error)) from error
+
     service.operation("POST", "/v1/jobs", submit, durable=True)
     service.operation("POST", "/v1/jobs/dry_run", dry_run)
+    service.operation("POST", "/v1/jobs/plan", plan)
 
 
 async def check_job(job: Job, settings: Settings) -> Prompts:
@@ -63,6 +74,7 @@ async def check_job(job: Job, settings: Settings) -> Prompts:
     if job.request:
         _check_request(job)
     check_colocation(job, settings)
+    price_for(job, settings)
     prompts, first = await CHECKING.run(lambda: _checked_data(job, settings))
     peers = Peers(job, settings.slots[0])
     try:
@@ -92,11 +104,12 @@ def _check_request(job: Job) -> None:
 
 def _dry_run(job: Job, prompts: Prompts, settings: Settings) -> DryRun:
     shown, why = preview(job, prompts.for_step(1))
-    memory, not_estimated = None, ""
+    lengths = [prompt.num_tokens for prompt in shown if prompt.num_tokens is not None]
+    planned, not_planned = None, ""
     try:
-        memory = estimate(job, settings)
-    except CannotEstimate as error:
-        not_estimated = str(error)
+        planned = _planned(job, settings, Known(max(lengths, default=None)))
+    except CannotPlan as error:
+        not_planned = str(error)
     return DryRun(
         job=job,
         columns=prompts.columns,
@@ -105,6 +118,11 @@ def _dry_run(job: Job, prompts: Prompts, settings: Settings) -> DryRun:
         data=prompts.versions,
         prompts=shown,
         not_counted=why,
-        memory=memory,
-        not_estimated=not_estimated,
+        plan=planned,
+        not_planned=not_planned,
     )
+
+
+def _planned(job: Job, settings: Settings, known: Known | None = None) -> Plan:
+    model = find_model(job.model, job.model_revision)
+    return make_plan(job, model, settings, planned_gpus(settings), known)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from services.orchestrator.loop.clock import StepClock
+from services.orchestrator.loop.decisions import TooDear
 from services.orchestrator.loop.evaluation import evaluate, ignored
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Step
@@ -30,10 +31,12 @@ sampled that are trained, are not the same policy."""
 @dataclass(frozen=True)
 class Ended:
     """What came of a step: its checkpoint, if it has one, and `why` no step follows although the
-    job has more; None: one does, or it was the last."""
+    job has more; None: one does, or it was the last. `too_dear` says that it has cost what it
+    may."""
 
     checkpoint: Checkpoint | None = None
     why: str | None = None
+    too_dear: str | None = None
 
 
 @dataclass
@@ -69,10 +72,14 @@ class AfterStep:
 
     async def __call__(self, step: Step, eta_s: float | None) -> Ended:
         """Returns the step's checkpoint, if it has one, and why none follows, if so. The last step
-        has a checkpoint and an evaluation, whatever makes it the last."""
+        has a checkpoint and an evaluation, whatever makes it the last. Raises TooDear, once all
+        of the step is on disk, for a job that has cost what it may and has more to do."""
         with step.trace.within():
             ended = await self._finish(step, eta_s)
         step.trace.end()
+        number = step.batch.step
+        if ended.too_dear and not ended.why and number < self.job.steps:
+            raise TooDear(f"after step {number}: {ended.too_dear}")
         return ended
 
     async def _finish(self, step: Step, eta_s: float | None) -> Ended:
@@ -84,8 +91,9 @@ class AfterStep:
             metrics["skipped_problems"] = num_skipped
         await self._warn(step, metrics)
         last = number == self.job.steps or over_budget(metrics, spec) is not None
+        too_dear = None if step.replayed else self.spent.beyond(spec)
         checkpoint = None
-        if last or _due(number, self.job.checkpoints.every):
+        if last or too_dear or _due(number, self.job.checkpoints.every):
             checkpoint = await self._checkpoint(number, metrics)
         if last or _due(number, self.job.evaluation.every):
             metrics |= await self._evaluate(number, serves=step.serves)
@@ -94,7 +102,7 @@ class AfterStep:
             checkpoint = await self._checkpoint(number, metrics)
         metrics |= {"time/record": self._record_s, **self._clock.end()}
         await self._record(number, metrics, eta_s)
-        return Ended(checkpoint, why)
+        return Ended(checkpoint, why, too_dear)
 
     def why_ended(self, row: MetricsRow) -> str | None:
         """Returns why no step follows that of the row, other than that it is the job's last."""
@@ -113,6 +121,10 @@ class AfterStep:
         await asyncio.to_thread(self.folder.replace_metrics, row)
         await self.journal.row(row, self.job.steps, missing_only=True)
         return checkpoint
+
+    @property
+    def _currency(self) -> str | None:
+        return self.spent.price.currency if self.spent.price else None
 
     async def _checkpoint(self, number: int, metrics: dict[str, float]) -> Checkpoint:
         """Writes the step's checkpoint, and notes in its metrics how long that took."""
@@ -152,7 +164,7 @@ class AfterStep:
         await asyncio.to_thread(self.folder.append_metrics, row)
         await asyncio.to_thread(self.folder.write_hours, self.spent.hours)
         self.tracker.log(number, metrics)
-        await self.journal.row(row, self.job.steps, eta_s)
+        await self.journal.row(row, self.job.steps, eta_s, currency=self._currency)
         if self.tracker.trouble:
             await self._warn_once("wandb", self.tracker.trouble)
         self._record_s = time.monotonic() - start

@@ -37,6 +37,10 @@ class MustPause(Failed):
     goes on where it was."""
 
 
+class TooDear(MustPause):
+    """The job has cost what it may."""
+
+
 class SyncFailed(Failed):
     """The sampler does not serve what the trainer published, though it was pushed twice."""
 
@@ -82,6 +86,7 @@ RULES = (
     Rule(LeaseLost, Action.STOP),
     Rule(BatchExists, Action.STOP),
     Rule(StoreUnavailable, Action.STOP),
+    Rule(TooDear, Action.PAUSE, "raise it with `hone resume JOB --set stop.max_cost=...`"),
     Rule(MustPause, Action.PAUSE),
     Rule(Conflict, Action.STOP, codes=_codes("stale", "emptied")),
     Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order")),

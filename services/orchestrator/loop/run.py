@@ -21,7 +21,15 @@ from services.orchestrator.data.difficulty import History
 from services.orchestrator.loop.after_step import AfterStep, Ended
 from services.orchestrator.loop.batches import Batches
 from services.orchestrator.loop.colocation import check_colocation
-from services.orchestrator.loop.decisions import MAX_RECOVERIES, PAUSES_S, Action, decide
+from services.orchestrator.loop.costs import price_for
+from services.orchestrator.loop.decisions import (
+    MAX_RECOVERIES,
+    PAUSES_S,
+    Action,
+    MustPause,
+    TooDear,
+    decide,
+)
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
@@ -38,8 +46,9 @@ from services.orchestrator.record.summary import summarize
 from services.orchestrator.record.tracking import Tracker
 from shared import tracing
 from shared.config import Settings
-from shared.errors import HoneError
+from shared.errors import BadRequest, HoneError
 from shared.logs import get_logger, of_job
+from shared.plan.prices import Price
 from shared.wire import JobRecord, TrainerState
 
 LOOK_AT_IDLE_S = 2.0
@@ -235,7 +244,10 @@ class Run:
             first = await asyncio.to_thread(prompts.for_step, 1)
         await self._peers.validate_rewards(prompts.columns, first)
         rows = await asyncio.to_thread(self._folder.metrics)
-        spent = Spent(rows, await asyncio.to_thread(self._folder.hours))
+        spent = Spent(rows, await asyncio.to_thread(self._folder.hours), self._price())
+        has_more = not rows or rows[-1].step < self._job.steps
+        if has_more and (why := spent.beyond(self._job.stop)):
+            raise TooDear(why)
         return AfterStep(
             self._job,
             prompts,
@@ -246,6 +258,12 @@ class Run:
             spent,
             self._settings.max_missing_rewards,
         )
+
+    def _price(self) -> Price | None:
+        try:
+            return price_for(self._job, self._settings)
+        except BadRequest as error:  # it was known when the job was submitted
+            raise MustPause(error.detail) from error
 
     async def _traced_load(self) -> TrainerState:
         trace = tracing.begin("load job", job=self._record.id)

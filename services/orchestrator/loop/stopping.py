@@ -1,4 +1,5 @@
-"""Why a job ends before its last step: an evaluation reached the target, or a budget is used up.
+"""Why a job ends before its last step: an evaluation reached the target, or a budget is used up. Or
+why it pauses: it has cost what it may.
 
 It is read off the rows of metrics, which are on disk before anything follows from them: whoever
 goes on with the job comes to the same end.
@@ -13,9 +14,10 @@ from services.orchestrator.loop.advantages import reaches
 from services.orchestrator.loop.groups import num_sampled
 from services.orchestrator.record.retention import measured
 from shared.job import StopSpec
+from shared.plan.prices import Price
 from shared.wire import Batch, MetricsRow
 
-TOKENS, HOURS = "total/tokens", "total/hours"
+TOKENS, HOURS, COST = "total/tokens", "total/hours", "total/cost"
 
 REPLAYED = "replayed"
 """The metric, 1, of a step whose batch was on disk: the job had been there already."""
@@ -24,9 +26,12 @@ REPLAYED = "replayed"
 class Spent:
     """What the job has taken so far, over all attempts: metrics of each step. `rows` and
     `hours` are those that an attempt finds in the run folder when it begins; hours that a failure
-    made it do again count."""
+    made it do again count. `price` is that of an hour, None where it is not known."""
 
-    def __init__(self, rows: Sequence[MetricsRow], hours: float = 0.0) -> None:
+    def __init__(
+        self, rows: Sequence[MetricsRow], hours: float = 0.0, price: Price | None = None
+    ) -> None:
+        self.price = price
         self._began = time.monotonic()
         self._hours_before = max([hours, *(row.metrics.get(HOURS, 0.0) for row in rows)])
         self._tokens = 0.0
@@ -38,11 +43,24 @@ class Spent:
     def after(self, batch: Batch) -> dict[str, float]:
         """Returns what was taken once the batch has been trained on."""
         self._tokens += sum(map(num_sampled, batch.groups)) + batch.dropped_tokens
-        return {TOKENS: self._tokens, HOURS: self.hours}
+        hours = self.hours
+        taken = {TOKENS: self._tokens, HOURS: hours}
+        return taken | ({COST: hours * self.price.per_hour} if self.price else {})
 
     @property
     def hours(self) -> float:
         return self._hours_before + (time.monotonic() - self._began) / 3600
+
+    def beyond(self, spec: StopSpec) -> str | None:
+        """Returns that the job has cost what it may, as a sentence; None: it has not."""
+        price, hours = self.price, self.hours
+        if spec.max_cost is None or price is None or hours * price.per_hour < spec.max_cost:
+            return None
+        return (
+            f"it has cost {hours * price.per_hour:.2f} {price.currency} ({hours:.3g} hours at "
+            f"{price.per_hour:g}: {price.source}), and stop.max_cost is "
+            f"{spec.max_cost:g}"
+        )
 
 
 def over_budget(metrics: Mapping[str, float], spec: StopSpec) -> str | None:

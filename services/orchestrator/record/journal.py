@@ -66,10 +66,11 @@ class Journal:
         num_steps: int,
         eta_s: float | None = None,
         *,
+        currency: str | None = None,
         missing_only: bool = False,
     ) -> None:
-        """Adds the row's events. With `missing_only`, those that a crash after writing it left
-        out."""
+        """Adds the row's events; `currency` is that of its cost. With `missing_only`, those that a
+        crash after writing it left out."""
         step, metrics = row.step, row.metrics
         if rewards := _held_out_rewards(metrics):
             message = f"step {step}: held-out reward {', '.join(rewards)}"
@@ -87,6 +88,8 @@ class Journal:
                 step=step,
                 eta_s=eta_s,
                 reward=reward,
+                cost=metrics.get("total/cost"),
+                currency=currency,
             )
 
 

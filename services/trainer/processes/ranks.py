@@ -42,7 +42,7 @@ from services.trainer.zero.out_of_memory import first_line
 from shared import logs, tracing
 from shared.config import Settings
 from shared.environment import load_settings
-from shared.errors import HoneError, Unavailable
+from shared.errors import BadRequest, HoneError, Unavailable
 from shared.job import Job
 from shared.logs import get_logger
 from shared.processes import end_with_parent
@@ -147,16 +147,25 @@ def trainer_maker(
     # These import deepspeed, which reads DS_ACCELERATOR.
     from services.trainer.zero.deepspeed_engine import quiet_libraries, start_engine
     from services.trainer.zero.models import check_model, choose_dtype, model_files
-    from services.trainer.zero.placement import Gpu, check_fits, needs_of, sizes_of
+    from services.trainer.zero.placement import Gpu, check_fits, needs_of
+    from shared.plan.memory import GIB, Ranks
+    from shared.plan.model import CannotPlan, find_model
 
     def check_job(job: Job) -> None:
         check_model(job)
         device = device_of(place)
         if device.type == "cuda" and shares_gpu(settings):
-            sizes = sizes_of(model_files(job)[0].parent, job.max_model_len)
-            needs = needs_of(sizes, job, choose_dtype(job.training.dtype).itemsize, place.num_ranks)
-            total_bytes = torch.cuda.get_device_properties(device).total_memory
-            check_fits(needs, Gpu(total_bytes, settings.gpu_memory_utilization, settings.colocate))
+            try:
+                model = find_model(str(model_files(job)[0].parent))
+            except (CannotPlan, BadRequest) as error:  # other names, or other files
+                get_logger().warning("not checked whether it fits", reason=str(error))
+                return
+            size = choose_dtype(job.training.dtype).itemsize
+            needs = needs_of(
+                model, job, Ranks(place.num_ranks, size, "gpu"), settings.tensor_parallel_size
+            )
+            total_gib = torch.cuda.get_device_properties(device).total_memory / GIB
+            check_fits(needs, Gpu(total_gib, settings.gpu_memory_utilization, settings.colocate))
 
     quiet_libraries()
     seams = Seams(

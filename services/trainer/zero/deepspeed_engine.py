@@ -38,10 +38,13 @@ from services.trainer.zero.models import (
     copy_tokenizer,
     load_on_all_ranks,
 )
+from services.trainer.zero.out_of_memory import Planned
 from services.trainer.zero.update import Updater
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.packed import Logprobs, TokenIds
+from shared.plan.memory import Ranks
+from shared.plan.model import CannotPlan, of_config
 from shared.wire import Canary, Example, StepTotals
 
 CANARY_TOKENS = 64
@@ -84,6 +87,7 @@ def assemble(job: Job, device: torch.device) -> Parts:
     model = load_on_all_ranks(job, dtype, device, spread=job.memory.zero_stage == 3)
     num_parameters = sum(p.numel() for p in model.parameters())
     weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    planned = _planned(model, job, dtype, device)
     wrapped = lora.attach(model, job.lora).eval() if job.lora else None
     num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     policy = Policy(model, job.sampling.temperature, job.memory.chunk_tokens)
@@ -98,12 +102,26 @@ def assemble(job: Job, device: torch.device) -> Parts:
         model=model,
         wrapped=wrapped,
         zero=engine,
-        updater=Updater(job, engine, policy, reference, packed=packed, device=device),
+        updater=Updater(
+            job, engine, policy, reference, packed=packed, device=device, planned=planned
+        ),
         dtype=dtype,
         num_parameters=num_parameters,
         num_trainable=num_trainable,
         weights_bytes=weights_bytes,
     )
+
+
+def _planned(model: Any, job: Job, dtype: torch.dtype, device: torch.device) -> Planned | None:
+    """Returns what a plan says of the model that was loaded, before adapters are in it; None where
+    its configuration lacks a size."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    try:
+        sizes = of_config(model.config.to_dict(), job.model, shapes)
+    except CannotPlan:
+        return None
+    kind = "gpu" if device.type == "cuda" else "cpu"
+    return Planned(sizes, Ranks(dist.get_world_size(), dtype.itemsize, kind))
 
 
 def start_reference(

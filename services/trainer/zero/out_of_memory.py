@@ -4,13 +4,19 @@ what to what."""
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from shared.job import MemorySpec
+from shared.job import Job, LoraSpec
+from shared.plan.memory import GIB, Ranks, trainer_memory
+from shared.plan.model import Model
+from shared.wire import TrainerMemory
 
-GIB = 1 << 30
+PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "logits", "update")
+PARTS += ("buffers", "overhead")
+"""Of what is planned for a rank, in the order in which it is said."""
 MESSAGE = re.compile(
     r"can't allocate memory|not enough memory|out of memory|Unable to mmap|Cannot allocate memory",
     re.IGNORECASE,
@@ -54,35 +60,70 @@ def half_budget(shape: tuple[int, int] | None) -> int | None:
     return max(1, shape[1] // 2)
 
 
-def knobs(memory: MemorySpec, num_ranks: int, shape: tuple[int, int] | None, *, lora: bool) -> str:
-    """Returns the settings that would save memory, those that cost least first. `shape`: sequences
-    and tokens, padding included, of the micro-batch that did not fit, if it was one."""
-    turns: list[str] = []
+@dataclass(frozen=True)
+class Planned:
+    """What a plan says of this trainer, with the numbers of `hone plan`."""
+
+    model: Model
+    ranks: Ranks
+
+    def memory(self, job: Job) -> TrainerMemory:
+        return trainer_memory(self.model, job, self.ranks)
+
+    def sentence(self, job: Job) -> str:
+        """Returns what was planned for a rank, part by part."""
+        memory = self.memory(job)
+        parts = {name: float(getattr(memory, f"{name}_gib")) for name in PARTS}
+        shown = ", ".join(f"{name} {size:.2f}" for name, size in parts.items() if size >= 0.005)
+        return f"planned are {memory.peak_gib:.2f} GiB for each rank ({shown})"
+
+    def saving(self, before: Job, after: Job) -> str:
+        """Returns how much less would be planned, in words; "" for what does not lower the
+        peak."""
+        saved = self.memory(before).peak_gib - self.memory(after).peak_gib
+        return f" ({saved:.2f} GiB less)" if saved >= 0.005 else ""
+
+
+def knobs(
+    job: Job, num_ranks: int, shape: tuple[int, int] | None, planned: Planned | None = None
+) -> str:
+    """Returns the settings that would save memory, those that cost least first, with how much less
+    is `planned` then. `shape`: sequences and tokens, padding included, of the micro-batch that did
+    not fit, if it was one."""
+    memory, turns = job.memory, list[str]()
+
+    def turn(text: str, after: Job) -> None:
+        turns.append(text + (planned.saving(job, after) if planned else ""))
+
+    def turn_memory(key: str, value: int | bool, note: str = "") -> None:
+        before = getattr(memory, key)
+        text = f"memory.{key} from {_toml(before)} to {_toml(value)}{note}"
+        turn(text, job.model_copy(update={"memory": memory.model_copy(update={key: value})}))
+
     half = half_budget(shape)
     if half:
-        turns.append(f"memory.micro_batch_tokens from {memory.micro_batch_tokens} to {half}")
+        turn_memory("micro_batch_tokens", half)
     if memory.chunk_tokens > 1:
-        turns.append(
-            f"memory.chunk_tokens from {memory.chunk_tokens} to {memory.chunk_tokens // 2}"
-        )
+        turn_memory("chunk_tokens", memory.chunk_tokens // 2)
     if not memory.gradient_checkpointing:
-        turns.append("memory.gradient_checkpointing from false to true")
+        turn_memory("gradient_checkpointing", True)
     if num_ranks > 1 and memory.zero_stage < 3:
-        turns.append(
-            f"memory.zero_stage from {memory.zero_stage} to {max(2, memory.zero_stage + 1)}"
-        )
+        turn_memory("zero_stage", max(2, memory.zero_stage + 1))
     if not memory.offload_optimizer:
-        turns.append(
-            "memory.offload_optimizer from false to true"
-            + ("" if memory.zero_stage else " (with memory.zero_stage 2)")
-        )
-    if not lora:
-        turns.append("[lora], which trains adapters only")
+        note = "" if memory.zero_stage else " (with memory.zero_stage 2)"
+        turn_memory("offload_optimizer", True, note)
+    if job.lora is None:
+        after = job.model_copy(update={"lora": LoraSpec()})
+        turn("[lora], which trains adapters only", after)
     if shape and not half:
         turns.append(
             f"sampling.max_tokens: a micro-batch was one sequence of {shape[1]} tokens already"
         )
     return "; ".join(turns)
+
+
+def _toml(value: int | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def gib(num_bytes: int) -> str:

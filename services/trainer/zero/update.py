@@ -49,6 +49,7 @@ from services.trainer.zero import stages as zero_stages
 from services.trainer.zero.internals import Snapshot, Undo
 from services.trainer.zero.lora import set_dropout
 from services.trainer.zero.out_of_memory import (
+    Planned,
     first_line,
     half_budget,
     is_out_of_memory,
@@ -128,6 +129,7 @@ class Updater:
         *,
         packed: bool,
         device: torch.device,
+        planned: Planned | None = None,
     ) -> None:
         self._job = job
         self._zero = zero
@@ -135,6 +137,7 @@ class Updater:
         self._reference = reference
         self._packed = packed
         self._device = device
+        self._planned = planned
         self._correction = resolve(job.correction, job.max_staleness)
         self._dropout = job.lora is not None and job.lora.dropout > 0
 
@@ -295,13 +298,17 @@ class Updater:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        turn = knobs(self._job.memory, num_ranks, progress.shape, lora=self._job.lora is not None)
+        turn = knobs(self._job, num_ranks, progress.shape, self._planned)
+        planned = f"{self._planned.sentence(self._job)}; " if self._planned else ""
         state = (
             "the weights and the optimizer are as they were"
             if kept
             else "this rank cannot go on from here"
         )
-        sentence = f"out of memory in {progress} ({said}); {there_is}; {state}. Turn one of: {turn}"
+        sentence = (
+            f"out of memory in {progress} ({said}); {there_is}; {planned}{state}. Turn one "
+            f"of: {turn}"
+        )
         if not kept:
             return OutOfMemory(sentence, progress.half)
         failed = Failed(sentence, code="out_of_memory")

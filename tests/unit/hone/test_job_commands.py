@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,19 @@ from typer.testing import CliRunner
 
 from hone.cli import app
 from hone.commands import jobs, recover
-from shared.errors import NotFound
-from shared.wire import JobDeleted, JobList, JobRecord, JobState, Obstacle, Recovered, RecoveredJob
+from shared.errors import BadRequest, NotFound
+from shared.job import Job
+from shared.wire import (
+    JobDeleted,
+    JobList,
+    JobRecord,
+    JobState,
+    Obstacle,
+    Plan,
+    Recovered,
+    RecoveredJob,
+)
+from shared.wire.examples import PLAN
 from tests.support.job_records import record
 
 WAITS_FOR = {
@@ -34,6 +46,14 @@ class Orchestrator:
 
     def list(self, limit: int, **wanted: Any) -> JobList:
         return JobList(jobs=(self.record,)[:limit], unreadable=("old-1",)[:limit])
+
+    def submit(self, job: Job, *, key: str | None = None) -> JobRecord:
+        return self.record
+
+    def plan(self, job: Job) -> Plan:
+        if job.model == "owner/unknown":
+            raise BadRequest("the model 'owner/unknown' is not in the cache")
+        return Plan.model_validate(PLAN | {"steps": job.steps})
 
     def get(self, job: str) -> JobRecord:
         if job not in (self.record.id, self.record.name):
@@ -63,6 +83,24 @@ def run(monkeypatch: pytest.MonkeyPatch, status: str, *arguments: str) -> tuple[
         monkeypatch.setattr(module, "connect", connect)
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     return result.exit_code, result.output
+
+
+def test_what_a_job_will_cost_is_said_when_it_is_submitted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(
+        'name = "t"\nmodel = "owner/model"\nsteps = 3\n[data]\ntrain = "x"\n'
+        '[[rewards]]\ngrader = "length"\n'
+    )
+    code, shown = run(monkeypatch, "queued", "submit", str(file))
+    said = (
+        "  estimated: 13.7 GiB for the trainer on 1xA10G, 52.9 s a step, all steps: about 2.4 "
+        "hours, 2.59 USD (1.10 USD per hour: HONE_PRICE_PER_HOUR)\n"
+    )
+    assert code == 0 and said in shown
+    code, shown = run(monkeypatch, "queued", "submit", str(file), "--set", "model=owner/unknown")
+    assert code == 0 and "  not planned: the model 'owner/unknown' is not in the cache\n" in shown
 
 
 def test_jobs_are_listed_for_people_and_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:

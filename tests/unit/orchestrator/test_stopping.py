@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.loop.stopping import HOURS, TOKENS, Spent, reason_to_stop
+from services.orchestrator.loop.stopping import COST, HOURS, TOKENS, Spent, reason_to_stop
 from services.orchestrator.record.retention import WRITTEN, best_step
 from shared.job import CheckpointSpec, Job, StopSpec
+from shared.plan.prices import Price
 from shared.wire import MetricsRow
 from tests.support.scored_batches import make_batch, make_job, score
 
@@ -64,6 +65,18 @@ def test_what_was_spent_goes_on_from_the_rows_that_are_left() -> None:
     assert found[HOURS] == pytest.approx(2.0, abs=0.01), "what was done in vain has been spent"
     spent.go_on_from([])
     assert spent.after(batch)[TOKENS] == 2
+
+
+def test_the_cost_is_all_hours_at_the_price_of_now() -> None:
+    price = Price(per_hour=4.0, currency="EUR", source="the invoice")
+    spent = Spent([], 2.5, price)
+    batch = make_batch((score(make_job(), 1.0),))
+    assert spent.after(batch)[COST] == pytest.approx(10.0, abs=0.01)
+    assert spent.beyond(StopSpec(max_cost=10.5)) is None and spent.beyond(StopSpec()) is None
+    why = "it has cost 10.00 EUR (2.5 hours at 4: the invoice), and stop.max_cost is 10"
+    assert spent.beyond(StopSpec(max_cost=10)) == why
+    unknown = Spent([], 2.5)
+    assert COST not in unknown.after(batch) and unknown.beyond(StopSpec(max_cost=1)) is None
 
 
 def test_the_best_step_is_the_first_of_the_best_that_have_a_checkpoint() -> None:

@@ -8,12 +8,20 @@ import torch
 from deepspeed.comm.torch import build_shm_op
 
 from services.trainer.learning.minibatches import deal
-from services.trainer.zero.out_of_memory import first_line, is_out_of_memory, knobs, usage
+from services.trainer.zero.out_of_memory import (
+    Planned,
+    first_line,
+    is_out_of_memory,
+    knobs,
+    usage,
+)
 from services.trainer.zero.stages import config
 from shared.errors import BadRequest
-from shared.job import MemorySpec
+from shared.plan.memory import Ranks
 from shared.wire import Example
 from tests.support.engine_ranks import a_job
+from tests.support.plan_models import job as plan_job
+from tests.support.plan_models import model
 
 
 def settings(memory: dict | None = None, dtype: torch.dtype = torch.float32) -> dict:
@@ -115,23 +123,34 @@ def test_every_example_is_dealt_once_into_shares_of_about_one_size_and_always_al
 
 
 def test_out_of_memory_names_the_settings_that_help_with_numbers():
-    spec = MemorySpec(chunk_tokens=1024, gradient_checkpointing=False, zero_stage=2)
-    assert knobs(spec, 2, (8, 12_000), lora=False) == (
+    job = a_job("m", memory={"gradient_checkpointing": False})
+    assert knobs(job, 2, (8, 12_000)) == (
         "memory.micro_batch_tokens from 16384 to 6000; memory.chunk_tokens from 1024 to 512; "
         "memory.gradient_checkpointing from false to true; memory.zero_stage from 2 to 3; "
         "memory.offload_optimizer from false to true; [lora], which trains adapters only"
     )
-    spec = MemorySpec(
-        micro_batch_tokens=1000,
-        chunk_tokens=1,
-        gradient_checkpointing=True,
-        zero_stage=3,
-        offload_optimizer=True,
-    )
+    memory = {"micro_batch_tokens": 1000, "chunk_tokens": 1, "zero_stage": 3}
+    job = a_job("m", memory={**memory, "offload_optimizer": True}, lora={"rank": 4})
     assert (
-        knobs(spec, 2, (1, 1500), lora=True)
+        knobs(job, 2, (1, 1500))
         == "sampling.max_tokens: a micro-batch was one sequence of 1500 tokens already"
     )
+
+
+def test_out_of_memory_says_what_was_planned_and_what_would_be_saved():
+    planned = Planned(model("Qwen2.5-0.5B"), Ranks(2, 2, "gpu"))
+    job = plan_job(memory={"micro_batch_tokens": 32_768})
+    # GiB: half of 1.84 and of 5.52 on each of two ranks; twice 1.977 and 0.5 + 0.76 + 2 x 0.109
+    assert planned.sentence(job) == (
+        "planned are 12.15 GiB for each rank (weights 0.92, gradients 0.92, optimizer 2.76, "
+        "activations 3.95, logits 1.48, update 1.38, buffers 1.12, overhead 1.00)"
+    )
+    # half of the activations, and of what goes into the output head: 1.977 + 0.109
+    half = "memory.micro_batch_tokens from 32768 to 16384 (2.09 GiB less); "
+    turns = knobs(job, 2, (32, 32_768), planned)
+    assert turns.startswith(half + "memory.chunk_tokens from 1024 to 512; ")
+    assert "memory.zero_stage from 2 to 3; " in turns
+    assert "memory.offload_optimizer from false to true (3.68 GiB less); " in turns
 
 
 def test_a_full_memory_is_told_from_other_errors():

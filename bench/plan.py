@@ -1,0 +1,96 @@
+"""What `hone plan` says of the trainer's memory beside what the trainer takes.
+
+    python -m bench.plan [--quick]
+
+One figure is a ratio, planned to measured, of one job: the peak of a rank of the trainer, in a
+process of its own, above what it held before the model was loaded (the interpreter, torch and
+DeepSpeed). The rank loads a random model of Qwen2.5's shape (42 million parameters, vocabulary
+32,000), as a job's, and does two updates of three micro-batches each, full to the token budget: the
+second has Adam's moments. On this machine's CPU, so the peak is the process's largest resident
+size, and the plan has no overhead of CUDA; what the numbers say of a GPU follows as far as the same
+tensors are there. The goal of each is 0.8 to 1.2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.plan_side import TOKENS, write_model
+from bench.report import Figure, finish, table
+
+CASES: dict[str, dict[str, Any]] = {
+    "ZeRO-2, float32": {},
+    "ZeRO-2, bfloat16": {"training": {"dtype": "bfloat16"}},
+    "without gradient checkpointing": {"memory": {"gradient_checkpointing": False}},
+    "ZeRO-0": {"memory": {"zero_stage": 0}},
+    "ZeRO-3": {"memory": {"zero_stage": 3}},
+    "reference model": {"training": {"beta": 0.01}},
+    "LoRA": {"lora": {"rank": 16}},
+}
+LIMIT_S = 600.0
+PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "logits", "update")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="only the first two: about a minute")
+    args = parser.parse_args()
+    cases = dict(list(CASES.items())[:2]) if args.quick else CASES
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder))
+        results = {name: run(Path(folder), case) for name, case in cases.items()}
+    print(f"\nMiB, micro-batches of {TOKENS} tokens\n{rows(results)}\n")
+    figures = [
+        figure
+        for name, found in results.items()
+        for figure in _figures(name, found["planned_mib"] / found["measured_mib"])
+    ]
+    return finish("plan", figures, cases=cases, runs=results)
+
+
+def _figures(name: str, ratio: float) -> list[Figure]:
+    return [
+        Figure(f"{name}: planned to measured, at least", ratio, "x", 0.8, "min"),
+        Figure(f"{name}: planned to measured, at most", ratio, "x", 1.2, "max"),
+    ]
+
+
+def run(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a rank took for such a job, and what was planned."""
+    command = [sys.executable, "-m", "bench.plan_side", str(folder), json.dumps(case)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rows(results: dict[str, dict[str, Any]]) -> str:
+    """Returns the table of what was planned, part by part, and what was measured at which
+    moment."""
+    cells = [
+        (
+            name,
+            *(f"{found['parts'][part]:.0f}" for part in PARTS),
+            f"{found['planned_mib']:.0f}",
+            f"{found['measured_mib']:.0f}",
+            f"{found['loaded_mib']:.0f}",
+            f"{found['settled_mib']:.0f}",
+        )
+        for name, found in results.items()
+    ]
+    header = ("job", *PARTS, "planned", "measured", "loaded", "after a step")
+    return table(cells, header)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""`hone plan`: what a job will need, before anything runs: memory, time, GPUs and money."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hone.plan_view import plan_lines
+from hone.shell import Output, OutputOption, command, show
+from shared import codec
+from shared.environment import load_settings
+from shared.errors import BadRequest
+from shared.job import Job
+from shared.job_file import load_job
+from shared.plan.gpus import parse_gpus
+from shared.plan.model import CannotPlan, find_model
+from shared.plan.planning import Known, make_plan, planned_gpus
+from shared.plan.rates import Measured, rates_of
+from shared.wire import MetricsRow
+
+
+@command
+def plan(
+    file: Annotated[Path, typer.Argument(help="a job as TOML")],
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="1xA100-80GB; of 1xH100,2xA10G the first is the trainer's; cpu"),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="a.b=c, may be repeated")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="tokens of the longest prompt")
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="a run folder, whose rates are taken for the time")
+    ] = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Say what a job needs, where it fits and what it costs; nothing has to run. Without --gpus it
+    is planned for HONE_GPUS, or else for the GPUs of this machine."""
+    job = load_job(file, overrides or [])
+    settings = load_settings()
+    pools = parse_gpus(gpus) if gpus else planned_gpus(settings)
+    known = Known(prompt_tokens, measured_in(measured) if measured else None)
+    try:
+        model = find_model(job.model, job.model_revision)
+    except CannotPlan as error:
+        raise BadRequest(str(error)) from error
+    planned = make_plan(job, model, settings, pools, known)
+    show(output, planned, lambda: "\n".join(plan_lines(planned)))
+
+
+def measured_in(folder: Path) -> Measured:
+    """Returns the rates that the run in a run folder reached. Raises BadRequest for a folder
+    without."""
+    try:
+        job = codec.decode_stored(Job, (folder / "job.json").read_bytes())
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [MetricsRow.model_validate_json(line) for line in lines if line.strip()]
+    except (OSError, ValueError, BadRequest) as error:
+        why = getattr(error, "strerror", None) or "it is not whole"
+        raise BadRequest(
+            f"--measured {str(folder)!r}: {why}; expected a run folder, with job.json and "
+            "metrics.jsonl"
+        ) from error
+    found = rates_of(rows, job)
+    if found is None:
+        raise BadRequest(f"--measured {str(folder)!r}: no step there both sampled and trained")
+    return found

@@ -1,0 +1,21 @@
+"""What an hour of a running job costs."""
+
+from __future__ import annotations
+
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.job import Job
+from shared.plan.prices import Price, price_of_jobs
+
+
+def price_for(job: Job, settings: Settings) -> Price | None:
+    """Returns the price of an hour; None where the settings do not say it. Raises BadRequest for a
+    job that is to pause at a cost then, and for a table of prices that cannot be read."""
+    price = price_of_jobs(settings)
+    if price is None and job.stop.max_cost is not None:
+        raise BadRequest(
+            f"stop.max_cost is {job.stop.max_cost:g}, and what an hour costs is not known; set "
+            "HONE_PRICE_PER_HOUR at the orchestrator, or HONE_GPUS to GPUs that have a price in "
+            "HONE_PRICES"
+        )
+    return price

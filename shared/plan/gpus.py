@@ -1,0 +1,172 @@
+"""GPUs: those that are planned for, what each holds, and how fast it is.
+
+Memory is what CUDA says that there is, which is less than the name says. Products per second are
+dense, from NVIDIA's data sheets.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import BadRequest
+from shared.explain import closest
+
+GIVEN = re.compile(r"(?:(\d{1,4})\s*[xX]\s*)?([A-Za-z][\w.+-]*)")
+EXPECTED = 'expected a count and a name, such as 1xA100-80GB, "1xH100,2xA10G" or cpu'
+MAX_GPUS = 1024
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU: its memory in GiB, the products that it does per second in bfloat16 and in float32, in
+    10^12 floating-point operations, the GB per second that its memory gives, and whether it
+    multiplies bfloat16 by itself. A speed of 0 is not known."""
+
+    name: str
+    memory_gib: float
+    bfloat16_tflops: float = 0.0
+    float32_tflops: float = 0.0
+    bandwidth_gb_s: float = 0.0
+    has_bfloat16: bool = True
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
+
+    @property
+    def has_rates(self) -> bool:
+        return self.bandwidth_gb_s > 0
+
+    def tflops(self, itemsize: int) -> float:
+        """Returns the products per second in elements of so many bytes; those in float32 where it
+        does not multiply the shorter ones."""
+        short = itemsize == 2 and self.has_bfloat16
+        return self.bfloat16_tflops if short else self.float32_tflops
+
+
+@dataclass(frozen=True)
+class Pool:
+    """So many GPUs of a kind."""
+
+    count: int
+    gpu: Gpu
+
+    def __str__(self) -> str:
+        return "cpu" if self.gpu.is_cpu else f"{self.count}x{self.gpu.name}"
+
+
+TABLE = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("T4", 14.6, 0, 8.1, 300, has_bfloat16=False),
+        Gpu("L4", 22.0, 121, 30.3, 300),
+        Gpu("A10", 22.0, 125, 31.2, 600),
+        Gpu("A10G", 22.0, 70, 31.5, 600),
+        Gpu("L40S", 44.4, 362, 91.6, 864),
+        Gpu("A100-40GB", 39.4, 312, 19.5, 1555),
+        Gpu("A100-80GB", 79.1, 312, 19.5, 2039),
+        Gpu("H100", 79.1, 989, 67, 3350),
+        Gpu("H200", 139.8, 989, 67, 4800),
+        Gpu("B200", 178.3, 2250, 75, 8000),
+        Gpu("RTX-3090", 23.5, 71, 35.6, 936),
+        Gpu("RTX-4090", 23.5, 165, 82.6, 1008),
+        Gpu("RTX-PRO-6000", 94.9, 503, 125, 1792),
+    )
+}
+"""The GPUs that `--gpus` names."""
+
+NAMED_MEMORY = {
+    **{"T4": 16, "L4": 24, "A10": 24, "A10G": 24, "L40S": 48, "H100": 80, "H200": 141},
+    **{"B200": 180, "RTX-3090": 24, "RTX-4090": 24, "RTX-PRO-6000": 96},
+}
+"""The GB in names such as A10G-24GB, of GPUs of which there is one size."""
+
+
+def parse_gpus(text: str, where: str = "--gpus") -> tuple[Pool, ...]:
+    """Returns the pools that "1xA100-80GB" or "1xA100-80GB,2xA10G" names: of two, the first is the
+    trainer's and the second the samplers'. "cpu" is this host without any. Raises BadRequest with
+    what was expected, and the nearest name; `where` is what the text was given by."""
+    given = f"{where} {text!r}"
+    parts = [part.strip() for part in text.split(",")]
+    if parts == ["cpu"]:
+        return (Pool(1, cpu()),)
+    if not 1 <= len(parts) <= 2:
+        raise BadRequest(
+            f"{given} has {len(parts)} kinds; expected one, or two with the trainer's first"
+        )
+    return tuple(_pool(part, given) for part in parts)
+
+
+def _pool(part: str, given: str) -> Pool:
+    found = GIVEN.fullmatch(part)
+    if found is None:
+        raise BadRequest(f"{given}: {part!r} is no GPU; {EXPECTED}")
+    count = int(found[1] or 1)
+    if not 1 <= count <= MAX_GPUS:
+        raise BadRequest(f"{given}: {count} GPUs; expected from 1 to {MAX_GPUS}")
+    return Pool(count, named_gpu(found[2], given))
+
+
+def named_gpu(name: str, given: str) -> Gpu:
+    """Returns the GPU of that name, in any case, with or without its memory (A10G-24GB). Raises
+    BadRequest."""
+    known = {each.lower(): gpu for each, gpu in TABLE.items()}
+    known |= {f"{each}-{gb}GB".lower(): TABLE[each] for each, gb in NAMED_MEMORY.items()}
+    if found := known.get(name.lower()):
+        return found
+    of_several = [each for each in TABLE if each.lower().startswith(f"{name.lower()}-")]
+    if len(of_several) > 1:
+        raise BadRequest(f"{given}: expected one of {', '.join(sorted(of_several))}")
+    near = closest(name.upper(), [*TABLE, *(f"{each}-{gb}GB" for each, gb in NAMED_MEMORY.items())])
+    hint = f"did you mean {near!r}?" if near else f"the known ones are {', '.join(sorted(TABLE))}"
+    raise BadRequest(f"{given}: there is no GPU {name!r} in the table; {hint}")
+
+
+def visible_gpus() -> tuple[Pool, ...]:
+    """Returns the GPUs of this machine, as nvidia-smi says; the CPU where there are none, and the
+    first kind where there are several. One that is not in the table has its memory, and no
+    speed."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return (Pool(1, cpu()),)
+    return pools_of(said.stdout)
+
+
+def pools_of(listed: str) -> tuple[Pool, ...]:
+    """Returns the pool that lines of "name, MiB" are: as many of the first as there are."""
+    rows = [line.rpartition(",") for line in listed.splitlines() if line.strip()]
+    found = [(name.strip(), mib.strip()) for name, _, mib in rows if mib.strip().isdecimal()]
+    if not found:
+        return (Pool(1, cpu()),)
+    name, mib = found[0]
+    return (Pool(sum(each == name for each, _ in found), _called(name, int(mib) / 1024)),)
+
+
+def _called(name: str, memory_gib: float) -> Gpu:
+    """Returns the GPU that NVIDIA calls so ("NVIDIA A100-SXM4-80GB"): the longest name of the table
+    whose parts are all in it, of a memory like its own."""
+    words = set(re.split(r"[\s-]+", name.upper()))
+    for key, gpu in sorted(TABLE.items(), key=lambda entry: -len(entry[0])):
+        parts = {part for part in key.upper().split("-") if not part.endswith("GB")}
+        if parts <= words and 0.9 < memory_gib / gpu.memory_gib < 1.1:
+            return gpu
+    return Gpu(re.sub(r"\s+", "-", name), memory_gib)
+
+
+def cpu(meminfo: Path = Path("/proc/meminfo"), cpuinfo: Path = Path("/proc/cpuinfo")) -> Gpu:
+    """Returns this host in the place of a GPU: its memory, and whether it multiplies bfloat16."""
+    kib = re.search(r"^MemTotal:\s+(\d+) kB", _text(meminfo), re.MULTILINE)
+    multiplies = re.search(r"\b(avx512_bf16|amx_tile)\b", _text(cpuinfo)) is not None
+    return Gpu("cpu", int(kib[1]) / (1 << 20) if kib else 0.0, has_bfloat16=multiplies)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,196 @@
+"""What a GPU of the trainer and one of the sampler hold, in bytes.
+
+Of a model with P parameters of b bytes (2 in bfloat16, 4 in float32), T of them trained, L layers,
+hidden size H, intermediate size I, A heads and K heads of keys and values of size D, and vocabulary
+V. A rank runs m tokens at a time (`memory.micro_batch_tokens`) and is one of N, of which n share
+the gradients: n = N from ZeRO stage 2 on, else 1.
+
+The trainer, on each rank:
+
+    weights       b P                      over N in stage 3; adapters are part of them
+    reference     b P                      with `training.beta`, without LoRA; over N in stage 3
+    gradients     4 T / n                  float32, added up over micro-batches
+    optimizer     12 T                     float32 masters and Adam's two moments; over N from
+                                           stage 1; 8 T where the weights are float32 at stage 0
+    activations   m b H L + m (a + 3 b I)  each layer's input, and one layer computed again
+                  m L a + 3 m b I          without gradient checkpointing
+      with a      b (4 I + 2 A D + 2 K D + 4 H) + 8 H
+    logits        8 t + (4 + b) V H        a tile of t logits in float32, twice, and the float32
+                  + m H (2 b + 4)          gradient of the output head (not with LoRA), and of what
+                                           goes into it
+    update        (4 + b) T / n            the gradients of a micro-batch, and their float32 copy
+                                           while they are added to those before
+    buffers       (4 + b) B                what is reduced at a time, B elements; in stage 3 also
+                                           b G of weights that are gathered
+    peak          weights + reference + gradients + optimizer
+                  + max(activations + logits, update) + buffers + overhead
+
+The sampler, on each of the t GPUs that a model is split over:
+
+    weights       b P / t
+    cache         2 b L K D / t            for each token of prompt and completion
+    overhead      M b (2 I / t + 4 H)      activations of M prompt tokens at a time
+                  + S V (b + 8)            logits of S sequences, and their float32 log-probs
+                  + what CUDA, its graphs and NCCL take, which is assumed
+
+Sources: ZeRO's stages are arXiv 1910.02054, section 3. Activations are counted as in arXiv
+2205.05198, section 4, for the layers that transformers runs: a gated MLP (4 I: two products, the
+gate's activation, what goes down), attention without its matrix (queries, keys, values and what
+comes out), and norms that keep their input in float32 (8 H). What DeepSpeed, the output head and
+vLLM hold is read off their code at the pinned versions; `bench/plan.py` compares the trainer's
+numbers with what is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.job import Job
+from shared.plan.model import Model
+from shared.wire.planning import SamplerMemory, TrainerMemory
+
+GIB = 1 << 30
+
+MAX_BUCKET = 200_000_000
+"""Elements that are reduced or gathered at a time, and so the size of DeepSpeed's own buffers."""
+
+MAX_GATHERED = 1_000_000_000
+"""Parameters that ZeRO-3 keeps gathered at most: DeepSpeed's `stage3_max_live_parameters`."""
+
+TILE_LOGITS = {"cpu": 1 << 22, "gpu": 1 << 26}
+"""Logits of one tile: on a CPU what its caches hold (16 MiB in float32), on a GPU what keeps its
+matrix units busy (256 MiB)."""
+
+BATCHED_TOKENS = 2048
+"""Tokens of prompts that vLLM computes at a time, unless it is told otherwise."""
+
+TRAINER_OVERHEAD = {"cpu": 0, "gpu": 1 << 30}
+"""Assumed, in bytes: CUDA's context, NCCL's buffers and cuBLAS's workspaces. On a CPU nothing, as
+the interpreter and its libraries (about 0.7 GiB) are there before the model."""
+
+SAMPLER_OVERHEAD = {"cpu": 0, "gpu": 3 << 29}
+"""Assumed, in bytes: CUDA's context, CUDA graphs, NCCL's buffers."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The trainer's processes: how many, each with a device of its own, and the bytes of an element
+    of weights."""
+
+    num: int
+    itemsize: int
+    device: str  # "gpu" or "cpu"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A sampler: the devices that its model is split over, the most sequences at once
+    (`HONE_MAX_NUM_SEQS`), those it gets of a step, the tokens of each, and the adapters that it
+    holds beside the model (`HONE_ROLLOUT_ADAPTERS` and one)."""
+
+    tensor_parallel: int
+    max_sequences: int
+    sequences: int
+    sequence_tokens: int
+    max_adapters: int
+    itemsize: int
+    device: str  # "gpu" or "cpu"
+
+
+def layer_bytes_per_token(model: Model, itemsize: int) -> int:
+    """Returns what one layer keeps of a token for its backward pass, in bytes: `a` above."""
+    heads = 2 * (model.heads + model.kv_heads) * model.head_size
+    return itemsize * (4 * model.intermediate + heads + 4 * model.hidden) + 8 * model.hidden
+
+
+def activation_bytes(model: Model, job: Job, itemsize: int) -> int:
+    """Returns the activations of a micro-batch at their highest, in bytes."""
+    one = layer_bytes_per_token(model, itemsize)
+    if job.memory.gradient_checkpointing:
+        kept = itemsize * model.hidden * model.num_layers + one
+    else:
+        kept = model.num_layers * one
+    return job.memory.micro_batch_tokens * (kept + 3 * itemsize * model.intermediate)
+
+
+def logits_bytes(model: Model, job: Job, ranks: Ranks) -> int:
+    """Returns what the output head takes to score a micro-batch and to find its gradient, in
+    bytes."""
+    tokens = job.memory.micro_batch_tokens
+    of_chunk = min(job.memory.chunk_tokens, tokens) * model.vocabulary
+    tile = min(of_chunk, TILE_LOGITS[ranks.device])
+    weights = (4 + ranks.itemsize) * model.vocabulary * model.hidden
+    inputs = tokens * model.hidden * (2 * ranks.itemsize + 4)
+    return 8 * tile + (0 if job.lora else weights) + inputs
+
+
+def trainer_memory(model: Model, job: Job, ranks: Ranks) -> TrainerMemory:
+    """Returns what each rank of the trainer holds."""
+    memory, stage, size = job.memory, job.memory.zero_stage, ranks.itemsize
+    whole = model.num_parameters
+    trained = model.num_trainable(job.lora)
+    adapters = trained if job.lora else 0
+    sharing = ranks.num if stage >= 2 else 1
+    has_masters = stage > 0 or size < 4
+    states = (12 if has_masters else 8) * trained / (ranks.num if stage >= 1 else 1)
+    weights = size * (whole + adapters) / (ranks.num if stage == 3 else 1)
+    reference = size * whole if job.training.beta > 0 and job.lora is None else 0
+    gradients = 4 * trained / sharing
+    offloaded = memory.offload_optimizer and stage > 0
+    bucket = min(trained, MAX_BUCKET) if stage > 0 else 0
+    gathered = min(whole, MAX_GATHERED) if stage == 3 and ranks.num > 1 else 0
+    parts = {
+        "weights": weights,
+        "reference": reference / (ranks.num if stage == 3 else 1),
+        "gradients": 0 if offloaded else gradients,
+        "optimizer": 0 if offloaded else states,
+        "activations": activation_bytes(model, job, size),
+        "logits": logits_bytes(model, job, ranks),
+        "update": 0 if offloaded else (4 + size) * trained / sharing,
+        "buffers": (4 + size) * bucket + size * gathered,
+        "overhead": TRAINER_OVERHEAD[ranks.device],
+    }
+    working = max(parts["activations"] + parts["logits"], parts["update"])
+    steady = ("weights", "reference", "gradients", "optimizer", "buffers", "overhead")
+    host = states + (4 + size) * trained / sharing if offloaded else 0
+    return TrainerMemory(
+        **{f"{name}_gib": gib(value) for name, value in parts.items()},
+        peak_gib=gib(working + sum(parts[name] for name in steady)),
+        host_gib=gib(host),
+    )
+
+
+def sampler_memory(model: Model, job: Job, serving: Serving) -> SamplerMemory:
+    """Returns what each GPU of a sampler holds."""
+    size, split = serving.itemsize, serving.tensor_parallel
+    per_token = cache_bytes_per_token(model, size, split)
+    sequences = min(serving.sequences, serving.max_sequences)
+    adapters = 0
+    if job.served_rank is not None and job.lora is not None:
+        adapters = size * model.num_adapter_parameters(job.lora) * serving.max_adapters
+    overhead = (
+        SAMPLER_OVERHEAD[serving.device]
+        + BATCHED_TOKENS * size * (2 * model.intermediate / split + 4 * model.hidden)
+        + serving.max_sequences * model.vocabulary * (size + 8)
+    )
+    max_len = job.max_model_len or model.max_len
+    return SamplerMemory(
+        weights_gib=gib((size * model.num_parameters + adapters) / split),
+        cache_gib=gib(per_token * serving.sequence_tokens * sequences),
+        least_cache_gib=gib(per_token * max_len),
+        overhead_gib=gib(overhead),
+        cache_bytes_per_token=per_token,
+        sequences=sequences,
+    )
+
+
+def cache_bytes_per_token(model: Model, itemsize: int, tensor_parallel: int = 1) -> int:
+    """Returns what attention's cache takes for a token on each GPU, in bytes. Fewer heads than GPUs
+    are there several times."""
+    heads = max(1, model.kv_heads // tensor_parallel)
+    return 2 * itemsize * model.num_layers * heads * model.head_size
+
+
+def gib(size_bytes: float) -> float:
+    """Returns bytes in GiB, to a thousandth."""
+    return round(size_bytes / GIB, 3)

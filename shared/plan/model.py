@@ -1,0 +1,222 @@
+"""How large a job's model is: from the headers of its files, or from its configuration alone.
+
+Where the files are there (a folder, or the Hugging Face cache), parameters are those in their
+headers. Else the configuration is read from the Hub, and for the architectures in `COUNTED` it says
+the shape of every tensor:
+
+    embedding     V H, and the output head V H again unless they are tied
+    attention     H (A + 2 K) D + A D H, and the biases
+    MLP           3 H I
+    norms         2 H for each layer, 2 D more where queries and keys have norms, and H at the end
+
+with vocabulary V, hidden size H, A heads and K heads of keys and values of size D, intermediate
+size I.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import httpx2
+
+from shared.digest import stored_tensors
+from shared.errors import HoneError
+from shared.job import LoraSpec
+from shared.models import model_folder
+
+HUB = "https://huggingface.co"
+HUB_TIMEOUT_S = 10.0
+
+COUNTED = ("llama", "mistral", "qwen2", "qwen3")
+"""`model_type` of the architectures whose tensors follow from the configuration."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of configurations of mixture-of-experts models, which the trainer does not take."""
+
+NO_LAYERS = ("embed", "lm_head", "wte")
+"""In the names of matrices that `lora.target_modules = "all-linear"` leaves out."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+Config = Mapping[str, Any]
+
+
+class CannotPlan(Exception):
+    """Why the needs of a job are not known here: a sentence."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a model. `num_layers`, `hidden` (H), `intermediate` (I), `heads` (A), `kv_heads`
+    (K), `head_size` (D) and `vocabulary` (V) are those of its configuration; `shapes` those of its
+    tensors; `max_len` is the longest sequence that it was made for, in tokens."""
+
+    num_layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    max_len: int
+    shapes: Shapes
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
+
+    def num_trainable(self, lora: LoraSpec | None) -> int:
+        """Returns how many parameters are trained: with adapters, rank by inputs and outputs of
+        each layer that has one."""
+        return self.num_parameters if lora is None else self.num_adapter_parameters(lora)
+
+    def num_adapter_parameters(self, lora: LoraSpec) -> int:
+        targets = lora.target_modules
+        return sum(
+            lora.rank * sum(shape)
+            for name, shape in self.shapes.items()
+            if len(shape) == 2
+            and not any(part in name for part in NO_LAYERS)
+            and (targets == "all-linear" or name.split(".")[-2:-1] in [[each] for each in targets])
+        )
+
+
+def find_model(model: str, revision: str | None = None, *, online: bool = True) -> Model:
+    """Returns the sizes of what a job's `model` names. Raises CannotPlan for a folder whose
+    configuration lacks a size, and for a model of the Hub that is not in the cache and, `online`,
+    cannot be asked for; BadRequest for what is neither a folder nor a Hub id."""
+    folder = model_folder(model)
+    if folder is None:
+        folder = cached_folder(model, revision)
+    if folder is None:
+        return of_config(config_on_hub(model, revision, online=online), model)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        shapes = {name: tensor.shape for name, tensor in stored_tensors(folder).items()}
+    except (OSError, ValueError, HoneError) as error:
+        raise CannotPlan(f"the model {model!r} cannot be read: {error}") from error
+    return of_config(config, model, shapes)
+
+
+def of_config(config: Config, name: str, shapes: Shapes | None = None) -> Model:
+    """Returns the sizes that a configuration says. Raises CannotPlan for one that lacks any, and,
+    without `shapes`, for an architecture whose parameters cannot be counted by it."""
+    inner = config.get("text_config")
+    own = cast(dict[str, Any], inner) if isinstance(inner, dict) else {}
+    whole: dict[str, Any] = {**config, **own}
+    if any(whole.get(key) for key in EXPERTS):
+        raise CannotPlan(f"the model {name!r} is a mixture of experts, which cannot be trained")
+    try:
+        hidden, heads = int(whole["hidden_size"]), int(whole["num_attention_heads"])
+        sizes = {
+            "num_layers": int(whole["num_hidden_layers"]),
+            "hidden": hidden,
+            "intermediate": int(whole["intermediate_size"]),
+            "heads": heads,
+            "kv_heads": int(whole.get("num_key_value_heads") or heads),
+            "head_size": int(whole.get("head_dim") or hidden // heads),
+            "vocabulary": int(whole["vocab_size"]),
+            "max_len": int(whole["max_position_embeddings"]),
+        }
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else f"a size that is none: {error}"
+        raise CannotPlan(f"the config.json of the model {name!r} has {why}") from error
+    if any(size < 1 for size in sizes.values()):
+        raise CannotPlan(f"the config.json of the model {name!r} has a size below 1: {sizes}")
+    if shapes is None:
+        shapes = dict(_shapes(sizes, whole, name))
+    return Model(**sizes, shapes=shapes)
+
+
+def _shapes(
+    sizes: Mapping[str, int], config: Config, model: str
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the tensors of a decoder, by the names that Hugging Face saves them under. Raises
+    CannotPlan for one that is not of the `COUNTED` architectures."""
+    kind = config.get("model_type")
+    if kind not in COUNTED:
+        raise CannotPlan(
+            f"the model {model!r} is of type {kind!r}, whose parameters are counted in its files "
+            f"only, and they are not here; `hf download {model}` fetches them"
+        )
+    hidden, inner, size = sizes["hidden"], sizes["intermediate"], sizes["head_size"]
+    outputs = {
+        "q_proj": sizes["heads"] * size,
+        "k_proj": sizes["kv_heads"] * size,
+        "v_proj": sizes["kv_heads"] * size,
+    }
+    attention_bias = bool(config.get("attention_bias", False))
+    yield "model.embed_tokens.weight", (sizes["vocabulary"], hidden)
+    if not config.get("tie_word_embeddings", False):
+        yield "lm_head.weight", (sizes["vocabulary"], hidden)
+    yield "model.norm.weight", (hidden,)
+    for layer in range(sizes["num_layers"]):
+        start = f"model.layers.{layer}"
+        for name, width in outputs.items():
+            yield f"{start}.self_attn.{name}.weight", (width, hidden)
+            if attention_bias or kind == "qwen2":
+                yield f"{start}.self_attn.{name}.bias", (width,)
+        yield f"{start}.self_attn.o_proj.weight", (hidden, outputs["q_proj"])
+        if attention_bias:
+            yield f"{start}.self_attn.o_proj.bias", (hidden,)
+        if kind == "qwen3":
+            yield f"{start}.self_attn.q_norm.weight", (size,)
+            yield f"{start}.self_attn.k_norm.weight", (size,)
+        for name, shape in {
+            "gate_proj": (inner, hidden),
+            "up_proj": (inner, hidden),
+            "down_proj": (hidden, inner),
+        }.items():
+            yield f"{start}.mlp.{name}.weight", shape
+            if config.get("mlp_bias"):
+                yield f"{start}.mlp.{name}.bias", shape[:1]
+        yield f"{start}.input_layernorm.weight", (hidden,)
+        yield f"{start}.post_attention_layernorm.weight", (hidden,)
+
+
+def cached_folder(model: str, revision: str | None) -> Path | None:
+    """Returns the folder of a Hub model in the Hugging Face cache; None if its configuration and
+    weights are not all there."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    root = cache / f"models--{model.replace('/', '--')}"
+    wanted = revision or "main"
+    try:
+        commit = (root / "refs" / wanted).read_text(encoding="utf-8").strip()
+    except OSError:
+        commit = wanted
+    folder = root / "snapshots" / commit
+    has_weights = any(folder.glob("*.safetensors"))
+    return folder if has_weights and (folder / "config.json").is_file() else None
+
+
+def config_on_hub(model: str, revision: str | None, *, online: bool = True) -> Config:
+    """Returns the configuration of a model on the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN). Raises
+    CannotPlan where it cannot be had."""
+    here = f"the model {model!r} is neither a folder here nor in the Hugging Face cache"
+    if not online or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        raise CannotPlan(f"{here}, and the Hub was not asked")
+    hub = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+    url = f"{hub}/{model}/resolve/{revision or 'main'}/config.json"
+    token = os.environ.get("HF_TOKEN")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        response = httpx2.get(url, headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True)
+    except httpx2.HTTPError as error:
+        why = f"{hub} cannot be reached ({type(error).__name__})"
+        raise CannotPlan(f"{here}, and {why}") from error
+    if response.status_code != 200:
+        what = f"{hub} answers {response.status_code} for its config.json"
+        raise CannotPlan(f"{here}, and {what}; a gated model needs HF_TOKEN")
+    try:
+        found: Any = response.json()
+    except ValueError as error:
+        raise CannotPlan(f"{here}, and what {hub} gives as its config.json is no JSON") from error
+    if not isinstance(found, dict):
+        raise CannotPlan(f"{here}, and what {hub} gives as its config.json is no JSON object")
+    return cast(Config, found)

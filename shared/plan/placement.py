@@ -1,0 +1,282 @@
+"""Who gets which GPUs: every way that is possible, whether it fits, and how long a step takes.
+
+    split    N ranks on GPUs of their own, S samplers of t GPUs each on the others
+    turns    N ranks and one sampler over the same N GPUs, one after the other (HONE_COLOCATE): the
+             optimizer's states are in the host's memory while the sampler has the GPU
+    shared   both on the same GPU at once, the sampler with a fixed share of it
+    cpu      no GPU
+
+What fits is the trainer's peak within `USABLE` of what the sampler leaves, and the sampler's
+weights, overhead and cache of one longest sequence within its share (HONE_GPU_MEMORY_UTILIZATION).
+Of those that fit the fastest is chosen, of equally fast ones that which comes first here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shared.config import Settings
+from shared.dtype import choose_dtype
+from shared.job import Job
+from shared.plan import rates
+from shared.plan.gpus import Gpu, Pool
+from shared.plan.memory import GIB, Ranks, Serving, sampler_memory, trainer_memory
+from shared.plan.model import Model
+from shared.wire.planning import Placement, SamplerMemory, StepTime, TrainerMemory
+from shared.wire.planning import PlacementKind as Kind
+
+USABLE = 0.95
+"""Share of a GPU's memory that tensors can fill: the rest is lost between blocks of torch's
+allocator. Assumed."""
+
+SHARED_UTILIZATION = 0.35
+"""Share of a GPU's memory that vLLM takes beside a trainer, which at bfloat16 with a float32 master
+and Adam's moments needs eight times what vLLM needs for the weights."""
+
+TURNS_UTILIZATION = 0.6
+"""The same where the two take turns: the rest is for the trainer's weights, which stay."""
+
+ASLEEP_GIB = 1.0
+"""What a sampler keeps of a GPU while it sleeps: CUDA's context and graphs. Assumed."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What is to be placed: a job, its model, the tokens of its prompts and completions, and the
+    settings. `completion_tokens` are those that take time; memory is for `sampling.max_tokens`."""
+
+    job: Job
+    model: Model
+    prompt_tokens: int
+    completion_tokens: int
+    settings: Settings
+
+    @property
+    def load(self) -> rates.Load:
+        sampling = self.job.sampling
+        return rates.Load(
+            completions=sampling.prompts_per_step * sampling.group_size,
+            group=sampling.group_size,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+        )
+
+    @property
+    def longest(self) -> int:
+        """Returns the tokens of the longest prompt with its completion."""
+        return self.prompt_tokens + self.job.sampling.max_tokens
+
+    def itemsize(self, gpu: Gpu) -> int:
+        """Returns the bytes of a weight on such a GPU."""
+        return 4 if self.dtype(gpu) == "float32" else 2
+
+    def dtype(self, gpu: Gpu) -> str:
+        return choose_dtype(
+            self.job.training.dtype, capability=None, cpu_multiplies_bfloat16=gpu.has_bfloat16
+        )
+
+
+def placements(needs: Needs, pools: tuple[Pool, ...]) -> list[Placement]:
+    """Returns every placement, the best first: those that fit before the others, the faster before
+    the slower, and of those that do not fit the ones that lack less."""
+    found = list(_ways(needs, pools))
+    order = sorted(range(len(found)), key=lambda index: (*_rank(found[index]), index))
+    return [found[index] for index in order]
+
+
+def _rank(placement: Placement) -> tuple[bool, float]:
+    if not placement.fits:
+        lacking = placement.trainer.peak_gib - placement.trainer_room_gib
+        return True, max(lacking, 0.0) + max(
+            _least(placement.sampler) - placement.sampler_room_gib, 0
+        )
+    return False, placement.time.step_s if placement.time else 0.0
+
+
+def _ways(needs: Needs, pools: tuple[Pool, ...]) -> Iterator[Placement]:
+    trainer, sampler = pools[0], pools[-1]
+    if trainer.gpu.is_cpu:
+        yield _on_cpu(needs, trainer.gpu)
+        return
+    if len(pools) == 2:
+        yield _split(needs, (trainer.gpu, trainer.count), (sampler.gpu, sampler.count))
+        return
+    for num_ranks in range(1, trainer.count):
+        yield _split(needs, (trainer.gpu, num_ranks), (trainer.gpu, trainer.count - num_ranks))
+    if _may_take_turns(needs.job):
+        yield _turns(needs, trainer)
+    if trainer.count == 1:
+        yield _shared(needs, trainer)
+
+
+def _may_take_turns(job: Job) -> bool:
+    return job.max_staleness == 0 and job.weight_sync not in ("reload", "restart")
+
+
+def _tensor_parallels(model: Model, num_gpus: int) -> list[int]:
+    """Returns over how many GPUs vLLM can split the model: powers of 2 that divide its heads."""
+    return [size for size in (1, 2, 4, 8) if size <= num_gpus and model.heads % size == 0]
+
+
+def _split(needs: Needs, trainer: tuple[Gpu, int], samplers: tuple[Gpu, int]) -> Placement:
+    """As many samplers as there is room for, each over as few GPUs as it fits onto: between GPUs
+    that share a model there is more to say than between samplers."""
+    gpu, num_ranks = trainer
+    sampler_gpu, num_free = samplers
+    room = needs.settings.gpu_memory_utilization * sampler_gpu.memory_gib
+    sizes = _tensor_parallels(needs.model, num_free)
+    ways = [
+        Way(
+            "split", num_ranks, num_free // size, size, gpu, sampler_gpu, _settings(num_ranks, size)
+        )
+        for size in sizes
+    ]
+    way = next((way for way in ways if _least(_memory(needs, way)[1]) <= room), ways[-1])
+    return _judged(needs, way, trainer_room=USABLE * gpu.memory_gib, sampler_room=room)
+
+
+def _settings(num_ranks: int, split: int) -> dict[str, str]:
+    found = {"HONE_TRAINER_RANKS": str(num_ranks)}
+    return found | ({"HONE_TENSOR_PARALLEL_SIZE": str(split)} if split > 1 else {})
+
+
+def _turns(needs: Needs, pool: Pool) -> Placement:
+    """One sampler over as many of the trainer's GPUs as it can be split over. Unless its share of
+    them is set, it is as small as the trainer's weights, which stay, need it to be."""
+    gpu = pool.gpu
+    split = max(_tensor_parallels(needs.model, pool.count))
+    settings = {"HONE_COLOCATE": "1", **_settings(pool.count, split)}
+    way = Way("turns", pool.count, 1, split, gpu, gpu, settings)
+    trainer, _ = _memory(needs, way)
+    stays = trainer.weights_gib + trainer.reference_gib + trainer.overhead_gib
+    share = _utilization(needs.settings, TURNS_UTILIZATION)
+    most = max(math.floor(100 * (1 - stays / gpu.memory_gib)) / 100, 0.0)
+    if share > most and "gpu_memory_utilization" not in needs.settings.model_fields_set:
+        share = most
+        settings["HONE_GPU_MEMORY_UTILIZATION"] = str(share)
+    placed = _judged(
+        needs,
+        way,
+        trainer_room=USABLE * gpu.memory_gib - ASLEEP_GIB,
+        sampler_room=share * gpu.memory_gib,
+    )
+    if share <= most:
+        return placed
+    why = (
+        f"the trainer keeps {stays:.1f} GiB while the sampler has {share * gpu.memory_gib:.1f} of "
+        f"the GPU's {gpu.memory_gib:.1f} GiB; lower HONE_GPU_MEMORY_UTILIZATION"
+    )
+    update = {"fits": False, "why_not": (*placed.why_not, why), "time": None}
+    return placed.model_copy(update=update)
+
+
+def _shared(needs: Needs, pool: Pool) -> Placement:
+    share = _utilization(needs.settings, SHARED_UTILIZATION)
+    return _judged(
+        needs,
+        Way("shared", 1, 1, 1, pool.gpu, pool.gpu, {}),
+        trainer_room=max(USABLE - share, 0.0) * pool.gpu.memory_gib,
+        sampler_room=share * pool.gpu.memory_gib,
+    )
+
+
+def _on_cpu(needs: Needs, gpu: Gpu) -> Placement:
+    """Both are in the host's memory. The sampler's cache has the size that is set for it."""
+    settings = needs.settings
+    way = Way("cpu", settings.trainer_ranks, settings.rollout_replicas, 1, gpu, gpu, {})
+    _, sampler = _memory(needs, way)
+    each = sampler.weights_gib + sampler.overhead_gib + settings.kv_cache_gib
+    return _judged(
+        needs,
+        way,
+        trainer_room=(USABLE * gpu.memory_gib - way.num_samplers * each) / way.num_ranks,
+        sampler_room=each,
+    )
+
+
+def _utilization(settings: Settings, default: float) -> float:
+    chosen = "gpu_memory_utilization" in settings.model_fields_set
+    return settings.gpu_memory_utilization if chosen else default
+
+
+@dataclass(frozen=True)
+class Way:
+    """A placement that is to be judged, and what chooses it."""
+
+    kind: Kind
+    num_ranks: int
+    num_samplers: int
+    split: int
+    trainer: Gpu
+    sampler: Gpu
+    settings: dict[str, str]
+
+
+def _memory(needs: Needs, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
+    settings = needs.settings
+    ranks = Ranks(way.num_ranks, needs.itemsize(way.trainer), _device(way.trainer))
+    serving = Serving(
+        tensor_parallel=way.split,
+        max_sequences=settings.max_num_seqs,
+        sequences=-(-needs.load.completions // way.num_samplers),
+        sequence_tokens=needs.longest,
+        max_adapters=settings.rollout_adapters + 1,
+        itemsize=needs.itemsize(way.sampler),
+        device=_device(way.sampler),
+    )
+    return (
+        trainer_memory(needs.model, needs.job, ranks),
+        sampler_memory(needs.model, needs.job, serving),
+    )
+
+
+def _device(gpu: Gpu) -> str:
+    return "cpu" if gpu.is_cpu else "gpu"
+
+
+def _judged(needs: Needs, way: Way, *, trainer_room: float, sampler_room: float) -> Placement:
+    """Returns the placement with what it needs, and why it does not fit into so many GiB."""
+    trainer, sampler = _memory(needs, way)
+    on_each = "" if way.trainer.is_cpu else " on each GPU"
+    why = tuple(
+        f"the {who} needs {needed:.1f} GiB{on_each} and has {room:.1f}"
+        for who, needed, room in (
+            ("trainer", trainer.peak_gib, trainer_room),
+            ("sampler", _least(sampler), sampler_room),
+        )
+        if needed > room
+    )
+    return Placement(
+        kind=way.kind,
+        trainer_ranks=way.num_ranks,
+        num_samplers=way.num_samplers,
+        tensor_parallel=way.split,
+        fits=not why,
+        why_not=why,
+        trainer_room_gib=round(trainer_room, 3),
+        sampler_room_gib=round(sampler_room, 3),
+        trainer=trainer,
+        sampler=sampler,
+        time=None if why else _time(needs, way, sampler, sampler_room),
+        settings=way.settings,
+    )
+
+
+def _least(sampler: SamplerMemory) -> float:
+    return sampler.weights_gib + sampler.overhead_gib + sampler.least_cache_gib
+
+
+def sequences_at_once(sampler: SamplerMemory, room_gib: float, sequence_tokens: int) -> int:
+    """Returns how many of the planned sequences the cache has room for, at their longest."""
+    free = (room_gib - sampler.weights_gib - sampler.overhead_gib) * GIB
+    each = sampler.cache_bytes_per_token * sequence_tokens
+    return max(1, min(sampler.sequences, int(free // each)))
+
+
+def _time(needs: Needs, way: Way, sampler: SamplerMemory, room_gib: float) -> StepTime | None:
+    at_once = sequences_at_once(sampler, room_gib, needs.longest)
+    sampling = rates.Sampling(way.num_samplers, way.split, at_once, way.sampler)
+    training = rates.Training(way.num_ranks, way.trainer, needs.itemsize(way.trainer))
+    return rates.tabled(needs.model, needs.job, needs.load, sampling, training, way.kind)

@@ -1,0 +1,109 @@
+"""The plan of a job: what it needs, where it fits, how long it takes and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.config import Settings
+from shared.job import Job
+from shared.plan import rates
+from shared.plan.gpus import Pool, parse_gpus, visible_gpus
+from shared.plan.model import Model
+from shared.plan.placement import Needs, placements
+from shared.plan.prices import Price, price_per_hour
+from shared.plan.remedies import enough_gpus, remedies
+from shared.wire.planning import Cost, Placement, Plan
+
+PROMPT_TOKENS = 512
+"""Tokens of a prompt where nothing says how long prompts are."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of the job beyond what it says: the tokens of its longest prompt, and what a
+    run like it reached. None: it is not known."""
+
+    prompt_tokens: int | None = None
+    measured: rates.Measured | None = None
+
+
+def planned_gpus(settings: Settings) -> tuple[Pool, ...]:
+    """Returns the GPUs to plan for: HONE_GPUS, else those of this machine. Raises BadRequest."""
+    return parse_gpus(settings.gpus, "HONE_GPUS") if settings.gpus else visible_gpus()
+
+
+def make_plan(
+    job: Job, model: Model, settings: Settings, pools: tuple[Pool, ...], known: Known | None = None
+) -> Plan:
+    """Returns what the job needs on these GPUs. Raises BadRequest for prices that cannot be
+    read."""
+    known = known or Known()
+    needs = _needs(job, model, settings, known)
+    best, *others = placements(needs, pools)
+    if known.measured is not None and best.fits:
+        best = best.model_copy(update={"time": rates.measured(job, needs.load, known.measured)})
+    price = price_per_hour(settings, pools)
+    return Plan(
+        model=job.model,
+        num_parameters=model.num_parameters,
+        num_trainable=model.num_trainable(job.lora),
+        dtype=needs.dtype(pools[0].gpu),
+        gpus=",".join(map(str, pools)),
+        fits=best.fits,
+        placement=best,
+        others=tuple(others),
+        changes=() if best.fits else remedies(needs, pools),
+        enough=() if best.fits else enough_gpus(needs, pools),
+        steps=job.steps,
+        prompt_tokens=needs.prompt_tokens,
+        completion_tokens=needs.completion_tokens,
+        cost=_cost(job, best, price),
+        notes=tuple(_notes(needs, known, best, price, pools)),
+    )
+
+
+def _needs(job: Job, model: Model, settings: Settings, known: Known) -> Needs:
+    prompt = known.prompt_tokens
+    if prompt is None:
+        room = (job.max_model_len or model.max_len) - job.sampling.max_tokens
+        prompt = max(1, min(PROMPT_TOKENS, room))
+    completion = job.sampling.max_tokens
+    if known.measured is not None:
+        completion = max(1, round(known.measured.completion_tokens))
+    return Needs(job, model, prompt, completion, settings)
+
+
+def _cost(job: Job, placement: Placement, price: Price | None) -> Cost | None:
+    if price is None or placement.time is None:
+        return None
+    step_hours = placement.time.step_s / 3600
+    hours = job.steps * step_hours if job.steps else None
+    return Cost(
+        currency=price.currency,
+        per_hour=price.per_hour,
+        per_step=round(step_hours * price.per_hour, 6),
+        hours=None if hours is None else round(hours, 4),
+        total=None if hours is None else round(hours * price.per_hour, 4),
+        source=price.source,
+    )
+
+
+def _notes(
+    needs: Needs, known: Known, placement: Placement, price: Price | None, pools: tuple[Pool, ...]
+) -> list[str]:
+    job, notes = needs.job, list[str]()
+    if known.prompt_tokens is None:
+        notes.append(f"prompts are taken to be of {needs.prompt_tokens} tokens (--prompt-tokens)")
+    if known.measured is None and placement.time is not None:
+        notes.append(
+            f"completions are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"
+            "), and the times are from data sheets; `hone plan --measured RUN` takes those of a run"
+        )
+    if placement.fits and placement.time is None:
+        where = "a CPU" if pools[0].gpu.is_cpu else pools[0].gpu.name
+        notes.append(f"no rates are known of {where}, so the time of a step is not estimated")
+    if placement.time is not None and price is None:
+        notes.append("no price is known of these GPUs (HONE_PRICES, HONE_PRICE_PER_HOUR)")
+    if job.steps == 0:
+        notes.append("steps is 0, for data.epochs says how many there are; a dry run counts them")
+    return notes

@@ -1,0 +1,199 @@
+"""How long a step takes: from the GPUs' data sheets, or from the steps of a run that was measured.
+
+Of R = prompts x group completions of c tokens each (at their longest, unless a run says better)
+after prompts of p tokens, on S samplers, each over t GPUs of F products and W bytes per second,
+with s sequences at once:
+
+    an iteration  max((b P / t + s (p + c / 2) k) / (w W), 2 P s / (f t F)) + 5 ms
+                  it reads all weights and the cache of k bytes per token, and adds one token to
+                  each sequence
+    sampling      ceil(R / S / s) c iterations, and 2 P p R / (group f t F S) for the prompts
+    training      E R (p + c) (2 P + 2 L A D (p + c)) / (m N F)
+                  E passes of the model: 1 forward and 2 backward (1 with LoRA), times
+                  `training.epochs`; 1 more with gradient checkpointing; 1 for each of the
+                  reference and, where a batch is trained on in several steps, the log-probs before
+                  the first
+    sync          b P / 5 GB/s, or of the adapters alone
+    moving        2 x 12 T / N / 20 GB/s, where both take turns on the same GPUs: masters and
+                  Adam's moments go to the host's memory and come back
+
+The shares w, f and m of the data sheets' numbers that are reached are assumed; `hone plan
+--measured RUN` takes what a run reached. Operations per token are counted as in arXiv 2001.08361,
+section 2.1: 2 for each parameter forward, and for attention 2 for each of its L A D by the tokens
+before, which are (p + c) / 2 on average, for scores and for values.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.job import Job
+from shared.plan.gpus import Gpu
+from shared.plan.memory import cache_bytes_per_token
+from shared.plan.model import Model
+from shared.wire.jobs import MetricsRow
+from shared.wire.planning import PlacementKind as Kind
+from shared.wire.planning import StepTime
+
+BANDWIDTH_SHARE = 0.6
+"""Of a data sheet's bandwidth, when tokens are sampled."""
+
+PROMPT_SHARE = 0.5
+"""Of a data sheet's products per second, when prompts are computed or many tokens sampled."""
+
+TRAINING_SHARE = 0.35
+"""Of a data sheet's products per second, in an update (its model FLOPs utilization)."""
+
+ITERATION_S = 0.005
+"""Seconds of scheduling that each iteration of the sampler takes besides."""
+
+SYNC_BYTES_PER_S = 5e9
+"""Publishing and loading weights, by shared memory or from GPU to GPU."""
+
+MOVED_BYTES_PER_S = 20e9
+"""Between a GPU and the host's memory."""
+
+CPU_ADAM_PER_S = 1e9
+"""Parameters that DeepSpeed's CPU Adam updates per second, with `memory.offload_optimizer`."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step is: its completions, of which each group has `group` to a prompt, and the tokens
+    of a prompt and of a completion."""
+
+    completions: int
+    group: int
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.completions * (self.prompt_tokens + self.completion_tokens)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The samplers: how many, the GPUs of each, and the sequences that each has at once."""
+
+    num: int
+    tensor_parallel: int
+    sequences: int
+    gpu: Gpu
+
+
+@dataclass(frozen=True)
+class Training:
+    """The trainer: its ranks, the GPU of each, and the bytes of a weight."""
+
+    num_ranks: int
+    gpu: Gpu
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run reached, on its GPUs: completion tokens sampled and trained per second, the
+    seconds of a sync, and the tokens of a completion. Medians over its steps."""
+
+    sampled_per_s: float
+    trained_per_s: float
+    sync_s: float
+    completion_tokens: float
+
+
+def tabled(
+    model: Model, job: Job, load: Load, sampling: Sampling, training: Training, kind: Kind
+) -> StepTime | None:
+    """Returns the time of a step by the GPUs' data sheets; None where one has no rates."""
+    gpu, size, ranks = training.gpu, training.itemsize, training.num_ranks
+    if not (gpu.has_rates and sampling.gpu.has_rates):
+        return None
+    trained = model.num_trainable(job.lora)
+    synced = trained if job.served_rank is not None else model.num_parameters
+    flops = passes(job) * load.tokens * _forward_flops(model, load)
+    train_s = flops / (ranks * TRAINING_SHARE * gpu.tflops(size) * 1e12)
+    if job.memory.offload_optimizer:
+        train_s += trained / ranks / CPU_ADAM_PER_S
+    elif kind == "turns":
+        train_s += 2 * 12 * trained / ranks / MOVED_BYTES_PER_S
+    sample_s = _sample_s(model, load, sampling, size)
+    beside = job.max_staleness > 0 and kind == "split"
+    return _step(sample_s, train_s, size * synced / SYNC_BYTES_PER_S, beside=beside)
+
+
+def measured(job: Job, load: Load, found: Measured) -> StepTime:
+    """Returns the time of a step at the rates that a run reached."""
+    tokens = load.completions * load.completion_tokens
+    sample_s, train_s = tokens / found.sampled_per_s, tokens / found.trained_per_s
+    step = _step(sample_s, train_s, found.sync_s, beside=job.max_staleness > 0)
+    return step.model_copy(update={"source": "measured"})
+
+
+def rates_of(rows: Sequence[MetricsRow], job: Job) -> Measured | None:
+    """Returns what a run of `job` with these rows reached; None if no step of them both sampled and
+    trained."""
+    completions = job.sampling.prompts_per_step * job.sampling.group_size
+    needed = ("time/generate", "time/train", "num_tokens", "completions/mean_length")
+    steps = [row.metrics for row in rows if all(row.metrics.get(name, 0) > 0 for name in needed)]
+    if not steps:
+        return None
+    lengths = [step["completions/mean_length"] for step in steps]
+    rates = [
+        completions * step["completions/mean_length"] / step["time/generate"] for step in steps
+    ]
+    return Measured(
+        sampled_per_s=statistics.median(rates),
+        trained_per_s=statistics.median(s["num_tokens"] / s["time/train"] for s in steps),
+        sync_s=statistics.median(step.get("time/sync", 0.0) for step in steps),
+        completion_tokens=statistics.median(lengths),
+    )
+
+
+def passes(job: Job) -> int:
+    """Returns how often each token goes through the model in a step, a backward pass as two."""
+    training = job.training
+    backward = 1 if job.lora else 2
+    each = 1 + backward + job.memory.gradient_checkpointing
+    frozen = training.epochs * training.minibatches > 1
+    return training.epochs * each + frozen + (training.beta > 0)
+
+
+def _sample_s(model: Model, load: Load, sampling: Sampling, itemsize: int) -> float:
+    split, gpu = sampling.tensor_parallel, sampling.gpu
+    each = math.ceil(load.completions / sampling.num)
+    at_once = max(1, min(each, sampling.sequences))
+    per_token = cache_bytes_per_token(model, itemsize, split)
+    length = load.prompt_tokens + load.completion_tokens / 2
+    read_s = (itemsize * model.num_parameters / split + at_once * length * per_token) / (
+        BANDWIDTH_SHARE * gpu.bandwidth_gb_s * 1e9
+    )
+    rate = PROMPT_SHARE * split * gpu.tflops(itemsize) * 1e12
+    computed_s = 2 * model.num_parameters * at_once / rate
+    iterations = math.ceil(each / at_once) * load.completion_tokens
+    prompts = each / load.group * load.prompt_tokens
+    return iterations * (max(read_s, computed_s) + ITERATION_S) + (
+        2 * model.num_parameters * prompts / rate
+    )
+
+
+def _forward_flops(model: Model, load: Load) -> float:
+    """Returns the operations of a forward pass for one token."""
+    length = load.prompt_tokens + load.completion_tokens
+    attention = 2 * model.num_layers * model.heads * model.head_size * length
+    return 2 * model.num_parameters + attention
+
+
+def _step(sample_s: float, train_s: float, sync_s: float, *, beside: bool) -> StepTime:
+    """Returns the time of a step. `beside`: sampling runs while the trainer trains."""
+    step_s = (max(sample_s, train_s) if beside else sample_s + train_s) + sync_s
+    return StepTime(
+        sample_s=round(sample_s, 3),
+        train_s=round(train_s, 3),
+        sync_s=round(sync_s, 3),
+        step_s=round(step_s, 3),
+        source="tabled",
+    )

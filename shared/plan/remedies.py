@@ -1,0 +1,174 @@
+"""Which changes of a job make it fit: the cheapest of all combinations, tried by the same
+arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shared.job import Job, LoraSpec
+from shared.plan.gpus import TABLE, Pool
+from shared.plan.placement import Needs, placements
+from shared.wire.planning import Change
+
+COUNTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that saves memory, and what it costs to take it: the cheapest combination is that
+    with the least sum. `apply` returns the job with the change, or None where it changes
+    nothing."""
+
+    key: str
+    why: str
+    cost: int
+    apply: Callable[[Needs], Job | None]
+    value: Callable[[Job], Any]
+    learned: bool = False
+
+    def change(self, job: Job) -> Change:
+        found = self.value(job)
+        text = str(found).lower() if isinstance(found, bool) else str(found)
+        return Change(key=self.key, value=text, why=self.why, learned=self.learned)
+
+
+def remedies(needs: Needs, pools: tuple[Pool, ...]) -> tuple[Change, ...]:
+    """Returns the changes that, made together, make the job fit onto the GPUs; () where none of the
+    combinations is enough."""
+    for chosen in _combinations():
+        for job in _changed(needs, chosen):
+            if placements(replace(needs, job=job), pools)[0].fits:
+                return tuple(remedy.change(job) for remedy in chosen)
+    return ()
+
+
+def enough_gpus(needs: Needs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
+    """Returns GPUs onto which the job fits as it is: more of the kind that it was planned for, and
+    the smallest single one."""
+    given = pools[0]
+    more = [Pool(count, given.gpu) for count in COUNTS if count > given.count]
+    single = [Pool(1, gpu) for gpu in sorted(TABLE.values(), key=lambda gpu: gpu.memory_gib)]
+    found = [
+        next((pool for pool in tried if placements(needs, (pool,))[0].fits), None)
+        for tried in (more if len(pools) == 1 and not given.gpu.is_cpu else [], single)
+    ]
+    return tuple(str(pool) for pool in found if pool is not None)
+
+
+def _combinations() -> Iterator[tuple[Remedy, ...]]:
+    """Yields the combinations of remedies, the cheapest first."""
+    every = [
+        chosen
+        for count in range(1, len(REMEDIES) + 1)
+        for chosen in itertools.combinations(REMEDIES, count)
+    ]
+    yield from sorted(every, key=lambda chosen: sum(remedy.cost for remedy in chosen))
+
+
+def _changed(needs: Needs, chosen: Sequence[Remedy]) -> Iterator[Job]:
+    """Yields the job with all of the changes; with smaller and smaller micro-batches, if these are
+    one of them."""
+    fewer = MICRO_BATCH in chosen
+    for remedy in chosen:
+        if remedy is MICRO_BATCH:
+            continue
+        job = remedy.apply(needs)
+        if job is None:
+            return
+        needs = replace(needs, job=job)
+    if not fewer:
+        yield needs.job
+    while fewer and (job := MICRO_BATCH.apply(needs)) is not None:
+        yield job
+        needs = replace(needs, job=job)
+
+
+def _with_memory(job: Job, **values: Any) -> Job:
+    return job.model_copy(update={"memory": job.memory.model_copy(update=values)})
+
+
+def _halved(needs: Needs) -> Job | None:
+    """Half the tokens of a micro-batch, down to one longest sequence."""
+    tokens = needs.job.memory.micro_batch_tokens
+    half = max(tokens // 2, needs.longest)
+    return _with_memory(needs.job, micro_batch_tokens=half) if half < tokens else None
+
+
+def _checkpointed(needs: Needs) -> Job | None:
+    if needs.job.memory.gradient_checkpointing:
+        return None
+    return _with_memory(needs.job, gradient_checkpointing=True)
+
+
+def _shorter(needs: Needs) -> Job | None:
+    longest = needs.job.max_model_len or needs.model.max_len
+    if needs.longest >= longest:
+        return None
+    return needs.job.model_copy(update={"max_model_len": needs.longest})
+
+
+def _spread(needs: Needs) -> Job | None:
+    return _with_memory(needs.job, zero_stage=3) if needs.job.memory.zero_stage < 3 else None
+
+
+def _offloaded(needs: Needs) -> Job | None:
+    if needs.job.memory.offload_optimizer or needs.job.memory.zero_stage == 0:
+        return None
+    return _with_memory(needs.job, offload_optimizer=True)
+
+
+def _adapted(needs: Needs) -> Job | None:
+    return None if needs.job.lora else needs.job.model_copy(update={"lora": LoraSpec()})
+
+
+MICRO_BATCH = Remedy(
+    "memory.micro_batch_tokens",
+    "fewer tokens in a pass, and more passes",
+    1,
+    _halved,
+    lambda job: job.memory.micro_batch_tokens,
+)
+
+REMEDIES = (
+    MICRO_BATCH,
+    Remedy(
+        "max_model_len",
+        "the sampler has to hold a sequence of that length",
+        1,
+        _shorter,
+        lambda job: job.max_model_len,
+    ),
+    Remedy(
+        "memory.gradient_checkpointing",
+        "layers are computed again in the backward pass: a third more time",
+        2,
+        _checkpointed,
+        lambda job: job.memory.gradient_checkpointing,
+    ),
+    Remedy(
+        "memory.zero_stage",
+        "ranks share the weights too, and gather them while they compute",
+        4,
+        _spread,
+        lambda job: job.memory.zero_stage,
+    ),
+    Remedy(
+        "memory.offload_optimizer",
+        "master weights and Adam's moments are in the host's memory and updated there",
+        8,
+        _offloaded,
+        lambda job: job.memory.offload_optimizer,
+    ),
+    Remedy(
+        "lora.rank",
+        "only adapters are trained, which is another way to learn",
+        100,
+        _adapted,
+        lambda job: None if job.lora is None else job.lora.rank,
+        learned=True,
+    ),
+)
+"""In the order in which a plan lists them."""

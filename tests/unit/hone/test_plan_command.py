@@ -1,0 +1,117 @@
+"""`hone plan` in the shell: what it prints, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hone.cli import app
+from tests.support.plan_models import LLAMA_8B, QWEN_05B
+
+JOB = """
+name = "t"
+model = "{model}"
+steps = 100
+[data]
+train = "x"
+[[rewards]]
+grader = "length"
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job whose model is a folder of Qwen2.5-0.5B's size."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN_05B))
+    (folder / "model.safetensors").write_bytes(header_of(494_032_768))
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.format(model=folder))
+    return path
+
+
+def header_of(count: int) -> bytes:
+    """Returns a file that says of itself to hold so many parameters, and holds none."""
+    header = json.dumps({"a": {"dtype": "BF16", "shape": [count], "data_offsets": [0, 0]}}).encode()
+    return struct.pack("<Q", len(header)) + header
+
+
+def run(*args: object, code: int = 0) -> str:
+    ended = CliRunner().invoke(app, ["plan", *map(str, args)])
+    assert ended.exit_code == code, ended.output
+    return ended.output
+
+
+def test_a_plan_is_lines_for_people_and_json_for_programs(job_file: Path) -> None:
+    shown = run(job_file, "--gpus", "1xA10G-24GB")
+    assert "fits on 1xA10G: 1 rank and 1 sampler take turns on the same GPUs" in shown
+    assert "settings: HONE_COLOCATE=1 HONE_TRAINER_RANKS=1" in shown
+    assert "prices of modal on 2026-09-25" in shown
+    found = json.loads(run(job_file, "--gpus", "1xA100-80GB", "-o", "json"))
+    assert (found["fits"], found["gpus"], found["steps"]) == (True, "1xA100-80GB", 100)
+
+
+def test_overrides_and_prompt_lengths_are_taken(job_file: Path) -> None:
+    options = ("--set", "steps=7", "--set", "sampling.max_tokens=64", "--prompt-tokens", "9")
+    found = json.loads(run(job_file, "--gpus", "cpu", *options, "-o", "json"))
+    assert (found["steps"], found["prompt_tokens"], found["completion_tokens"]) == (7, 9, 64)
+
+
+def test_without_gpus_it_is_planned_for_those_that_are_set(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HONE_GPUS", "2xL40S")
+    assert "on 2xL40S" in run(job_file)
+    monkeypatch.setenv("HONE_GPUS", "2xL40")
+    assert "hone: HONE_GPUS '2xL40': there is no GPU 'L40'" in run(job_file, code=2)
+
+
+def test_a_job_that_does_not_fit_says_what_to_change(tmp_path: Path, job_file: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    (folder / "model.safetensors").write_bytes(header_of(8_030_261_248))
+    job_file.write_text(JOB.format(model=folder))
+    shown = run(job_file, "--gpus", "1xA100-80GB")
+    assert "does not fit on 1xA100-80GB" in shown
+    assert "it fits with --set memory.offload_optimizer=true" in shown
+    assert "or as it is on 4xA100-80GB" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpus", "1xH10"), "there is no GPU 'H10' in the table; did you mean 'H100'?"),
+        (("--gpus", "H100x8!"), "is no GPU; expected a count and a name"),
+        (("--set", "model=owner/none"), "neither a folder here nor in the Hugging Face cache"),
+        (("--set", "model=/nowhere/at/all"), "there is no folder '/nowhere/at/all' here"),
+        (("--set", "memory.zero_stag=1"), "unknown key 'memory.zero_stag'; did you mean"),
+        (("--measured", "/nowhere"), "--measured '/nowhere': No such file or directory; expected"),
+    ],
+)
+def test_bad_input_is_a_sentence(job_file: Path, options: tuple[str, ...], message: str) -> None:
+    assert message in " ".join(run(job_file, *options, code=2).split())
+
+
+def test_a_run_folder_gives_its_rates(job_file: Path, tmp_path: Path) -> None:
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    least = {"name": "t", "model": "m", "steps": 9, "data": {"train": "x"}}
+    least |= {"rewards": [{"grader": "length"}], "key_of_another_version": 1}
+    (run_folder / "job.json").write_text(json.dumps(least))
+    row = {"time/generate": 2.0, "time/train": 1.0, "num_tokens": 25_600}
+    row |= {"completions/mean_length": 100.0}
+    (run_folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "metrics": row}) + "\n")
+    shown = run(job_file, "--gpus", "cpu", "--measured", run_folder)
+    assert "a step takes about 3.0 s (sampling 2.0, training 1.0, sync 0.0; measured)" in shown
+    (run_folder / "metrics.jsonl").write_text("")
+    assert "no step there both sampled and trained" in run(
+        job_file, "--measured", run_folder, code=2
+    )

@@ -1,0 +1,182 @@
+"""What a plan says of memory, against arithmetic worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.plan.memory import Ranks, Serving, sampler_memory, trainer_memory
+from tests.support.plan_models import job, model
+
+GIB = 1 << 30
+
+PAIRS = {
+    # 2 x 494,032,768 parameters; 4, 12 and 6 bytes of each; a layer keeps of a token
+    # a = 2 (4 x 4864 + 2 x 14 x 64 + 2 x 2 x 64 + 4 x 896) + 8 x 896 = 57,344 bytes, so
+    # activations are 16,384 (2 x 896 x 24 + 57,344 + 6 x 4864); logits are 8 x 2^26
+    # + 6 x 151,936 x 896 + 8 x 16,384 x 896; the peak is 0.920 + 1.840 + 5.521 + 1.118 + 1
+    # + (1.977 + 1.370) GiB
+    ("Qwen2.5-0.5B", 1): {
+        "weights_gib": 988_065_536,
+        "gradients_gib": 1_976_131_072,
+        "optimizer_gib": 5_928_393_216,
+        "activations_gib": 2_122_317_824,
+        "logits_gib": 1_471_119_360,
+        "update_gib": 2_964_196_608,
+        "buffers_gib": 1_200_000_000,
+        "peak_gib": 14_759_768_832,
+    },
+    # a = 2 (4 x 8960 + 2 x 12 x 128 + 2 x 2 x 128 + 4 x 1536) + 8 x 1536 = 103,424; the update
+    # (6 x 1,543,714,304) is larger than activations and logits together
+    ("Qwen2.5-1.5B", 1): {
+        "weights_gib": 3_087_428_608,
+        "gradients_gib": 6_174_857_216,
+        "optimizer_gib": 18_524_571_648,
+        "activations_gib": 3_984_588_800,
+        "logits_gib": 2_138_439_680,
+        "update_gib": 9_262_285_824,
+        "buffers_gib": 1_200_000_000,
+        "peak_gib": 39_322_885_120,
+    },
+    # a = 2 (4 x 18,944 + 2 x 28 x 128 + 2 x 4 x 128 + 4 x 3584) + 8 x 3584 = 225,280
+    ("Qwen2.5-7B", 1): {
+        "weights_gib": 15_231_233_024,
+        "gradients_gib": 30_462_466_048,
+        "optimizer_gib": 91_387_398_144,
+        "activations_gib": 8_841_592_832,
+        "logits_gib": 4_276_617_216,
+        "update_gib": 45_693_699_072,
+        "buffers_gib": 1_200_000_000,
+        "peak_gib": 185_048_538_112,
+    },
+    # ZeRO-2 over 8: an eighth of gradients, states and their update; now activations are larger
+    ("Qwen2.5-7B", 8): {
+        "weights_gib": 15_231_233_024,
+        "gradients_gib": 3_807_808_256,
+        "optimizer_gib": 11_423_424_768,
+        "activations_gib": 8_841_592_832,
+        "logits_gib": 4_276_617_216,
+        "update_gib": 5_711_712_384,
+        "buffers_gib": 1_200_000_000,
+        "peak_gib": 45_854_417_920,
+    },
+    # a = 2 (4 x 14,336 + 2 x 32 x 128 + 2 x 8 x 128 + 4 x 4096) + 8 x 4096 = 200,704
+    ("Llama-3.1-8B", 8): {
+        "weights_gib": 16_060_522_496,
+        "gradients_gib": 4_015_130_624,
+        "optimizer_gib": 12_045_391_872,
+        "activations_gib": 8_992_587_776,
+        "logits_gib": 4_225_761_280,
+        "update_gib": 6_022_695_936,
+        "buffers_gib": 1_200_000_000,
+        "peak_gib": 47_613_135_872,
+    },
+}
+
+
+def gib(size_bytes: float) -> float:
+    return round(size_bytes / GIB, 3)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]} on {pair[1]}")
+def test_the_trainers_memory_is_as_worked_out_by_hand(pair: tuple[str, int]) -> None:
+    name, num_ranks = pair
+    found = trainer_memory(model(name), job(), Ranks(num_ranks, 2, "gpu")).model_dump()
+    expected = {part: gib(size) for part, size in PAIRS[pair].items()}
+    assert {part: found[part] for part in expected} == expected
+    assert (found["reference_gib"], found["host_gib"], found["overhead_gib"]) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "states"),
+    [(0, 2, 4, 12), (1, 2, 4, 12 / 4), (2, 2, 4 / 4, 12 / 4), (3, 2 / 4, 4 / 4, 12 / 4)],
+)
+def test_zero_shares_out_more_at_each_stage(
+    stage: int, weights: float, gradients: float, states: float
+) -> None:
+    count = 7_615_616_512
+    wanted = job(memory={"zero_stage": stage})
+    found = trainer_memory(model("Qwen2.5-7B"), wanted, Ranks(4, 2, "gpu"))
+    assert found.weights_gib == gib(weights * count)
+    assert found.gradients_gib == gib(gradients * count)
+    assert found.optimizer_gib == gib(states * count)
+    # what is reduced at a time, from stage 1 on; what stays gathered, in stage 3
+    buffers = {0: 0, 3: 6 * 200_000_000 + 2 * 1_000_000_000}.get(stage, 6 * 200_000_000)
+    assert found.buffers_gib == gib(buffers)
+
+
+def test_in_float32_stage_0_has_no_masters_besides_the_weights() -> None:
+    count = 494_032_768
+    plain = job(memory={"zero_stage": 0})
+    found = trainer_memory(model("Qwen2.5-0.5B"), plain, Ranks(1, 4, "gpu"))
+    assert (found.weights_gib, found.optimizer_gib) == (gib(4 * count), gib(8 * count))
+    found = trainer_memory(model("Qwen2.5-0.5B"), job(), Ranks(1, 4, "gpu"))
+    assert found.optimizer_gib == gib(12 * count)
+
+
+def test_without_checkpointing_every_layer_keeps_what_one_would() -> None:
+    wanted = job(memory={"gradient_checkpointing": False, "micro_batch_tokens": 4096})
+    found = trainer_memory(model("Qwen2.5-0.5B"), wanted, Ranks(1, 2, "gpu"))
+    assert found.activations_gib == gib(4096 * (24 * 57_344 + 6 * 4864))
+
+
+def test_adapters_alone_have_gradients_and_states_under_lora() -> None:
+    adapters = 16 * 24 * (1792 * 2 + 1024 * 2 + 5760 * 3)  # 8,798,208
+    wanted = job(lora={"rank": 16}, training={"beta": 0.1})
+    found = trainer_memory(model("Qwen2.5-0.5B"), wanted, Ranks(1, 2, "gpu"))
+    assert found.weights_gib == gib(2 * (494_032_768 + adapters))
+    assert (found.gradients_gib, found.optimizer_gib) == (gib(4 * adapters), gib(12 * adapters))
+    # the reference is the model without its adapters, and the output head has no gradient
+    assert found.reference_gib == 0
+    assert found.logits_gib == gib(8 * 2**26 + 8 * 16_384 * 896)
+
+
+def test_a_reference_model_is_a_second_copy() -> None:
+    wanted = job(training={"beta": 0.01})
+    found = trainer_memory(model("Qwen2.5-0.5B"), wanted, Ranks(2, 2, "gpu"))
+    assert found.reference_gib == gib(2 * 494_032_768)
+    spread = job(training={"beta": 0.01}, memory={"zero_stage": 3})
+    found = trainer_memory(model("Qwen2.5-0.5B"), spread, Ranks(2, 2, "gpu"))
+    assert found.reference_gib == gib(494_032_768)
+
+
+def test_what_is_offloaded_is_in_the_hosts_memory() -> None:
+    wanted = job(memory={"offload_optimizer": True})
+    found = trainer_memory(model("Qwen2.5-7B"), wanted, Ranks(2, 2, "gpu"))
+    assert (found.gradients_gib, found.optimizer_gib, found.update_gib) == (0, 0, 0)
+    assert found.host_gib == gib((12 + 6) * 7_615_616_512 / 2)
+    assert found.peak_gib == gib(15_231_233_024 + 8_841_592_832 + 4_276_617_216 + 12e8 + GIB)
+
+
+def serving(**values: object) -> Serving:
+    usual = {"tensor_parallel": 1, "max_sequences": 256, "sequences": 256, "sequence_tokens": 1024}
+    rest = {"max_adapters": 5, "itemsize": 2, "device": "gpu"}
+    return Serving(**{**usual, **rest, **values})  # pyright: ignore[reportArgumentType]
+
+
+def test_the_samplers_memory_is_weights_cache_and_overhead() -> None:
+    found = sampler_memory(model("Qwen2.5-7B"), job(), serving())
+    assert found.weights_gib == gib(15_231_233_024)
+    # keys and values of 28 layers, 4 heads of 128, in 2 bytes
+    assert found.cache_bytes_per_token == 57_344
+    assert found.cache_gib == gib(57_344 * 1024 * 256) == 14.0
+    assert found.least_cache_gib == gib(57_344 * 131_072) == 7.0
+    activations = 2048 * 2 * (2 * 18_944 + 4 * 3584)
+    assert found.overhead_gib == gib(1.5 * GIB + activations + 256 * 152_064 * 10)
+
+
+def test_a_split_model_and_a_shorter_one_need_less() -> None:
+    split = sampler_memory(model("Qwen2.5-7B"), job(max_model_len=2048), serving(tensor_parallel=2))
+    assert split.weights_gib == gib(15_231_233_024 / 2)
+    assert split.cache_bytes_per_token == 28_672
+    assert split.least_cache_gib == gib(28_672 * 2048)
+    # 4 heads over 8 GPUs: each is on two of them
+    most = sampler_memory(model("Qwen2.5-7B"), job(), serving(tensor_parallel=8))
+    assert most.cache_bytes_per_token == 57_344 // 4
+
+
+def test_a_sampler_holds_adapters_and_no_more_sequences_than_it_may() -> None:
+    wanted = job(lora={"rank": 16})
+    found = sampler_memory(model("Qwen2.5-0.5B"), wanted, serving(max_sequences=64, sequences=200))
+    assert found.sequences == 64
+    assert found.cache_gib == gib(12_288 * 1024 * 64)
+    assert found.weights_gib == gib(2 * (494_032_768 + 5 * 8_798_208))

@@ -1,0 +1,172 @@
+"""How large a model is: by its configuration, as published, and by its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from shared.errors import BadRequest
+from shared.job import LoraSpec
+from shared.plan.model import CannotPlan, find_model, of_config
+from tests.support.plan_models import LLAMA_8B, PUBLISHED, QWEN_05B, model
+
+SHAPES = {
+    "model.embed_tokens.weight": (1000, 64),
+    "model.layers.0.self_attn.q_proj.weight": (64, 64),
+    "model.layers.0.mlp.up_proj.weight": (256, 64),
+    "model.norm.weight": (64,),
+}
+CONFIG = {
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "intermediate_size": 256,
+    "vocab_size": 1000,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty Hugging Face cache, and a Hub that may not be asked."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def write_model(folder: Path, config: dict[str, object] = CONFIG) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: np.zeros(shape, np.float16) for name, shape in SHAPES.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_a_configuration_are_as_many_as_published(name: str) -> None:
+    assert model(name).num_parameters == PUBLISHED[name][1]
+
+
+def test_qwen3_has_norms_of_queries_and_keys_and_no_biases() -> None:
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+    }
+    assert of_config(config, "Qwen3-0.6B").num_parameters == 596_049_920
+
+
+def test_a_folder_is_counted_by_its_files(tmp_path: Path) -> None:
+    found = find_model(str(write_model(tmp_path)))
+    assert found.num_parameters == 64_000 + 4_096 + 16_384 + 64
+    assert (found.heads, found.kv_heads, found.head_size, found.max_len) == (8, 2, 8, 128)
+
+
+def test_adapters_are_rank_by_inputs_and_outputs(tmp_path: Path) -> None:
+    found = find_model(str(write_model(tmp_path)))
+    assert found.num_trainable(LoraSpec(rank=4)) == 4 * (64 + 64) + 4 * (256 + 64)
+    only = LoraSpec(rank=4, target_modules=("q_proj",))
+    assert found.num_trainable(only) == 4 * (64 + 64)
+    # q, k, v, o: 896 + 896, 896 + 128, 896 + 128, 896 + 896; three of 896 + 4864; 24 layers
+    small = of_config(QWEN_05B, "small")
+    assert small.num_trainable(LoraSpec(rank=16)) == 16 * 24 * (1792 * 2 + 1024 * 2 + 5760 * 3)
+
+
+def test_a_cached_model_is_counted_without_asking_the_hub(offline: Path) -> None:
+    root = offline / "models--owner--model"
+    write_model(root / "snapshots" / "abc")
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text("abc")
+    assert find_model("owner/model").num_parameters == 84_544
+    assert find_model("owner/model", "abc").num_parameters == 84_544
+    with pytest.raises(CannotPlan, match="nor in the Hugging Face cache"):
+        find_model("owner/model", "other")
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_hub_model_that_may_not_be_asked_for_is_named() -> None:
+    with pytest.raises(CannotPlan) as raised:
+        find_model("owner/model")
+    assert str(raised.value) == (
+        "the model 'owner/model' is neither a folder here nor in the Hugging Face cache, and the "
+        "Hub was not asked"
+    )
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, response: httpx2.Response | Exception) -> list[str]:
+    """Has the Hub give this; returns the URLs that it is asked for."""
+    asked: list[str] = []
+
+    def get(url: str, **_: object) -> httpx2.Response:
+        asked.append(url)
+        if isinstance(response, Exception):
+            raise response
+        return response
+
+    monkeypatch.setattr("shared.plan.model.httpx2.get", get)
+    return asked
+
+
+@pytest.mark.usefixtures("offline")
+def test_the_hub_is_asked_for_the_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.test/")
+    asked = answered(monkeypatch, httpx2.Response(200, json=LLAMA_8B))
+    assert find_model("owner/model", "v2").num_parameters == 8_030_261_248
+    assert asked == ["http://hub.test/owner/model/resolve/v2/config.json"]
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (httpx2.ConnectError("no route"), r"https://huggingface.co cannot be reached \(ConnectErr"),
+        (httpx2.Response(404), "answers 404 for its config.json; a gated model needs HF_TOKEN"),
+        (httpx2.Response(200, text="<html>"), "as its config.json is no JSON"),
+        (httpx2.Response(200, json=[1]), "is no JSON object"),
+        (httpx2.Response(200, json={"model_type": "gemma4", **CONFIG}), "is of type 'gemma4', who"),
+        (httpx2.Response(200, json={"num_experts": 8}), "is a mixture of experts"),
+    ],
+)
+@pytest.mark.usefixtures("offline")
+def test_what_the_hub_does_not_say_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, response: httpx2.Response | Exception, message: str
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    answered(monkeypatch, response)
+    with pytest.raises(CannotPlan, match=message):
+        find_model("owner/model")
+
+
+def test_a_folder_without_a_configuration_or_a_size_is_named(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CannotPlan, match=r"config\.json of the model '.*' has no 'hidden_size'"):
+        find_model(str(folder))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": "x"}))
+    with pytest.raises(CannotPlan, match="has a size that is none: invalid literal"):
+        find_model(str(folder))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 0}))
+    with pytest.raises(CannotPlan, match="has a size below 1"):
+        find_model(str(folder))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CannotPlan, match="cannot be read"):
+        find_model(str(folder))
+    (folder / "config.json").unlink()
+    with pytest.raises(BadRequest, match=r"has no config\.json; expected a folder with"):
+        find_model(str(folder))
+    with pytest.raises(BadRequest, match=r"there is no folder '\./nothing' here"):
+        find_model("./nothing")

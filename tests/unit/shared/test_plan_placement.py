@@ -1,0 +1,236 @@
+"""Where a job fits, how long its steps take, which change makes it fit, and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared.config import Settings
+from shared.job import Job
+from shared.plan.gpus import parse_gpus
+from shared.plan.planning import Known, make_plan
+from shared.plan.rates import Load, Sampling, Training, passes, rates_of, tabled
+from shared.wire import MetricsRow, Plan
+from tests.support.plan_models import job, model
+
+
+def planned(name: str, gpus: str, wanted: Job | None = None, **settings: Any) -> Plan:
+    known = Known(prompt_tokens=512)
+    return make_plan(wanted or job(), model(name), Settings(**settings), parse_gpus(gpus), known)
+
+
+def kinds(plan: Plan) -> list[tuple[str, int, int, int, bool]]:
+    every = (plan.placement, *plan.others)
+    return [(p.kind, p.trainer_ranks, p.num_samplers, p.tensor_parallel, p.fits) for p in every]
+
+
+def test_a_small_model_and_its_sampler_take_turns_on_a_small_gpu() -> None:
+    plan = planned("Qwen2.5-0.5B", "1xA10G-24GB")
+    assert plan.fits and plan.placement.settings == {
+        "HONE_COLOCATE": "1",
+        "HONE_TRAINER_RANKS": "1",
+    }
+    # 13.7 GiB for the trainer: 0.95 x 22 - 1 has room for it, what a sampler leaves has not
+    assert kinds(plan) == [("turns", 1, 1, 1, True), ("shared", 1, 1, 1, False)]
+    assert plan.others[0].why_not == ("the trainer needs 13.7 GiB on each GPU and has 13.2",)
+
+
+def test_a_job_that_samples_ahead_does_not_take_turns() -> None:
+    plan = planned("Qwen2.5-0.5B", "1xA100-80GB", job(max_staleness=1))
+    assert [kind for kind, *_ in kinds(plan)] == ["shared"]
+
+
+def test_all_ways_to_deal_out_gpus_are_tried_and_the_fastest_is_chosen() -> None:
+    plan = planned("Qwen2.5-7B", "4xH100")
+    times = [p.time.step_s for p in (plan.placement, *plan.others) if p.time]
+    assert times == sorted(times)
+    assert sorted(kind[:4] for kind in kinds(plan)) == [
+        ("split", 1, 3, 1),
+        ("split", 2, 2, 1),
+        ("split", 3, 1, 1),
+        ("turns", 4, 1, 4),
+    ]
+    # a rank that is alone holds 172 GiB, of two each 96
+    assert [kind[0] for kind in kinds(plan) if not kind[4]] == ["split", "split"]
+
+
+def test_a_model_too_large_for_a_samplers_gpu_is_split_over_as_few_as_hold_it() -> None:
+    plan = planned("Llama-3.1-8B", "8xA100-80GB,4xA10G")
+    # 15 GiB of weights and 16 of the cache for its 131,072 tokens: more than 18.7, less over 2
+    assert kinds(plan) == [("split", 8, 2, 2, True)]
+    assert plan.placement.settings["HONE_TENSOR_PARALLEL_SIZE"] == "2"
+
+
+def test_on_a_cpu_both_are_in_the_hosts_memory() -> None:
+    plan = planned("Qwen2.5-0.5B", "cpu", kv_cache_gib=2)
+    assert plan.placement.kind == "cpu" and plan.placement.time is None
+    sampler = plan.placement.sampler
+    assert plan.placement.sampler_room_gib == sampler.weights_gib + sampler.overhead_gib + 2
+    assert any("no rates are known of a CPU" in note for note in plan.notes)
+
+
+def test_prompts_of_an_unknown_length_are_said_to_be_guessed() -> None:
+    plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"))
+    assert plan.prompt_tokens == 512
+    assert plan.notes[0] == "prompts are taken to be of 512 tokens (--prompt-tokens)"
+    short = job(max_model_len=600)
+    plan = make_plan(short, model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"))
+    assert plan.prompt_tokens == 88
+
+
+def test_the_samplers_share_leaves_room_for_the_weights_that_stay() -> None:
+    wanted = job(memory={"offload_optimizer": True}, max_model_len=2048)
+    plan = planned("Llama-3.1-8B", "1xA100-40GB", wanted)
+    # 15.0 GiB of weights and 1 of overhead, of 39.4: 59 % are left
+    assert plan.placement.settings["HONE_GPU_MEMORY_UTILIZATION"] == "0.59"
+    assert plan.fits and plan.placement.kind == "turns"
+    fixed = planned("Llama-3.1-8B", "1xA100-40GB", wanted, gpu_memory_utilization=0.7)
+    assert "the trainer keeps 16.0 GiB while the sampler has 27.6" in fixed.placement.why_not[-1]
+
+
+# what makes it fit
+
+
+def changes(plan: Plan) -> dict[str, str]:
+    return {change.key: change.value for change in plan.changes}
+
+
+def test_the_changes_named_make_the_job_fit() -> None:
+    plan = planned("Qwen2.5-7B", "1xA100-80GB")
+    assert not plan.fits
+    assert changes(plan) == {"memory.offload_optimizer": "true"}
+    assert plan.enough == ("4xA100-80GB",)
+    again = planned("Qwen2.5-7B", "1xA100-80GB", job(memory={"offload_optimizer": True}))
+    assert again.fits and again.changes == ()
+
+
+def test_the_cheapest_change_is_named_first() -> None:
+    # 24 layers of 57,344 bytes for 16,384 tokens are 22 GiB: half of that is enough
+    wanted = job(memory={"gradient_checkpointing": False})
+    plan = planned("Qwen2.5-0.5B", "1xA100-40GB", wanted)
+    assert plan.fits
+    plan = planned("Qwen2.5-0.5B", "1xA10G", wanted)
+    assert changes(plan) == {"memory.micro_batch_tokens": "4096"}
+    # one sequence of 1,024 tokens is the least
+    longer = job(memory={"gradient_checkpointing": False}, sampling={"max_tokens": 15_000})
+    plan = planned("Qwen2.5-0.5B", "1xA10G", longer)
+    assert changes(plan) == {"memory.gradient_checkpointing": "true"}
+
+
+def test_a_cache_for_the_longest_sequence_is_made_smaller_by_max_model_len() -> None:
+    plan = planned("Llama-3.1-8B", "1xH100,1xA10G", job(lora={"rank": 16}))
+    # 15 GiB of weights leave no room on 0.85 x 22 for 131,072 tokens of 128 KiB
+    assert changes(plan)["max_model_len"] == "1024"
+    assert "sampler needs" in plan.placement.why_not[0]
+
+
+def test_what_is_learned_changes_last() -> None:
+    # with the optimizer elsewhere and the smallest micro-batches 20.97 GiB, of 0.95 x 22
+    plan = planned("Llama-3.1-8B", "1xA10G,1xH100")
+    assert [change.key for change in plan.changes if change.learned] == ["lora.rank"]
+    again = job(lora={"rank": 16}, memory={"micro_batch_tokens": 4096})
+    assert planned("Llama-3.1-8B", "1xA10G,1xH100", again).fits
+
+
+def test_where_nothing_is_enough_nothing_is_promised() -> None:
+    plan = planned("Llama-3.1-8B", "1xT4")
+    assert (plan.changes, plan.enough) == ((), ())
+
+
+# how long
+
+
+def test_a_steps_time_is_as_worked_out_by_hand() -> None:
+    """1.5B on two A100-80GB: 64 completions of 100 tokens after 50, 8 to a prompt."""
+    count = 1_543_714_304
+    load = Load(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
+    gpu = parse_gpus("1xA100-80GB")[0].gpu
+    found = tabled(
+        model("Qwen2.5-1.5B"),
+        job(),
+        load,
+        Sampling(num=1, tensor_parallel=1, sequences=32, gpu=gpu),
+        Training(num_ranks=1, gpu=gpu, itemsize=2),
+        "split",
+    )
+    assert found is not None
+    # an iteration reads 2 x 1.54e9 bytes of weights and 32 x 100 tokens of 28,672 bytes of cache,
+    # at 0.6 x 2039e9 per second: 2.6 ms, and 5 ms; 2 x 100 of them; then 8 prompts of 50 tokens
+    read_s = (2 * count + 32 * 100 * 28_672) / (0.6 * 2039e9)
+    prompts_s = 2 * count * 8 * 50 / (0.5 * 312e12)
+    assert found.sample_s == pytest.approx(200 * (read_s + 0.005) + prompts_s, abs=1e-3)
+    # 4 passes (checkpointing is on) over 64 x 150 tokens, of 2 x 1.54e9 and 2 x 28 x 12 x 128 x 150
+    per_token = 2 * count + 2 * 28 * 12 * 128 * 150
+    assert found.train_s == pytest.approx(4 * 9600 * per_token / (0.35 * 312e12), abs=1e-3)
+    assert found.sync_s == pytest.approx(2 * count / 5e9, abs=1e-3)
+    assert found.step_s == pytest.approx(found.sample_s + found.train_s + found.sync_s, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("sections", "count"),
+    [
+        ({}, 4),
+        ({"memory": {"gradient_checkpointing": False}}, 3),
+        ({"lora": {"rank": 8}}, 3),
+        ({"training": {"beta": 0.1}}, 5),
+        ({"training": {"epochs": 2}}, 9),
+        ({"training": {"minibatches": 2}}, 5),
+    ],
+)
+def test_a_token_goes_through_the_model_so_often(sections: dict[str, Any], count: int) -> None:
+    assert passes(job(**sections)) == count
+
+
+def test_sampling_ahead_hides_the_shorter_of_sampling_and_training() -> None:
+    plan = planned("Qwen2.5-0.5B", "2xA100-80GB", job(max_staleness=1))
+    time = plan.placement.time
+    assert time is not None and plan.placement.kind == "split"
+    longer = max(time.sample_s, time.train_s)
+    assert time.step_s == pytest.approx(longer + time.sync_s, abs=2e-3)
+
+
+def test_a_runs_rates_take_the_place_of_the_tabled_ones() -> None:
+    wanted = job(sampling={"prompts_per_step": 4, "group_size": 8})
+    row = {"time/generate": 2.0, "time/train": 4.0, "time/sync": 0.5}
+    row |= {"completions/mean_length": 100.0, "num_tokens": 3000.0}
+    rows = [MetricsRow(step=step, metrics=row) for step in (1, 2, 3)]
+    rows.append(MetricsRow(step=4, metrics={"replayed": 1.0}))
+    found = rates_of(rows, wanted)
+    assert found is not None
+    # 32 completions of 100 tokens in 2 s; 3000 tokens in 4 s
+    assert (found.sampled_per_s, found.trained_per_s, found.sync_s) == (1600, 750, 0.5)
+    plan = make_plan(
+        job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("cpu"), Known(measured=found)
+    )
+    time = plan.placement.time
+    # 256 completions of 100 tokens
+    assert time is not None and (time.sample_s, time.train_s) == (16.0, 34.133)
+    assert (time.step_s, time.source) == (50.633, "measured")
+    assert rates_of(rows[3:], wanted) is None
+
+
+# how much
+
+
+def test_the_cost_is_hours_by_the_price_of_all_gpus() -> None:
+    plan = planned("Qwen2.5-0.5B", "2xH100", price_per_hour=7.2, currency="EUR")
+    time, cost = plan.placement.time, plan.cost
+    assert time is not None and cost is not None
+    assert (cost.currency, cost.per_hour, cost.source) == ("EUR", 7.2, "HONE_PRICE_PER_HOUR")
+    assert cost.hours == pytest.approx(100 * time.step_s / 3600, abs=1e-4)
+    assert cost.total == pytest.approx(100 * time.step_s / 3600 * 7.2, abs=1e-3)
+    assert cost.per_step == pytest.approx(time.step_s / 3600 * 7.2, abs=1e-6)
+
+
+def test_a_job_of_unknown_steps_has_the_price_of_one() -> None:
+    epochs = job(steps=0, data={"train": "x", "epochs": 1})
+    plan = planned("Qwen2.5-0.5B", "1xA100-80GB", epochs)
+    assert plan.cost is not None and plan.cost.total is None and plan.cost.per_step > 0
+    assert any("data.epochs" in note for note in plan.notes)
+
+
+def test_gpus_without_a_price_are_said_to_have_none() -> None:
+    plan = planned("Qwen2.5-0.5B", "1xRTX-4090")
+    assert plan.fits and plan.cost is None
+    assert any("no price is known of these GPUs" in note for note in plan.notes)
