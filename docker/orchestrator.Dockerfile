@@ -9,10 +9,10 @@ COPY pyproject.toml ./
 COPY requirements requirements
 COPY docker/install.sh docker/
 RUN --mount=type=cache,target=/root/.cache/uv sh docker/install.sh "${EXTRAS}" cpu
+
+FROM build AS hone
 COPY . .
-RUN --mount=type=cache,target=/root/.cache/uv \
-    VIRTUAL_ENV=/opt/venv UV_COMPILE_BYTECODE=1 /opt/uv/bin/uv pip install --quiet --no-deps \
-        --build-constraints requirements/cpu.txt .
+RUN --mount=type=cache,target=/root/.cache/uv sh docker/install.sh hone
 
 FROM ${BASE}
 RUN groupadd --gid 10001 hone \
@@ -23,6 +23,7 @@ ENV PATH=/opt/venv/bin:${PATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp HF_HOME=/models \
     HONE_HOST=0.0.0.0 HONE_RUNS_DIR=/runs HONE_DATA_DIRS=/data
 USER 10001:10001
+COPY --from=hone /opt/hone /opt/venv
 WORKDIR /tmp
 EXPOSE 8000
 CMD ["python", "-m", "deploy.container", "orchestrator"]

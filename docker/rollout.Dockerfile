@@ -12,10 +12,10 @@ COPY pyproject.toml ./
 COPY requirements requirements
 COPY docker/install.sh docker/
 RUN --mount=type=cache,target=/root/.cache/uv sh docker/install.sh "${EXTRAS}" "${VARIANT}"
+
+FROM build AS hone
 COPY . .
-RUN --mount=type=cache,target=/root/.cache/uv \
-    VIRTUAL_ENV=/opt/venv UV_COMPILE_BYTECODE=1 /opt/uv/bin/uv pip install --quiet --no-deps \
-        --build-constraints requirements/cpu.txt .
+RUN --mount=type=cache,target=/root/.cache/uv sh docker/install.sh hone
 
 FROM ${BASE}
 # Debian keeps only the newest build of a package, so its version cannot be pinned.
@@ -34,7 +34,8 @@ ENV PATH=/opt/venv/bin:${PATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     HONE_HOST=0.0.0.0 HONE_RUNS_DIR=/runs HONE_SHM_DIR=/weights HONE_COPIES_DIR=/dev/shm/copies
 USER 10001:10001
 RUN --mount=type=bind,source=docker/check_kernels.py,target=/check/check_kernels.py \
-    HOME=/tmp XDG_CACHE_HOME=/tmp python /check/check_kernels.py rollout
+    HOME=/tmp XDG_CACHE_HOME=/tmp python /check/check_kernels.py rollout && rm -rf /tmp/* /tmp/.[a-z]*
+COPY --from=hone /opt/hone /opt/venv
 WORKDIR /tmp
 EXPOSE 8001
 CMD ["python", "-m", "deploy.container", "rollout"]

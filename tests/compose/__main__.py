@@ -71,7 +71,7 @@ def built(stack: Stack, _steps: int) -> None:
 
 def up(stack: Stack, _steps: int) -> None:
     """The stack comes up, and all of it is healthy."""
-    stack.compose("up", "-d", "--no-build")
+    stack.compose("up", "-d", "--no-build", within_s=HEALTHY_S)
     waited_s = stack.wait_healthy(("redis", *SERVICES), HEALTHY_S)
     print(f"    healthy {waited_s:.0f} s after `up` returned")
 
@@ -107,7 +107,7 @@ def isolated(stack: Stack, _steps: int) -> None:
 def learns(stack: Stack, steps: int) -> None:
     """The demo's job, with two samplers, goes on by itself after each container's process was
     killed, and learns."""
-    stack.compose("up", "-d", "--no-build", "--scale", "rollout=2")
+    stack.compose("up", "-d", "--no-build", "--scale", "rollout=2", within_s=HEALTHY_S)
     stack.wait_healthy(SERVICES, HEALTHY_S)
     model = ("python", "-m", "deploy.tiny_model", "--out", "/data/demo", "--seed", "0")
     stack.inside("trainer", *model)

@@ -19,6 +19,10 @@ IMAGES = {name: f"hone-{name}" for name in ("orchestrator", "reward")} | {
 }
 
 TOKEN = "/run/hone/secrets/token"
+BUILDKIT = {"DOCKER_BUILDKIT": "1", "COMPOSE_DOCKER_CLI_BUILD": "1"}
+
+COMMAND_S = 3600.0
+"""More than a build takes."""
 
 FIRST_CHILD = "read -r pid rest < /proc/1/task/1/children; kill -9 $pid"
 """What kills a container's service from inside. As pid 1 there is Docker's init, which then ends
@@ -64,22 +68,25 @@ class Stack:
             own.write_text(json.dumps(_overrides(base, redis)))
             self._files.append(str(own))
 
-    def compose(self, *arguments: str, given: str | None = None) -> str:
+    def compose(
+        self, *arguments: str, given: str | None = None, within_s: float = COMMAND_S
+    ) -> str:
         """Returns what it printed. Raises Failed with what it said of its failure."""
         files = [part for file in self._files for part in ("-f", file)]
-        done = subprocess.run(
-            [*self._command, "-p", PROJECT, *files, *arguments],
-            cwd=ROOT,
-            env=os.environ
-            | {
-                "HONE_ORCHESTRATOR_PORT": str(self.port),
-                "DOCKER_BUILDKIT": "1",
-                "COMPOSE_DOCKER_CLI_BUILD": "1",
-            },
-            input=given,
-            capture_output=True,
-            text=True,
-        )
+        variables = {"HONE_ORCHESTRATOR_PORT": str(self.port), **BUILDKIT}
+        try:
+            done = subprocess.run(
+                [*self._command, "-p", PROJECT, *files, *arguments],
+                cwd=ROOT,
+                env=os.environ | variables,
+                input=given,
+                capture_output=True,
+                text=True,
+                timeout=within_s,
+            )
+        except subprocess.TimeoutExpired as error:
+            said = f"{' '.join(arguments[:3])}: had not ended after {within_s:g} s"
+            raise Failed(f"{said}; {self.unhealthy()}") from error
         if done.returncode:
             said = (done.stderr or done.stdout).strip()[-2000:]
             raise Failed(f"{' '.join(arguments[:3])}: exit code {done.returncode}: {said}")
@@ -108,7 +115,23 @@ class Stack:
             if health and all(it == "healthy" for it in health):
                 return time.monotonic() - began
             time.sleep(1)
-        raise Failed(f"{', '.join(services)}: not healthy after {within_s:g} s")
+        raise Failed(f"not all is healthy after {within_s:g} s: {self.unhealthy()}")
+
+    def unhealthy(self) -> str:
+        """Returns the containers that are not healthy, each with the last line of its log."""
+        shown = docker(
+            *("ps", "-a", "--filter", f"label=com.docker.compose.project={PROJECT}"),
+            *("--format", "{{.Names}}\t{{.Status}}"),
+        )
+        said: list[str] = []
+        for line in shown.splitlines():
+            name, status = line.split("\t")
+            if "(healthy)" not in status and "Exited (0)" not in status:
+                logs = subprocess.run(
+                    ["docker", "logs", "--tail", "1", name], capture_output=True, text=True
+                )
+                said.append(f"{name} is {status}: {(logs.stdout + logs.stderr).strip()}")
+        return "; ".join(said)
 
     def restarts(self, service: str) -> int:
         return sum(int(str(it["RestartCount"])) for it in self.containers(service))

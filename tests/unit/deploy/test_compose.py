@@ -237,6 +237,7 @@ def test_a_dockerfile_has_a_pinned_base_one_extra_and_no_root(file: str) -> None
     assert re.fullmatch(r"ARG BASE=python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base)
     assert [line for line in lines if line.startswith("FROM")] == [
         "FROM ${BASE} AS build",
+        "FROM build AS hone",
         "FROM ${BASE}",
     ]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
