@@ -157,6 +157,7 @@ def dry_run(tried: DryRun) -> Text:
         *([f"data: {sources}"] if sources else []),
         *([f"tokens are not counted: {tried.not_counted}"] if tried.not_counted else []),
         *(plan_lines(tried.plan) if tried.plan else [f"not planned: {tried.not_planned}"]),
+        *tried.trial,
     ]
     for prompt in tried.prompts:
         size = "" if prompt.num_tokens is None else f", {prompt.num_tokens} tokens"

@@ -6,6 +6,7 @@
     GET  /graders             what can be named in a job, with the schema of its params
     POST /graders/validate    would these rewards work on rows with these columns,
                               and on these prompts?
+    POST /graders/try         what an empty completion and the row's reference answer would get
     POST /graders/run         one completion by one grader, in OpenAI's shape
 
 State: warm sandbox slots, the workers of jobs' own functions and of graders, a cache of verdicts.
@@ -40,6 +41,8 @@ from shared.wire import (
     ScoredItem,
     ScoreRequest,
     ScoreResult,
+    Tried,
+    TryRequest,
     Validated,
     ValidateRequest,
 )
@@ -109,6 +112,10 @@ def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
         await scorer.check(request.rewards, request.columns, request.prompts)
         return Validated(rewards=tuple(spec.label for spec in request.rewards))
 
+    async def try_rewards(request: TryRequest) -> Tried:
+        """Grades an empty completion of each prompt, and the row's own reference answer."""
+        return Tried(rewards=await scorer.tried(request.rewards, request.prompts))
+
     async def run(request: GraderRunRequest) -> GraderRun:
         """Grades one completion by one grader, in the shape of OpenAI's grader runs."""
         result = await scorer.score(runs.request_of(request))
@@ -121,6 +128,7 @@ def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
     service.operation("POST", "/score", score, stream=stream, cancellable=True)
     service.operation("POST", "/execute", execute, cancellable=True)
     service.operation("POST", "/graders/validate", validate)
+    service.operation("POST", "/graders/try", try_rewards, cancellable=True)
     service.operation("POST", "/graders/run", run, cancellable=True)
     service.query("/graders", list_graders)
 

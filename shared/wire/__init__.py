@@ -79,6 +79,9 @@ from shared.wire.graders import (
     GraderRun,
     GraderRunMetadata,
     GraderRunRequest,
+    Tried,
+    TriedReward,
+    TryRequest,
     Validated,
     ValidateRequest,
 )

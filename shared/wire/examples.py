@@ -399,6 +399,8 @@ EXAMPLES: dict[str, Any] = {
     },
     "ValidateRequest": {"rewards": [REWARD], "columns": ["prompt", "numbers", "target"]},
     "Validated": {"rewards": ["python_value"]},
+    "TryRequest": {"rewards": [REWARD], "prompts": [PROMPT]},
+    "Tried": {"rewards": [{"reward": "math", "empty": 0.0, "reference": 1.0, "num_references": 4}]},
     "GraderRunRequest": {
         "grader": GRADER,
         "model_sample": "59",

@@ -42,6 +42,34 @@ class Validated(Wire):
     rewards: tuple[str, ...]
 
 
+class TryRequest(Wire):
+    """`POST /graders/try`: what these rewards give an empty completion of each of the `prompts`,
+    and the row's own reference answer."""
+
+    rewards: tuple[RewardSpec, ...] = Field(min_length=1, max_length=MAX_REWARDS)
+    prompts: tuple[Prompt, ...] = Field(min_length=1, max_length=MAX_CHECKED_PROMPTS)
+
+
+class TriedReward(Wire):
+    """The mean that a reward gives empty completions, and reference answers, which
+    `num_references` of the rows have. None: nothing. `full_mark` is what a right completion
+    earns, where that is known. `why` is what it says of the first reference without the full mark,
+    or of an empty completion, or why nothing was tried."""
+
+    reward: str
+    empty: float | None = None
+    reference: float | None = None
+    num_references: int = 0
+    full_mark: float | None = None
+    why: str = ""
+
+
+class Tried(Wire):
+    """One entry per reward, in the order asked."""
+
+    rewards: tuple[TriedReward, ...]
+
+
 class GraderRunRequest(Wire):
     """`POST /graders/run`, in OpenAI's shape: one completion (`model_sample`) of the row `item`,
     graded by one grader.

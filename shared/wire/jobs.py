@@ -96,7 +96,9 @@ class PreviewedPrompt(Wire):
 class DryRun(Wire):
     """`POST /v1/jobs/dry_run`: the job as it would run, and its first prompts. `num_train` is None
     for a stream; `data` are the versions as in a job's record. `not_counted` says why prompts have
-    no `num_tokens`, and `not_planned` why there is no `plan`."""
+    no `num_tokens`, and `not_planned` why there is no `plan`. `trial` says what the rewards
+    give empty completions and reference answers, and what is probably wrong with them; empty if the
+    reward service did not say so soon."""
 
     job: Job
     columns: tuple[str, ...]
@@ -107,6 +109,7 @@ class DryRun(Wire):
     not_counted: str = ""
     plan: Plan | None = None
     not_planned: str = ""
+    trial: tuple[str, ...] = ()
 
 
 class JobState(Wire):

@@ -13,9 +13,12 @@ from shared.config import Settings
 from shared.errors import BadRequest, Conflict
 from shared.job import Job
 from shared.wire import (
+    DryRun,
     JobList,
     JobRecord,
     SubmitRequest,
+    Tried,
+    TriedReward,
     ValidateRequest,
 )
 from tests.support import orchestrator_stack
@@ -156,3 +159,23 @@ async def test_an_unknown_key_in_a_posted_job_names_the_nearest(stack: Stack) ->
         "unknown key 'job.training.lerning_rate'; did you mean 'learning_rate'?"
         in response.json()["detail"]
     )
+
+
+async def test_a_job_begins_by_saying_what_known_answers_earn(stack: Stack) -> None:
+    wrong = TriedReward(
+        reward="exact_match", empty=0.0, reference=0.0, num_references=6, full_mark=1.0
+    )
+    stack.fakes.change["try"] = lambda _: Tried(rewards=(wrong,))
+    record = await stack.submit()
+    assert (await stack.until(record.id)).status == "succeeded", "a warning stops nothing"
+    said = [
+        event for event in await stack.events(record.id) if "reference answers" in event.message
+    ]
+    assert [(event.level, event.message.partition(":")[0]) for event in said] == [
+        ("info", "rewards tried on 6 rows"),
+        ("warning", "reward 'exact_match' gives the rows' own reference answers 0.00 of 1"),
+    ]
+    body = SubmitRequest(job=stack.job)
+    tried = await stack.client.call("POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=60)
+    assert tried.trial == tuple(event.message for event in said)
+    assert stack.fakes.calls["score"] > 0 and stack.fakes.calls["try"] == 2

@@ -28,6 +28,8 @@ from shared.wire import (
     ScoreItem,
     ScoreRequest,
     ScoreResult,
+    Tried,
+    TryRequest,
     Validated,
     ValidateRequest,
 )
@@ -498,3 +500,36 @@ async def test_a_host_that_cannot_isolate_refuses_code_and_grades_the_rest(
             ready = await http.get("/readyz")
         assert ready.status_code == 503
         assert "HONE_SANDBOX=unsafe" in ready.json()["dependencies"]["sandbox"]["detail"]
+
+
+async def test_rewards_are_tried_on_nothing_and_on_the_rows_own_answers(client: Client) -> None:
+    rows = [
+        {
+            "answer": "9 + 9 = 18\n#### 18",
+            "tests": "assert f(1) == 2",
+            "code": "def f(x): return 2",
+        },
+        {"answer": "\\frac{1}{2}", "tests": "assert f(1) == 1", "code": "def f(x): return 2"},
+    ]
+    specs = (
+        RewardSpec(grader="math"),
+        RewardSpec(grader="code_tests"),
+        RewardSpec(grader="exact_match", params={"column": "answer"}),
+        RewardSpec(grader="length", params={"max": 3}),
+        own("def reward(completions, **columns): return [len(text) for text in completions]"),
+    )
+    prompts = tuple(Prompt(index=at, content="?", row=row) for at, row in enumerate(rows))
+    body = TryRequest(rewards=specs, prompts=prompts)
+    first, again = [
+        await client.call("POST", "/graders/try", body, Tried, deadline_s=60) for _ in range(2)
+    ]
+    assert first == again
+    found = [(one.empty, one.reference, one.num_references, one.full_mark) for one in first.rewards]
+    assert found == [
+        (0.0, 1.0, 2, 1.0),
+        (0.0, 0.5, 2, 1.0),
+        (0.0, 1.0, 2, 1.0),
+        (1.0, None, 0, None),
+        (0.0, 18.0, 2, None),
+    ]
+    assert first.rewards[1].why

@@ -49,6 +49,9 @@ from shared.wire import (
     TrainerJob,
     TrainerState,
     TrainStepRequest,
+    Tried,
+    TriedReward,
+    TryRequest,
     Validated,
     ValidateRequest,
     WeightsRef,
@@ -117,6 +120,7 @@ class FakeServices:
             ("trainer", "POST", "/checkpoints", self._checkpoint),
             ("reward", "POST", "/score", self._score),
             ("reward", "POST", "/graders/validate", self._validate),
+            ("reward", "POST", "/graders/try", self._try),
         ):
             self._services[name].operation(method, path, handler)
         self._services["trainer"].query("/state", self._state)
@@ -325,6 +329,11 @@ class FakeServices:
         return ScoreResult(
             scores=tuple(Score(value=part.value, parts={"right": part}) for part in parts)
         )
+
+    async def _try(self, body: TryRequest) -> Tried:
+        await self._note("try", body)
+        found = TriedReward(reward="exact_match", empty=0.0, reference=1.0, num_references=6)
+        return self._answer("try", Tried(rewards=(found,) * len(body.rewards)))
 
     async def _validate(self, body: ValidateRequest) -> Validated:
         await self._note("validate", body)

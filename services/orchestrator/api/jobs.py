@@ -45,9 +45,10 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
         prompts = await check_job(request.job, settings)
-        return await asyncio.to_thread(
-            _dry_run, with_steps(request.job, prompts), prompts, settings
-        )
+        job = with_steps(request.job, prompts)
+        first = await asyncio.to_thread(prompts.for_step, 1)
+        tried = await asyncio.to_thread(_dry_run, job, prompts, first, settings)
+        return tried.model_copy(update={"trial": await _trial(job, first, settings)})
 
     async def plan(request: SubmitRequest) -> Plan:
         """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's
@@ -86,6 +87,15 @@ async def check_job(job: Job, settings: Settings) -> Prompts:
         await peers.close()
 
 
+async def _trial(job: Job, first: tuple[Prompt, ...], settings: Settings) -> tuple[str, ...]:
+    peers = Peers(job, settings.slots[0])
+    try:
+        found = await peers.try_rewards(first)
+    finally:
+        await peers.close()
+    return (found.summary, *found.warnings) if found else ()
+
+
 def _checked_data(job: Job, settings: Settings) -> tuple[Prompts, tuple[Prompt, ...]]:
     if folder := model_folder(job.model):
         check_model_folder(folder, job.max_model_len)
@@ -102,8 +112,8 @@ def _check_request(job: Job) -> None:
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
 
 
-def _dry_run(job: Job, prompts: Prompts, settings: Settings) -> DryRun:
-    shown, why = preview(job, prompts.for_step(1))
+def _dry_run(job: Job, prompts: Prompts, first: tuple[Prompt, ...], settings: Settings) -> DryRun:
+    shown, why = preview(job, first)
     lengths = [prompt.num_tokens for prompt in shown if prompt.num_tokens is not None]
     planned, not_planned = None, ""
     try:

@@ -10,12 +10,14 @@ from services.orchestrator.loop.discovery import Registered, is_one, none_regist
 from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.loading import Push
 from services.orchestrator.loop.samplers import Samplers
+from services.orchestrator.loop.trial import Trial, trial
 from services.orchestrator.loop.waits import Waits, waits_for
 from shared import tracing
 from shared.client import Client
 from shared.config import Settings
-from shared.errors import Failed
+from shared.errors import Failed, HoneError
 from shared.job import Job, SyncMethod
+from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
 from shared.wire import (
     AbortRequest,
@@ -42,6 +44,8 @@ from shared.wire import (
     TrainerJob,
     TrainerState,
     TrainStepRequest,
+    Tried,
+    TryRequest,
     Validated,
     ValidateRequest,
     VersionInfo,
@@ -51,6 +55,8 @@ from shared.wire import (
 MAX_PROMPTS_TRIED = 8
 """How many rows are looked at before a job begins: enough to see that a column is another one than
 meant, and soon done."""
+
+TRY_DEADLINE_S = 30.0
 
 PRESENCE_DEADLINE_S = 15.0
 """Seconds for which a service is asked whether it is there, before those without work are asked
@@ -225,6 +231,20 @@ class Peers:
             rewards=self._job.rewards, columns=columns, prompts=prompts[:MAX_PROMPTS_TRIED]
         )
         await self._reward.call("POST", "/graders/validate", body, Validated, deadline_s=60.0)
+
+    async def try_rewards(self, prompts: tuple[Prompt, ...]) -> Trial | None:
+        """Returns what the rewards give empty completions and reference answers of the first few
+        `prompts`; None if the service does not say so soon: nothing depends on it."""
+        shown = prompts[:MAX_PROMPTS_TRIED]
+        body = TryRequest(rewards=self._job.rewards, prompts=shown)
+        try:
+            tried = await self._reward.call(
+                "POST", "/graders/try", body, Tried, deadline_s=TRY_DEADLINE_S
+            )
+        except HoneError as error:
+            get_logger().warning("rewards not tried", job=self.job_id, reason=error.detail)
+            return None
+        return trial(self._job.rewards, tried.rewards, len(shown))
 
     @waits_for("trainer", "training a step", "train")
     async def train_step(

@@ -49,7 +49,7 @@ from shared.config import Settings
 from shared.errors import BadRequest, HoneError
 from shared.logs import get_logger, of_job
 from shared.plan.prices import Price
-from shared.wire import JobRecord, TrainerState
+from shared.wire import JobRecord, Prompt, TrainerState
 
 LOOK_AT_IDLE_S = 2.0
 """Seconds between two times that services without work are asked whether they are there."""
@@ -95,6 +95,7 @@ class Run:
         self._furthest = record.step
         self._recoveries = record.recoveries
         self._in_a_row = 0
+        self._trying: asyncio.Task[None] | None = None
 
     async def run(self) -> Outcome:
         """Returns what became of the job. Raises LeaseLost if it is another worker's, and
@@ -107,6 +108,7 @@ class Run:
                 outcome = await self._try()
             return outcome
         finally:
+            await self._end_trying()
             await to_the_end(self._note_hours())
             await self._tracker.finish(outcome is not None and outcome.status == "succeeded")
 
@@ -243,6 +245,8 @@ class Run:
             )
             first = await asyncio.to_thread(prompts.for_step, 1)
         await self._peers.validate_rewards(prompts.columns, first)
+        if not self._record.step:
+            self._trying = asyncio.create_task(self._try_rewards(first))
         rows = await asyncio.to_thread(self._folder.metrics)
         spent = Spent(rows, await asyncio.to_thread(self._folder.hours), self._price())
         has_more = not rows or rows[-1].step < self._job.steps
@@ -264,6 +268,15 @@ class Run:
             return price_for(self._job, self._settings)
         except BadRequest as error:  # it was known when the job was submitted
             raise MustPause(error.detail) from error
+
+    async def _try_rewards(self, prompts: tuple[Prompt, ...]) -> None:
+        """Says what the rewards give answers that are known, beside the loading of the model."""
+        found = await self._peers.try_rewards(prompts)
+        if found is None:
+            return
+        await self._journal.log(found.summary)
+        for warning in found.warnings:
+            await self._journal.warn(warning)
 
     async def _traced_load(self) -> TrainerState:
         trace = tracing.begin("load job", job=self._record.id)
@@ -317,6 +330,12 @@ class Run:
         warn = self._journal.warn
         batches = Batches(self._record.id, self._job, prompts, peers, folder, max_missing, warn)
         return Pipeline(self._job, batches, peers, folder, self._journal)
+
+    async def _end_trying(self) -> None:
+        """What it came to matters to nothing: it may have lost the lease, or the store."""
+        if self._trying:
+            await stop(self._trying)
+            await asyncio.gather(self._trying, return_exceptions=True)
 
     async def _note_hours(self) -> None:
         """An attempt that recorded no row has taken its time, too."""

@@ -23,12 +23,16 @@ class ExactMatch(Grader[ExactMatchParams]):
     """1 for a completion equal to the row's `column`, else 0."""
 
     items_per_call = 1
+    has_full_mark = True
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         return [self._part(item) for item in items]
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
         self._wanted(row)
+
+    def reference(self, row: Mapping[str, Any]) -> str:
+        return str(self._wanted(row))
 
     def _wanted(self, row: Mapping[str, Any]) -> str | int:
         value = row[self.params.column]

@@ -9,12 +9,19 @@ gives messages, and its completion is `[{"role": "assistant", ...}]`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
 
-from services.reward.grading.registry import Grader, GraderTools, Params, grader, no_column
+from services.reward.grading.registry import (
+    Grader,
+    GraderTools,
+    Params,
+    grader,
+    no_column,
+    reference_text,
+)
 from services.reward.job_code.workers import LOAD_DEADLINE_S, Own
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -50,6 +57,9 @@ class Function(Grader[FunctionParams]):
         super().__init__(spec, params, tools)
         self._own = Own(spec, tools.job_id or f"request {secrets.token_hex(8)}")
         self.deadline_s = LOAD_DEADLINE_S + MAX_LATE_CALLS * params.timeout_s
+
+    def reference(self, row: Mapping[str, Any]) -> str | None:
+        return reference_text(row)
 
     async def check(self, columns: Sequence[str]) -> None:
         if not self.tools.settings.allow_job_code:

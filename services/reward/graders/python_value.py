@@ -62,6 +62,7 @@ class PythonValue(Grader[PythonValueParams]):
     """
 
     pure = True
+    has_full_mark = True
     items_per_call = 1
     max_concurrency = 64
 
@@ -69,6 +70,9 @@ class PythonValue(Grader[PythonValueParams]):
         self._target(row)
         if self.params.numbers is not None:
             self._numbers(row)
+
+    def reference(self, row: Mapping[str, Any]) -> str | None:
+        return None if self.params.numbers else repr(self._target(row))
 
     def content(self, item: ScoreItem) -> Any:
         numbers = item.row[self.params.numbers] if self.params.numbers else None

@@ -51,7 +51,25 @@ __all__ = [
     "infos",
     "kind_of",
     "no_column",
+    "reference_text",
 ]
+
+
+REFERENCES = (
+    *("canonical_solution", "reference_solution", "solution", "solutions", "code"),
+    *("completion", "output", "response", "answer"),
+)
+"""Columns that may hold a row's own answer, the likeliest first."""
+
+
+def reference_text(row: Mapping[str, Any]) -> str | None:
+    """Returns the answer that a row has under one of the usual names, of several the first."""
+    for name in REFERENCES:
+        value = row.get(name)
+        found = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(found, str) and found.strip():
+            return found
+    return None
 
 
 class Params(BaseModel):
@@ -114,6 +132,12 @@ class Grader(ABC, Generic[P]):
     max_concurrency: int = 8
     """How many calls of `grade` may run at once, over all requests."""
 
+    has_full_mark: bool = False
+    """A right completion earns 1, and no other more."""
+
+    asks_models: bool = False
+    """A call costs what a language model costs, so nothing is graded that need not be."""
+
     deadline_s: float = 300.0
     """How long one call may take, its wait for a free sandbox not included: a guard against
     hanging, above any limit in params."""
@@ -153,6 +177,11 @@ class Grader(ABC, Generic[P]):
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         """Returns one part per item, in order. What it raises makes the parts of all these items
         missing."""
+
+    def reference(self, row: Mapping[str, Any]) -> str | None:
+        """Returns a completion that should earn the full mark by this row; None: the row has none
+        that is known. Raises GradingFailed as `check_row`."""
+        return None
 
     def content(self, item: ScoreItem) -> Any:
         """Returns plain data that says, with the params, all that the verdict on `item` depends on

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from services.reward.grading import trying
 from services.reward.grading.admission import Admission
 from services.reward.grading.calling import Caller, Callers
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
@@ -25,6 +26,7 @@ from shared.wire import (
     ScoreItem,
     ScoreRequest,
     ScoreResult,
+    TriedReward,
 )
 
 SAMPLER_FAILED = Part(
@@ -59,6 +61,16 @@ class Scorer:
             for prompt in prompts:
                 for caller in callers:
                     await _check_row(caller.grader, prompt)
+
+    async def tried(
+        self, rewards: Sequence[RewardSpec], prompts: Sequence[Prompt]
+    ) -> tuple[TriedReward, ...]:
+        """Returns what each reward gives an empty completion, and the rows' reference answers. No
+        job's own graders are asked: one that remembers is to remember nothing of it."""
+        columns = sorted(set.intersection(*(set(prompt.row) for prompt in prompts)))
+        with self._admission.of(2 * len(prompts)):
+            async with self._checked(rewards, columns, None) as callers:
+                return await trying.tried(callers, prompts)
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Returns one score per item, in order."""

@@ -34,7 +34,14 @@ from services.reward.graders.code_tests.codec import Unfinished
 from services.reward.graders.code_tests.evaluate import CannotHold, evaluate
 from services.reward.graders.code_tests.tests import Style, Tests, owner, read
 from services.reward.grading.programs import program_of
-from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
+from services.reward.grading.registry import (
+    Column,
+    Grader,
+    GradingFailed,
+    Params,
+    grader,
+    reference_text,
+)
 from shared.errors import BadRequest
 from shared.wire import Part, ScoreItem, Verdict
 
@@ -105,6 +112,7 @@ class CodeTests(Grader[CodeTestsParams]):
     """
 
     pure = True
+    has_full_mark = True
     items_per_call = 1
     max_concurrency = 64
     deadline_s = 900.0
@@ -121,6 +129,9 @@ class CodeTests(Grader[CodeTestsParams]):
         tests, nothing = await self._read(row, "")
         for code in tests.codes:
             await proxy.first_calls(nothing, code)
+
+    def reference(self, row: Mapping[str, Any]) -> str | None:
+        return reference_text(row)
 
     def content(self, item: ScoreItem) -> Any:
         return [

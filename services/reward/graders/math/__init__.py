@@ -48,6 +48,7 @@ class Math(Grader[MathParams]):
     """1 if the completion's final answer is mathematically equal to the row's, else 0."""
 
     pure = True
+    has_full_mark = True
     items_per_call = 1
 
     def content(self, item: ScoreItem) -> Any:
@@ -58,6 +59,10 @@ class Math(Grader[MathParams]):
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
         self._wanted(row)
+
+    def reference(self, row: Mapping[str, Any]) -> str:
+        wanted, whole = self._wanted(row), str(row[self.params.answer])
+        return whole if final_answer(whole) else f"\\boxed{{{wanted}}}"
 
     def _wanted(self, row: Mapping[str, Any]) -> str:
         value = row[self.params.answer]

@@ -51,6 +51,7 @@ class Multi(Grader[MultiParams]):
         self._graders = {
             name: _bound(spec, name, given, tools) for name, given in params.graders.items()
         }
+        self.asks_models = any(part.asks_models for part in self._graders.values())
         unknown = sorted(self._formula.names - self._graders.keys())
         if unknown:
             known = ", ".join(self._graders)

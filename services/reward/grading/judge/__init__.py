@@ -62,6 +62,7 @@ class JudgeGrader(Grader[J]):
     reply (`part`)."""
 
     items_per_call = 1
+    asks_models = True
 
     def __init__(self, spec: RewardSpec, params: J, tools: GraderTools) -> None:
         super().__init__(spec, params, tools)
