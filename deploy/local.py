@@ -52,6 +52,10 @@ def up(folder: Path, *, quiet: bool = False) -> dict[str, Any]:
                     pass
                 case "started":
                     print(f"  {message['service']} is ready", flush=True)
+                case "waiting" if quiet:
+                    pass
+                case "waiting":
+                    print(f"  waiting for {message['service']}, {message['seconds']} s", flush=True)
                 case "devices" if quiet:
                     pass
                 case "devices":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.wire import MetricsRow
+from shared.wire import MetricsList, MetricsRow
 
 WINDOW = 10
 
@@ -69,11 +70,25 @@ def running_mean(values: Sequence[float]) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.plot", description=__doc__)
-    parser.add_argument("run", type=Path, help="a run folder, with its metrics.jsonl")
-    run: Path = parser.parse_args().run
+    parser.add_argument(
+        "run", type=Path, help="a run folder, with its metrics.jsonl; -: metrics come on stdin"
+    )
+    parser.add_argument("--out", type=Path, help="the picture (default: in the run folder)")
+    parser.add_argument("--title", help="(default: the folder's name)")
+    arguments = parser.parse_args()
+    run: Path = arguments.run
+    out = arguments.out or run / "learning_curve.png"
+    rows = _given() if str(run) == "-" else _stored(run)
+    print(plot_learning_curve(rows, out, arguments.title or run.name))
+
+
+def _given() -> Sequence[MetricsRow]:
+    return MetricsList.model_validate_json(sys.stdin.read()).rows
+
+
+def _stored(run: Path) -> Sequence[MetricsRow]:
     documents = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [MetricsRow(step=document.pop("step"), metrics=document) for document in documents]
-    print(plot_learning_curve(rows, run / "learning_curve.png", run.name))
+    return [MetricsRow(step=document.pop("step"), metrics=document) for document in documents]
 
 
 if __name__ == "__main__":

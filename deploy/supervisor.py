@@ -36,6 +36,9 @@ from shared.ports import check_port
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 30.0
 
+WAITING_S = 3.0
+"""Seconds after which it is said again which service is waited for."""
+
 STACK_LINK = "of-stack"
 """Beside the weights that a stack has in shared memory: a link to the folder of that stack."""
 
@@ -214,13 +217,17 @@ class Supervisor:
         with httpx.Client(headers=headers, timeout=5.0, trust_env=False) as client:
             for name, port in slots.ports(self._settings).items():
                 url = f"{self._url(port)}/readyz"
-                self._wait_for(name, lambda url=url: _is_ready(client, url))
+                self._wait_for(name, lambda url=url: _is_ready(client, url), report)
                 if name in SERVICES:
                     _say(report, "started", service=name)
 
-    def _wait_for(self, name: str, ready: Any) -> None:
-        deadline = time.monotonic() + START_DEADLINE_S
+    def _wait_for(self, name: str, ready: Any, report: IO[str] | None = None) -> None:
+        began = said_at = time.monotonic()
+        deadline = began + START_DEADLINE_S
         while not ready():
+            if report and time.monotonic() - said_at > WAITING_S:
+                said_at = time.monotonic()
+                _say(report, "waiting", service=name, seconds=round(said_at - began))
             if self._stopping:
                 raise Failed("stopped while starting")
             for child in self._children:

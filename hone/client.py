@@ -41,6 +41,7 @@ from shared.wire import (
     GradedRollout,
     JobDeleted,
     JobList,
+    JobProgress,
     JobRecord,
     JobState,
     JobStatus,
@@ -307,9 +308,17 @@ class Client:
         self._background.run(Download(self._client, path, folder, progress).all(wanted))
         return Downloaded(step=step, folder=folder, files=wanted)
 
-    def events(self, job: str, *, after: str = "0", follow: bool = False) -> Iterator[Event]:
+    def events(
+        self,
+        job: str,
+        *,
+        after: str = "0",
+        follow: bool = False,
+        progress: Callable[[JobProgress], None] | None = None,
+    ) -> Iterator[Event]:
         """Yields what happened after event `after`; with `follow`, until the job has ended. A
-        dropped connection is taken up again where it broke."""
+        dropped connection is taken up again where it broke. `progress` hears every two seconds in
+        which nothing happens what the job is at."""
         job_id = self.get(job).id
         if not follow:
             while page := self._background.run(
@@ -319,30 +328,44 @@ class Client:
                 after = page[-1].id
             return
         last, lost_at = after, None
+        path = f"/v1/jobs/{job_id}/events{'?progress=true' if progress else ''}"
         while True:
             try:
                 for id, kind, data in self._background.iterate(
-                    self._client.events(f"/v1/jobs/{job_id}/events", last_id=last)
+                    self._client.events(path, last_id=last)
                 ):
                     lost_at = None
                     if kind == "end":
                         return
+                    if kind == "progress":
+                        if progress:
+                            progress(JobProgress.model_validate_json(data))
+                        continue
                     last = id
                     yield Event.model_validate_json(data)
             except Unavailable:
                 lost_at = lost_at or time.monotonic()
-                if time.monotonic() - lost_at > RECONNECT_S:
+                away_s = time.monotonic() - lost_at
+                if away_s > RECONNECT_S:
                     raise
+                if progress:
+                    away = f"the orchestrator does not answer, {away_s:.0f} s"
+                    progress(JobProgress(message=away, time=time.time()))
                 time.sleep(1.0)
 
-    def wait(self, job: str) -> JobRecord:
-        """Returns the record of the job once it has ended."""
-        job_id = self.get(job).id
-        for _ in self.events(job_id, follow=True):
-            pass
-        record = self.get(job_id)
-        assert record.status in TERMINAL
-        return record
+    def wait(self, job: str, *, paused: bool = False) -> JobRecord:
+        """Returns the record of the job once it has ended; with `paused`, also once it is paused
+        and waits for a person."""
+        record = self.get(job)
+        ends = TERMINAL | ({"paused"} if paused else set[str]())
+        if record.status in ends:
+            return record
+        for event in self.events(record.id, follow=True):
+            if event.data.get("status") == "paused" and paused:
+                record = self.get(record.id)  # an older pause may have ended since
+                if record.status in ends:
+                    return record
+        return self.get(record.id)
 
     def create_key(self, name: str, access: Access = "full") -> CreatedKey:
         """Returns a new API key with its secret, which is shown only this once. Raises Conflict if

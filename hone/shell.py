@@ -6,8 +6,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +27,9 @@ app = typer.Typer(
 )
 out = Console(width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True, soft_wrap=True)
+
+SAYING_S = 3.0
+"""Seconds after which it is said again that a command waits."""
 
 REWARDS_ONLY = ("name=rewards", "model=any/model", "steps=1", "data.train=any")
 """Fills in what a file with nothing but `[[rewards]]` lacks of a job."""
@@ -68,9 +74,10 @@ def _register(group: typer.Typer, function: Callable[..., Any]) -> Callable[...,
 
 
 @contextlib.contextmanager
-def connect() -> Generator[Client]:
-    """Yields a client of the orchestrator. Raises Unavailable at once if nothing answers."""
-    url, token = stack.orchestrator()
+def connect(folder: Path = stack.FOLDER) -> Generator[Client]:
+    """Yields a client of the orchestrator: of the stack that was started in `folder`, if the
+    environment names none. Raises Unavailable at once if nothing answers."""
+    url, token = stack.orchestrator(folder)
     with Client(url, token=token) as client:
         try:
             client.ping()
@@ -80,6 +87,24 @@ def connect() -> Generator[Client]:
                 "names another"
             ) from error
         yield client
+
+
+@contextlib.contextmanager
+def saying(what: str) -> Generator[None]:
+    """Says on stderr every few seconds that it still goes on: "checking the job, 6 s"."""
+    ended, began = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not ended.wait(SAYING_S):
+            err.print(f"{what}, {time.monotonic() - began:.0f} s", highlight=False)
+
+    telling = threading.Thread(target=say, daemon=True)
+    telling.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        telling.join()
 
 
 def show(

@@ -3,6 +3,7 @@ line for a running job."""
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from hone.plan_view import plan_lines
-from shared.wire import DryRun, Event, JobRecord, JobSummary, MetricsRow, Obstacle, PreviewedPrompt
+from shared.wire import (
+    DryRun,
+    Event,
+    JobProgress,
+    JobRecord,
+    JobSummary,
+    MetricsRow,
+    Obstacle,
+    PreviewedPrompt,
+)
 
 COLUMNS = {
     "reward": "reward",
@@ -38,6 +48,13 @@ COLOURS = {
     "failed": "red",
     "cancelled": "magenta",
 }
+SILENT_S = 2.5
+"""Seconds without a line after which one says what the job is at, where there is no live line. With
+the two seconds of the stream that makes less than five."""
+
+STEADY_S = 30.0
+"""The same once steps follow each other."""
+
 STAGES = ("wait_for_batch", "generate", "reward", "store", "train", "sync")
 
 
@@ -84,15 +101,7 @@ def job_list(records: Sequence[JobSummary]) -> Group:
 
 
 def _obstacles(waits_for: Mapping[str, Obstacle]) -> list[str]:
-    return [f"the trainer {trainer} {_why(each)}" for trainer, each in sorted(waits_for.items())]
-
-
-def _why(obstacle: Obstacle) -> str:
-    if obstacle.job:
-        return f"is taken by {obstacle.job}"
-    if obstacle.evaluation:
-        return f"waits for its samplers: evaluation {obstacle.evaluation} has them"
-    return f"is away: {obstacle.away}"
+    return [f"the trainer {trainer} {each.why}" for trainer, each in sorted(waits_for.items())]
 
 
 def job_table(records: Iterable[JobSummary]) -> Table:
@@ -129,6 +138,7 @@ def job_details(record: JobRecord) -> Table:
         "place in the queue": record.place,
         "waits because": "; ".join(_obstacles(record.waits_for)) or None,
         "trainer": record.trainer,
+        "doing": record.doing,
         "model": record.job.model,
         "run folder": record.run_dir,
         "paused because" if record.status == "paused" else "error": record.error,
@@ -144,6 +154,26 @@ def job_details(record: JobRecord) -> Table:
         if value is not None:
             table.add_row(name, escape(str(value)))
     return table
+
+
+def what_next(record: JobRecord) -> Text:
+    """Returns commands that go on from what a job left."""
+    checkpoint = (record.summary or {}).get("checkpoint")
+    commands: dict[str, str] = {}
+    if record.status == "succeeded":
+        commands[f"hone plot {record.id}"] = "its learning curve"
+        commands[f"hone rollouts {record.id}"] = "what it answers, and what that earned"
+        if checkpoint and record.job.evaluates:
+            compared = f"{shlex.quote(record.job.model)} {record.id}"
+            commands[f"hone eval {compared} --job {record.id}"] = "compares it with what it was"
+        if checkpoint:
+            commands[f"vllm serve {shlex.quote(str(checkpoint))}"] = "serves it as OpenAI's API"
+    elif record.status == "paused":
+        commands[f"hone resume {record.id}"] = "goes on where it was"
+    else:
+        commands[f"hone logs {record.id}"] = "what happened"
+    width = max(map(len, commands))
+    return Text("\n".join(f"  {line:<{width}}    {what}" for line, what in commands.items()))
 
 
 def dry_run(tried: DryRun) -> Text:
@@ -208,6 +238,9 @@ class Follower:
             else None
         )
         self._rewards: list[float] = []
+        self._step = ""
+        self._said_at = time.monotonic()
+        self._silent_s = SILENT_S
 
     def __enter__(self) -> Follower:
         if self._live:
@@ -219,13 +252,36 @@ class Follower:
             self._live.stop()
 
     def show(self, event: Event) -> None:
+        steady = event.type in ("step", "eval", "checkpoint")
+        self._silent_s = STEADY_S if steady else SILENT_S
         if event.type == "step" and self._live:
-            self._live.update(Text(self._step_line(event), overflow="ellipsis", no_wrap=True))
+            self._step = self._step_line(event)
+            self._update("")
         else:
             line = self._step_line(event) if event.type == "step" else event.message
             style = {"error": "red", "warning": "yellow"}.get(event.level, "")
-            stamp = time.strftime("%H:%M:%S", time.localtime(event.time))
-            self._console.print(Text(f"{stamp} {line}", style=style), soft_wrap=True)
+            self._print(event.time, line, style)
+
+    def progress(self, told: JobProgress) -> None:
+        """Shows what the job is at: in the live line, elsewhere as a line after a while of
+        silence."""
+        if self._live:
+            self._update(told.message)
+        elif time.monotonic() - self._said_at > self._silent_s:
+            self._print(told.time, f"... {told.message}", "dim")
+
+    def _update(self, doing: str) -> None:
+        assert self._live
+        lines = [(self._step, ""), (doing, "dim")]
+        shown = [
+            Text(text, style, overflow="ellipsis", no_wrap=True) for text, style in lines if text
+        ]
+        self._live.update(Group(*shown))
+
+    def _print(self, at: float, line: str, style: str) -> None:
+        stamp = time.strftime("%H:%M:%S", time.localtime(at))
+        self._console.print(Text(f"{stamp} {line}", style=style), soft_wrap=True)
+        self._said_at = time.monotonic()
 
     def _step_line(self, event: Event) -> str:
         metrics: dict[str, float] = event.data["metrics"]

@@ -85,6 +85,11 @@ class Client:
         self._fetching = asyncio.Semaphore(MAX_FETCHES)
         self._presence = Presence(name, tell)
 
+    @property
+    def away_since(self) -> float | None:
+        """Unix time since when the service is away, once that was told; None: it is not."""
+        return self._presence.away_since
+
     async def __aenter__(self) -> Client:
         return self
 

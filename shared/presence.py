@@ -28,6 +28,13 @@ class Presence:
         self._since: float | None = None
         self._told = False
 
+    @property
+    def away_since(self) -> float | None:
+        """Unix time since when it is said to be away; None: it is not."""
+        if self._since is None or not self._told:
+            return None
+        return time.time() - (time.monotonic() - self._since)
+
     async def missed(self, asked_at: float, reason: str) -> None:
         """Notes that a call made at `asked_at` (time.monotonic) had no answer, and why."""
         self._since = asked_at if self._since is None else self._since

@@ -32,7 +32,9 @@ def eval(
     ],
     file: Annotated[
         Path | None,
-        typer.Option("--job", help="takes data, rewards and [evaluation] of this job file"),
+        typer.Option(
+            "--job", help="takes data, rewards and [evaluation] of this job file, or of this job"
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="held-out problems: a file or a Hugging Face dataset")
@@ -67,17 +69,23 @@ def eval(
         "seed": seed,
     }
     settings = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
-    job = _job(file, data, grader, [*(overrides or []), *settings])
+    changes = [*(overrides or []), *settings]
     with connect() as client:
+        job = _job(client, file, data, grader, changes)
         found = [_model(client, model) for model in models]
         with err.status("evaluating") as status:
             report = client.evaluate(job, found, lambda state: status.update(_progress(state)))
     show(output, report, lambda: evaluation_view.report(report))
 
 
-def _job(file: Path | None, data: str | None, grader: str | None, overrides: list[str]) -> Job:
+def _job(
+    client: Client, file: Path | None, data: str | None, grader: str | None, overrides: list[str]
+) -> Job:
     """Returns the job that says what is evaluated, and how. Raises BadRequest."""
     rewards = [] if grader is None else [f"rewards=[{{grader={json.dumps(grader)}}}]"]
+    if file is not None and not file.exists() and re.fullmatch(JOB_ID, str(file)):
+        document = client.get(str(file)).job.model_dump(mode="json")
+        return make_job(document, [*rewards, *overrides], str(file))
     if file is not None:
         return load_job(file, [*rewards, *overrides])
     if data is None or grader is None:

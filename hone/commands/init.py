@@ -224,7 +224,6 @@ def _write(plan: Plan, file: Path, notes: Sequence[str], *, force: bool) -> Writ
 def _next(written: Written) -> list[str]:
     return [
         f"wrote {' and '.join(written.files)}",
-        "  hone up                           starts a stack on this machine",
-        f"  hone submit --dry-run {written.job}    checks the job",
-        f"  hone submit --follow {written.job}     trains",
+        f"  hone run {written.job}                 starts a stack if there is none, and trains",
+        f"  hone submit --dry-run {written.job}    only checks the job, on a stack that runs",
     ]

@@ -12,21 +12,24 @@ from hone import view
 from hone.client import Client
 from hone.commands.logs import follow
 from hone.plan_view import estimate_line
-from hone.shell import JobArgument, Output, OutputOption, command, connect, err, out, show
+from hone.shell import JobArgument, Output, OutputOption, command, connect, err, out, saying, show
 from shared.errors import BadRequest, HoneError
 from shared.job import Job
 from shared.job_file import load_job
-from shared.wire import TERMINAL, JobStatus
+from shared.wire import TERMINAL, JobRecord, JobStatus
+
+CHECKING = "checking the job's data, model and rewards"
 
 NO_JOBS = "no jobs yet; `hone submit JOB.toml` starts one"
+
+
+OverridesOption = Annotated[list[str] | None, typer.Option("--set", help="a.b=c, may be repeated")]
 
 
 @command
 def submit(
     file: Annotated[Path, typer.Argument(help="a job as TOML")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="a.b=c, may be repeated")
-    ] = None,
+    overrides: OverridesOption = None,
     following: Annotated[
         bool, typer.Option("--follow", help="show progress until the job ends")
     ] = False,
@@ -43,22 +46,36 @@ def submit(
     job = load_job(file, overrides or [])
     with connect() as client:
         if dry:
-            tried = client.dry_run(job)
+            with saying(CHECKING):
+                tried = client.dry_run(job)
             show(output, tried, lambda: view.dry_run(tried))
             return
-        record = client.submit(job, key=key)
-        if output is Output.json and not following:
+        if following:
+            submit_and_follow(client, job, output, key=key)
+            return
+        with saying(CHECKING):
+            record = client.submit(job, key=key)
+        if output is Output.json:
             view.as_json(out, record)
             return
-        if output is Output.table:
-            accepted = f"job {record.id} accepted; results go to {record.run_dir}"
-            out.print(accepted, soft_wrap=True, highlight=False)
-            out.print(f"  {_estimate(client, job)}", soft_wrap=True, highlight=False, markup=False)
-        if following:
-            follow(client, record.id, output)
-        else:
-            out.print(f"  hone logs -f {record.id}    to watch it", highlight=False)
-            out.print(f"  hone cancel {record.id}     to stop it", highlight=False)
+        _say_accepted(client, record)
+        out.print(f"  hone logs -f {record.id}    to watch it", highlight=False)
+        out.print(f"  hone cancel {record.id}     to stop it", highlight=False)
+
+
+def submit_and_follow(client: Client, job: Job, output: Output, *, key: str | None = None) -> None:
+    """Shows a job from its submission to its end; exits 1 if it did not succeed."""
+    with saying(CHECKING):
+        record = client.submit(job, key=key)
+    if output is Output.table:
+        _say_accepted(client, record)
+    follow(client, record.id, output)
+
+
+def _say_accepted(client: Client, record: JobRecord) -> None:
+    accepted = f"job {record.id} accepted; results go to {record.run_dir}"
+    out.print(accepted, soft_wrap=True, highlight=False)
+    out.print(f"  {_estimate(client, record.job)}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _estimate(client: Client, job: Job) -> str:

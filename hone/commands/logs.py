@@ -10,6 +10,7 @@ from rich.console import Console
 from hone import view
 from hone.client import Client
 from hone.shell import JobArgument, Output, OutputOption, command, connect, err, out, show
+from shared.wire import JobRecord
 
 
 @command
@@ -55,14 +56,19 @@ def follow(client: Client, job: str, output: Output) -> None:
                 view.as_json(out, event)
         else:
             with view.Follower(out) as follower:
-                for event in client.events(job, follow=True):
+                for event in client.events(job, follow=True, progress=follower.progress):
                     follower.show(event)
     except KeyboardInterrupt as error:
         hint = f"`hone logs -f {job}` watches it again, `hone cancel {job}` stops it"
         err.print(f"\ndetached; job {job} goes on. {hint}.", highlight=False)
         raise typer.Exit(130) from error
-    record = client.get(job)
+    show_end(client.get(job), output)
+
+
+def show_end(record: JobRecord, output: Output) -> None:
+    """Shows what became of a job, and what can be done with it; exits 1 if it did not succeed."""
     if output is Output.table:
         out.print(view.job_details(record))
+        out.print(view.what_next(record), soft_wrap=True, highlight=False)
     if record.status != "succeeded":
         raise typer.Exit(1)

@@ -18,7 +18,13 @@ FolderOption = Annotated[Path, typer.Option("--dir", help="where logs and Redis'
 @command
 def up(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table) -> None:
     """Start Redis and the four services on this machine, and wait until they are ready."""
-    if code := _local("up", folder, output):
+    start(folder, output)
+
+
+def start(folder: Path, output: Output, *, told_to: int | None = None) -> None:
+    """Returns once the stack is ready; exits if it does not become so. `told_to` is the file
+    descriptor that its progress goes to, None: stdout."""
+    if code := _local("up", folder, output, told_to):
         raise typer.Exit(2 if code > 0 else 130)
 
 
@@ -29,6 +35,6 @@ def down(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.tabl
         raise typer.Exit(code)
 
 
-def _local(action: str, folder: Path, output: Output) -> int:
+def _local(action: str, folder: Path, output: Output, told_to: int | None = None) -> int:
     arguments = [action, "--dir", str(folder), "--output", output]
-    return subprocess.call([sys.executable, "-m", "deploy.local", *arguments])
+    return subprocess.call([sys.executable, "-m", "deploy.local", *arguments], stdout=told_to)

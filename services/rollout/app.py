@@ -103,7 +103,7 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
 
     async def weights() -> ServingWeights:
         """What serves now."""
-        return sampler.serving
+        return sampler.told
 
     service.operation("POST", "/generate", generate, cancellable=True)
     service.operation("POST", "/abort", abort, key=by_state)

@@ -92,6 +92,12 @@ class Sampler:
     def serving(self) -> ServingWeights:
         return self._running.serving if self._running else self._nothing
 
+    @property
+    def told(self) -> ServingWeights:
+        """What serves, and what takes long while an engine starts."""
+        doing = None if self._running else self._starting
+        return self.serving.model_copy(update={"doing": doing}) if doing else self.serving
+
     # --- the engine ------------------------------------------------------------------------------
 
     def open(self, model: str | None) -> None:

@@ -93,6 +93,7 @@ from shared.wire.jobs import (
     GradedRollout,
     JobDeleted,
     JobList,
+    JobProgress,
     JobRecord,
     JobState,
     JobStatus,

@@ -32,6 +32,15 @@ class Obstacle(Wire):
     evaluation: str | None = None
     away: str | None = None
 
+    @property
+    def why(self) -> str:
+        """What is said of the trainer."""
+        if self.job:
+            return f"is taken by {self.job}"
+        if self.evaluation:
+            return f"waits for its samplers: evaluation {self.evaluation} has them"
+        return f"is away: {self.away}"
+
 
 class JobSummary(Wire):
     """A job as lists show it. Times are Unix seconds.
@@ -43,7 +52,8 @@ class JobSummary(Wire):
     `place` is that of a job that waits, as a queued one does and a running one whose worker is
     gone: 1 for the one that is taken next. `waits_for` says why trainers take none meanwhile, by
     host and port. `trainer` is the one that the job was given last. `cost` is what it has
-    cost up to its last step, in `currency`; None where what an hour costs is not known.
+    cost up to its last step, in `currency`; None where what an hour costs is not known. `doing` says what a running job is at,
+    as of the last second: which services it waits for, and which are away.
     """
 
     id: JobId
@@ -66,6 +76,7 @@ class JobSummary(Wire):
     place: int | None = None
     waits_for: dict[str, Obstacle] = {}
     trainer: str | None = None
+    doing: str | None = None
     error: str | None = None
     stopped: str | None = None
     metadata: dict[str, str] = {}
@@ -177,6 +188,14 @@ class Event(Wire):
     level: Literal["info", "warning", "error"] = "info"
     message: str
     data: dict[str, Any] = {}
+
+
+class JobProgress(Wire):
+    """What a job is at while nothing happens to it: the data of a `progress` of a stream of events.
+    `time` is Unix seconds."""
+
+    message: str
+    time: float
 
 
 class EventList(Wire):

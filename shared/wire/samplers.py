@@ -55,7 +55,8 @@ class ServingWeights(Fencing):
     all that the load took, and `paused_s` the part of it in which no token was sampled. `replica`
     names the sampler, and `boot_id` this life of its engine. It samples `max_num_seqs` completions
     at once, as far as they have room in its cache, which holds `kv_cache_tokens` tokens; 0: it does
-    not say. `gpus` are the UUIDs of those that it computes on.
+    not say. `gpus` are the UUIDs of those that it computes on. `doing` says what takes long while
+    an engine starts.
     """
 
     job_id: JobId | None = None
@@ -72,6 +73,7 @@ class ServingWeights(Fencing):
     max_num_seqs: int = 0
     kv_cache_tokens: int = 0
     gpus: tuple[str, ...] = ()
+    doing: str | None = None
 
 
 class SleepRequest(Fenced):

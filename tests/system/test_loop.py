@@ -560,8 +560,25 @@ def test_adapters_alone_are_moved_and_a_finished_jobs_model_is_called_by_its_id(
     stack.hone("doctor", "--weights")
 
 
-GSM8K = gzip.decompress((ROOT / "tests/data/gsm8k/test.jsonl.gz").read_bytes()).splitlines()[:6]
+MANY = gzip.decompress((ROOT / "tests/data/gsm8k/test.jsonl.gz").read_bytes()).splitlines()[:40]
+GSM8K = MANY[:6]
 OPC = (ROOT / "tests/data/opc_sft_stage2/rows.jsonl").read_bytes().splitlines()
+
+
+def test_gsm8k_as_it_is_published_trains_by_two_commands(stack: Stack) -> None:
+    folder = stack.folder / "published"
+    folder.mkdir()
+    (folder / "train.jsonl").write_bytes(b"\n".join(MANY))
+    (folder / "test.jsonl").write_bytes(b"\n".join(GSM8K))
+    model = ("--model", "task/model", "--name", "first")
+    written = stack.hone("init", "first.toml", "--data", "published/train.jsonl", *model)
+    assert "'question' is the prompt, 'answer' is the right answer" in written.stdout
+    short = ("steps=2", "sampling.prompts_per_step=2", "sampling.group_size=2")
+    changes = [word for change in short for word in ("--set", change)]
+    shown = stack.hone("run", "first.toml", *changes).stdout
+    assert "math: reference answers earn 1.00, empty ones 0.00" in shown
+    assert "step 2/2  reward" in shown and "vllm serve " in shown
+    assert "step 2" in stack.hone("plot", "first").stdout
 
 
 @pytest.mark.soak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +29,7 @@ from shared.wire import (
     CheckpointFiles,
     CheckpointList,
     EventList,
+    JobProgress,
     MetricsList,
     MetricsRow,
     RolloutList,
@@ -38,6 +40,9 @@ EVENT_STREAM = "text/event-stream"
 SSE_WAIT_S = 15.0
 """Seconds without an event after which a follower gets a comment, which keeps proxies from hanging
 up."""
+
+PROGRESS_S = 2.0
+"""Seconds without an event after which a follower that asked for it hears what the job is at."""
 
 MAX_STEP = 10**9
 
@@ -78,9 +83,12 @@ def _add_events(service: Service, store: Store) -> None:
         request: Request,
         after: str = "0",
         limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+        progress: bool = False,
     ) -> EventList | Response:
         """What happened: a JSON page, or a stream of server-sent events to the job's end if that is
-        accepted. Either goes on after the id given by `after` or Last-Event-ID."""
+        accepted. Either goes on after the id given by `after` or Last-Event-ID. With `progress`,
+        the stream says every two seconds without an event what the job is at (type `progress`,
+        without an id)."""
         await store.get(job_id)
         if EVENT_STREAM not in request.headers.get("accept", ""):
             return EventList(events=tuple(await store.events(job_id, after, count=limit)))
@@ -88,7 +96,7 @@ def _add_events(service: Service, store: Store) -> None:
         check_event_id(last, "Last-Event-ID")
         followers.check_room()
         return StreamingResponse(
-            followers.follow(job_id, last),
+            followers.follow(job_id, last, progress=progress),
             media_type=EVENT_STREAM,
             headers={"cache-control": "no-store"},
         )
@@ -203,14 +211,17 @@ class Followers:
                 "ask for a page of events instead"
             )
 
-    async def follow(self, job_id: str, last: str) -> AsyncGenerator[str]:
-        """Yields each event after `last` as server-sent text, a comment while nothing happens, and
-        `end` after the job's last event."""
+    async def follow(
+        self, job_id: str, last: str, *, progress: bool = False
+    ) -> AsyncGenerator[str]:
+        """Yields each event after `last` as server-sent text, a comment while nothing happens, or
+        with `progress` what the job is at, and `end` after the job's last event."""
         self._num_open += 1
+        pause_s = PROGRESS_S if progress else SSE_WAIT_S
         try:
             while True:
                 ended = (await self._store.status(job_id)) in (None, *TERMINAL)
-                wait_s = None if ended else SSE_WAIT_S
+                wait_s = None if ended else pause_s
                 found = await self._store.events(job_id, last, block_s=wait_s)
                 for event in found:
                     last = event.id
@@ -219,7 +230,9 @@ class Followers:
                     yield _sse("", "end", "{}")
                     return
                 if not found:
-                    yield ": waiting\n\n"
+                    doing = await self._store.doing(job_id) if progress else None
+                    told = JobProgress(message=doing, time=time.time()) if doing else None
+                    yield _sse("", "progress", told.model_dump_json()) if told else ": waiting\n\n"
         finally:
             self._num_open -= 1
 

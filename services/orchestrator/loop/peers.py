@@ -172,8 +172,10 @@ class Peers:
         self._trainer_gpu = state.gpu
         return state
 
-    async def trainer_state(self) -> TrainerState:
-        return await self._trainer.get("/state", TrainerState, deadline_s=self._settings.patience_s)
+    async def trainer_doing(self) -> str | None:
+        """Returns what takes the trainer long; None: nothing that it tells."""
+        deadline_s = self._settings.patience_s
+        return (await self._trainer.get("/state", TrainerState, deadline_s=deadline_s)).doing
 
     @waits_for("rollout", "sampling a group", "generate")
     async def generate(
@@ -293,6 +295,22 @@ class Peers:
         return await self._trainer.call(
             "POST", "/checkpoints", body, Checkpoint, deadline_s=deadline_s
         )
+
+    def away(self) -> dict[str, float]:
+        """Returns since when services are away, by name (Unix time)."""
+        clients = {"trainer": [self._trainer], "reward": [self._reward]}
+        clients["rollout"] = self._samplers.clients()
+        since = {
+            name: [at for client in each if (at := client.away_since) is not None]
+            for name, each in clients.items()
+        }
+        return {name: min(found) for name, found in since.items() if found}
+
+    async def sampler_doing(self) -> str | None:
+        """Returns what takes a sampler long that loads the model; None: nothing that it tells."""
+        deadline_s = PRESENCE_DEADLINE_S
+        client = self._samplers.one()
+        return (await client.get("/weights", ServingWeights, deadline_s=deadline_s)).doing
 
     def under_way(self) -> dict[str, int]:
         """Returns the completions that each sampler has under way, by URL."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from services.orchestrator.loop.decisions import (
     TooDear,
     decide,
 )
+from services.orchestrator.loop.doing import Doing
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
@@ -96,6 +98,7 @@ class Run:
         self._recoveries = record.recoveries
         self._in_a_row = 0
         self._trying: asyncio.Task[None] | None = None
+        self._doing = Doing()
 
     async def run(self) -> Outcome:
         """Returns what became of the job. Raises LeaseLost if it is another worker's, and
@@ -111,6 +114,10 @@ class Run:
             await self._end_trying()
             await to_the_end(self._note_hours())
             await self._tracker.finish(outcome is not None and outcome.status == "succeeded")
+
+    def doing(self) -> str:
+        """Returns what the job is at, for its followers."""
+        return self._doing.line(self._peers.waits, self._peers.away())
 
     async def close(self) -> None:
         """Ends what the sampler still does for the job, and the connections."""
@@ -169,6 +176,7 @@ class Run:
             f"{why}; loading the job again (recovery {self._in_a_row} of {MAX_RECOVERIES})",
             self._recoveries,
         )
+        self._doing.begin(f"waiting {wait_s:g} s", "the model is loaded again")
         await asyncio.sleep(wait_s)
 
     async def _train(self) -> dict[str, Any]:
@@ -180,6 +188,7 @@ class Run:
             (row, *_) = await asyncio.to_thread(self._folder.metrics, done - 1)
             await self._journal.row(row, self._job.steps, missing_only=True)
         elif state.step <= 1:
+            self._doing.begin("evaluating the model as it is", "step 1")
             await after.start()
         last = await self._last_step(done, state)
         rows = await asyncio.to_thread(self._folder.metrics)
@@ -209,13 +218,16 @@ class Run:
         ended: Ended | None = None
         async with contextlib.aclosing(pipeline.steps(last)) as steps:
             after.begin()
+            self._doing.begin(f"step {last + 1} of {self._job.steps}")
             async for step in steps:
                 number = step.batch.step
+                self._doing.begin(f"recording step {number} of {self._job.steps}")
                 eta_s = progress.eta_s(number, replayed=step.replayed)
                 ended = await after(step, eta_s)
                 self._note_progress(number)
                 if ended.why:
                     break
+                self._doing.begin(f"step {number + 1} of {self._job.steps}")
         return ended
 
     async def _last_step(self, done: int | None, state: TrainerState) -> int:
@@ -236,6 +248,7 @@ class Run:
             self._folder.create, self._job, self._record.data, self._store.identity
         )
         await asyncio.to_thread(self._folder.write_note, await self._store.note(self._record.id))
+        self._doing.begin("checking data and rewards", "the model is loaded")
         with self._peers.waits.on("data", "reading the prompts"):
             history = History(await asyncio.to_thread(self._folder.verdicts))
             cpu_s = FILTER_ROOM * self._settings.filter_cpu_s
@@ -289,8 +302,10 @@ class Run:
         """Loads the job into trainer and sampler, and makes both serve the trainer's last step,
         whatever they did before."""
         self._peers.new_epoch()
+        self._doing.begin("loading the model", "its weights go to the sampler")
         await self._journal.log("loading the model into the trainer and the sampler")
         state = await self._load_both()
+        self._doing.begin("bringing the weights to the sampler", f"step {state.step + 1}")
         synced = await sync_weights(self._peers, self._job, state.step, self._journal)
         await asyncio.to_thread(self._folder.append_sync, synced.row())
         await self._journal.loaded(state)
@@ -305,24 +320,34 @@ class Run:
             return await self._peers.put_job()
         loading = asyncio.create_task(self._peers.put_job())
         serving = asyncio.create_task(self._peers.put_model())
-        watching = asyncio.create_task(self._watch_trainer())
+        watching = asyncio.create_task(self._watch_loading())
         try:
             await asyncio.gather(loading, serving)
             return loading.result()
         finally:
             await stop(loading, serving, watching)
 
-    async def _watch_trainer(self) -> None:
-        """Says in the job's events what takes the trainer long. What goes wrong here goes wrong for
-        the call that it watches, too, and is decided there."""
-        said = None
+    async def _watch_loading(self) -> None:
+        """Says in the job's events what takes trainer and sampler long."""
+        peers = self._peers
+        asked: dict[str, Callable[[], Coroutine[Any, Any, str | None]]] = {
+            "trainer": peers.trainer_doing,
+            "sampler": peers.sampler_doing,
+        }
+        await asyncio.gather(*(self._watch_one(name, ask) for name, ask in asked.items()))
+
+    async def _watch_one(
+        self, service: str, ask: Callable[[], Coroutine[Any, Any, str | None]]
+    ) -> None:
+        """What goes wrong here goes wrong for the call that is watched, too, and is decided
+        there."""
         while True:
             await asyncio.sleep(LOOK_AT_LOADING_S)
             with contextlib.suppress(HoneError):
-                doing = (await self._peers.trainer_state()).doing
+                doing, said = await ask(), self._doing.details.get(service)
                 if doing and doing != said:
-                    await self._journal.log(f"the trainer is {doing}")
-                said = doing
+                    await self._journal.log(f"the {service} is {doing}")
+                self._doing.details |= {service: doing} if doing else {}
 
     def _pipeline(self, prompts: Prompts) -> Pipeline:
         peers, folder = self._peers, self._folder

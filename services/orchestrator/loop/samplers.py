@@ -92,6 +92,10 @@ class Samplers:
         """Returns the clients of those that serve the job."""
         return [replica.client for replica in self._members.up()]
 
+    def clients(self) -> list[Client]:
+        """Returns the clients of all, whether they are up or away."""
+        return [replica.client for replica in self._members.replicas.values()]
+
     def one(self) -> Client:
         """Returns the client of a sampler, of one that is up if there is one. Raises Unavailable if
         there is none at all."""

@@ -78,6 +78,18 @@ class Waits:
     def is_idle(self) -> bool:
         return not self._under_way
 
+    def told(self) -> list[str]:
+        """Returns what is under way, by service, as in "trainer: training a step, 3 s"."""
+        now = self._clock()
+        found: dict[tuple[str, str], list[float]] = {}
+        for service, what, since in self._under_way.values():
+            found.setdefault((service, what), []).append(since)
+        return [
+            f"{service}: {f'{len(calls)} x ' if len(calls) > 1 else ''}{what}, "
+            f"{now - min(calls):.0f} s"
+            for (service, what), calls in sorted(found.items())
+        ]
+
     def stalled_s(self) -> float:
         """Returns the seconds since anything was answered."""
         return self._clock() - self.progress_at

@@ -47,7 +47,7 @@ def fields_of(job: Job) -> dict[str, Any]:
 
 def summary_of(job_id: str, fields: Mapping[str, str]) -> JobSummary:
     try:
-        shown = {**fields, "metadata": json.loads(fields["metadata"])}
+        shown = {**_shown(fields), "metadata": json.loads(fields["metadata"])}
         return JobSummary.model_validate(shown)
     except (KeyError, ValueError) as error:
         raise _unreadable(job_id, fields, error) from error
@@ -56,7 +56,7 @@ def summary_of(job_id: str, fields: Mapping[str, str]) -> JobSummary:
 def record_of(job_id: str, fields: Mapping[str, str]) -> JobRecord:
     try:
         job = json.loads(fields["job"])
-        shown: dict[str, Any] = {**fields, "job": job, "model": job["model"]}
+        shown: dict[str, Any] = {**_shown(fields), "job": job, "model": job["model"]}
         shown["metadata"] = job.get("metadata", {})
         for name in ("summary", "data"):
             if name in fields:
@@ -64,6 +64,12 @@ def record_of(job_id: str, fields: Mapping[str, str]) -> JobRecord:
         return JobRecord.model_validate(shown, extra="ignore")
     except (KeyError, ValueError) as error:  # ValueError is also pydantic's and json's
         raise _unreadable(job_id, fields, error) from error
+
+
+def _shown(fields: Mapping[str, str]) -> dict[str, str]:
+    """Returns the fields; what a job was at matters only while it runs."""
+    running = fields.get("status") == "running"
+    return {name: value for name, value in fields.items() if running or name != "doing"}
 
 
 def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:

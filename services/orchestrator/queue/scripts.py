@@ -292,11 +292,13 @@ BEAT = (
 if not is_mine() then return 'lost' end
 redis.call('PEXPIRE', LEASE .. call.trainer, call.lease_ms)
 for _, lease in ipairs(samplers(call.id)) do redis.call('PEXPIRE', lease, call.lease_ms) end
+if call.doing then set(call.id, 'doing', call.doing) end
 if asked(call.id, 'cancel') then return 'cancel' end
 return asked(call.id, 'pause') and 'pause' or ''
 """
 )
-"""call: id, attempt, trainer, lease_ms. Renews the lease. Returns what was asked for ('cancel',
+"""call: id, attempt, trainer, lease_ms; perhaps doing. Renews the lease, and notes what the job is
+at. Returns what was asked for ('cancel',
 'pause' or ''), or 'lost'."""
 
 REPORT = once("""

@@ -219,6 +219,17 @@ class Store:
         """Returns the job's status, or None if there is no such job (any more)."""
         return await self._do(self._redis.hget(keys.job(job_id), "status"))
 
+    async def doing(self, job_id: str) -> str | None:
+        """Returns what a job that runs or waits is at; None: nothing, or there is no such job."""
+        try:
+            record = await self.get(job_id)
+        except (NotFound, Unreadable):
+            return None
+        if record.place is not None:
+            why = [f"the trainer {at} {each.why}" for at, each in record.waits_for.items()]
+            return "; ".join([f"{record.status}, place {record.place} in the queue", *why])
+        return record.doing if record.status == "running" else None
+
     async def list(self, after: str | None, limit: int, wanted: Wanted | None = None) -> JobList:
         """Returns up to `limit` of the jobs `wanted`, newest first, older than `after`: a job's id,
         or what a list gave as `next_after`, which stays valid when that job is removed. Those whose
@@ -337,11 +348,15 @@ class Store:
         attempt, job_id = answer.split(" ")
         return Lease(job_id, int(attempt), trainer, lease_s)
 
-    async def beat(self, lease: Lease) -> Asked | None:
-        """Renews the lease; returns what was asked for, if anything. Tries once, for as long as the
-        caller waits. Raises LeaseLost."""
+    async def beat(self, lease: Lease, doing: str | None = None) -> Asked | None:
+        """Renews the lease, and notes what the job is at, if it is said; returns what was asked
+        for, if anything. Tries once, for as long as the caller waits. Raises LeaseLost."""
         answer = await self._call(
-            self._beat, lease_ms=int(lease.lease_s * 1000), trainer=lease.trainer, **_by(lease)
+            self._beat,
+            lease_ms=int(lease.lease_s * 1000),
+            trainer=lease.trainer,
+            doing=doing,
+            **_by(lease),
         )
         if answer == "lost":
             raise LeaseLost(lease.job_id)

@@ -12,12 +12,14 @@ import os
 import secrets
 import socket
 import time
+from dataclasses import dataclass
 
 from services.orchestrator.loop.run import Outcome, Run
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import heartbeat
 from services.orchestrator.queue.connection import StoreEmptied
 from services.orchestrator.queue.known_slots import NOTE_S
+from services.orchestrator.queue.leases import Asked
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.slots import Slot
 from services.orchestrator.queue.store import Lease, LeaseLost, Store
@@ -176,7 +178,8 @@ class Worker:
         await self._say_news()
         run = Run(record, lease, self._store, self._settings)
         work = asyncio.create_task(run.run())
-        beat = asyncio.create_task(heartbeat.keep(self._store, lease, taken_at, self._redis))
+        beats = _Beats(self._store, run)
+        beat = asyncio.create_task(heartbeat.keep(beats, lease, taken_at, self._redis))
         try:
             await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -219,6 +222,17 @@ class Worker:
             stopped=None if failed else why,
             summary=outcome.summary,
         )
+
+
+@dataclass(frozen=True)
+class _Beats:
+    """Heartbeats that say what the job is at."""
+
+    store: Store
+    run: Run
+
+    async def beat(self, lease: Lease) -> Asked | None:
+        return await self.store.beat(lease, self.run.doing())
 
 
 def _outcome(work: asyncio.Task[Outcome]) -> Outcome:

@@ -190,4 +190,4 @@ def test_a_metric_without_interval_or_value_is_shown_as_such() -> None:
 def test_a_command_has_its_place_among_the_others() -> None:
     assert "eval" in {registered.name for registered in shell.app.registered_commands}
     with pytest.raises(BadRequest):
-        command._job(None, None, "math", [])
+        command._job(FakeClient(), None, None, "math", [])  # type: ignore[arg-type]

@@ -1,0 +1,47 @@
+"""`hone run`: a job from its file to its end, on a stack that is started if there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hone import stack
+from hone.commands.jobs import OverridesOption, submit_and_follow
+from hone.commands.up import FolderOption, start
+from hone.shell import Output, OutputOption, command, connect, err
+from shared.environment import load_settings
+from shared.errors import Unavailable
+from shared.job_file import load_job
+
+STDERR = 2
+
+
+@command
+def run(
+    file: Annotated[Path, typer.Argument(help="a job as TOML")] = Path("job.toml"),
+    overrides: OverridesOption = None,
+    folder: FolderOption = stack.FOLDER,
+    output: OutputOption = Output.table,
+) -> None:
+    """Start the stack if there is none, submit a job, and follow it to its end. The stack stays
+    up."""
+    job = load_job(file, overrides or [])
+    if started := _ensure_stack(folder):
+        err.print(f"the stack in {folder} stays up; `hone down` stops it", highlight=False)
+    with connect(folder if started else stack.FOLDER) as client:
+        submit_and_follow(client, job, output)
+
+
+def _ensure_stack(folder: Path) -> bool:
+    """Returns whether a stack had to be started. Raises Unavailable where the environment names an
+    orchestrator that does not answer: no other is meant."""
+    try:
+        with connect(folder):
+            return False
+    except Unavailable:
+        if "orchestrator_url" in load_settings().model_fields_set:
+            raise
+    start(folder, Output.table, told_to=STDERR)
+    return True

@@ -1,0 +1,147 @@
+"""From an empty folder with two data files and a model folder to a job that trains: by commands as
+they are typed, with no file edited."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hone import Client
+from hone.cli import app
+from hone.commands import run as run_command
+from shared.errors import Unavailable
+from shared.wire import JobProgress
+from tests.support.model_folders import make_model_folder
+from tests.support.served_stack import ServedStack, quiet_logs, served_stack
+
+GSM8K = Path(__file__).parents[1] / "data/gsm8k/test.jsonl.gz"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStack]:
+    with served_stack(tmp_path_factory.mktemp("served")) as stack:
+        yield stack
+
+
+@pytest.fixture
+def here(tmp_path: Path, served: ServedStack, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with GSM8K's two files and a model, where `hone` finds the stack."""
+    lines = gzip.decompress(GSM8K.read_bytes()).decode().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(lines[:64]))
+    (tmp_path / "test.jsonl").write_text("".join(lines[64:72]))
+    make_model_folder(tmp_path / "model", window=2048)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HONE_ORCHESTRATOR_URL", served.url)
+    return tmp_path
+
+
+def until(released: threading.Event) -> Callable[[Any], Awaitable[None]]:
+    """Returns what keeps a fake service waiting, in the loop of its own thread."""
+
+    async def wait(_: Any) -> None:
+        while not released.is_set():
+            await asyncio.sleep(0.01)
+
+    return wait
+
+
+def hone(*arguments: str, code: int = 0) -> str:
+    quiet_logs()
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_four_commands_and_no_editing_from_gsm8k_to_a_trained_model(here: Path) -> None:
+    hone("init", "--name", "first")
+    tried = hone("submit", "--dry-run", "job.toml")
+    shown = hone("run", "job.toml", "--set", "steps=2")
+    curve = hone("plot", "first")
+    assert "is valid: 64 problems, 8 held out" in tried
+    assert "reference answers earn 1.00, empty ones 0.00" in tried
+    assert "step 2/2  reward" in shown and "status" in shown
+    record = json.loads(hone("get", "first", "-o", "json"))
+    assert (record["status"], record["step"]) == ("succeeded", 2)
+    for command in (f"hone plot {record['id']}", f"hone eval {here}/model {record['id']} --job"):
+        assert command in shown, shown
+    assert f"vllm serve {record['summary']['checkpoint']}" in shown
+    assert record["id"] in curve and "step 2" in curve and "●" in curve
+
+
+def test_a_picture_of_the_curve_is_written(here: Path) -> None:
+    pytest.importorskip("matplotlib")
+    hone("init", "--name", "drawn")
+    hone("run", "job.toml", "--set", "steps=1")
+    assert "wrote curve.png" in hone("plot", "drawn", "--png", "curve.png")
+    assert (here / "curve.png").read_bytes().startswith(b"\x89PNG")
+    refused = hone("plot", "drawn", "--png", "no/such/curve.png", code=2)
+    assert "'no/such/curve.png' was not drawn: " in refused
+
+
+def test_wait_ends_with_the_job_or_when_it_waits_for_a_person(
+    here: Path, served: ServedStack
+) -> None:
+    hone("init", "--name", "waited")
+    hone("submit", "job.toml", "--set", "steps=1")
+    assert "succeeded" in hone("wait", "waited")
+    assert json.loads(hone("wait", "waited", "-o", "json"))["step"] == 1
+    released = threading.Event()
+    served.fakes.fault["train_step"] = until(released)
+    hone("submit", "job.toml", "--set", "steps=1")
+    hone("pause", "waited")
+    shown = hone("wait", "waited", code=1)
+    released.set()
+    del served.fakes.fault["train_step"]
+    assert "paused because" in shown and "hone resume waited-" in shown
+    hone("cancel", "waited")
+
+
+def test_a_follower_hears_what_a_job_is_at_while_nothing_happens(
+    here: Path, served: ServedStack
+) -> None:
+    heard: list[str] = []
+    released = threading.Event()
+    served.fakes.fault["model"] = until(released)
+    served.fakes.doing = "compiling DeepSpeed's extension"
+
+    def hear(told: JobProgress) -> None:
+        heard.append(told.message)
+        if "compiling" in told.message:
+            released.set()
+
+    hone("init", "--name", "slow")
+    with Client(served.url) as client:
+        job = json.loads(hone("submit", "job.toml", "--set", "steps=1", "-o", "json"))["id"]
+        messages = [event.message for event in client.events(job, follow=True, progress=hear)]
+    served.fakes.doing = None
+    del served.fakes.fault["model"]
+    assert "the trainer is compiling DeepSpeed's extension" in messages
+    loading = next(line for line in heard if "compiling" in line)
+    assert loading.startswith("loading the model: rollout: loading the model, ")
+    assert "the trainer is compiling DeepSpeed's extension" in loading
+    assert loading.endswith("; then its weights go to the sampler")
+
+
+def test_run_starts_a_stack_only_where_there_is_none_and_none_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr(run_command, "start", lambda folder, *_, **__: started.append(folder))
+    assert run_command._ensure_stack(here) is False
+    monkeypatch.setenv("HONE_ORCHESTRATOR_URL", "http://127.0.0.1:9")
+    with pytest.raises(Unavailable):
+        run_command._ensure_stack(here)
+    assert started == []
+    monkeypatch.delenv("HONE_ORCHESTRATOR_URL")
+    monkeypatch.setenv("HONE_ORCHESTRATOR_PORT", "9")
+    (here / "stack.json").write_text('{"urls": {"orchestrator": "http://127.0.0.1:9"}}')
+    assert run_command._ensure_stack(here) is True
+    assert started == [here]
