@@ -206,7 +206,7 @@ AT_ONCE = (
     Case("`sync_every = 3` without staleness", set_to("sync_every=3")),
     Case("no orchestrator at its URL", hone("ls", HONE_ORCHESTRATOR_URL="http://127.0.0.1:9")),
     Case("a port that is none", hone("ls", HONE_ORCHESTRATOR_PORT="x")),
-    Case("`hone explain sampling.topp`", hone("explain", "sampling.topp")),
+    Case("`hone explain` of `sampling.topp`", hone("explain", "sampling.topp")),
     Case("`hone regrade mine --step 0`", hone("regrade", "mine", "--step", "0", "--reward", "x")),
     Case("`hone ls --metadata team`", hone("ls", "--metadata", "team")),
     Case("`hone grade` without a grader", hone("grade", "--completion", "x")),
