@@ -167,6 +167,7 @@ def what_next(record: JobRecord) -> Text:
             compared = f"{shlex.quote(record.job.model)} {record.id}"
             commands[f"hone eval {compared} --job {record.id}"] = "compares it with what it was"
         if checkpoint:
+            commands[f"hone download {record.id}"] = "its checkpoint, as transformers loads it"
             commands[f"vllm serve {shlex.quote(str(checkpoint))}"] = "serves it as OpenAI's API"
     elif record.status == "paused":
         commands[f"hone resume {record.id}"] = "goes on where it was"

@@ -70,7 +70,11 @@ def test_four_commands_and_no_editing_from_gsm8k_to_a_trained_model(here: Path) 
     assert "step 2/2  reward" in shown and "status" in shown
     record = json.loads(hone("get", "first", "-o", "json"))
     assert (record["status"], record["step"]) == ("succeeded", 2)
-    for command in (f"hone plot {record['id']}", f"hone eval {here}/model {record['id']} --job"):
+    for command in (
+        f"hone download {record['id']}",
+        f"hone plot {record['id']}",
+        f"hone eval {here}/model {record['id']} --job",
+    ):
         assert command in shown, shown
     assert f"vllm serve {record['summary']['checkpoint']}" in shown
     assert record["id"] in curve and "step 2" in curve and "●" in curve
