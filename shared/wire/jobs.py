@@ -52,8 +52,9 @@ class JobSummary(Wire):
     `place` is that of a job that waits, as a queued one does and a running one whose worker is
     gone: 1 for the one that is taken next. `waits_for` says why trainers take none meanwhile, by
     host and port. `trainer` is the one that the job was given last. `cost` is what it has
-    cost up to its last step, in `currency`; None where what an hour costs is not known. `doing` says what a running job is at,
-    as of the last second: which services it waits for, and which are away.
+    cost up to its last step, in `currency`; None where what an hour costs is not known. `doing`
+    says what a running job is at, as of the last second: which services it waits for, and which are
+    away.
     """
 
     id: JobId
