@@ -58,7 +58,7 @@ def submit(
         if output is Output.json:
             view.as_json(out, record)
             return
-        _say_accepted(client, record)
+        _say_accepted(client, record, job)
         out.print(f"  hone logs -f {record.id}    to watch it", highlight=False)
         out.print(f"  hone cancel {record.id}     to stop it", highlight=False)
 
@@ -68,14 +68,14 @@ def submit_and_follow(client: Client, job: Job, output: Output, *, key: str | No
     with saying(CHECKING):
         record = client.submit(job, key=key)
     if output is Output.table:
-        _say_accepted(client, record)
+        _say_accepted(client, record, job)
     follow(client, record.id, output)
 
 
-def _say_accepted(client: Client, record: JobRecord) -> None:
+def _say_accepted(client: Client, record: JobRecord, job: Job) -> None:
     accepted = f"job {record.id} accepted; results go to {record.run_dir}"
     out.print(accepted, soft_wrap=True, highlight=False)
-    out.print(f"  {_estimate(client, record.job)}", soft_wrap=True, highlight=False, markup=False)
+    out.print(f"  {_estimate(client, job)}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _estimate(client: Client, job: Job) -> str:
