@@ -22,6 +22,7 @@ from services.orchestrator.loop.tasks import stop
 from services.orchestrator.openai import calling, fine_tuning, graders
 from services.orchestrator.queue.store import Store
 from services.orchestrator.queue.worker import Worker
+from services.orchestrator.record.noting import note_ends
 from shared.config import Settings
 from shared.draining import Draining
 from shared.errors import HoneError, Unavailable
@@ -37,12 +38,14 @@ def create_service(settings: Settings, store: Store) -> Service:
     async def lifespan() -> AsyncGenerator[None]:
         with contextlib.suppress(HoneError):  # the worker waits until it can check, and says why
             await store.check(settings.runs_dir)
+        noting = asyncio.create_task(note_ends(store))
         leaving = [asyncio.create_task(_work(worker, service.draining)) for worker in workers]
         try:
             yield
         finally:
             service.draining.begin()
             left = await asyncio.gather(*leaving, return_exceptions=True)
+            await stop(noting)
             await store.close()
             for error in filter(None, left):
                 raise error

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio as redis
 
 from services.orchestrator.loop.run import Run
+from services.orchestrator.queue import keys
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import Lease, Store
@@ -83,6 +85,9 @@ async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(
     ):
         client = Client("orchestrator", "http://localhost", transport=transport)
         record = await finish(client, job)
+        folder = RunFolder(Path(record.run_dir))
+        ended = await until_noted(folder, "succeeded")
+        folder.write_note(ended.model_copy(update={"status": "running", "finished_at": None}))
         first, fakes.trained = fakes.trained, []
         fakes.job = None  # the trainer lost everything and starts from the beginning
         sampled = fakes.calls["generate"]
@@ -220,3 +225,67 @@ async def test_a_job_that_cannot_be_read_is_paused_and_the_next_one_runs(
         (ids[0], "paused"),  # lists read what submission wrote beside the job
     ]
     await store.close()
+
+
+async def until_noted(folder: RunFolder, status: str) -> Note:
+    async with asyncio.timeout(20):
+        while (note := folder.note()) is None or note.status != status:
+            await asyncio.sleep(0.02)
+    return note
+
+
+async def test_an_end_that_was_not_noted_is_noted_at_the_next_start(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    """The process died between the end of the job and the note of it."""
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as settings:
+        async with (
+            orchestrator(settings, redis_url) as (_, transport),
+            Client("orchestrator", "http://localhost", transport=transport) as client,
+        ):
+            record = await finish(client, job.model_copy(update={"steps": 1}))
+            folder = RunFolder(Path(record.run_dir))
+            ended = await until_noted(folder, "succeeded")
+        folder.write_note(ended.model_copy(update={"status": "running", "finished_at": None}))
+        async with orchestrator(settings, redis_url):
+            assert await until_noted(folder, "succeeded") == ended
+
+
+@pytest.mark.parametrize("status", ["succeeded", "failed", "cancelled"])
+async def test_a_job_whose_folder_says_that_it_has_ended_does_not_begin_again(
+    settings: Settings, redis_url: str, job: Job, status: Any
+) -> None:
+    """Redis was brought back from an older file, in which the job still runs."""
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as settings:
+        async with (
+            orchestrator(settings, redis_url) as (_, transport),
+            Client("orchestrator", "http://localhost", transport=transport) as client,
+        ):
+            first = await finish(client, job.model_copy(update={"steps": 1}))
+            folder = RunFolder(Path(first.run_dir))
+            note = await until_noted(folder, "succeeded")
+        why = "no such model" if status == "failed" else None
+        folder.write_note(note.model_copy(update={"status": status, "error": why}))
+        raw = redis.from_url(redis_url)
+        await raw.hset(keys.job(first.id), mapping={"status": "running"})
+        await raw.hdel(keys.job(first.id), "finished_at", "summary")
+        await raw.zrem(keys.ENDED, first.id)
+        await raw.zadd(keys.BEGUN, {first.id: 1})
+        await raw.aclose()
+        num_trained, num_loaded = len(fakes.trained), fakes.calls["job"]
+        async with (
+            orchestrator(settings, redis_url) as (_, transport),
+            Client("orchestrator", "http://localhost", transport=transport) as client,
+        ):
+            async with asyncio.timeout(20):
+                while (found := await client.get(f"/v1/jobs/{first.id}", JobRecord)).status in (
+                    "running",
+                    "queued",
+                ):
+                    await asyncio.sleep(0.02)
+        assert (found.status, found.error) == (status, why)
+        assert found.finished_at is not None
+        assert found.summary == (first.summary if status == "succeeded" else None)
+        assert (len(fakes.trained), fakes.calls["job"]) == (num_trained, num_loaded)

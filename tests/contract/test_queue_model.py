@@ -123,9 +123,12 @@ class Model:
         own = [job for job in begun if job.trainer == trainer]
         others = [job for job in begun if job not in own and not self.is_ready(job.trainer)]
         for job in [*own, *others, *queued]:
+            if job.asked:
+                self.end(job, "cancelled" if "cancel" in job.asked else "paused")
+                continue
             job.tries += 1
             if job.tries > MAX_TRIES:
-                self.end(job, "cancelled" if "cancel" in job.asked else "paused")
+                self.end(job, "paused")
                 continue
             job.begun, job.status, job.trainer = True, "running", trainer
             return job
@@ -256,7 +259,7 @@ class Driver:
         if job := self.job("queued", "running"):
             await self.store.pause(job.id)
             if self.model.is_waiting(job):
-                self.model.end(job, "paused")
+                self.model.end(job, "cancelled" if "cancel" in job.asked else "paused")
             else:
                 job.asked.add("pause")
 

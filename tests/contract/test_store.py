@@ -318,6 +318,28 @@ async def test_a_job_that_kills_its_workers_is_cancelled_if_that_was_asked_for(
 
 
 @pytest.mark.parametrize(("ask", "status"), [("cancel", "cancelled"), ("pause", "paused")])
+async def test_what_a_worker_was_asked_before_it_went_is_done_when_the_job_is_to_be_taken(
+    store: Store, ask: str, status: str
+) -> None:
+    job_id, next_id = await submit(store), await submit(store)
+    await take(store, lease_s=0.05)
+    assert (await getattr(store, ask)(job_id)).status == "running"
+    await asyncio.sleep(0.1)
+    assert (await take(store)).job_id == next_id
+    record = await store.get(job_id)
+    assert (record.status, record.attempts) == (status, 1)
+    assert record.error == ("paused on request" if ask == "pause" else None)
+
+
+async def test_a_job_that_was_to_be_cancelled_is_not_paused_instead(store: Store) -> None:
+    job_id = await submit(store)
+    await take(store, lease_s=0.05)
+    await store.cancel(job_id)
+    await asyncio.sleep(0.1)
+    assert (await store.pause(job_id)).status == "cancelled"
+
+
+@pytest.mark.parametrize(("ask", "status"), [("cancel", "cancelled"), ("pause", "paused")])
 async def test_a_job_that_nobody_has_is_stopped_at_once(
     store: Store, ask: str, status: str
 ) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from services.orchestrator.data.difficulty import History
 from services.orchestrator.loop.after_step import AfterStep, Ended
@@ -42,6 +42,7 @@ from services.orchestrator.loop.waits import watch
 from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.store import Lease, LeaseLost, Store
 from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.found import End
 from services.orchestrator.record.journal import Journal
 from services.orchestrator.record.progress import Progress
 from services.orchestrator.record.summary import summarize
@@ -63,9 +64,9 @@ LOOK_AT_LOADING_S = 2.0
 @dataclass(frozen=True)
 class Outcome:
     """What became of the job: `why` says why it paused, failed, or succeeded before its last step,
-    `summary` what it came to."""
+    `summary` what it came to. It is cancelled only where its run folder says so."""
 
-    status: Literal["succeeded", "paused", "failed"]
+    status: Literal["succeeded", "paused", "failed", "cancelled"]
     why: str | None = None
     summary: dict[str, Any] | None = None
 
@@ -104,6 +105,8 @@ class Run:
         """Returns what became of the job. Raises LeaseLost if it is another worker's, and
         StoreUnavailable."""
         of_job(self._record.id)
+        if ended := await asyncio.to_thread(found_end, self._folder):
+            return ended
         self._tracker.start()
         outcome: Outcome | None = None
         try:
@@ -382,3 +385,20 @@ def _stopped(job_id: str, error: Exception) -> Exception:
     if isinstance(error, LeaseLost | StoreUnavailable):
         return error
     return LeaseLost(f"{job_id}: {error}")
+
+
+def found_end(folder: RunFolder) -> Outcome | None:
+    """Returns how the job has ended, if its run folder says that it has: then Redis was brought
+    back from an older file, and what has ended does not begin again. A folder that cannot be read
+    says nothing here: the job meets it again at once."""
+    try:
+        note = folder.note()
+        if note is None or not note.has_ended:
+            return None
+        summary = folder.summary() if note.status == "succeeded" else None
+    except (HoneError, OSError, ValueError) as error:
+        get_logger().warning("run folder not read", folder=str(folder.path), reason=str(error))
+        return None
+    get_logger().warning("the run folder says that the job has ended", folder=str(folder.path))
+    why = note.error if note.status == "failed" else (summary or {}).get("stopped")
+    return Outcome(cast(End, note.status), why, summary)

@@ -194,6 +194,18 @@ local function cancel(id)
   become(id, 'cancelled', 'info', 'cancelled')
   close(id)
 end
+
+-- Cancels or pauses a job that no worker has, if that was asked for; returns whether it was.
+local function stopped(id, paused)
+  if asked(id, 'cancel') then
+    cancel(id)
+  elseif asked(id, 'pause') then
+    pause(id, 'info', paused)
+  else
+    return false
+  end
+  return true
+end
 """
 )
 

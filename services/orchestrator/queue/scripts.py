@@ -157,7 +157,7 @@ TAKE = once("""
       local why = 'gave up after ' .. call.max_tries
         .. ' attempts in a row that were cut off before a step was done; look into the'
         .. " orchestrator's log, then `hone resume " .. id .. '` goes on from there'
-      if asked(id, 'cancel') then cancel(id) else pause(id, 'error', why) end
+      pause(id, 'error', why)
       return false
     end
     local attempt = lease(resources)
@@ -175,7 +175,7 @@ TAKE = once("""
       local status = is_job(id) and field(id, 'status')
       if status ~= 'queued' and status ~= 'running' then
         leave_queue(id)
-      elseif is_waiting(id) and taken(id) then
+      elseif is_waiting(id) and not stopped(id, call.paused) and taken(id) then
         return field(id, 'attempt') .. ' ' .. id
       end
     end
@@ -201,11 +201,13 @@ TAKE = once("""
   end
   return first_of(own) or first_of(others) or first_of(redis.call('ZRANGE', QUEUE, 0, -1)) or ''
 """)
-"""call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries, new_ms (what is
-left at least of the note of a trainer that is counted with). Gives the trainer, the samplers and a
+"""call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries, paused (the
+reason of a pause on request), new_ms (what is left at least of the note of a trainer that is
+counted with). Gives the trainer, the samplers and a
 job that waits to the caller: one that was cut off, of these first one that had this trainer, and
-none whose own trainer is free and there; else the first in the queue. A job that was cut off too
-often pauses. Returns attempt and job id; '' if any of the resources is taken or nothing waits.
+none whose own trainer is free and there; else the first in the queue. A job whose worker went
+before it did what was asked for is cancelled or paused instead, and one that was cut off too often
+pauses. Returns attempt and job id; '' if any of the resources is taken or nothing waits.
 Attempts are at least the Unix seconds, so that none is given twice even if Redis is emptied."""
 
 WAITING = (
@@ -331,12 +333,10 @@ nothing if that step has an event of the type); fields of the record. Returns 'o
 HALT = once("""
   if not is_mine() then return 'lost' end
   free(call.id)
-  if asked(call.id, 'cancel') then
-    cancel(call.id)
-  elseif call.why then
+  if call.why and not asked(call.id, 'cancel') then
     pause(call.id, 'warning', call.why)
-  elseif asked(call.id, 'pause') then
-    pause(call.id, 'info', call.paused)
+  elseif stopped(call.id, call.paused) then
+    return 'ok'
   elseif call.left_because then
     event(call.id, 'log', 'warning', call.left_because, '{}')
     become(call.id, 'queued', 'info', 'queued')
@@ -355,7 +355,7 @@ PAUSE = once("""
   if not is_job(call.id) then return '' end
   local status = field(call.id, 'status')
   if is_waiting(call.id) then
-    pause(call.id, 'info', call.paused)
+    if not stopped(call.id, call.paused) then pause(call.id, 'info', call.paused) end
   elseif status == 'running' and not asked(call.id, 'pause') then
     set(call.id, 'pause_requested', '1')
     event(call.id, 'log', 'info', 'pausing', '{}')

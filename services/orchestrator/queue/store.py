@@ -320,6 +320,10 @@ class Store:
         )
         return [event_of(job_id, id, fields) for id, fields in found]
 
+    async def ended_ids(self) -> list[str]:
+        """Returns the ids of the jobs that have ended, the last one first."""
+        return await self._do(self._redis.zrevrange(keys.ENDED, 0, -1))
+
     async def checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Returns all checkpoints that were ever reported, by step."""
         found = [json.loads(text) for text in (await self._hash(keys.checkpoints(job_id))).values()]
@@ -341,6 +345,7 @@ class Store:
             samplers=" ".join(samplers),
             lease_ms=int(lease_s * 1000),
             max_tries=MAX_TRIES,
+            paused=PAUSED_ON_REQUEST,
             new_ms=int((KNOWN_S - OWN_TRAINER_S) * 1000),
         )
         if not answer:

@@ -261,6 +261,11 @@ class RunFolder:
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write("summary.json", json.dumps(summary, indent=2).encode())
 
+    def summary(self) -> dict[str, Any] | None:
+        """Returns what `summary.json` says; None where there is none."""
+        path = self.path / "summary.json"
+        return json.loads(path.read_bytes()) if path.exists() else None
+
     @property
     def _rollouts(self) -> Path:
         return self.path / "rollouts"

@@ -24,6 +24,28 @@ async def note_end(store: Store, job_id: str) -> None:
         get_logger().warning("end not noted in the run folder", job=job_id, reason=error.detail)
 
 
+async def note_ends(store: Store) -> None:
+    """Notes the ends that were not: the process died before it could, its disk was full, or the job
+    was cancelled as another one was taken."""
+    try:
+        for job_id in await store.ended_ids():
+            folder = await store.ended_run_dir(job_id)
+            if folder and not await asyncio.to_thread(_is_noted, RunFolder(folder)):
+                await note_end(store, job_id)
+    except HoneError as error:
+        get_logger().warning("ends not noted in the run folders", reason=error.detail)
+
+
+def _is_noted(folder: RunFolder) -> bool:
+    """Returns whether there is nothing to note: the folder says how the job ended, or is gone."""
+    try:
+        note = folder.note()
+    except (HoneError, OSError) as error:
+        get_logger().warning("run folder not read", folder=str(folder.path), reason=str(error))
+        return True
+    return note.has_ended if note else not folder.path.is_dir()
+
+
 async def cancel(store: Store, job_id: str) -> JobState:
     """As `Store.cancel`, and notes it where the job has ended by it."""
     state = await store.cancel(job_id)
