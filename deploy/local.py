@@ -16,23 +16,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.slots import SERVICES
 from deploy.supervisor import STOP_DEADLINE_S, running
 from shared.errors import BadRequest, Failed, HoneError
 
 
-def up(folder: Path, *, quiet: bool = False) -> dict[str, Any]:
-    """Starts the stack and returns its state (`pid`, `urls`, `logs`) once every service is ready.
-    Raises HoneError with the reason if one is not, with everything stopped again."""
+def up(folder: Path, *, quiet: bool = False, services: Sequence[str] = SERVICES) -> dict[str, Any]:
+    """Starts the stack, or those of its services, and returns its state (`pid`, `urls`, `logs`)
+    once every one is ready. Raises HoneError with the reason if one is not, with everything stopped
+    again."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadRequest(
             f"no folder can be made at {str(folder)!r}: {error.strerror}; --dir names another"
         ) from error
-    command = [sys.executable, "-m", "deploy.supervisor", str(folder)]
+    command = [sys.executable, "-m", "deploy.supervisor", str(folder), *services]
     errors = folder / "supervisor.err"
     with errors.open("wb") as stderr:
         supervisor = subprocess.Popen(

@@ -42,11 +42,12 @@ def socket_path(folder: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"hone-redis-{os.getuid()}-{digest}.sock"
 
 
-def command(folder: Path) -> list[str]:
-    """Returns the command line that serves `folder`, reachable by this user only."""
+def command(folder: Path, socket: Path | None = None) -> list[str]:
+    """Returns the command line that serves `folder`, at `socket` or that of `socket_path`,
+    reachable by this user only."""
     settings = {
         "port": "0",
-        "unixsocket": str(socket_path(folder)),
+        "unixsocket": str(socket or socket_path(folder)),
         "unixsocketperm": "700",
         "dir": str(folder),
         "appendonly": "yes",

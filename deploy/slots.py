@@ -60,13 +60,18 @@ def beside(service: str, port: int) -> str:
     return f"{service}-{port}"
 
 
-def places(chosen: Sequence[Slot], url: Url) -> dict[str, str]:
-    """Returns how settings name these trainers and their samplers."""
-    return {
+def places(chosen: Sequence[Slot], url: Url, services: Sequence[str] = SERVICES) -> dict[str, str]:
+    """Returns how settings name these trainers and their samplers, as far as they are among
+    `services`."""
+    found = {
         "trainer_url": ";".join(url(slot.trainer) for slot in chosen),
         "rollout_url": ";".join(",".join(map(url, slot.samplers)) for slot in chosen),
     }
+    return {name: text for name, text in found.items() if name.removesuffix("_url") in services}
 
 
-def variables(chosen: Sequence[Slot], url: Url) -> dict[str, str]:
-    return {f"{PREFIX}{name.upper()}": text for name, text in places(chosen, url).items()}
+def variables(
+    chosen: Sequence[Slot], url: Url, services: Sequence[str] = SERVICES
+) -> dict[str, str]:
+    found = places(chosen, url, services)
+    return {f"{PREFIX}{name.upper()}": text for name, text in found.items()}

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -45,11 +45,14 @@ STACK_LINK = "of-stack"
 
 class Supervisor:
     """Owns the stack's processes from first to last. `folder` holds their logs, Redis's data and
-    `stack.json`."""
+    `stack.json`. Of `services` those that are left out run elsewhere, where the settings say."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(
+        self, settings: Settings, folder: Path, services: Sequence[str] = SERVICES
+    ) -> None:
         self._settings = settings
         self._folder = folder
+        self._services = [name for name in SERVICES if name in services]
         self._children: list[Child] = []
         self._stopping = False
 
@@ -65,7 +68,7 @@ class Supervisor:
                 self._own_shared_memory()
                 self._start_redis()
                 self._say_devices(report)
-                for name in SERVICES:
+                for name in self._services:
                     self._start_service(name)
                 self._wait_until_ready(report)
                 _say(report, "ready", **self._state())
@@ -95,9 +98,16 @@ class Supervisor:
             yield
 
     def _state(self) -> dict[str, Any]:
-        urls = {name: self._url(port) for name, port in slots.ports(self._settings).items()}
+        urls = {name: self._url(port) for name, port in self._ports().items()}
         state = {"pid": os.getpid(), "urls": urls, "logs": str(self._folder / "logs")}
-        return state | {"settings": slots.places(slots.slots(self._settings), self._url)}
+        return state | {"settings": slots.places(self._slots(), self._url, self._services)}
+
+    def _slots(self) -> list[Slot]:
+        return slots.slots(self._settings)
+
+    def _ports(self) -> dict[str, int]:
+        ports = slots.ports(self._settings)
+        return {name: port for name, port in ports.items() if _service(name) in self._services}
 
     def _shm(self) -> Path:
         """Returns where this stack's weights are in shared memory: a folder of its own, removed
@@ -115,7 +125,7 @@ class Supervisor:
         own = self._shm()
         shutil.rmtree(own, ignore_errors=True)
         try:
-            for slot in slots.slots(self._settings):
+            for slot in self._slots():
                 self._shm_of(slot).mkdir(parents=True, exist_ok=True)
             (own / STACK_LINK).symlink_to(self._folder)
         except OSError as error:
@@ -136,38 +146,41 @@ class Supervisor:
 
     def _check_ports(self) -> None:
         """Raises for a port in use before anything is started."""
-        for name, port in slots.ports(self._settings).items():
-            check_port(self._settings.host, port, name.partition("-")[0])
+        for name, port in self._ports().items():
+            check_port(self._settings.host, port, _service(name))
 
     def _start_redis(self) -> None:
-        if self._settings.redis_url is not None:
+        if not self._has_redis():
             return
-        data = self._folder / "redis"
-        data.mkdir(exist_ok=True)
-        self._add("redis", redis_server.command(data), dict(os.environ))
-        path = redis_server.socket_path(data)
+        data = self._settings.redis_dir or self._folder / "redis"
+        data.mkdir(parents=True, exist_ok=True)
+        path = self._redis_socket()
+        self._add("redis", redis_server.command(data, path), dict(os.environ))
         self._wait_for("redis", lambda: _connects(path))
+
+    def _has_redis(self) -> bool:
+        return self._settings.redis_url is None and "orchestrator" in self._services
+
+    def _redis_socket(self) -> Path:
+        return redis_server.socket_path(self._folder / "redis")
 
     def _start_service(self, name: str) -> None:
         environment = dict(os.environ) | {
-            f"HONE_{other.upper()}_URL": self._url(self._port(other)) for other in SERVICES
+            f"HONE_{other.upper()}_URL": self._url(self._port(other)) for other in self._services
         }
-        environment |= slots.variables(slots.slots(self._settings), self._url)
+        environment |= slots.variables(self._slots(), self._url, self._services)
         environment["HONE_RUNS_DIR"] = str(self._settings.runs_dir.resolve())
         environment["HONE_SHM_DIR"] = str(self._shm())
-        if self._settings.redis_url is None:
-            environment["HONE_REDIS_URL"] = (
-                f"unix://{quote(str(redis_server.socket_path(self._folder / 'redis')))}"
-            )
-        plan = devices.plan(devices.visible_devices(), self._settings)
-        if plan is not None:
+        if self._has_redis():
+            environment["HONE_REDIS_URL"] = f"unix://{quote(str(self._redis_socket()))}"
+        if (plan := self._plan()) is not None:
             environment |= plan.environment(name)
             self._check_alone()
         command = [sys.executable, "-m", f"services.{name}"]
         if name not in ("trainer", "rollout"):
             self._add(name, command, environment)
             return
-        for slot in slots.slots(self._settings):
+        for slot in self._slots():
             environment |= self._of_slot(slot)
             for port in slot.samplers if name == "rollout" else (slot.trainer,):
                 child = name if port == self._port(name) else slots.beside(name, port)
@@ -177,12 +190,19 @@ class Supervisor:
         """Returns the variables of a trainer and its samplers. Each has shared memory of its own: a
         trainer frees that of its last job, which may be another one's by then."""
         settings, num = self._settings, self._settings.trainers
-        variables = slots.variables([slot], self._url)
+        variables = slots.variables([slot], self._url, self._services)
         variables["HONE_SHM_DIR"] = str(self._shm_of(slot))
         if num > 1 and settings.trainer_threads is None:
             cores = len(os.sched_getaffinity(0))
             variables["HONE_TRAINER_THREADS"] = str(max(cores // num // settings.trainer_ranks, 1))
         return variables
+
+    def _plan(self) -> devices.Plan | None:
+        """Returns who gets which GPUs; None where only one of sampler and trainer is started, which
+        has them all."""
+        if not {"rollout", "trainer"} <= {*self._services}:
+            return None
+        return devices.plan(devices.visible_devices(), self._settings)
 
     def _check_alone(self) -> None:
         """Raises BadRequest for several of a service on a machine with GPUs."""
@@ -195,8 +215,7 @@ class Supervisor:
                 )
 
     def _say_devices(self, report: IO[str]) -> None:
-        plan = devices.plan(devices.visible_devices(), self._settings)
-        if plan is not None:
+        if (plan := self._plan()) is not None:
             _say(
                 report,
                 "devices",
@@ -215,7 +234,7 @@ class Supervisor:
         token = self._settings.bearer()
         headers = {"authorization": f"Bearer {token}"} if token else {}
         with httpx.Client(headers=headers, timeout=5.0, trust_env=False) as client:
-            for name, port in slots.ports(self._settings).items():
+            for name, port in self._ports().items():
                 url = f"{self._url(port)}/readyz"
                 self._wait_for(name, lambda url=url: _is_ready(client, url), report)
                 if name in SERVICES:
@@ -297,6 +316,11 @@ def running(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def _service(process: str) -> str:
+    """Returns the service that a process is one of, by its name: see slots.beside."""
+    return process.partition("-")[0]
+
+
 def _say(stream: IO[str], event: str, **fields: Any) -> None:
     stream.write(json.dumps({"event": event, **fields}) + "\n")
     stream.flush()
@@ -321,11 +345,12 @@ def _is_ready(client: httpx.Client, url: str) -> bool:
 
 
 def main() -> None:
-    """Supervises the stack of the folder that is the argument; a failure goes to the parent as the
-    last line."""
+    """Supervises the stack of the folder that is the first argument, of the services that are the
+    others (all, if there are none); a failure goes to the parent as the last line."""
     report = os.fdopen(os.dup(1), "w")
     try:
-        Supervisor(load_settings(), Path(sys.argv[1])).run(report)
+        folder, *services = sys.argv[1:]
+        Supervisor(load_settings(), Path(folder), services or SERVICES).run(report)
     except HoneError as error:
         with contextlib.suppress(BrokenPipeError):
             _say(report, "failed", detail=error.detail)

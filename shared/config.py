@@ -140,6 +140,10 @@ class Settings(BaseSettings):
     """Redis, for example redis://:password@host:6379/0. It must have `appendonly yes`, `appendfsync
     always` and `maxmemory-policy noeviction`. None: only `hone up` works, which starts one."""
 
+    redis_dir: Path | None = None
+    """Folder of the file in which the Redis that `hone up` starts has all it knows. None: in the
+    stack's own folder."""
+
     lease_s: float = Field(default=30.0, gt=0)
     """Seconds that an orchestrator's lease on the trainer and the samplers lasts without a
     heartbeat; then another one takes its job over. Long enough for a pause of Redis or of the
@@ -372,7 +376,37 @@ class Settings(BaseSettings):
     judge_api_key: SecretStr | None = None
     """API key of that endpoint."""
 
-    @field_validator("sandbox_packages", "rollout_devices", "trainer_devices", mode="before")
+    # Modal: what `modal deploy` of the files in deploy/modal makes, and how it is reached
+
+    modal_name: str = Field(default="hone", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
+    """Begins the names of the apps and Volumes on Modal. Another name is another deployment."""
+
+    modal_trainer_gpu: str = "A100-80GB"
+    """GPUs of the trainer on Modal, as Modal writes them, such as "H100:2": a rank for each. The
+    default trains models up to 3B with all their weights."""
+
+    modal_rollout_gpu: str = "A10G"
+    """GPUs of each sampler on Modal, likewise: its model is split over them. The default serves
+    models up to 7B."""
+
+    modal_rollouts: int = Field(default=1, ge=1, le=8)
+    """Samplers on Modal, from 1 to 8, each a Server with GPUs of its own."""
+
+    modal_secrets: Annotated[tuple[Literal["huggingface", "wandb", "judge"], ...], NoDecode] = ()
+    """Which secrets of others the services on Modal get, with commas between several: each is the
+    Modal Secret of its name after "hone-". Empty: none, for a deployment refers to no Secret that
+    does not exist."""
+
+    modal_key: SecretStr | None = None
+    """Id of the proxy token ("wk-...") that Modal asks of whoever calls a service there. It is sent
+    to hosts below modal.run and modal.direct, and to no other. Needs `modal_secret`."""
+
+    modal_secret: SecretStr | None = None
+    """The secret of that proxy token ("ws-...")."""
+
+    @field_validator(
+        "sandbox_packages", "rollout_devices", "trainer_devices", "modal_secrets", mode="before"
+    )
     @classmethod
     def _names(cls, value: Any) -> Any:
         """In the environment they are one text: "numpy,sympy"."""
@@ -430,7 +464,7 @@ class Settings(BaseSettings):
         named = [os.environ.get(name) for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY")]
         own = [
             secret.get_secret_value()
-            for secret in (self.token, self.redis_url, self.judge_api_key)
+            for secret in (self.token, self.redis_url, self.judge_api_key, self.modal_secret)
             if secret
         ]
         found = (*named, *own, *_otel_secrets(self.otel_endpoint))

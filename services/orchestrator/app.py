@@ -29,10 +29,12 @@ from shared.errors import HoneError, Unavailable
 from shared.service import Service
 
 
-def create_service(settings: Settings, store: Store) -> Service:
-    """Returns the orchestrator, with a worker for each trainer running inside."""
+def create_service(settings: Settings, store: Store, *, works: bool = True) -> Service:
+    """Returns the orchestrator, with a worker for each trainer running inside; without any, if it
+    does not work: then it takes jobs on that another orchestrator with this Redis does."""
     others = len(settings.slots) > 1
-    workers = [Worker(store, slot, others=others) for slot in settings.slots]
+    slots = settings.slots if works else ()
+    workers = [Worker(store, slot, others=others) for slot in slots]
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:

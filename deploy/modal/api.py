@@ -1,0 +1,117 @@
+"""The jobs API as Modal serves it: the orchestrator without its workers, between Volumes that have
+to be told what is new, and a trainer that has to be started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from services.orchestrator.app import create_service
+from services.orchestrator.queue.lists import Wanted
+from services.orchestrator.queue.store import Store
+from shared import logs
+from shared.config import Settings
+from shared.environment import load_settings
+from shared.errors import BadRequest
+from shared.logs import get_logger
+
+REFRESH_S = 5.0
+"""Seconds for which what other containers wrote may be unseen."""
+
+Scope = Any
+StartTrainer = Callable[[], Awaitable[None]]
+
+
+def make_api(
+    places: Mapping[str, str], runs: Any, data: Any, start_trainer: StartTrainer
+) -> JobsApi:
+    """Returns the ASGI application. `places` are the settings that name the other services, `runs`
+    and `data` the Volumes of run folders and of data files."""
+    os.environ.update(places)
+    settings = load_settings()
+    logs.configure("orchestrator", settings)
+    return JobsApi(settings, open_store(settings), runs, data, start_trainer)
+
+
+def open_store(settings: Settings) -> Store:
+    if settings.redis_url is None:
+        raise BadRequest("HONE_REDIS_URL is not set; expected it in the Modal Secret 'hone-redis'")
+    return Store(
+        settings.redis_url.get_secret_value(),
+        keep_jobs=settings.keep_jobs,
+        keep_events=settings.keep_events,
+    )
+
+
+async def has_work(store: Store) -> bool:
+    """Returns whether a job waits for the trainer, or has it."""
+    pages = [await store.list(None, 1, Wanted(status=one)) for one in ("queued", "running")]
+    return any(page.jobs or page.unreadable for page in pages)
+
+
+class JobsApi:
+    """The ASGI application. Before a request the Volumes are reloaded if no other one is under way,
+    for a Volume looks empty while it is. After one that changed something what was written is
+    committed, and the trainer is started if there is work for it."""
+
+    def __init__(
+        self, settings: Settings, store: Store, runs: Any, data: Any, start_trainer: StartTrainer
+    ) -> None:
+        self._store = store
+        self._app = create_service(settings, store, works=False).app
+        self._runs, self._data = runs, data
+        self._start_trainer = start_trainer
+        self._reloading = asyncio.Lock()
+        self._reloaded_at = -REFRESH_S
+        self._num_under_way = 0
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._store.open()
+        if scope["type"] != "http" or _is_stream(scope):
+            await self._app(scope, receive, send)
+            return
+        status = await self._answer(scope, receive, send)
+        if scope["method"] not in ("GET", "HEAD") and status < 300:
+            await self._runs.commit.aio()
+            if await has_work(self._store):
+                await self._start_trainer()
+
+    async def _answer(self, scope: Scope, receive: Any, send: Any) -> int:
+        """Answers the request, and returns with which status."""
+        status = 500
+
+        async def noting(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        async with self._reloading:
+            await self._reload_if_alone()
+            self._num_under_way += 1
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            self._num_under_way -= 1
+        return status
+
+    async def _reload_if_alone(self) -> None:
+        now = time.monotonic()
+        if self._num_under_way or now < self._reloaded_at + REFRESH_S:
+            return
+        self._reloaded_at = now
+        for volume in (self._runs, self._data):
+            try:
+                await volume.reload.aio()
+            except Exception as error:  # Modal's, of many classes; what was seen is seen still
+                get_logger().warning("a Volume was not reloaded", reason=str(error))
+
+
+def _is_stream(scope: Scope) -> bool:
+    """Returns whether the answer is an event stream, which lasts for as long as a job and reads
+    no file."""
+    accept = dict(scope["headers"]).get(b"accept", b"")
+    return b"text/event-stream" in accept

@@ -1,0 +1,150 @@
+"""What the apps share: names, Volumes, Secrets, images, and what their containers' environment has.
+
+Modal evaluates decorators when it imports a file, so the settings `HONE_MODAL_*` are read then, and
+are part of the images: the same file is imported again in the containers.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import modal
+
+from shared.config import PORTS, PREFIX, Settings
+from shared.environment import load_settings
+from shared.errors import BadRequest
+
+SETTINGS = load_settings()
+PYTHON = "3.11"
+CUDA = "nvidia/cuda:12.9.1-devel-ubuntu22.04"
+"""With the compiler: DeepSpeed's CPU Adam and Triton's kernels are built where they run."""
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+SOURCES = ("deploy", "hone", "services", "shared")
+
+RUNS, CACHES, DATA = "/volumes/runs", "/volumes/caches", "/volumes/data"
+"""Where containers see the Volumes. Paths of runs are in the jobs' records: they are the same in
+every container."""
+
+DAY_S = 24 * 3600
+START_S = 1800
+"""Seconds for a container to start: an image of 10 GB is pulled where it never ran before."""
+
+IDLE_S = 300
+"""Seconds without a request until a container of a Server ends, and without a job until the
+trainer's does."""
+
+GPU_TYPES = (
+    "T4", "L4", "A10", "A10G", "L40S", "A100", "A100-40GB", "A100-80GB", "RTX-PRO-6000", "H100",
+    "H100!", "H200", "B200", "B200+", "B300",
+)  # fmt: skip
+MAX_GPUS = {"A10": 4, "A10G": 4}
+
+runs = modal.Volume.from_name(f"{SETTINGS.modal_name}-runs", create_if_missing=True, version=2)
+"""Run folders: weights in versioned folders, checkpoints, rollouts, metrics; uploaded files; and
+Redis's file, where Redis is in the container."""
+
+caches = modal.Volume.from_name(f"{SETTINGS.modal_name}-caches", create_if_missing=True, version=2)
+"""Models and datasets from Hugging Face, and what vLLM compiled."""
+
+data = modal.Volume.from_name(f"{SETTINGS.modal_name}-data", create_if_missing=True, version=2)
+"""Data files that jobs name: `hone data upload` puts them there."""
+
+SERVICES_SECRET = modal.Secret.from_name(
+    "hone", required_keys=["HONE_TOKEN", "HONE_MODAL_KEY", "HONE_MODAL_SECRET"]
+)
+"""What services and `hone` show each other, and Modal's proxy."""
+
+REDIS_SECRET = modal.Secret.from_name("hone-redis", required_keys=["HONE_REDIS_URL"])
+
+KEYS = {
+    "huggingface": "HF_TOKEN",
+    "wandb": "WANDB_API_KEY",
+    "judge": "HONE_JUDGE_API_KEY",
+}
+"""What is in the Secrets that HONE_MODAL_SECRETS names."""
+
+
+def secrets(*names: str) -> list[modal.Secret]:
+    """Returns the services' own Secret, and those of `names` that the settings name."""
+    wanted = [name for name in names if name in SETTINGS.modal_secrets]
+    others = [modal.Secret.from_name(f"hone-{name}", required_keys=[KEYS[name]]) for name in wanted]
+    return [SERVICES_SECRET, *others]
+
+
+def gpu(text: str, setting: str) -> str:
+    """Returns the GPUs as Modal writes them. Raises BadRequest for what Modal would accept at
+    `modal deploy` and never find."""
+    kind, _, count = text.partition(":")
+    most = MAX_GPUS.get(kind, 8)
+    if kind not in GPU_TYPES:
+        raise BadRequest(
+            f"{setting} is {text!r}; expected one of {', '.join(GPU_TYPES)}, with :2 and the like "
+            "for several"
+        )
+    if count and not (re.fullmatch(r"[1-8]", count) and int(count) <= most):
+        raise BadRequest(f"{setting} is {text!r}; expected 1 to {most} GPUs of this type")
+    return text
+
+
+def num_gpus(text: str) -> int:
+    return int(text.partition(":")[2] or 1)
+
+
+TRAINER_GPU = gpu(SETTINGS.modal_trainer_gpu, "HONE_MODAL_TRAINER_GPU")
+ROLLOUT_GPU = gpu(SETTINGS.modal_rollout_gpu, "HONE_MODAL_ROLLOUT_GPU")
+
+
+def image(*extras: str, cuda: bool = False) -> modal.Image:
+    """Returns an image with these extras of the project, on Debian or on NVIDIA's CUDA, and the
+    project's source, which is mounted when a container starts."""
+    base = (
+        modal.Image.from_registry(CUDA, add_python=PYTHON).entrypoint([])
+        if cuda
+        else modal.Image.debian_slim(python_version=PYTHON)
+    )
+    return (
+        base.apt_install("build-essential")
+        .pip_install_from_pyproject(str(PROJECT), optional_dependencies=[*extras])
+        .env(_environment())
+        .add_local_python_source(*SOURCES)
+    )
+
+
+def _environment() -> dict[str, str]:
+    """Returns what every container's environment has, Secrets apart."""
+    return {
+        "PYTHONPATH": "/root",
+        "HF_HOME": f"{CACHES}/huggingface",
+        "VLLM_CACHE_ROOT": f"{CACHES}/vllm",
+        "HONE_RUNS_DIR": RUNS,
+        "HONE_DATA_DIRS": DATA,
+        "HONE_SANDBOX": "modal",
+        # A Server without a container answers 503 until one has started.
+        "HONE_PATIENCE_S": str(START_S),
+        "HONE_REPLICA_PATIENCE_S": "120",
+        "HONE_TRAINER_RANKS": str(num_gpus(TRAINER_GPU)),
+        "HONE_TENSOR_PARALLEL_SIZE": str(num_gpus(ROLLOUT_GPU)),
+    } | {
+        f"{PREFIX}{name.upper()}": _text(getattr(SETTINGS, name))
+        for name in Settings.model_fields
+        if name.startswith("modal_") and name not in ("modal_key", "modal_secret")
+    }
+
+
+def _text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def server_options(service: str, **options: Any) -> dict[str, Any]:
+    """Returns how a service is served: by one container, which ends when nobody asks it, behind
+    Modal's proxy, which asks for a token. Without `target_concurrency` there is no second one."""
+    return {
+        "port": PORTS[service],
+        "unauthenticated": False,
+        "startup_timeout": START_S,
+        "scaledown_window": IDLE_S,
+        "exit_grace_period": 0,
+    } | options

