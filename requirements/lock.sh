@@ -18,6 +18,7 @@ mv requirements/cpu.txt.new requirements/cpu.txt
 wc -l requirements/cpu.txt
 sed -n 's/ ;.*//; /==/p' requirements/cpu.txt >requirements/cuda.txt
 .venv/bin/uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-    --no-annotate --no-header --extra rollout --extra trainer --extra otel pyproject.toml \
+    --no-annotate --no-header --extra rollout --extra trainer --extra otel \
+    --extra orchestrator --extra reward --extra modal --extra redis pyproject.toml \
     --output-file requirements/cuda.txt
 wc -l requirements/cuda.txt

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 
 from shared import codec, tracing
 from shared.errors import Busy, HoneError, Unavailable, from_problem
+from shared.front_door import proxy_headers, sent
 from shared.logs import get_logger, request_id
 from shared.polling import FIRST_PAUSE_S, MAX_PAUSE_S, Poller
 from shared.presence import Presence, Tell, tell_nobody
@@ -67,6 +68,7 @@ class Client:
         headers = {"accept": self._media_type} | (
             {"authorization": f"Bearer {token}"} if token else {}
         )
+        headers |= proxy_headers(self.url)
         remote = not is_loopback(
             urlsplit(self.url).hostname or ""
         )  # no proxy between processes of one machine
@@ -241,7 +243,7 @@ class Client:
 
     async def _finished(self, request: httpx.Request, watch: _Watch) -> httpx.Response:
         """Returns the answer, polled for while the operation is under way."""
-        response = await self._http.send(request)
+        response = await sent(self._http, request)
         if response.status_code < 500:
             await self._presence.heard()
         pause_s = FIRST_PAUSE_S
@@ -254,7 +256,7 @@ class Client:
             finally:
                 watch.heard_at = max(watch.heard_at, self.poller.heard_at)
             async with self._fetching:
-                response = await self._http.get(location)
+                response = await sent(self._http, self._http.build_request("GET", location))
             if response.status_code == 202:  # the poll was answered by another process
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, MAX_PAUSE_S)

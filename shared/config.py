@@ -77,6 +77,15 @@ class Settings(BaseSettings):
     """Where jobs leave their results, one folder per job. Orchestrator, trainer and sampler share
     it."""
 
+    runs_commit: str | None = None
+    """Command that keeps what was written into `runs_dir` and shows it to other hosts, for volumes
+    that do not do so by themselves. Run after each checkpoint, and after weights were published
+    there (`weight_sync = "disk"`). None: the volume needs none."""
+
+    runs_refresh: str | None = None
+    """Command that shows this host what others wrote into `runs_dir`, run before such weights are
+    read, and when an uploaded file is not there. None: the volume needs none."""
+
     data_dirs: Annotated[tuple[Path, ...] | None, NoDecode] = None
     """Folders below which the data files lie that jobs may name, with commas between several. None:
     any file that the orchestrator can read while it listens on this machine only, and none

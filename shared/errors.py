@@ -191,15 +191,15 @@ KINDS: tuple[type[HoneError], ...] = (
 )
 _BY_TYPE = {TYPE_PREFIX + kind.kind: kind for kind in KINDS}
 _BY_STATUS = {kind.status: kind for kind in KINDS if kind is not StateLost}
-_OF_A_PROXY = frozenset({500, 502, 503, 504})
+_OF_A_PROXY = frozenset({303, 408, 500, 502, 503, 504})
 
 
 def from_problem(status: int, document: dict[str, Any] | None, source: str) -> HoneError:
     """Returns the error that a response stands for: of the class that the document's `type` names,
     else of its status.
 
-    A 5xx without a document of ours is a proxy's or a dying server's, so Unavailable. `source` says
-    who answered, for responses that say nothing.
+    A 5xx without a document of ours is a proxy's or a dying server's, so Unavailable; 303 and 408
+    are a proxy's that waits no longer. `source` says who answered, for responses that say nothing.
     """
     document = document or {}
     type_ = str(document.get("type", ""))

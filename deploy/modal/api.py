@@ -33,7 +33,9 @@ def make_api(
     os.environ.update(places)
     settings = load_settings()
     logs.configure("orchestrator", settings)
-    return JobsApi(settings, open_store(settings), runs, data, start_trainer)
+    store = open_store(settings)
+    service = create_service(settings, store, works=False)
+    return JobsApi(service.app, store, runs, data, start_trainer)
 
 
 def open_store(settings: Settings) -> Store:
@@ -53,18 +55,19 @@ async def has_work(store: Store) -> bool:
 
 
 class JobsApi:
-    """The ASGI application. Before a request the Volumes are reloaded if no other one is under way,
-    for a Volume looks empty while it is. After one that changed something what was written is
-    committed, and the trainer is started if there is work for it."""
+    """The ASGI application, around that of the orchestrator. Before a request the Volumes are
+    reloaded if no other one is under way, for a Volume looks empty while it is. After one that
+    changed something what was written is committed, and the trainer is started if there is work
+    for it."""
 
     def __init__(
-        self, settings: Settings, store: Store, runs: Any, data: Any, start_trainer: StartTrainer
+        self, app: Any, store: Store, runs: Any, data: Any, start_trainer: StartTrainer
     ) -> None:
+        self._app = app
         self._store = store
-        self._app = create_service(settings, store, works=False).app
         self._runs, self._data = runs, data
         self._start_trainer = start_trainer
-        self._reloading = asyncio.Lock()
+        self._reloading, self._starting = asyncio.Lock(), asyncio.Lock()
         self._reloaded_at = -REFRESH_S
         self._num_under_way = 0
 
@@ -77,8 +80,9 @@ class JobsApi:
         status = await self._answer(scope, receive, send)
         if scope["method"] not in ("GET", "HEAD") and status < 300:
             await self._runs.commit.aio()
-            if await has_work(self._store):
-                await self._start_trainer()
+            async with self._starting:  # else two requests would start it twice
+                if await has_work(self._store):
+                    await self._start_trainer()
 
     async def _answer(self, scope: Scope, receive: Any, send: Any) -> int:
         """Answers the request, and returns with which status."""

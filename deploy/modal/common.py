@@ -12,6 +12,7 @@ from typing import Any
 
 import modal
 
+from deploy.modal.inside import START_S
 from shared.config import PORTS, PREFIX, Settings
 from shared.environment import load_settings
 from shared.errors import BadRequest
@@ -21,7 +22,8 @@ PYTHON = "3.11"
 CUDA = "nvidia/cuda:12.9.1-devel-ubuntu22.04"
 """With the compiler: DeepSpeed's CPU Adam and Triton's kernels are built where they run."""
 
-PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+ROOT = Path(__file__).parents[2]
+PROJECT, PINS = ROOT / "pyproject.toml", ROOT / "requirements/cuda.txt"
 SOURCES = ("deploy", "hone", "services", "shared")
 
 RUNS, CACHES, DATA = "/volumes/runs", "/volumes/caches", "/volumes/data"
@@ -29,9 +31,6 @@ RUNS, CACHES, DATA = "/volumes/runs", "/volumes/caches", "/volumes/data"
 every container."""
 
 DAY_S = 24 * 3600
-START_S = 1800
-"""Seconds for a container to start: an image of 10 GB is pulled where it never ran before."""
-
 IDLE_S = 300
 """Seconds without a request until a container of a Server ends, and without a job until the
 trainer's does."""
@@ -107,7 +106,10 @@ def image(*extras: str, cuda: bool = False) -> modal.Image:
     )
     return (
         base.apt_install("build-essential")
-        .pip_install_from_pyproject(str(PROJECT), optional_dependencies=[*extras])
+        .add_local_file(PINS, "/pins.txt", copy=True)
+        .pip_install_from_pyproject(
+            str(PROJECT), optional_dependencies=[*extras], extra_options="--constraint /pins.txt"
+        )
         .env(_environment())
         .add_local_python_source(*SOURCES)
     )
@@ -122,6 +124,8 @@ def _environment() -> dict[str, str]:
         "HONE_RUNS_DIR": RUNS,
         "HONE_DATA_DIRS": DATA,
         "HONE_SANDBOX": "modal",
+        "HONE_RUNS_COMMIT": f"sync {RUNS}",
+        "HONE_RUNS_REFRESH": "python -m deploy.modal.refresh",
         # A Server without a container answers 503 until one has started.
         "HONE_PATIENCE_S": str(START_S),
         "HONE_REPLICA_PATIENCE_S": "120",

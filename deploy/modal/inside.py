@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -12,12 +13,17 @@ from typing import Any
 
 from deploy import local
 from hone.client import Client
+from shared import client as shared_client
 from shared.environment import load_settings
 from shared.job import Job
-from shared.wire import TERMINAL
+from shared.wire import TERMINAL, VersionInfo
 
 FOLDER = Path("/tmp/hone-stack")
 LOOK_S = 5.0
+
+START_S = 1800
+"""Seconds for a container to start: an image of 10 GB is pulled where it never ran before."""
+
 
 Sleep = Callable[[float], None]
 
@@ -37,14 +43,30 @@ def stop() -> None:
 
 
 @contextlib.contextmanager
-def stack(services: Sequence[str], environment: Mapping[str, str]) -> Generator[Client]:
-    """Has these services run, and yields a client of the orchestrator among them."""
+def stack(
+    services: Sequence[str], environment: Mapping[str, str], elsewhere: Sequence[str] = ()
+) -> Generator[Client]:
+    """Has these services run, once those `elsewhere` answer, and yields a client of the
+    orchestrator among them."""
+    asyncio.run(wake(elsewhere))
     urls = start(services, environment)
     try:
         with Client(urls["orchestrator"], token=load_settings().bearer()) as client:
             yield client
     finally:
         stop()
+
+
+async def wake(urls: Sequence[str], deadline_s: float = START_S) -> None:
+    """Returns once all these services answer: a Server that nobody called has no container, and a
+    job would take it for one that is away. Raises Unavailable naming one that does not."""
+    token = load_settings().bearer()
+
+    async def ask(url: str) -> None:
+        async with shared_client.Client(url, url, token=token, patience_s=deadline_s) as client:
+            await client.get("/version", VersionInfo, deadline_s=deadline_s)
+
+    await asyncio.gather(*map(ask, urls))
 
 
 def work_until_idle(client: Client, idle_s: float, sleep: Sleep = time.sleep) -> None:
@@ -59,9 +81,9 @@ def work_until_idle(client: Client, idle_s: float, sleep: Sleep = time.sleep) ->
 def train(client: Client, job: Job, key: str, sleep: Sleep = time.sleep) -> dict[str, Any]:
     """Returns how the job ended, or that it paused, which only a person can mend. With the same key
     it is the same job: one that was paused goes on."""
-    record = client.submit(job, key=key)
-    if client.get(record.id).status == "paused":
-        client.resume(record.id)
-    while (record := client.get(record.id)).status not in {*TERMINAL, "paused"}:
+    id = client.submit(job, key=key).id
+    if client.get(id).status == "paused":
+        client.resume(id)
+    while (record := client.get(id)).status not in {*TERMINAL, "paused"}:
         sleep(LOOK_S)
     return record.model_dump(mode="json", include={"id", "status", "error", "summary"})

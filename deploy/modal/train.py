@@ -21,7 +21,6 @@ from deploy.modal.common import (
     DAY_S,
     RUNS,
     SETTINGS,
-    START_S,
     TRAINER_GPU,
     caches,
     data,
@@ -43,25 +42,30 @@ app = modal.App(f"{SETTINGS.modal_name}-train").include(rollout.app)
     volumes={RUNS: runs, CACHES: caches, DATA: data.with_mount_options(read_only=True)},
     secrets=secrets("huggingface", "wandb", "judge"),
     timeout=DAY_S,
-    startup_timeout=START_S,
+    startup_timeout=inside.START_S,
     retries=modal.Retries(max_retries=10, initial_delay=0.0),
     single_use_containers=True,
 )
 def train(
-    run: str, job: dict[str, Any], services: list[str], environment: dict[str, str]
+    run: str, job: dict[str, Any], placement: Placement, samplers: list[str]
 ) -> dict[str, Any]:
     """Trains the job to its end, or to a pause, and returns how it ended. Started again, it goes on
     from the newest checkpoint in the run's folder of the Volume."""
     folder = f"{RUNS}/{run}"
-    own = {"HONE_RUNS_DIR": folder, "HONE_REDIS_DIR": f"{folder}/.redis"}
-    with inside.stack(services, environment | own) as client:
+    environment = placement.environment | {
+        "HONE_RUNS_DIR": folder,
+        "HONE_REDIS_DIR": f"{folder}/.redis",
+    }
+    if samplers:
+        environment["HONE_ROLLOUT_URL"] = ",".join(samplers)
+    with inside.stack(placement.services, environment, samplers) as client:
         return inside.train(client, Job.model_validate(job), run)
 
 
-def _checked(flags: Flags) -> tuple[Job, Placement]:
+def checked(flags: Flags, trainer_gpu: str) -> tuple[Job, Placement]:
     """Returns what to train and where. Ends with a sentence if the flags do not allow it."""
     try:
-        job, placement = job_of(flags), placement_of(flags, TRAINER_GPU)
+        job, placement = job_of(flags), placement_of(flags, trainer_gpu)
         gpu(placement.gpu, "--vllm-mode serve takes one more than HONE_MODAL_TRAINER_GPU, which")
     except BadRequest as error:
         sys.exit(f"hone: {error.detail}")
@@ -104,16 +108,11 @@ def main(
         simple_mode=simple_mode,
         vllm_mode=vllm_mode,
     )
-    chosen, placement = _checked(flags)
+    chosen, placement = checked(flags, TRAINER_GPU)
     samplers = [str(server.get_url()) for server in rollout.servers[: placement.num_samplers]]
-    places = {"HONE_ROLLOUT_URL": ",".join(samplers)} if samplers else {}
     run = resume or f"{chosen.name}-{random.token_hex(4)}"
-    call = train.with_options(gpu=placement.gpu).spawn(
-        run,
-        chosen.model_dump(mode="json"),
-        list(placement.services),
-        placement.environment | places,
-    )
+    function = train.with_options(gpu=placement.gpu)
+    call = function.spawn(run, chosen.model_dump(mode="json"), placement, samplers)
     print(f"run {run} on {placement.gpu}, {len(samplers)} samplers beside it: {call.object_id}")
     ended = call.get()
     print(f"{ended['status']}: {ended['error'] or ended['summary']}")

@@ -19,7 +19,6 @@ from deploy.modal.common import (
     REDIS_SECRET,
     RUNS,
     SETTINGS,
-    START_S,
     TRAINER_GPU,
     caches,
     data,
@@ -38,12 +37,14 @@ app = modal.App(f"{SETTINGS.modal_name}-trainer")
     volumes={RUNS: runs, CACHES: caches, DATA: data.with_mount_options(read_only=True)},
     secrets=[*secrets("huggingface", "wandb"), REDIS_SECRET],
     timeout=DAY_S,
-    startup_timeout=START_S,
+    startup_timeout=inside.START_S,
     retries=modal.Retries(max_retries=10, initial_delay=0.0),
     single_use_containers=True,
     max_containers=1,
 )
 def work() -> None:
     """Trains until no job waits or runs."""
-    with inside.stack(["trainer", "orchestrator"], places()) as client:
+    found = places()
+    elsewhere = ",".join(found.values()).split(",")
+    with inside.stack(["trainer", "orchestrator"], found, elsewhere) as client:
         inside.work_until_idle(client, IDLE_S)

@@ -24,6 +24,7 @@ from shared.client import Client
 from shared.config import Settings
 from shared.environment import load_settings
 from shared.errors import BadRequest, HoneError
+from shared.front_door import proxy_headers
 from shared.urls import DNS_PREFIX, REGISTERED
 from shared.wire import CheckedWeights, NoBody, RegisteredSampler, SamplerList
 
@@ -306,7 +307,7 @@ async def _held(settings: Settings, sampler: str, url: str) -> Check:
 
 async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:
     try:
-        response = await client.get(f"{url}/readyz")
+        response = await client.get(f"{url}/readyz", headers=proxy_headers(url))
         body: dict[str, Any] = response.json()
     except (httpx.HTTPError, ValueError) as error:
         return Check(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 
+from shared import volume
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.models import model_folder
@@ -37,6 +38,7 @@ def main(settings: Settings) -> None:
         replica=replica,
         max_num_seqs=settings.max_num_seqs,
         max_adapters=settings.rollout_adapters,
+        refresh=lambda: volume.run(settings.runs_refresh, "published weights cannot be seen"),
     )
     create_service(settings, sampler).run(settings.rollout_port)
 

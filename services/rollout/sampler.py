@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,9 +74,11 @@ class Sampler:
         replica: str = "",
         max_num_seqs: int = 0,
         max_adapters: int = 1,
+        refresh: Callable[[], None] = lambda: None,
     ) -> None:
         self._starter = starter
         self._weight_roots = weight_roots
+        self._refresh = refresh
         self._copies = copies
         self._max_adapters = max_adapters
         self._change = asyncio.Lock()
@@ -178,7 +180,7 @@ class Sampler:
         if running and not await running.failure() and running.covers(spec):
             return running.serving
         folder = await self._starter.find_model(spec)
-        expected = expected_of(folder, self._weight_roots)
+        expected = expected_of(folder, self._weight_roots, self._refresh)
         await self._stop_engine()
         self._starting = f"starting the engine for {spec.model!r}"
         start = time.monotonic()

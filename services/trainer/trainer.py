@@ -28,7 +28,7 @@ from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.schedule import learning_rate
 from services.trainer.processes.launch_folder import Past
 from services.trainer.processes.together import Ranks, SaveAll
-from shared import codec
+from shared import codec, volume
 from shared.checkpoints import STATE, StoredFile
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
@@ -241,6 +241,7 @@ class Trainer:
                 shares: list[dict[str, StoredFile]] = save_all(aside)
                 files = {name: file for share in shares for name, file in share.items()}
                 checkpoints.write_manifest(aside, self._manifest(loaded, files))
+            volume.run(self._settings.runs_commit, "the checkpoint cannot be committed")
             checkpoints.remove_old(folder, loaded.request.job.checkpoints, request.keep)
             return checkpoints.described(path)
 

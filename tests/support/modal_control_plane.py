@@ -31,8 +31,9 @@ ROOT = Path(__file__).parents[2]
 class ControlPlane:
     """Answers at `url` while it is entered. `calls` has the messages it got, as dictionaries, by
     the name of the call; `functions`, `images` and `mounts` what was made; `inputs` the
-    arguments of Functions that were called, each of which returns `result`. Secrets in `missing` do
-    not exist."""
+    arguments of Functions that were called, each of which returns `result`, or runs on while that
+    is None. Secrets in `missing` do not exist; `urls` are of functions that are elsewhere than the
+    plane would say, and `apps` those deployed before, with how many containers each has."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -41,6 +42,9 @@ class ControlPlane:
         self.mounts: dict[str, list[str]] = {}
         self.inputs: list[Any] = []
         self.result: Any = None
+        self.apps: dict[str, int] = {}
+        self.entries: dict[bytes, bytes] = {}
+        self.urls: dict[str, str] = {}
         self.missing: set[str] = set()
         self.url = ""
         self._numbers = itertools.count(1)
@@ -59,16 +63,22 @@ class ControlPlane:
 
     def modal(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs `modal` against it, in the project's folder."""
-        own = {
+        return self.python("-m", "modal", *arguments, **environment)
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables by which a process finds it."""
+        return os.environ | {
             "MODAL_SERVER_URL": self.url,
             "MODAL_TOKEN_ID": "ak-test",
             "MODAL_TOKEN_SECRET": "as-test",
             "MODAL_CONFIG_PATH": "/dev/null",
             "PYTHONPATH": str(ROOT),
         }
+
+    def python(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "modal", *arguments],
-            env=os.environ | own | environment,
+            [sys.executable, *arguments],
+            env=self.environment() | environment,
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -87,6 +97,9 @@ class ControlPlane:
         self.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
         self._started.set()
         await self._server.wait_closed()
+
+    def url_of(self, function: str) -> str:
+        return self.urls.get(function, f"https://test--{function.lower()}.modal.example")
 
     def _id(self, prefix: str) -> str:
         return f"{prefix}-{next(self._numbers)}"
@@ -149,9 +162,9 @@ class ControlPlane:
             function_name=name, function_type=data.function_type or request.function.function_type
         )
         if "http_config" in self.functions[name]:
-            metadata._experimental_flash_urls.append(url_of(name))
+            metadata._experimental_flash_urls.append(self.url_of(name))
         elif "webhook_config" in self.functions[name]:
-            metadata.web_url = url_of(name)
+            metadata.web_url = self.url_of(name)
         return api_pb2.FunctionCreateResponse(
             function_id=request.existing_function_id or self._id("fu"),
             function=request.function,
@@ -165,6 +178,43 @@ class ControlPlane:
     def answer_AppPublish(self, _: Any) -> Any:
         return api_pb2.AppPublishResponse(url="https://modal.example/app")
 
+    def answer_FunctionGet(self, request: Any) -> Any:
+        name = request.object_tag
+        metadata = api_pb2.FunctionHandleMetadata(function_name=name)
+        if name[0].isupper():  # a class, so a Server
+            metadata._experimental_flash_urls.append(self.url_of(name))
+        elif name == "api":
+            metadata.web_url = self.url_of(name)
+        data = api_pb2.FunctionData(function_name=name)
+        data.ranked_functions.add(function=api_pb2.Function(function_name=name))
+        return api_pb2.FunctionGetResponse(
+            function_id=f"fu-{name}", handle_metadata=metadata, function=data
+        )
+
+    def answer_AppList(self, _: Any) -> Any:
+        apps = [
+            api_pb2.AppListResponse.AppListItem(
+                app_id=f"ap-{name}",
+                description=name,
+                state=api_pb2.APP_STATE_DEPLOYED,
+                n_running_tasks=count,
+            )
+            for name, count in self.apps.items()
+        ]
+        return api_pb2.AppListResponse(apps=apps)
+
+    def answer_AppGetByDeploymentName(self, request: Any) -> Any:
+        app = f"ap-{request.name}" if request.name in self.apps else ""
+        return api_pb2.AppGetByDeploymentNameResponse(app_id=app, environment_name="main")
+
+    def answer_DictUpdate(self, request: Any) -> Any:
+        self.entries |= {entry.key: entry.value for entry in request.updates}
+        return api_pb2.DictUpdateResponse(created=True)
+
+    def answer_DictGet(self, request: Any) -> Any:
+        value = self.entries.get(request.key)
+        return api_pb2.DictGetResponse(found=value is not None, value=value)
+
     def answer_FunctionBindParams(self, _: Any) -> Any:
         return api_pb2.FunctionBindParamsResponse(bound_function_id=self._id("fu"))
 
@@ -175,6 +225,8 @@ class ControlPlane:
         return api_pb2.FunctionMapResponse(function_call_id=self._id("fc"), pipelined_inputs=[put])
 
     def answer_FunctionGetOutputs(self, _: Any) -> Any:
+        if self.result is None:
+            return api_pb2.FunctionGetOutputsResponse(num_unfinished_inputs=1)
         done = api_pb2.GenericResult(
             status=api_pb2.GenericResult.GENERIC_STATUS_SUCCESS, data=pickle.dumps(self.result)
         )
@@ -189,10 +241,6 @@ class ControlPlane:
 
 def _dictionary(message: Any) -> dict[str, Any]:
     return MessageToDict(message, preserving_proto_field_name=True)
-
-
-def url_of(function: str) -> str:
-    return f"https://test--{function.lower()}.modal.example"
 
 
 class _Handlers:

@@ -37,7 +37,7 @@ def test_the_job_in_the_readme_is_the_demos() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_target_in_a_page_exists(page: str) -> None:
     text = (ROOT / page).read_text()
-    commands = {command.name for command in app.registered_commands}
+    commands = {each.name for each in (*app.registered_commands, *app.registered_groups)}
     assert set(re.findall(r"(?:`|bin/)hone (\w+)", text)) <= commands
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^ +)make ([\w-]+)", text, re.MULTILINE)) <= targets

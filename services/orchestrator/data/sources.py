@@ -19,9 +19,10 @@ from services.orchestrator.data.tables import (
     no_rows,
 )
 from services.orchestrator.data.uploads import Uploads
+from shared import volume
 from shared.config import Settings
 from shared.digest import digest_of_file
-from shared.errors import BadRequest, Unavailable
+from shared.errors import BadRequest, NotFound, Unavailable
 from shared.gate import caller
 from shared.job import UPLOADED, DataSpec, Source
 from shared.models import HUB_ID
@@ -99,7 +100,11 @@ def _url(ask: Ask) -> Table:
 
 def _uploaded(ask: Ask) -> Table:
     uploads = Uploads(ask.settings.runs_dir)
-    filename = uploads.get(ask.text).filename
+    try:
+        filename = uploads.get(ask.text).filename
+    except NotFound:  # unless it came to another host of the volume
+        volume.run(ask.settings.runs_refresh, f"{ask.key} is {ask.text!r}, which cannot be seen")
+        filename = uploads.get(ask.text).filename
     path, name = uploads.content(ask.text), f"uploaded file {ask.text!r} ({filename})"
     if path.suffix not in FORMATS:
         raise BadRequest(

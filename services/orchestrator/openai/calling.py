@@ -21,6 +21,7 @@ from services.orchestrator.queue.store import Store
 from shared import codec, openapi
 from shared.config import Settings
 from shared.errors import BadRequest, NotFound, Unavailable
+from shared.front_door import proxy_headers
 from shared.logs import get_logger, request_id
 from shared.operations import client_went_away, done_or
 from shared.service import Service
@@ -153,9 +154,10 @@ class Calls:
 
     def _client(self, url: str) -> httpx.AsyncClient:
         token = self._settings.bearer()
+        authorization = {"authorization": f"Bearer {token}"} if token else {}
         return httpx.AsyncClient(
             base_url=url,
-            headers={"authorization": f"Bearer {token}"} if token else {},
+            headers=authorization | proxy_headers(url),
             timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
             trust_env=not is_loopback(urlsplit(url).hostname or ""),
             verify=trusted(),

@@ -112,6 +112,8 @@ class ProvenAdapter:
 
 
 async def folder(ref: FolderWeights, expected: Expected, _: Copies) -> ProvenFolder:
+    if ref.method != "shm":
+        await asyncio.to_thread(expected.refresh)
     found = published_folder(ref, expected.roots)
     return ProvenFolder(found, await asyncio.to_thread(proven_digest, ref, found, expected))
 

@@ -5,7 +5,7 @@ and only logs it, which would be a sync that silently did half of its work."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,25 +27,34 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 Shapes = dict[str, tuple[int, ...]]
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Expected:
     """What versions must be like: the `shapes` of the model's tensors, whether the output matrix is
     `tied` to the embeddings, the folders (`roots`) that files may lie in, and the tensors' `dtypes`
     where they are known: one kind of float may stand for another. `max_lora_rank` is the largest
-    rank of adapters that the engine takes; 0: none."""
+    rank of adapters that the engine takes; 0: none. `refresh` brings in what other hosts wrote into
+    those folders."""
 
     shapes: Shapes
     tied: bool
     roots: Sequence[Path]
     dtypes: Mapping[str, str] = field(default_factory=dict)
     max_lora_rank: int = 0
+    refresh: Callable[[], None] = _nothing
 
 
-def expected_of(model: Path, roots: Sequence[Path]) -> Expected:
+def expected_of(
+    model: Path, roots: Sequence[Path], refresh: Callable[[], None] = _nothing
+) -> Expected:
     """Returns what versions of the model in this folder must be like."""
     stored = stored_tensors(model)
     dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-    return Expected(shapes(stored), has_tied_embeddings(model), roots, dtypes)
+    tied = has_tied_embeddings(model)
+    return Expected(shapes(stored), tied, roots, dtypes, refresh=refresh)
 
 
 def proven_digest(ref: Published, found: Path, expected: Expected) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 from services.trainer.disk.adapters import Adapters
 from services.trainer.disk.deltas import Deltas
 from services.trainer.disk.folders import ASIDE, reuse, size_of, written_aside
-from shared import digest
+from shared import digest, volume
 from shared.adapters import CONFIG, FILES
 from shared.config import Settings
 from shared.disk import write_file
@@ -79,23 +79,27 @@ class Written:
 
 class Folders:
     """One folder per version, complete or absent; the last `KEEP_VERSIONS` published stay.
-    `durable`: on a disk, and flushed to it, rather than in memory.
+    `durable`: on a disk, and flushed to it, rather than in memory. `commit` is the command that
+    shows other hosts what was written.
 
     In memory the one before those stays too, under the name `SPARE`: the next version is written
     over its files, for new memory takes the kernel longer than all the rest of a publish. That is
     no more than there is anyway while a version is written.
     """
 
-    def __init__(self, folder: Path, *, durable: bool) -> None:
+    def __init__(self, folder: Path, *, durable: bool, commit: str | None = None) -> None:
         self._folder = folder
         self._durable = durable
+        self._commit = commit
         self._written: dict[int, Written] = {}
 
     def write(self, version: int, size_bytes: int, save: Save) -> Written:
         """Returns the version, written unless it is there already and undamaged."""
         known = self._written.get(version)
         if known is None or not known.is_whole():
-            known = self._written[version] = self._write(version, size_bytes, save)
+            known = self._write(version, size_bytes, save)
+            volume.run(self._commit, "samplers cannot be shown the weights")
+            self._written[version] = known
             self._forget_old()
         return known
 
@@ -294,7 +298,11 @@ class Publisher:
             memory=Folders(settings.shm_dir / job_id, durable=False),
             deltas=Deltas(settings.shm_dir / job_id),
             adapters=Adapters(settings.shm_dir / job_id),
-            volume=Folders(settings.runs_dir.resolve() / job_id / "weights", durable=True),
+            volume=Folders(
+                settings.runs_dir.resolve() / job_id / "weights",
+                durable=True,
+                commit=settings.runs_commit,
+            ),
             device=Device(live, settings.host, settings.transfer_deadline_s),
         )
 

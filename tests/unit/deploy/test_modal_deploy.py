@@ -4,6 +4,7 @@ plane of our own: what Modal would be asked to make."""
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from deploy.modal.flags import Flags, Placement
 from tests.support.modal_control_plane import PINNED, ControlPlane
 from tests.support.modal_lint import faults
 
@@ -29,6 +31,7 @@ SETTINGS = {
     "HONE_MODAL_ROLLOUTS": "2",
     "HONE_MODAL_SECRETS": "huggingface,wandb,judge",
 }
+SEVERAL = ("reward", "trainer", "orchestrator")
 RUNS, CACHES, DATA = "/volumes/runs", "/volumes/caches", "/volumes/data"
 
 MISTAKES = """
@@ -88,7 +91,14 @@ def planes() -> Iterator[dict[str, ControlPlane]]:
 
     def deploy(name: str) -> None:
         with found[name] as plane:
-            ended = plane.modal("deploy", f"deploy/modal/{name}.py", **SETTINGS)
+            if name == "trial":
+                ended = plane.python("-m", "hone.cli", "modal", "up", "--trial", **SETTINGS)
+                assert (
+                    ended.stdout
+                    == "export HONE_ORCHESTRATOR_URL=https://test--stack.modal.example\n"
+                )
+            else:
+                ended = plane.modal("deploy", f"deploy/modal/{name}.py", **SETTINGS)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert "collision" not in ended.stderr
 
@@ -219,6 +229,7 @@ def test_an_image_has_what_its_service_needs_and_no_engine_of_others(
     commands = image_of(plane, plane.functions[function])
     assert {text for text in there if text not in commands} == set()
     assert {text for text in not_there if text in commands} == set()
+    assert "--constraint /pins.txt" in commands
     assert "ENV HONE_MODAL_TRAINER_GPU=H100:2" in commands
     mounted = {file for files in plane.mounts.values() for file in files}
     assert "/root/services/orchestrator/app.py" in mounted and "/root/shared/client.py" in mounted
@@ -273,13 +284,6 @@ def test_gpus_that_modal_does_not_have_are_refused(
         gpu(value, variable)
 
 
-def test_a_secret_that_does_not_exist_is_named() -> None:
-    with ControlPlane() as plane:
-        plane.missing.add("hone")
-        ended = plane.modal("deploy", "deploy/modal/reward.py")
-    assert ended.returncode == 1 and "Secret 'hone' not found" in ended.stderr + ended.stdout
-
-
 ENDED = {"id": "a-1", "status": "succeeded", "error": None, "summary": {"steps": 3}}
 
 
@@ -296,7 +300,7 @@ def test_modal_run_sends_the_job_of_the_flags_and_shows_how_it_ended() -> None:
             HONE_MODAL_ROLLOUT_GPU="A10G",
         )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    ((run, job, services, environment), _) = plane.inputs[0]
+    ((run, job, placement, samplers), _) = plane.inputs[0]
     assert (job["model"], job["steps"], job["sync_every"], job["weight_sync"]) == (
         "org/m",
         3,
@@ -307,9 +311,8 @@ def test_modal_run_sends_the_job_of_the_flags_and_shows_how_it_ended() -> None:
     assert job["sampling"]["max_tokens"] == 64 and job["max_model_len"] == 512
     assert job["training"]["learning_rate"] == 1e-5 and job["checkpoints"]["every"] == 2
     assert job["lora"]["rank"] == 16
-    assert services == ["reward", "trainer", "orchestrator"]
-    samplers = "https://test--sampler0.modal.example,https://test--sampler1.modal.example"
-    assert environment["HONE_ROLLOUT_URL"] == samplers
+    assert placement == Placement("A100", SEVERAL, {"HONE_TRAINER_RANKS": "1"}, num_samplers=2)
+    assert samplers == [f"https://test--sampler{number}.modal.example" for number in (0, 1)]
     (options,) = plane.calls["FunctionBindParams"]
     assert options["function_options"]["resources"]["gpu_config"] == {
         "gpu_type": "A100",
@@ -321,12 +324,29 @@ def test_modal_run_sends_the_job_of_the_flags_and_shows_how_it_ended() -> None:
     assert "succeeded" in ended.stdout and f"modal volume get hone-runs {run}" in ended.stdout
 
 
-def test_modal_run_says_what_is_wrong_with_a_flag_in_a_sentence() -> None:
+def test_modal_run_says_what_is_wrong_with_flags_in_a_sentence() -> None:
+    from deploy.modal.train import checked
+
+    with pytest.raises(SystemExit, match="hone: --num-rollout-workers is 3 with --simple-mode"):
+        checked(Flags("deploy/jobs/gsm8k.toml", simple_mode=True, num_rollout_workers=3), "A100")
+    with pytest.raises(SystemExit, match="is 'A10G:5'; expected 1 to 4 GPUs of this type"):
+        checked(Flags("deploy/jobs/gsm8k.toml", simple_mode=True, vllm_mode="serve"), "A10G:4")
+
+
+def test_what_is_deployed_is_shown_and_stopped() -> None:
     with ControlPlane() as plane:
-        ended = plane.modal(
-            *("run", "deploy/modal/train.py", "--simple-mode", "--num-rollout-workers", "3")
-        )
-    assert ended.returncode == 1 and plane.inputs == []
-    assert "--num-rollout-workers is 3 with --simple-mode; expected 1" in " ".join(
-        ended.stderr.split()
-    )
+        plane.apps = {"hone-rollout": 2, "hone-orchestrator": 1, "other": 0}
+        shown = plane.python("-m", "deploy.modal.manage", "status", "--output", "json")
+        stopped = plane.python("-m", "deploy.modal.manage", "down")
+    assert json.loads(shown.stdout)["apps"] == [
+        {"app": "hone-rollout", "state": "deployed", "containers": 2},
+        {"app": "hone-reward", "state": "absent", "containers": 0},
+        {"app": "hone-trainer", "state": "absent", "containers": 0},
+        {"app": "hone-orchestrator", "state": "deployed", "containers": 1},
+        {"app": "hone-trial", "state": "absent", "containers": 0},
+    ]
+    assert stopped.stdout == "stopped hone-orchestrator, hone-rollout\n"
+    assert [call["app_id"] for call in plane.calls["AppStop"]] == [
+        "ap-hone-orchestrator",
+        "ap-hone-rollout",
+    ]

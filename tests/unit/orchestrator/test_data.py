@@ -20,7 +20,7 @@ from services.orchestrator.data.uploads import Uploads
 from services.orchestrator.loop.decisions import MustPause
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from shared.config import Settings
-from shared.errors import BadRequest
+from shared.errors import BadRequest, NotFound
 from shared.job import Job
 
 ROWS = [{"question": f"{n}+1?", "answer": str(n + 1), "level": n % 5} for n in range(40)]
@@ -210,6 +210,19 @@ def test_a_broken_file_is_named_with_the_line(
     with pytest.raises(BadRequest) as raised:
         load({"train": str(path), "streaming": streaming}, settings)
     assert sentence in raised.value.detail and name in raised.value.detail
+
+
+def test_an_uploaded_file_that_came_to_another_host_is_brought_in(
+    settings: Settings, tmp_path: Path
+) -> None:
+    with Path(write(tmp_path / "rows.jsonl")).open("rb") as content:
+        file = Uploads(settings.runs_dir).add(content, "my.jsonl", "fine-tune", None)
+    (settings.runs_dir / ".files").rename(tmp_path / "elsewhere")
+    with pytest.raises(NotFound, match="no uploaded file"):
+        load({"train": file.id, **MAPPED}, settings)
+    command = f"mv {tmp_path}/elsewhere {settings.runs_dir}/.files"
+    refreshed = settings.model_copy(update={"runs_refresh": command})
+    assert load({"train": file.id, **MAPPED}, refreshed).for_step(1)
 
 
 def test_an_uploaded_file_whose_name_says_no_format_is_refused(settings: Settings) -> None:

@@ -21,6 +21,7 @@ from services.rollout.weights.proofs import (
     expected_of,
     has_tied_embeddings,
 )
+from shared import volume
 from shared.digest import digest_of, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed
 from shared.job import SyncMethod
@@ -90,6 +91,20 @@ async def test_a_proven_version_has_the_digest_of_its_tensors(published: Path) -
     digest = digest_of(published)
     proven = await prove(ref(published, digest), expected(published), NO_COPIES)
     assert proven.digest == digest
+
+
+@pytest.mark.parametrize("method", ["disk", "reload", "restart"])
+async def test_what_another_host_wrote_is_brought_in_before_it_is_read(
+    published: Path, tmp_path: Path, method: str
+) -> None:
+    digest, elsewhere = digest_of(published), tmp_path / "elsewhere"
+    published.rename(elsewhere)
+    there = ref(published, digest).model_copy(update={"method": method})
+    unseen = expected(published)
+    with pytest.raises(Failed, match="does the sampler see the trainer's volume"):
+        await prove(there, unseen, NO_COPIES)
+    seen = replace(unseen, refresh=lambda: volume.run(f"mv {elsewhere} {published}", "test"))
+    assert (await prove(there, seen, NO_COPIES)).digest == digest
 
 
 async def test_other_bytes_are_refused_with_both_digests_and_the_tensor(published: Path) -> None:

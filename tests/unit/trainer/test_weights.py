@@ -75,6 +75,33 @@ def test_latest_names_the_newest_on_disk(settings, tmp_path):
     assert (tmp_path / "runs/a/weights/latest").read_text() == "v2\n"
 
 
+def test_what_is_on_the_volume_is_committed_and_what_is_in_memory_is_not(tmp_path):
+    committed = tmp_path / "committed"
+    settings = Settings(
+        shm_dir=tmp_path / "shm",
+        runs_dir=tmp_path / "runs",
+        runs_commit=f"cp -r {tmp_path}/runs/a/weights {committed}",
+    )
+    publisher = Publisher(settings, "a")
+    publisher.publish(request(1, "shm"), 5, saving(b"bytes"))
+    assert not committed.exists()
+    publisher.publish(request(1, "disk"), 5, saving(b"bytes"))
+    assert (committed / "latest").read_text() == "v1\n"
+    assert (committed / "v1/model.safetensors").read_bytes() == safetensors(w=b"bytes")
+
+
+def test_a_version_that_was_not_committed_is_published_anew(tmp_path):
+    allowed = tmp_path / "allowed"
+    commit = f"ls {allowed}"
+    settings = Settings(shm_dir=tmp_path, runs_dir=tmp_path / "runs", runs_commit=commit)
+    publisher = Publisher(settings, "a")
+    with pytest.raises(Failed, match=r"samplers cannot be shown the weights: 'ls .*' ended with"):
+        publisher.publish(request(1, "disk"), 5, saving(b"bytes"))
+    allowed.touch()
+    ref = publisher.publish(request(1, "disk"), 5, saving(b"other"))
+    assert (Path(ref.path) / "model.safetensors").read_bytes() == safetensors(w=b"other")
+
+
 def test_an_earlier_life_of_the_job_leaves_nothing_that_could_be_mistaken(settings, tmp_path):
     Publisher(settings, "a").publish(request(3, "shm"), 5, saving(b"stale"))
     Publisher(settings, "a").publish(request(3, "disk"), 5, saving(b"stale"))

@@ -1,0 +1,62 @@
+"""`hone modal up`, `down`, `status`; `hone data upload`: Hone on Modal."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hone.shell import Output, OutputOption, app, command_of
+from shared.errors import BadRequest
+
+group = typer.Typer(
+    no_args_is_help=True, help="Deploy to Modal, as the settings HONE_MODAL_* say (docs/modal.md)."
+)
+app.add_typer(group, name="modal")
+command = command_of(group)
+
+data = typer.Typer(no_args_is_help=True, help="Data files on Modal.")
+app.add_typer(data, name="data")
+
+TrialOption = Annotated[
+    bool, typer.Option("--trial", help="all of it in one container, Redis included")
+]
+
+
+@command
+def up(trial: TrialOption = False, output: OutputOption = Output.table) -> None:
+    """Deploy the services to Modal, and print where the jobs API is."""
+    _manage("up", output, *(["--trial"] if trial else []))
+
+
+@command
+def down(trial: TrialOption = False, output: OutputOption = Output.table) -> None:
+    """Stop them, and what they run. Volumes stay; jobs go on at the next `hone modal up`."""
+    _manage("down", output, *(["--trial"] if trial else []))
+
+
+@command
+def status(output: OutputOption = Output.table) -> None:
+    """Show which apps are deployed, and how many containers run."""
+    _manage("status", output)
+
+
+@command_of(data)
+def upload(
+    files: Annotated[list[Path], typer.Argument(help="data files, for jobs to name")],
+    output: OutputOption = Output.table,
+) -> None:
+    """Put data files on the Volume of data, and print how a job names them."""
+    _manage("upload", output, *map(str, files))
+
+
+def _manage(action: str, output: Output, *arguments: str) -> None:
+    if importlib.util.find_spec("modal") is None:
+        raise BadRequest("the Modal client is not installed: pip install 'hone-rl[modal]'")
+    line = [sys.executable, "-m", "deploy.modal.manage", action, *arguments, "--output", output]
+    if code := subprocess.call(line):
+        raise typer.Exit(2 if code > 0 else 130)

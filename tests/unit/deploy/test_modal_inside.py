@@ -1,0 +1,115 @@
+"""What runs in the containers on Modal, with an orchestrator that answers as it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deploy.modal import inside
+from shared.errors import Unavailable
+from shared.job import Job
+
+JOB = Job.model_validate(
+    {
+        "name": "a",
+        "model": "m",
+        "steps": 1,
+        "data": {"train": "t"},
+        "rewards": [{"grader": "length"}],
+    }
+)
+
+
+class Orchestrator:
+    """Has one job, whose status is the next of `statuses` each time it is asked for."""
+
+    def __init__(self, *statuses: str) -> None:
+        self._statuses = list(statuses)
+        self.asked: list[str] = []
+
+    def submit(self, job: Job, *, key: str) -> Any:
+        self.asked.append(f"submit {job.name} {key}")
+        return SimpleNamespace(id="a-1")
+
+    def resume(self, job: str) -> None:
+        self.asked.append(f"resume {job}")
+
+    def get(self, job: str) -> Any:
+        status = self._statuses.pop(0) if len(self._statuses) > 1 else self._statuses[0]
+        shown = {"id": job, "status": status, "error": None, "summary": {}}
+        return SimpleNamespace(status=status, model_dump=lambda **_: shown)
+
+    def list(self, limit: int, *, status: str) -> Any:
+        assert limit == 1
+        found = self._statuses[0] == status
+        if found or status == "running":  # the last that is asked for
+            self._statuses = self._statuses[1:] or self._statuses
+        return SimpleNamespace(jobs=[status] * found)
+
+
+class Clock:
+    """Time passes by sleeping alone."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        assert self.now < 10_000, "it never ends"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(inside, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("end", ["succeeded", "failed", "cancelled", "paused"])
+def test_a_run_ends_with_its_job_and_with_a_pause(end: str, clock: Clock) -> None:
+    there: Any = Orchestrator("queued", "running", "running", end)
+    assert inside.train(there, JOB, "run-1", clock.sleep)["status"] == end
+    assert there.asked == ["submit a run-1"]
+
+
+def test_a_run_that_is_started_again_goes_on_with_its_paused_job(clock: Clock) -> None:
+    there: Any = Orchestrator("paused", "running", "succeeded")
+    assert inside.train(there, JOB, "run-1", clock.sleep)["status"] == "succeeded"
+    assert there.asked == ["submit a run-1", "resume a-1"]
+
+
+def test_the_trainer_works_while_there_are_jobs_and_a_while_longer(clock: Clock) -> None:
+    there: Any = Orchestrator("queued", *["running"] * 100, "succeeded")
+    inside.work_until_idle(there, 300, clock.sleep)
+    assert 101 * inside.LOOK_S + 295 <= clock.now <= 101 * inside.LOOK_S + 305
+
+
+def test_a_job_that_comes_in_time_keeps_the_trainer(clock: Clock) -> None:
+    there: Any = Orchestrator("succeeded", *["paused"] * 30, "queued", "succeeded")
+    inside.work_until_idle(there, 300, clock.sleep)
+    assert clock.now >= 31 * inside.LOOK_S + 300
+
+
+async def test_a_service_elsewhere_that_does_not_answer_is_named() -> None:
+    with pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:9"):
+        await inside.wake(["http://127.0.0.1:9"], deadline_s=0.3)
+
+
+def test_the_services_stop_however_the_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def note(name: str, result: Any = None) -> Callable[..., Any]:
+        return lambda *_, **__: (done.append(name), result)[1]
+
+    urls = {"orchestrator": "http://127.0.0.1:9"}
+    monkeypatch.setattr(inside, "start", note("start", urls))
+    monkeypatch.setattr(inside, "stop", note("stop"))
+    with pytest.raises(ZeroDivisionError), inside.stack(["orchestrator"], {}):
+        raise ZeroDivisionError
+    assert done == ["start", "stop"]

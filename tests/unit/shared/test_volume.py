@@ -1,0 +1,28 @@
+"""The command of a volume that has to be told: its failure is a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared import volume
+from shared.errors import Failed
+
+
+def test_the_command_is_run_and_none_is_none(tmp_path: Path) -> None:
+    volume.run(None, "never")
+    volume.run(f"touch '{tmp_path}/a b'", "touched")
+    assert (tmp_path / "a b").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("sh -c 'echo busy >&2; exit 3'", "exit 3'\" ended with exit code 3: busy$"),
+        ("/nowhere/sync", r"seen: '/nowhere/sync' was not run to its end: .*No such file"),
+    ],
+)
+def test_a_command_that_fails_is_told_with_what_it_said(command: str, sentence: str) -> None:
+    with pytest.raises(Failed, match=sentence):
+        volume.run(command, "seen")
