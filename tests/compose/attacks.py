@@ -36,6 +36,8 @@ def run_all() -> None:
         compared = ended["verdict"] == "ok" and None not in (attack.expression, attack.value)
         is_right = ended["verdict"] in ends
         is_right &= not compared or ended["value"] == attack.value
+        # Docker's own filter ends a process for a call of another architecture
+        is_right |= attack in KERNEL and "SIGSYS" in ended["stderr"]  # type: ignore # noqa: F821
         left = execute(after)
         is_right &= left.get("value") == [42, []]
         right += is_right
