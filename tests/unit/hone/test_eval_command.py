@@ -20,9 +20,11 @@ from shared.wire import (
     CheckpointList,
     Estimate,
     EvaluationReport,
+    JobRecord,
     ModelScores,
     SetReport,
 )
+from tests.support.job_records import record
 
 JOB = """
 name = "demo"
@@ -88,6 +90,11 @@ class FakeClient:
         found = [Checkpoint(step=step, path=f"/runs/{step}", size_bytes=1) for step in (50, 100)]
         return CheckpointList(checkpoints=tuple(found))
 
+    def get(self, job: str) -> JobRecord:
+        if job != "demo":
+            raise NotFound(f"no job {job!r}")
+        return record("succeeded")
+
     def evaluate(self, job: Any, models: Any, progress: Any) -> EvaluationReport:
         self.asked = [job, models]
         return REPORT
@@ -118,6 +125,17 @@ def test_a_job_file_says_what_to_evaluate_on_and_options_change_it(
     run("a/b", "--job", str(file), "--grader", "math", "--data", "other.jsonl", "--seed", "5")
     job, _ = client.asked
     assert (job.rewards[0].grader, job.data.eval, job.seed) == ("math", "other.jsonl", 5)
+
+
+def test_a_job_that_was_submitted_says_what_to_evaluate_on_by_its_name(client: FakeClient) -> None:
+    assert run("a/b", "demo", "--job", "demo", "--num-prompts", "9").exit_code == 0
+    job, _ = client.asked
+    assert job.model_copy(update={"evaluation": record("succeeded").job.evaluation}) == (
+        record("succeeded").job
+    )
+    assert job.evaluation.num_prompts == 9
+    refused = run("a/b", "--job", "other")
+    assert refused.exit_code == 2 and "no job 'other'" in refused.output
 
 
 def test_without_a_job_file_data_and_grader_do(client: FakeClient, tmp_path: Path) -> None:
