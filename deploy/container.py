@@ -73,10 +73,11 @@ def of_sampler(
     variables = {"HONE_ROLLOUT_PORT": str(port)}
     if settings.rollout_advertise_url is None:
         variables["HONE_ROLLOUT_ADVERTISE_URL"] = f"http://{host}:{port}"
+    if not visible:
+        return variables
     size = settings.tensor_parallel_size
-    own = settings.rollout_devices[place * size : (place + 1) * size]
-    plan = devices.plan(visible, settings.model_copy(update={"rollout_devices": own}))
-    return variables | (plan.environment("rollout") if plan else {})
+    own = (settings.rollout_devices or visible)[place * size : (place + 1) * size]
+    return variables | devices.plan_sampler(own, settings).environment("rollout")
 
 
 def num_places(settings: Settings, visible: tuple[str, ...]) -> int:

@@ -57,10 +57,30 @@ def plan(visible: tuple[str, ...], settings: Settings) -> Plan | None:
         trainer = free[:num_trainer] if len(free) >= num_trainer else visible[-num_trainer:]
     _check_enough(rollout, num_rollout, "HONE_ROLLOUT_DEVICES", "HONE_TENSOR_PARALLEL_SIZE")
     _check_enough(trainer, num_trainer, "HONE_TRAINER_DEVICES", "HONE_TRAINER_RANKS")
-    utilization = settings.gpu_memory_utilization
-    if set(rollout) & set(trainer) and "gpu_memory_utilization" not in settings.model_fields_set:
-        utilization = TURNS_UTILIZATION if settings.colocate else SHARED_UTILIZATION
-    return Plan(rollout, trainer, utilization)
+    return Plan(rollout, trainer, _utilization(rollout, trainer, settings))
+
+
+def plan_sampler(own: tuple[str, ...], settings: Settings) -> Plan:
+    """Returns the plan of a sampler that has its `own` devices of those in HONE_ROLLOUT_DEVICES.
+
+    It shares those that are in HONE_TRAINER_DEVICES too: none on a machine without a trainer, where
+    that is not set. With `colocate` it takes turns on its own ones. Raises BadRequest where they
+    are fewer than it needs.
+    """
+    _check_enough(
+        own, settings.tensor_parallel_size, "HONE_ROLLOUT_DEVICES", "HONE_TENSOR_PARALLEL_SIZE"
+    )
+    trainer = settings.trainer_devices
+    if settings.colocate:
+        _same(settings.rollout_devices, trainer)
+        trainer = own
+    return Plan(own, trainer, _utilization(own, trainer, settings))
+
+
+def _utilization(rollout: tuple[str, ...], trainer: tuple[str, ...], settings: Settings) -> float:
+    if "gpu_memory_utilization" in settings.model_fields_set or not set(rollout) & set(trainer):
+        return settings.gpu_memory_utilization
+    return TURNS_UTILIZATION if settings.colocate else SHARED_UTILIZATION
 
 
 def _same(rollout: tuple[str, ...], trainer: tuple[str, ...]) -> tuple[str, ...]:

@@ -28,13 +28,16 @@ RUN groupadd --gid 10001 hone \
     && install -d -o hone -g hone \
         /runs /models /data /cache /weights /run/hone/secrets /run/hone/places
 COPY --from=build /opt/venv /opt/venv
+# What is compiled at run time is loaded from /cache: nothing can be from /tmp, which is noexec.
 ENV PATH=/opt/venv/bin:${PATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     HOME=/cache XDG_CACHE_HOME=/cache HF_HOME=/models \
+    TORCHINDUCTOR_CACHE_DIR=/cache/inductor TRITON_CACHE_DIR=/cache/triton \
     CUDA_HOME=/opt/venv/lib/python3.11/site-packages/nvidia/cu13 \
     HONE_HOST=0.0.0.0 HONE_RUNS_DIR=/runs HONE_SHM_DIR=/weights HONE_COPIES_DIR=/dev/shm/copies
 USER 10001:10001
 RUN --mount=type=bind,source=docker/check_kernels.py,target=/check/check_kernels.py \
-    HOME=/tmp XDG_CACHE_HOME=/tmp python /check/check_kernels.py rollout && rm -rf /tmp/* /tmp/.[a-z]*
+    HOME=/tmp XDG_CACHE_HOME=/tmp TORCHINDUCTOR_CACHE_DIR=/tmp/inductor TRITON_CACHE_DIR=/tmp/triton \
+    python /check/check_kernels.py rollout && rm -rf /tmp/* /tmp/.[a-z]*
 COPY --from=hone /opt/hone /opt/venv
 WORKDIR /tmp
 EXPOSE 8001

@@ -230,6 +230,12 @@ def test_every_image_that_is_pulled_is_pinned_by_digest(file: str) -> None:
             assert re.search(r":[\w.-]+@sha256:[0-9a-f]{64}$", service["image"]), name
 
 
+@pytest.mark.parametrize("files", STACKS, ids=" ".join)
+def test_no_image_is_built_by_two_services_at_once(files: list[str]) -> None:
+    names = [it["image"] for it in services(files).values() if "build" in it]
+    assert len(names) == len(set(names)), names
+
+
 @pytest.mark.parametrize("file", DOCKERFILES)
 def test_a_dockerfile_has_a_pinned_base_one_extra_and_no_root(file: str) -> None:
     lines = (ROOT / file).read_text().splitlines()
@@ -261,6 +267,23 @@ def test_what_compiles_at_run_time_is_shown_to_compile_in_the_build(name: str) -
     as_user = text[text.index("USER 10001") :]
     assert f"python /check/check_kernels.py {name}" in as_user
     assert "install --yes --no-install-recommends g++" in text
+
+
+@pytest.mark.parametrize("name", ["rollout", "trainer"])
+def test_what_is_compiled_at_run_time_is_loaded_from_a_volume_and_not_from_tmp(name: str) -> None:
+    """A tmpfs of Docker is noexec unless it says otherwise: a library in it cannot be loaded."""
+    service = services([CPU])[name]
+    assert service["tmpfs"] == ["/tmp:mode=1777"]
+    assert f"{name}-cache:/cache" in service["volumes"]
+    environment = image_environment(name)
+    for variable in ("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert environment[variable].split("/")[1] == "cache", variable
+
+
+def image_environment(name: str) -> dict[str, str]:
+    text = (ROOT / f"docker/{name}.Dockerfile").read_text().replace("\\\n", " ")
+    (last,) = [line for line in text.splitlines() if line.startswith("ENV ")]
+    return dict(item.split("=", 1) for item in last.removeprefix("ENV ").split())
 
 
 def test_dockerfiles_pass_their_linter() -> None:

@@ -41,6 +41,37 @@ def test_a_sampler_over_two_gpus_takes_two_at_a_time() -> None:
     assert float(second["HONE_GPU_MEMORY_UTILIZATION"]) == 0.35, "it shares one with the trainer"
 
 
+def test_a_sampler_without_a_trainer_beside_it_has_its_gpus_for_itself() -> None:
+    """compose.samplers.yaml: the trainer is on another machine, so no device is said to be its."""
+    alone = container.of_sampler(Settings(rollout_devices=("0",)), ("0",), 0, "box")
+    assert float(alone["HONE_GPU_MEMORY_UTILIZATION"]) == 0.85
+    assert alone["HONE_TRAINER_DEVICES"] == ""
+    over_all = Settings(rollout_devices=GPUS, tensor_parallel_size=4)
+    assert container.num_places(over_all, GPUS) == 1
+    variables = container.of_sampler(over_all, GPUS, 0, "box")
+    assert variables["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert float(variables["HONE_GPU_MEMORY_UTILIZATION"]) == 0.85
+
+
+def test_who_takes_turns_takes_them_on_the_gpus_of_each_sampler() -> None:
+    settings = Settings(rollout_devices=("0", "1"), trainer_devices=("0", "1"), colocate=True)
+    assert container.num_places(settings, ("0", "1")) == 2
+    for place, gpu in enumerate(("0", "1")):
+        variables = container.of_sampler(settings, ("0", "1"), place, "box")
+        assert variables["CUDA_VISIBLE_DEVICES"] == gpu
+        assert float(variables["HONE_GPU_MEMORY_UTILIZATION"]) == 0.6
+    assert container.of_trainer(settings, ("0", "1"))["CUDA_VISIBLE_DEVICES"] == "0,1"
+    other = settings.model_copy(update={"trainer_devices": ("1",)})
+    with pytest.raises(BadRequest, match="HONE_COLOCATE is set"):
+        container.of_sampler(other, ("0", "1"), 0, "box")
+
+
+def test_a_sampler_of_more_gpus_than_it_is_given_is_refused() -> None:
+    settings = Settings(rollout_devices=("0",), trainer_devices=("1",), tensor_parallel_size=2)
+    with pytest.raises(BadRequest, match="HONE_TENSOR_PARALLEL_SIZE is 2, and there are 1 device"):
+        container.of_sampler(settings, ("0", "1"), 0, "box")
+
+
 def test_the_trainer_has_a_rank_for_each_of_its_gpus() -> None:
     settings = Settings(rollout_devices=("0",), trainer_devices=("2", "3"))
     variables = container.of_trainer(settings, GPUS)
