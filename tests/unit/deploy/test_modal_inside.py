@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.modal import inside
+from deploy.modal import inside, refresh
 from shared.errors import Unavailable
 from shared.job import Job
 
@@ -94,6 +94,30 @@ def test_a_job_that_comes_in_time_keeps_the_trainer(clock: Clock) -> None:
     there: Any = Orchestrator("succeeded", *["paused"] * 30, "queued", "succeeded")
     inside.work_until_idle(there, 300, clock.sleep)
     assert clock.now >= 31 * inside.LOOK_S + 300
+
+
+class FakeVolume:
+    """A file of it is open for the first `num_busy` times."""
+
+    def __init__(self, num_busy: float) -> None:
+        self.num_busy = num_busy
+
+    def reload(self) -> None:
+        self.num_busy -= 1
+        if self.num_busy >= 0:
+            raise RuntimeError("there are open files preventing the operation")
+
+
+def test_a_volume_is_asked_until_no_file_of_it_is_open(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refresh, "time", clock)
+    monkeypatch.setattr(refresh, "runs", FakeVolume(3))
+    refresh.main()
+    assert clock.now == 3 * refresh.PAUSE_S
+    monkeypatch.setattr(refresh, "runs", FakeVolume(float("inf")))
+    with pytest.raises(SystemExit, match="the Volume is in use: there are open files"):
+        refresh.main()
 
 
 async def test_a_service_elsewhere_that_does_not_answer_is_named() -> None:
