@@ -152,9 +152,10 @@ class Supervisor:
     def _start_redis(self) -> None:
         if not self._has_redis():
             return
-        data = self._settings.redis_dir or self._folder / "redis"
-        data.mkdir(parents=True, exist_ok=True)
-        path = self._redis_socket()
+        path, own = self._redis_socket(), self._folder / "redis"
+        data = self._settings.redis_dir or own
+        for folder in (own, data):
+            folder.mkdir(parents=True, exist_ok=True)
         self._add("redis", redis_server.command(data, path), dict(os.environ))
         self._wait_for("redis", lambda: _connects(path))
 

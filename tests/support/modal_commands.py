@@ -1,5 +1,5 @@
-"""`python -m tests.support.modal_commands FILE ...`: `modal deploy` of several files in one process.
-Most of a single one's time is that of starting."""
+"""`python -m tests.support.modal_commands FILE ...`: `modal deploy` of several files in one
+process. Most of a single one's time is that of starting."""
 
 from __future__ import annotations
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from deploy.supervisor import Supervisor
+from deploy import local
+from deploy.supervisor import Supervisor, running
+from hone.client import Client
 from shared.config import Settings
+from tests.support.running import free_port
 
 ELSEWHERE = {"HONE_ROLLOUT_URL": "http://a:1,http://b:1", "HONE_REWARD_URL": "http://c:1"}
 
@@ -59,3 +62,28 @@ def test_the_file_of_redis_may_lie_elsewhere_than_its_socket(started: Any, tmp_p
 def test_without_an_orchestrator_there_is_no_redis(tmp_path: Path) -> None:
     assert not Supervisor(Settings(), tmp_path, ["rollout"])._has_redis()
     assert Supervisor(Settings(), tmp_path)._has_redis()
+
+
+@pytest.mark.slow
+def test_an_orchestrator_alone_is_started_and_stopped_with_its_redis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = tmp_path / "volume" / "redis"
+    own = {
+        "HONE_ORCHESTRATOR_PORT": str(free_port()),
+        "HONE_REDIS_DIR": str(volume),
+        "HONE_RUNS_DIR": str(tmp_path / "runs"),
+        "HONE_SHM_DIR": str(tmp_path / "shm"),
+    }
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "stack"
+    state = local.up(folder, quiet=True, services=["orchestrator"])
+    try:
+        assert list(state["urls"]) == ["orchestrator"]
+        with Client(state["urls"]["orchestrator"]) as client:
+            assert client.list(1).jobs == ()
+        assert any(volume.iterdir())
+    finally:
+        assert local.down(folder)
+    assert running(folder) is None
