@@ -109,8 +109,8 @@ def learns(stack: Stack, steps: int) -> None:
     killed, and learns."""
     stack.compose("up", "-d", "--no-build", "--scale", "rollout=2", within_s=HEALTHY_S)
     stack.wait_healthy(SERVICES, HEALTHY_S)
-    model = ("python", "-m", "deploy.tiny_model", "--out", "/data/demo", "--seed", "0")
-    stack.inside("trainer", *model)
+    model = "test -d /data/demo || python -m deploy.tiny_model --out /data/demo --seed 0"
+    stack.inside("trainer", "sh", "-c", model)
     with Client(f"http://127.0.0.1:{stack.port}", token=stack.token()) as client:
         record = client.submit(_job(steps))
         if (registered := _num_samplers(stack)) != 2:
