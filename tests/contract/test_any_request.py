@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
@@ -145,7 +147,7 @@ def without_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: Any, **__: Any) -> None:
         raise RepositoryNotFoundError("404", response=absent)  # type: ignore[arg-type]
 
-    def not_fetched(_: Job) -> Path:
+    def not_fetched(_: Job, **__: Any) -> Path:
         raise preview.CannotCount("the tokenizer cannot be fetched")
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unknown)
@@ -174,6 +176,65 @@ async def check(target: Target, num_cases: int) -> None:
 @pytest.mark.parametrize("name", ["orchestrator", "rollout", "trainer", "reward"])
 async def test_a_service_answers_as_documented(targets: dict[str, Target], name: str) -> None:
     await check(targets[name], 50)
+
+
+ODD_VALUES = (
+    *(None, True, 0, -1, 2**31, 2**63, -(10**400), 1e308, 0.5),
+    *("", " ", "\x00", "\ud800", "é" * 200, "../..", "x-1", "NaN", "{{ x", "file-" + 24 * "0"),
+    *([], {}, [[]], {"": ""}, [None], {"x": 1}),
+)
+
+
+def with_one_change(rng: random.Random, document: Any) -> Any:
+    """Returns the document with one value, anywhere in it, replaced, removed or added."""
+    if not isinstance(document, dict | list) or not document or rng.random() < 0.2:
+        return rng.choice(ODD_VALUES)
+    if isinstance(document, list):
+        place = rng.randrange(len(document))
+        return [*document[:place], with_one_change(rng, document[place]), *document[place + 1 :]]
+    key = rng.choice([*document])
+    what = rng.random()
+    if what < 0.1:
+        return {name: value for name, value in document.items() if name != key}
+    if what < 0.2:
+        return document | {f"{key}s": document[key]}
+    return document | {key: with_one_change(rng, document[key])}
+
+
+async def check_changed_jobs(target: Target, job: Job, num_cases: int) -> None:
+    """Sends a job that can run with one change, and what else takes a job, as JSON."""
+    rng = random.Random(0)
+    good = job.model_copy(update={"steps": 1}).model_dump(mode="json")
+    asked = {"id": "eval-1", "models": [{"name": "a", "model": "owner/model"}], "job": good}
+    statuses = Counter[int]()
+    async with target() as fuzzed, httpx.AsyncClient(base_url=fuzzed.url, timeout=60) as http:
+        for _ in range(num_cases):
+            path, body = rng.choice(
+                [("/v1/jobs/dry_run", {"job": good}), ("/v1/evaluations", asked)]
+            )
+            content = json.dumps(with_one_change(rng, body))
+            headers = {"content-type": "application/json"}
+            answer = await http.post(path, content=content, headers=headers)
+            statuses[answer.status_code] += 1
+            assert answer.status_code in (200, 400, 404, 409, 422), f"{answer.text}\n{content}"
+            assert answer.status_code == 200 or answer.json()["detail"], content
+    print(f"{num_cases} changed jobs, by status: {dict(sorted(statuses.items()))}")
+    assert statuses[422] > num_cases / 4, "most changes are faults"
+
+
+@pytest.mark.slow
+async def test_a_job_with_one_change_is_tried_or_refused_by_a_sentence(
+    targets: dict[str, Target], job: Job
+) -> None:
+    await check_changed_jobs(targets["orchestrator"], job, 40)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+async def test_3000_jobs_with_one_change_are_tried_or_refused_by_a_sentence(
+    targets: dict[str, Target], job: Job
+) -> None:
+    await check_changed_jobs(targets["orchestrator"], job, 3000)
 
 
 @pytest.mark.soak
