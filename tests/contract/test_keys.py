@@ -38,7 +38,8 @@ def settings(settings: Settings) -> Settings:
 
 @pytest.fixture
 def transport(settings: Settings) -> httpx.ASGITransport:
-    service = create_service(settings, Store("redis://127.0.0.1:1"))
+    impatient = settings.model_copy(update={"patience_s": 0.1})
+    service = create_service(impatient, Store("redis://127.0.0.1:1"))
     return httpx.ASGITransport(app=service.app)
 
 
