@@ -12,10 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from hone.cli import app
-from hone.commands import jobs, recover
+from hone.commands import checkpoints, jobs, recover
+from hone.downloading import Downloaded, Progress
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
 from shared.wire import (
+    Checkpoint,
+    CheckpointList,
     JobDeleted,
     JobList,
     JobRecord,
@@ -65,6 +68,17 @@ class Orchestrator:
 
     cancel = pause = resume = change
 
+    def checkpoints(self, job: str) -> CheckpointList:
+        path = f"{self.get(job).run_dir}/checkpoints/step-000003"
+        return CheckpointList(checkpoints=(Checkpoint(step=3, path=path, size_bytes=3 << 19),))
+
+    def download(
+        self, job: str, to: Path | None, *, step: int | None, state: bool, progress: Progress
+    ) -> Downloaded:
+        progress("config.json", 1, 2)
+        name = f"{self.get(job).id}-step-{step or 3:06d}{'-state' if state else ''}"
+        return Downloaded(step=step or 3, folder=to or Path(name), files=())
+
     def recover(self) -> Recovered:
         broken = RecoveredJob(id="broken-1", problem="it cannot be read: [no] JSON")
         job = RecoveredJob(id="demo-1", status="paused", step=3, steps=9)
@@ -79,7 +93,7 @@ def run(monkeypatch: pytest.MonkeyPatch, status: str, *arguments: str) -> tuple[
     def connect() -> Iterator[Orchestrator]:
         yield Orchestrator(status)
 
-    for module in (jobs, recover):
+    for module in (checkpoints, jobs, recover):
         monkeypatch.setattr(module, "connect", connect)
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     return result.exit_code, result.output
@@ -194,3 +208,18 @@ def test_a_queued_job_is_shown_with_its_place_and_who_has_the_trainer(
     assert any(
         line.startswith("waits because the trainer gpu-1:8002 is taken by") for line in lines
     )
+
+
+def test_checkpoints_are_listed_and_one_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, shown = run(monkeypatch, "running", "checkpoints", "demo")
+    assert [line.split() for line in shown.splitlines()] == [
+        ["step", "MiB", "folder"],
+        ["3", "1.5", "/runs/demo-1/checkpoints/step-000003"],
+    ]
+    code, shown = run(monkeypatch, "running", "download", "demo")
+    assert (code, shown.strip()) == (0, "the checkpoint of step 3 is in demo-1-step-000003")
+    arguments = ("demo", "--step", "5", "--to", "here", "--state", "-o", "json")
+    _, shown = run(monkeypatch, "running", "download", *arguments)
+    assert json.loads(shown) == {"step": 5, "folder": "here", "files": []}
+    code, shown = run(monkeypatch, "running", "download", "other")
+    assert code == 2 and "no job 'other'" in shown
