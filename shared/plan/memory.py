@@ -9,7 +9,8 @@ The trainer, on each rank:
 
     weights       b P                      over N in stage 3; adapters are part of them
     reference     b P                      with `training.beta`, without LoRA; over N in stage 3
-    gradients     4 T / n                  float32, added up over micro-batches
+    gradients     4 T / n                  float32, added up over micro-batches; 2 T more, of the
+                                           micro-batch's own, in bfloat16 at stage 1
     optimizer     12 T                     float32 masters and Adam's two moments; over N from
                                            stage 1; 8 T where the weights are float32 at stage 0
     activations   m b H L + m (a + 3 b I)  each layer's input, and one layer computed again
@@ -18,12 +19,27 @@ The trainer, on each rank:
     logits        8 t + (4 + b) V H        a tile of t logits in float32, twice, and the float32
                   + m H (2 b + 4)          gradient of the output head (not with LoRA), and of what
                                            goes into it
-    update        (4 + b) T / n            the gradients of a micro-batch, and their float32 copy
-                                           while they are added to those before
+    update        4 min(T, 5e8)            at stage 0, and 1 in bfloat16: gradients that are
+                                           averaged at a time
+                  4 T / N                  at stages 1 and 2 in float32: a flat copy for the step
+                  (4 + b) V H              at stage 2 in bfloat16, where V H > B and it is trained:
+                                           the gradient of the one tensor that no buffer holds
+                  4 min(T / N, 1e9)        at stage 3: a flat copy of as many at a time
     buffers       (4 + b) B                what is reduced at a time, B elements; in stage 3 also
                                            b G of weights that are gathered
     peak          weights + reference + gradients + optimizer
                   + max(activations + logits, update) + buffers + overhead
+
+With `memory.offload_optimizer` what is updated is in the host's memory:
+
+    optimizer     0                        and update 0, but for that of stage 2 in bfloat16
+    gradients     4 T / N                  at stage 2 in bfloat16: they are added up on the GPU; at
+                                           stage 1 all of them too, 4 T; else 0
+    buffers       b V H                    more at stages 1 and 2: the largest trained tensor
+    host          (16 + b) T / N           optimizer, gradients, weights on their way back; 24 T / N
+                                           at stage 2 in float32; 20 T / N at stage 3
+
+On a CPU that is the same memory, and counts as the optimizer's.
 
 The sampler, on each of the t GPUs that a model is split over:
 
@@ -45,7 +61,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.job import Job
+from shared.job import Job, MemorySpec
 from shared.plan.model import Model
 from shared.wire.planning import SamplerMemory, TrainerMemory
 
@@ -53,6 +69,12 @@ GIB = 1 << 30
 
 MAX_BUCKET = 200_000_000
 """Elements that are reduced or gathered at a time, and so the size of DeepSpeed's own buffers."""
+
+MAX_REDUCED = 500_000_000
+"""Gradients that DeepSpeed averages at a time where it does not share them out as they come."""
+
+SUB_GROUP = 1_000_000_000
+"""Parameters that ZeRO-3 updates at a time: DeepSpeed's `sub_group_size`."""
 
 MAX_GATHERED = 1_000_000_000
 """Parameters that ZeRO-3 keeps gathered at most: DeepSpeed's `stage3_max_live_parameters`."""
@@ -125,39 +147,94 @@ def logits_bytes(model: Model, job: Job, ranks: Ranks) -> int:
     return 8 * tile + (0 if job.lora else weights) + inputs
 
 
+@dataclass(frozen=True)
+class States:
+    """What a rank holds in order to update, in bytes: on its device `gradients`, `optimizer` and,
+    for a moment, `update`; and what is in the `host`'s memory instead. `resting` is what stays on
+    the device between two updates where sampler and trainer take turns."""
+
+    gradients: float
+    optimizer: float
+    update: float
+    host: float = 0
+    resting: float = 0
+
+
+def state_bytes(model: Model, job: Job, ranks: Ranks) -> States:
+    """Returns what a rank holds in order to update."""
+    stage, low = job.memory.zero_stage, ranks.itemsize < 4
+    trained = model.num_trainable(job.lora)
+    share = trained / ranks.num
+    oversized = largest_trained(model, job)
+    single = (4 + ranks.itemsize) * oversized if oversized > MAX_BUCKET else 0
+    if is_offloaded(job.memory):
+        on_gpu = {1: 4 * trained + (4 * share if low else 0), 2: 4 * share if low else 0}
+        host = 20 if stage == 3 else 24 if stage == 2 and not low else 16 + ranks.itemsize
+        return States(on_gpu.get(stage, 0), 0, single if stage == 2 and low else 0, host * share)
+    averaged = 4 * min(trained, MAX_REDUCED)
+    match stage:
+        case 0:
+            optimizer = (12 if low else 8) * trained
+            return States(4 * trained, optimizer, averaged, resting=optimizer)
+        case 1 if low:
+            resting = 6 * trained + 12 * share
+            return States(6 * trained, 12 * share, averaged, resting=resting)
+        case 1:
+            return States(4 * trained, 12 * share, 4 * share)
+        case 2:
+            return States(4 * share, 12 * share, single if low else 4 * share)
+        case _:
+            return States(4 * share, 12 * share, 4 * min(share, SUB_GROUP))
+
+
+def is_offloaded(memory: MemorySpec) -> bool:
+    """Whether ZeRO's optimizer is in the host's memory for good."""
+    return memory.offload_optimizer and memory.zero_stage > 0
+
+
+def is_moved(memory: MemorySpec, itemsize: int) -> bool:
+    """Whether the trainer moves masters and Adam's moments to the host's memory while the sampler
+    has its turn: DeepSpeed can at stage 2, and at stage 1 in float32."""
+    stage = memory.zero_stage
+    return not memory.offload_optimizer and (stage == 2 or (stage == 1 and itemsize == 4))
+
+
+def largest_trained(model: Model, job: Job) -> int:
+    """Returns the elements of the largest tensor that is trained: embedding or output head, if it
+    is not adapters."""
+    return 0 if job.lora else model.vocabulary * model.hidden
+
+
 def trainer_memory(model: Model, job: Job, ranks: Ranks) -> TrainerMemory:
     """Returns what each rank of the trainer holds."""
     memory, stage, size = job.memory, job.memory.zero_stage, ranks.itemsize
     whole = model.num_parameters
     trained = model.num_trainable(job.lora)
     adapters = trained if job.lora else 0
-    sharing = ranks.num if stage >= 2 else 1
-    has_masters = stage > 0 or size < 4
-    states = (12 if has_masters else 8) * trained / (ranks.num if stage >= 1 else 1)
+    states = state_bytes(model, job, ranks)
     weights = size * (whole + adapters) / (ranks.num if stage == 3 else 1)
     reference = size * whole if job.training.beta > 0 and job.lora is None else 0
-    gradients = 4 * trained / sharing
-    offloaded = memory.offload_optimizer and stage > 0
     bucket = min(trained, MAX_BUCKET) if stage > 0 else 0
     gathered = min(whole, MAX_GATHERED) if stage == 3 else 0
+    passing = largest_trained(model, job) if is_offloaded(memory) and stage < 3 else 0
+    in_host = ranks.device == "cpu"
     parts = {
         "weights": weights,
         "reference": reference / (ranks.num if stage == 3 else 1),
-        "gradients": 0 if offloaded else gradients,
-        "optimizer": 0 if offloaded else states,
+        "gradients": states.gradients,
+        "optimizer": states.optimizer + (states.host if in_host else 0),
         "activations": activation_bytes(model, job, size),
         "logits": logits_bytes(model, job, ranks),
-        "update": 0 if offloaded else (4 + size) * trained / sharing,
-        "buffers": (4 + size) * bucket + size * gathered,
+        "update": states.update,
+        "buffers": (4 + size) * bucket + size * (gathered + passing),
         "overhead": TRAINER_OVERHEAD[ranks.device],
     }
     working = max(parts["activations"] + parts["logits"], parts["update"])
     steady = ("weights", "reference", "gradients", "optimizer", "buffers", "overhead")
-    host = states + (4 + size) * trained / sharing if offloaded else 0
     return TrainerMemory(
         **{f"{name}_gib": gib(value) for name, value in parts.items()},
         peak_gib=gib(working + sum(parts[name] for name in steady)),
-        host_gib=gib(host),
+        host_gib=0 if in_host else gib(states.host),
     )
 
 

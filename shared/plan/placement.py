@@ -2,7 +2,8 @@
 
     split    N ranks on GPUs of their own, S samplers of t GPUs each on the others
     turns    N ranks and one sampler over the same N GPUs, one after the other (HONE_COLOCATE): the
-             optimizer's states are in the host's memory while the sampler has the GPU
+             optimizer's states are in the host's memory while the sampler has the GPU, at ZeRO-2,
+             at ZeRO-1 in float32 and with `memory.offload_optimizer`; else they stay
     shared   both on the same GPU at once, the sampler with a fixed share of it
     cpu      no GPU
 
@@ -22,7 +23,7 @@ from shared.dtype import choose_dtype
 from shared.job import Job
 from shared.plan import rates
 from shared.plan.gpus import Gpu, Pool
-from shared.plan.memory import GIB, Ranks, Serving, sampler_memory, trainer_memory
+from shared.plan.memory import GIB, Ranks, Serving, sampler_memory, state_bytes, trainer_memory
 from shared.plan.model import Model
 from shared.wire.planning import Placement, SamplerMemory, StepTime, TrainerMemory
 from shared.wire.planning import PlacementKind as Kind
@@ -112,7 +113,8 @@ def _ways(needs: Needs, pools: tuple[Pool, ...]) -> Iterator[Placement]:
 
 
 def _may_take_turns(job: Job) -> bool:
-    return job.max_staleness == 0 and job.weight_sync not in ("reload", "restart")
+    stays = job.memory.zero_stage == 3 and not job.memory.offload_optimizer
+    return job.max_staleness == 0 and job.weight_sync not in ("reload", "restart") and not stays
 
 
 def _tensor_parallels(model: Model, num_gpus: int) -> list[int]:
@@ -144,13 +146,15 @@ def _settings(num_ranks: int, split: int) -> dict[str, str]:
 
 def _turns(needs: Needs, pool: Pool) -> Placement:
     """One sampler over as many of the trainer's GPUs as it can be split over. Unless its share of
-    them is set, it is as small as the trainer's weights, which stay, need it to be."""
+    them is set, it is as small as what stays of the trainer, the weights at least, needs it to
+    be."""
     gpu = pool.gpu
     split = max(_tensor_parallels(needs.model, pool.count))
     settings = {"HONE_COLOCATE": "1", **_settings(pool.count, split)}
     way = Way("turns", pool.count, 1, split, gpu, gpu, settings)
     trainer, _ = _memory(needs, way)
     stays = trainer.weights_gib + trainer.reference_gib + trainer.overhead_gib
+    stays += state_bytes(needs.model, needs.job, _ranks(needs, way)).resting / GIB
     share = _utilization(needs.settings, TURNS_UTILIZATION)
     most = max(math.floor(100 * (1 - stays / gpu.memory_gib)) / 100, 0.0)
     if share > most and "gpu_memory_utilization" not in needs.settings.model_fields_set:
@@ -216,7 +220,6 @@ class Way:
 
 def _memory(needs: Needs, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
     settings = needs.settings
-    ranks = Ranks(way.num_ranks, needs.itemsize(way.trainer), _device(way.trainer))
     serving = Serving(
         tensor_parallel=way.split,
         max_sequences=settings.max_num_seqs,
@@ -227,9 +230,13 @@ def _memory(needs: Needs, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
         device=_device(way.sampler),
     )
     return (
-        trainer_memory(needs.model, needs.job, ranks),
+        trainer_memory(needs.model, needs.job, _ranks(needs, way)),
         sampler_memory(needs.model, needs.job, serving),
     )
+
+
+def _ranks(needs: Needs, way: Way) -> Ranks:
+    return Ranks(way.num_ranks, needs.itemsize(way.trainer), _device(way.trainer))
 
 
 def _device(gpu: Gpu) -> str:

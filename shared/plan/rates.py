@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from shared.job import Job
 from shared.plan.gpus import Gpu
-from shared.plan.memory import cache_bytes_per_token
+from shared.plan.memory import cache_bytes_per_token, is_moved
 from shared.plan.model import Model
 from shared.wire.jobs import MetricsRow
 from shared.wire.planning import PlacementKind as Kind
@@ -118,7 +118,7 @@ def tabled(
     train_s = flops / (ranks * TRAINING_SHARE * gpu.tflops(size) * 1e12)
     if job.memory.offload_optimizer:
         train_s += trained / ranks / CPU_ADAM_PER_S
-    elif kind == "turns":
+    elif kind == "turns" and is_moved(job.memory, size):
         train_s += 2 * 12 * trained / ranks / MOVED_BYTES_PER_S
     sample_s = _sample_s(model, load, sampling, size)
     beside = job.max_staleness > 0 and kind == "split"

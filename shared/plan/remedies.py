@@ -39,6 +39,8 @@ def remedies(needs: Needs, pools: tuple[Pool, ...]) -> tuple[Change, ...]:
     """Returns the changes that, made together, make the job fit onto the GPUs; () where none of the
     combinations is enough."""
     for chosen in _combinations():
+        if OFFLOAD in chosen and pools[0].gpu.is_cpu:
+            continue  # the host's memory is the one that is short
         for job in _changed(needs, chosen):
             if placements(replace(needs, job=job), pools)[0].fits:
                 return tuple(remedy.change(job) for remedy in chosen)
@@ -132,6 +134,14 @@ MICRO_BATCH = Remedy(
     lambda job: job.memory.micro_batch_tokens,
 )
 
+OFFLOAD = Remedy(
+    "memory.offload_optimizer",
+    "master weights and Adam's moments are in the host's memory and updated there",
+    8,
+    _offloaded,
+    lambda job: job.memory.offload_optimizer,
+)
+
 REMEDIES = (
     MICRO_BATCH,
     Remedy(
@@ -155,13 +165,7 @@ REMEDIES = (
         _spread,
         lambda job: job.memory.zero_stage,
     ),
-    Remedy(
-        "memory.offload_optimizer",
-        "master weights and Adam's moments are in the host's memory and updated there",
-        8,
-        _offloaded,
-        lambda job: job.memory.offload_optimizer,
-    ),
+    OFFLOAD,
     Remedy(
         "lora.rank",
         "only adapters are trained, which is another way to learn",

@@ -9,7 +9,7 @@ import pytest
 from services.orchestrator.loop.colocation import check_colocation
 from shared.config import Settings
 from shared.errors import BadRequest
-from shared.job import Job
+from shared.job import Job, MemorySpec
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 
@@ -70,6 +70,7 @@ async def test_a_sampler_that_dies_asleep_is_loaded_again(
     [
         ({"max_staleness": 2}, "take turns on one GPU: got max_staleness 2, expected 0"),
         ({"weight_sync": "reload"}, 'sleeps at each step anyway: got weight_sync "reload"'),
+        ({"memory": MemorySpec(zero_stage=3)}, "got memory.zero_stage 3, expected 2, or"),
     ],
 )
 async def test_a_job_that_cannot_take_turns_is_refused_when_it_is_submitted(

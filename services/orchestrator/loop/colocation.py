@@ -9,8 +9,8 @@ from shared.job import Job
 
 
 def check_colocation(job: Job, settings: Settings) -> None:
-    """Raises BadRequest for a job that would sample while the trainer has the GPU, or frees the
-    sampler's memory by itself."""
+    """Raises BadRequest for a job that would sample while the trainer has the GPU, frees the
+    sampler's memory by itself, or keeps what the trainer cannot move off the GPU."""
     if not settings.colocate:
         return
     if job.max_staleness:
@@ -22,6 +22,11 @@ def check_colocation(job: Job, settings: Settings) -> None:
         raise BadRequest(
             f"HONE_COLOCATE is set, so the sampler sleeps at each step anyway: got weight_sync "
             f'"{job.weight_sync}", expected "auto" or one that loads in place'
+        )
+    if job.memory.zero_stage == 3 and not job.memory.offload_optimizer:
+        raise BadRequest(
+            "HONE_COLOCATE is set, so the trainer leaves the GPU to the sampler, which DeepSpeed's "
+            "ZeRO-3 cannot: got memory.zero_stage 3, expected 2, or memory.offload_optimizer = true"
         )
     if not all(is_one(slot.rollout_urls) for slot in settings.slots):
         raise BadRequest(

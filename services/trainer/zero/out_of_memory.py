@@ -88,17 +88,20 @@ def knobs(
     job: Job, num_ranks: int, shape: tuple[int, int] | None, planned: Planned | None = None
 ) -> str:
     """Returns the settings that would save memory, those that cost least first, with how much less
-    is `planned` then. `shape`: sequences and tokens, padding included, of the micro-batch that did
-    not fit, if it was one."""
+    is `planned` then, and without those that would save nothing. `shape`: sequences and tokens,
+    padding included, of the micro-batch that did not fit, if it was one."""
     memory, turns = job.memory, list[str]()
 
     def turn(text: str, after: Job) -> None:
-        turns.append(text + (planned.saving(job, after) if planned else ""))
+        saving = planned.saving(job, after) if planned else ""
+        if saving or planned is None:
+            turns.append(text + saving)
 
-    def turn_memory(key: str, value: int | bool, note: str = "") -> None:
+    def turn_memory(key: str, value: int | bool, note: str = "", **also: int) -> None:
         before = getattr(memory, key)
         text = f"memory.{key} from {_toml(before)} to {_toml(value)}{note}"
-        turn(text, job.model_copy(update={"memory": memory.model_copy(update={key: value})}))
+        after = memory.model_copy(update={key: value, **also})
+        turn(text, job.model_copy(update={"memory": after}))
 
     half = half_budget(shape)
     if half:
@@ -110,8 +113,10 @@ def knobs(
     if num_ranks > 1 and memory.zero_stage < 3:
         turn_memory("zero_stage", max(2, memory.zero_stage + 1))
     if not memory.offload_optimizer:
-        note = "" if memory.zero_stage else " (with memory.zero_stage 2)"
-        turn_memory("offload_optimizer", True, note)
+        if memory.zero_stage:
+            turn_memory("offload_optimizer", True)
+        else:
+            turn_memory("offload_optimizer", True, " with memory.zero_stage 2", zero_stage=2)
     if job.lora is None:
         after = job.model_copy(update={"lora": LoraSpec()})
         turn("[lora], which trains adapters only", after)

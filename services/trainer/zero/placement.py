@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shared.errors import BadRequest
 from shared.job import Job
-from shared.plan.memory import Ranks, Serving, sampler_memory, trainer_memory
+from shared.plan.memory import GIB, Ranks, Serving, sampler_memory, state_bytes, trainer_memory
 from shared.plan.model import Model
 
 
@@ -24,12 +24,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Needs:
-    """GiB on each GPU: of the trainer's weights, of what it has only while it trains, and of the
-    sampler's weights with the cache of one sequence."""
+    """GiB on each GPU: of the trainer's weights, of what it trains with, and of the sampler's
+    weights with the cache of one sequence. Of what it trains with, `resting` stays while the
+    sampler has its turn."""
 
     weights: float
     training: float
     sampler: float
+    resting: float = 0
 
 
 def needs_of(model: Model, job: Job, ranks: Ranks, tensor_parallel: int) -> Needs:
@@ -49,6 +51,7 @@ def needs_of(model: Model, job: Job, ranks: Ranks, tensor_parallel: int) -> Need
         weights=trainer.weights_gib,
         training=trainer.gradients_gib + trainer.optimizer_gib,
         sampler=sampler.weights_gib + sampler.least_cache_gib,
+        resting=state_bytes(model, job, ranks).resting / GIB,
     )
 
 
@@ -71,11 +74,13 @@ def check_fits(needs: Needs, gpu: Gpu) -> None:
                 f"{trainer}, and the GPU has {gib(gpu.total_gib)}; use more GPUs, "
                 "memory.offload_optimizer or lora"
             )
-        if needs.weights + sampler_gib > gpu.total_gib:
+        if needs.weights + needs.resting + sampler_gib > gpu.total_gib:
+            states = f" and {gib(needs.resting)} of optimizer states" if needs.resting else ""
+            way_out = ", or use memory.zero_stage 2" if needs.resting else ""
             raise BadRequest(
-                f"the trainer keeps {gib(needs.weights)} of weights while the sampler has "
+                f"the trainer keeps {gib(needs.weights)} of weights{states} while the sampler has "
                 f"{gib(sampler_gib)} of the GPU's {gib(gpu.total_gib)}; lower "
-                "HONE_GPU_MEMORY_UTILIZATION"
+                f"HONE_GPU_MEMORY_UTILIZATION{way_out}"
             )
     elif needs.weights + needs.training > gpu.total_gib - sampler_gib:
         raise BadRequest(

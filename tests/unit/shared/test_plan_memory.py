@@ -10,7 +10,7 @@ from tests.support.plan_models import job, model
 GIB = 1 << 30
 
 PAIRS = {
-    # 2 x 494,032,768 parameters; 4, 12 and 6 bytes of each; a layer keeps of a token
+    # 2 x 494,032,768 parameters; 4 and 12 bytes of each; a layer keeps of a token
     # a = 2 (4 x 4864 + 2 x 14 x 64 + 2 x 2 x 64 + 4 x 896) + 8 x 896 = 57,344 bytes, so
     # activations are 16,384 (2 x 896 x 24 + 57,344 + 6 x 4864); logits are 8 x 2^26
     # + 6 x 151,936 x 896 + 8 x 16,384 x 896; the peak is 0.920 + 1.840 + 5.521 + 1.118 + 1
@@ -21,21 +21,21 @@ PAIRS = {
         "optimizer_gib": 5_928_393_216,
         "activations_gib": 2_122_317_824,
         "logits_gib": 1_471_119_360,
-        "update_gib": 2_964_196_608,
+        "update_gib": 0,
         "buffers_gib": 1_200_000_000,
         "peak_gib": 14_759_768_832,
     },
-    # a = 2 (4 x 8960 + 2 x 12 x 128 + 2 x 2 x 128 + 4 x 1536) + 8 x 1536 = 103,424; the update
-    # (6 x 1,543,714,304) is larger than activations and logits together
+    # a = 2 (4 x 8960 + 2 x 12 x 128 + 2 x 2 x 128 + 4 x 1536) + 8 x 1536 = 103,424; the
+    # embedding's 151,936 x 1536 elements are more than a bucket holds: 6 bytes of each
     ("Qwen2.5-1.5B", 1): {
         "weights_gib": 3_087_428_608,
         "gradients_gib": 6_174_857_216,
         "optimizer_gib": 18_524_571_648,
         "activations_gib": 3_984_588_800,
         "logits_gib": 2_138_439_680,
-        "update_gib": 9_262_285_824,
+        "update_gib": 1_400_242_176,
         "buffers_gib": 1_200_000_000,
-        "peak_gib": 39_322_885_120,
+        "peak_gib": 36_183_627_776,
     },
     # a = 2 (4 x 18,944 + 2 x 28 x 128 + 2 x 4 x 128 + 4 x 3584) + 8 x 3584 = 225,280
     ("Qwen2.5-7B", 1): {
@@ -44,18 +44,18 @@ PAIRS = {
         "optimizer_gib": 91_387_398_144,
         "activations_gib": 8_841_592_832,
         "logits_gib": 4_276_617_216,
-        "update_gib": 45_693_699_072,
+        "update_gib": 3_269_984_256,
         "buffers_gib": 1_200_000_000,
-        "peak_gib": 185_048_538_112,
+        "peak_gib": 152_473_049_088,
     },
-    # ZeRO-2 over 8: an eighth of gradients, states and their update; now activations are larger
+    # ZeRO-2 over 8: an eighth of gradients and states
     ("Qwen2.5-7B", 8): {
         "weights_gib": 15_231_233_024,
         "gradients_gib": 3_807_808_256,
         "optimizer_gib": 11_423_424_768,
         "activations_gib": 8_841_592_832,
         "logits_gib": 4_276_617_216,
-        "update_gib": 5_711_712_384,
+        "update_gib": 3_269_984_256,
         "buffers_gib": 1_200_000_000,
         "peak_gib": 45_854_417_920,
     },
@@ -66,7 +66,7 @@ PAIRS = {
         "optimizer_gib": 12_045_391_872,
         "activations_gib": 8_992_587_776,
         "logits_gib": 4_225_761_280,
-        "update_gib": 6_022_695_936,
+        "update_gib": 3_152_019_456,
         "buffers_gib": 1_200_000_000,
         "peak_gib": 47_613_135_872,
     },
@@ -88,7 +88,7 @@ def test_the_trainers_memory_is_as_worked_out_by_hand(pair: tuple[str, int]) -> 
 
 @pytest.mark.parametrize(
     ("stage", "weights", "gradients", "states"),
-    [(0, 2, 4, 12), (1, 2, 4, 12 / 4), (2, 2, 4 / 4, 12 / 4), (3, 2 / 4, 4 / 4, 12 / 4)],
+    [(0, 2, 4, 12), (1, 2, 6, 12 / 4), (2, 2, 4 / 4, 12 / 4), (3, 2 / 4, 4 / 4, 12 / 4)],
 )
 def test_zero_shares_out_more_at_each_stage(
     stage: int, weights: float, gradients: float, states: float
@@ -139,12 +139,90 @@ def test_a_reference_model_is_a_second_copy() -> None:
     assert found.reference_gib == gib(494_032_768)
 
 
-def test_what_is_offloaded_is_in_the_hosts_memory() -> None:
+@pytest.mark.parametrize(
+    ("stage", "itemsize", "gradients", "update"),
+    [
+        # averaged 500 million at a time
+        (0, 2, 4, 4 * 500_000_000),
+        (0, 4, 4, 4 * 500_000_000),
+        # a float32 sum of all, and beside it the micro-batch's own in bfloat16
+        (1, 2, 6, 4 * 500_000_000),
+        (1, 4, 4, 4 * 7_615_616_512 / 8),
+        # 152,064 x 3584 elements are more than the 200 million of a bucket
+        (2, 2, 4 / 8, 6 * 544_997_376),
+        (2, 4, 4 / 8, 4 * 7_615_616_512 / 8),
+        # 951,952,064 of a rank, at most a billion at a time
+        (3, 2, 4 / 8, 4 * 951_952_064),
+    ],
+)
+def test_gradients_and_their_update_are_those_of_the_stage(
+    stage: int, itemsize: int, gradients: float, update: float
+) -> None:
+    wanted = job(memory={"zero_stage": stage})
+    found = trainer_memory(model("Qwen2.5-7B"), wanted, Ranks(8, itemsize, "gpu"))
+    assert found.gradients_gib == gib(gradients * 7_615_616_512)
+    assert found.update_gib == gib(update)
+
+
+def test_zero_3_updates_a_billion_parameters_at_a_time() -> None:
+    wanted = job(memory={"zero_stage": 3})
+    found = trainer_memory(model("Qwen2.5-7B"), wanted, Ranks(1, 2, "gpu"))
+    assert found.update_gib == gib(4e9)
+
+
+def test_a_small_micro_batch_leaves_the_update_to_decide() -> None:
+    wanted = job(memory={"zero_stage": 1, "micro_batch_tokens": 1024})
+    found = trainer_memory(model("Qwen2.5-7B"), wanted, Ranks(8, 4, "gpu"))
+    steady = (4 + 4 + 12 / 8) * 7_615_616_512 + 8 * 200_000_000 + GIB
+    working = found.activations_gib + found.logits_gib
+    # 4.36e9 of the head's gradient and 0.5 of logits; 4/8 x 7.6e9 of the step's are less
+    assert working > found.update_gib
+    assert found.peak_gib == pytest.approx(steady / GIB + working, abs=3e-3)
+    adapters = job(memory={"zero_stage": 3, "micro_batch_tokens": 64}, lora={"rank": 512})
+    found = trainer_memory(model("Qwen2.5-7B"), adapters, Ranks(1, 2, "gpu"))
+    assert found.update_gib > found.activations_gib + found.logits_gib
+    parts = found.weights_gib + found.gradients_gib + found.optimizer_gib + found.buffers_gib
+    assert found.peak_gib == pytest.approx(parts + found.update_gib + 1, abs=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "itemsize", "gradients", "host"),
+    [
+        (1, 2, 4 + 4 / 2, 18 / 2),
+        (1, 4, 4, 20 / 2),
+        # bfloat16 is added up in float32, which stays on the GPU until the step
+        (2, 2, 4 / 2, 18 / 2),
+        # masters and moments, a gradient for each, its sum, and weights on their way back
+        (2, 4, 0, 24 / 2),
+        (3, 2, 0, 20 / 2),
+    ],
+)
+def test_what_is_offloaded_is_in_the_hosts_memory(
+    stage: int, itemsize: int, gradients: float, host: float
+) -> None:
+    count = 7_615_616_512
+    wanted = job(memory={"offload_optimizer": True, "zero_stage": stage})
+    found = trainer_memory(model("Qwen2.5-7B"), wanted, Ranks(2, itemsize, "gpu"))
+    assert (found.optimizer_gib, found.gradients_gib) == (0, gib(gradients * count))
+    assert found.host_gib == gib(host * count)
+
+
+def test_the_sum_of_offloaded_gradients_is_part_of_the_peak() -> None:
     wanted = job(memory={"offload_optimizer": True})
     found = trainer_memory(model("Qwen2.5-7B"), wanted, Ranks(2, 2, "gpu"))
-    assert (found.gradients_gib, found.optimizer_gib, found.update_gib) == (0, 0, 0)
-    assert found.host_gib == gib((12 + 6) * 7_615_616_512 / 2)
-    assert found.peak_gib == gib(15_231_233_024 + 8_841_592_832 + 4_276_617_216 + 12e8 + GIB)
+    # the embedding's gradient passes through a buffer of its size: 2 x 152,064 x 3584
+    assert found.buffers_gib == gib(12e8 + 1_089_994_752)
+    weights = gradients = 15_231_233_024
+    working = 8_841_592_832 + 4_276_617_216
+    assert found.peak_gib == gib(weights + gradients + working + 12e8 + 1_089_994_752 + GIB)
+
+
+def test_on_a_cpu_what_is_offloaded_is_in_the_same_memory() -> None:
+    plain = trainer_memory(model("Qwen2.5-7B"), job(), Ranks(1, 4, "cpu"))
+    wanted = job(memory={"offload_optimizer": True})
+    found = trainer_memory(model("Qwen2.5-7B"), wanted, Ranks(1, 4, "cpu"))
+    assert (found.optimizer_gib, found.host_gib) == (gib(24 * 7_615_616_512), 0)
+    assert found.peak_gib > plain.peak_gib
 
 
 def serving(**values: object) -> Serving:
