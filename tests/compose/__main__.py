@@ -90,6 +90,10 @@ def guarded(stack: Stack, _steps: int) -> None:
     for name in SERVICES:
         if (shown := stack.python(name, RIGHTS)) != "10001 0 1 2 Read-only file system":
             raise Failed(f"{name} has other rights than it should: {shown}")
+    (reward,) = stack.containers("reward")
+    for network in reward["NetworkSettings"]["Networks"]:  # pyright: ignore
+        if docker("network", "inspect", "--format", "{{.Internal}}", network).strip() != "true":
+            raise Failed(f"the reward service is on {network}, which is not internal")
     if (shown := stack.python("reward", NO_ROUTE)) != "no route":
         raise Failed("the reward service has a route out")
     if "refused" not in stack.inside("rollout", "sh", "-c", "touch /weights/x || echo refused"):

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
 
+from services.trainer.processes import launcher
 from shared.config import PREFIX, Settings
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +27,12 @@ BASE, HOSTS, TLS = "docker/services.yaml", "compose.hosts.yaml", "docker/tls.yam
 STACKS = [[GPU], [CPU], [SAMPLERS], [GPU, HOSTS], [CPU, HOSTS], [GPU, TLS]]
 SERVICES = ("orchestrator", "rollout", "trainer", "reward")
 DOCKERFILES = [f"docker/{name}.Dockerfile" for name in SERVICES]
-NEEDED = {"PRIVATE_ADDRESS": "10.0.0.1", "TRAINER_ADDRESS": "10.0.0.2", "DOMAIN": "hone.test"}
+NEEDED = {
+    "PRIVATE_ADDRESS": "10.0.0.1",
+    "TRAINER_ADDRESS": "10.0.0.2",
+    "DOMAIN": "hone.test",
+    "HONE_TOKEN": "chosen",
+}
 
 REFUSED = {
     (): {"name", "include", "version"},
@@ -154,6 +160,8 @@ def test_untrusted_code_has_no_route_out(file: str) -> None:
     assert networks["grading"] == {"internal": True}
     assert services([file])["redis"]["networks"] == ["store"]
     assert networks["store"] == {"internal": True}
+    for name in ("reward", "redis"):  # else Docker's DNS asks for it, by the host's route
+        assert services([file])[name]["dns"] == ["127.0.0.1"]
     (profile,) = [it for it in reward["security_opt"] if it.startswith("seccomp:")]
     rules = json.loads((ROOT / profile.removeprefix("seccomp:")).read_text())
     assert rules["defaultAction"] == "SCMP_ACT_ERRNO"
@@ -184,9 +192,23 @@ def test_what_was_accepted_survives_redis(file: str) -> None:
     assert redis["volumes"] == ["redis:/data"]
 
 
-def test_the_trainer_is_given_time_for_a_checkpoint() -> None:
+def test_the_trainer_is_given_the_time_that_its_ranks_have_to_end() -> None:
     minutes = int(services([GPU])["trainer"]["stop_grace_period"].removesuffix("m"))
-    assert minutes * 60 >= Settings().sync_deadline_s
+    assert minutes * 60 >= 2 * launcher.STOP_S
+    line = next(
+        line
+        for line in (ROOT / "docs/docker.md").read_text().splitlines()
+        if line.startswith("| `trainer` |")
+    )
+    assert "within a minute" in line and "checkpoint under way is lost" in line
+
+
+def test_samplers_elsewhere_have_the_token_and_port_of_the_trainers_machine() -> None:
+    stack = services([SAMPLERS])
+    assert stack["init"]["environment"]["HONE_TOKEN"].startswith("${HONE_TOKEN:?")
+    url = stack["rollout"]["environment"]["HONE_ORCHESTRATOR_URL"]
+    assert url.startswith("http://${TRAINER_ADDRESS:?")
+    assert url.endswith("}:${HONE_ORCHESTRATOR_PORT:-8000}")
 
 
 def test_the_two_stacks_differ_in_gpus_and_memory_only() -> None:

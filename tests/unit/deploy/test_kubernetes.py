@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
+from services.trainer.processes import launcher
 from shared.config import PREFIX, Settings
 
 ROOT = Path(__file__).parents[3]
 BASE = ROOT / "deploy/kubernetes/base"
+PAGE = ROOT / "docs/kubernetes.md"
 VERSION = "1.31"
 SERVICES = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003}
 PODS = (*SERVICES, "redis")
@@ -74,14 +76,22 @@ def test_a_pod_may_do_as_little_as_it_can(name: str) -> None:
     assert not any("hostPath" in volume for volume in spec["volumes"])
     mounted = {mount["name"] for mount in container(name)["volumeMounts"]}
     declared = {volume["name"] for volume in spec["volumes"]}
-    assert mounted - {"data"} == declared
+    claimed = {
+        it["metadata"]["name"] for it in workload(name)["spec"].get("volumeClaimTemplates", ())
+    }
+    assert mounted == declared | claimed
 
 
 @pytest.mark.parametrize(("name", "port"), SERVICES.items())
 def test_a_pod_is_probed_where_it_listens(name: str, port: int) -> None:
-    asked = {kind: container(name)[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness")}
-    assert asked == {kind: {"path": "/readyz", "port": port} for kind in asked}
-    assert container(name)["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": port}
+    asked = {
+        kind: container(name)[f"{kind}Probe"]["httpGet"]
+        for kind in ("startup", "readiness", "liveness")
+    }
+    paths = {"startup": "/healthz", "readiness": "/readyz", "liveness": "/healthz"}
+    assert asked == {kind: {"path": path, "port": port} for kind, path in paths.items()}
+    startup = container(name)["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] == 30 * 60
     assert container(name)["ports"] == [{"containerPort": port}]
 
 
@@ -130,5 +140,51 @@ def test_only_who_has_to_reaches_a_pod_and_untrusted_code_has_no_route_out() -> 
         assert policies[name]["egress"] == [] and "Egress" in policies[name]["policyTypes"]
 
 
-def test_the_trainer_is_given_time_for_a_checkpoint_here_too() -> None:
-    assert pod("trainer")["terminationGracePeriodSeconds"] > Settings().sync_deadline_s
+def test_redis_asks_the_orchestrator_for_a_password_and_its_probes_have_it() -> None:
+    """A network policy keeps others out only where the network plugin knows policies."""
+    redis = container("redis")
+    secret = {"secretKeyRef": {"name": "hone", "key": "redis-password"}}
+    assert {"name": "REDISCLI_AUTH", "valueFrom": secret} in redis["env"]
+    assert redis["args"][redis["args"].index("--requirepass") + 1] == "$(REDISCLI_AUTH)"
+    assert "--protected-mode" not in redis["args"]
+    names = [it["name"] for it in container("orchestrator")["env"]]
+    assert names.index("REDIS_PASSWORD") < names.index("HONE_REDIS_URL"), "a later one is no value"
+    values = {it["name"]: it for it in container("orchestrator")["env"]}
+    assert values["REDIS_PASSWORD"]["valueFrom"] == secret
+    assert values["HONE_REDIS_URL"]["value"] == "redis://:$(REDIS_PASSWORD)@redis:6379/0"
+    assert "--from-literal=redis-password=" in PAGE.read_text()
+
+
+def test_a_registry_is_written_into_both_variants_by_one_command() -> None:
+    base, cpu = (
+        yaml.safe_load((BASE.parent / variant / OF_KUSTOMIZE).read_text())["images"]
+        for variant in ("base", "cpu")
+    )
+    assert {it["name"] for it in cpu} <= {it["newName"] for it in base}
+    command = "sed -i s,registry.example.org,YOUR_REGISTRY, deploy/kubernetes/*/kustomization.yaml"
+    assert command in PAGE.read_text()
+
+
+def test_a_new_sampler_waits_for_the_gpu_of_the_one_that_it_replaces() -> None:
+    updating = workload("rollout")["spec"]["strategy"]["rollingUpdate"]
+    assert updating == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_who_reads_data_has_the_claim_of_data() -> None:
+    for name in ("orchestrator", "rollout", "trainer"):
+        (mount,) = [it for it in container(name)["volumeMounts"] if it["name"] == "data"]
+        assert mount == {"name": "data", "mountPath": "/data", "readOnly": True}
+        assert {"name": "data", "persistentVolumeClaim": {"claimName": "data"}} in pod(name)[
+            "volumes"
+        ]
+    claims = yaml.safe_load_all((BASE / "volumes.yaml").read_text())
+    assert {it["metadata"]["name"] for it in claims} == {"runs", "models", "data"}
+
+
+def test_the_namespace_admits_the_sandbox() -> None:
+    labels = yaml.safe_load((BASE / "namespace.yaml").read_text())["metadata"]["labels"]
+    assert labels == {"pod-security.kubernetes.io/enforce": "privileged"}
+
+
+def test_the_trainer_is_given_the_time_that_its_ranks_have_to_end_here_too() -> None:
+    assert pod("trainer")["terminationGracePeriodSeconds"] >= 2 * launcher.STOP_S
