@@ -2,8 +2,8 @@
 
 Of a model with P parameters of b bytes (2 in bfloat16, 4 in float32), T of them trained, L layers,
 hidden size H, intermediate size I, A heads and K heads of keys and values of size D, and vocabulary
-V. A rank runs m tokens at a time (`memory.micro_batch_tokens`) and is one of N, of which n share
-the gradients: n = N from ZeRO stage 2 on, else 1.
+V. A rank runs m tokens at a time (`memory.micro_batch_tokens`, or the longest sequence if that has
+more) and is one of N, of which n share the gradients: n = N from ZeRO stage 2 on, else 1.
 
 The trainer, on each rank:
 
@@ -126,20 +126,25 @@ def layer_bytes_per_token(model: Model, itemsize: int) -> int:
     return itemsize * (4 * model.intermediate + heads + 4 * model.hidden) + 8 * model.hidden
 
 
-def activation_bytes(model: Model, job: Job, itemsize: int) -> int:
-    """Returns the activations of a micro-batch at their highest, in bytes."""
+def tokens_at_once(job: Job, longest: int = 0) -> int:
+    """Returns the tokens of the largest micro-batch, where the longest sequence has `longest`: one
+    that is longer than `memory.micro_batch_tokens` is a micro-batch of its own."""
+    return max(job.memory.micro_batch_tokens, longest, job.sampling.max_tokens)
+
+
+def activation_bytes(model: Model, job: Job, itemsize: int, tokens: int) -> int:
+    """Returns the activations of a micro-batch of so many tokens at their highest, in bytes."""
     one = layer_bytes_per_token(model, itemsize)
     if job.memory.gradient_checkpointing:
         kept = itemsize * model.hidden * model.num_layers + one
     else:
         kept = model.num_layers * one
-    return job.memory.micro_batch_tokens * (kept + 3 * itemsize * model.intermediate)
+    return tokens * (kept + 3 * itemsize * model.intermediate)
 
 
-def logits_bytes(model: Model, job: Job, ranks: Ranks) -> int:
-    """Returns what the output head takes to score a micro-batch and to find its gradient, in
-    bytes."""
-    tokens = job.memory.micro_batch_tokens
+def logits_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
+    """Returns what the output head takes to score a micro-batch of so many tokens and to find its
+    gradient, in bytes."""
     of_chunk = min(job.memory.chunk_tokens, tokens) * model.vocabulary
     tile = min(of_chunk, TILE_LOGITS[ranks.device])
     weights = (4 + ranks.itemsize) * model.vocabulary * model.hidden
@@ -205,13 +210,15 @@ def largest_trained(model: Model, job: Job) -> int:
     return 0 if job.lora else model.vocabulary * model.hidden
 
 
-def trainer_memory(model: Model, job: Job, ranks: Ranks) -> TrainerMemory:
-    """Returns what each rank of the trainer holds."""
+def trainer_memory(model: Model, job: Job, ranks: Ranks, longest: int = 0) -> TrainerMemory:
+    """Returns what each rank of the trainer holds. `longest`: the tokens of the longest prompt with
+    its completion, as far as they are known."""
     memory, stage, size = job.memory, job.memory.zero_stage, ranks.itemsize
     whole = model.num_parameters
     trained = model.num_trainable(job.lora)
     adapters = trained if job.lora else 0
     states = state_bytes(model, job, ranks)
+    tokens = tokens_at_once(job, longest)
     weights = size * (whole + adapters) / (ranks.num if stage == 3 else 1)
     reference = size * whole if job.training.beta > 0 and job.lora is None else 0
     bucket = min(trained, MAX_BUCKET) if stage > 0 else 0
@@ -223,8 +230,8 @@ def trainer_memory(model: Model, job: Job, ranks: Ranks) -> TrainerMemory:
         "reference": reference / (ranks.num if stage == 3 else 1),
         "gradients": states.gradients,
         "optimizer": states.optimizer + (states.host if in_host else 0),
-        "activations": activation_bytes(model, job, size),
-        "logits": logits_bytes(model, job, ranks),
+        "activations": activation_bytes(model, job, size, tokens),
+        "logits": logits_bytes(model, job, ranks, tokens),
         "update": states.update,
         "buffers": (4 + size) * bucket + size * (gathered + passing),
         "overhead": TRAINER_OVERHEAD[ranks.device],

@@ -46,13 +46,15 @@ ASLEEP_GIB = 1.0
 @dataclass(frozen=True)
 class Needs:
     """What is to be placed: a job, its model, the tokens of its prompts and completions, and the
-    settings. `completion_tokens` are those that take time; memory is for `sampling.max_tokens`."""
+    settings. `completion_tokens` are those that take time; memory is for `sampling.max_tokens`.
+    `is_longest`: no prompt has more than `prompt_tokens`; else these are a guess."""
 
     job: Job
     model: Model
     prompt_tokens: int
     completion_tokens: int
     settings: Settings
+    is_longest: bool = False
 
     @property
     def load(self) -> rates.Load:
@@ -230,7 +232,7 @@ def _memory(needs: Needs, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
         device=_device(way.sampler),
     )
     return (
-        trainer_memory(needs.model, needs.job, _ranks(needs, way)),
+        trainer_memory(needs.model, needs.job, _ranks(needs, way), needs.longest),
         sampler_memory(needs.model, needs.job, serving),
     )
 

@@ -21,10 +21,12 @@ PROMPT_TOKENS = 512
 @dataclass(frozen=True)
 class Known:
     """What is known of the job beyond what it says: the tokens of its longest prompt, and what a
-    run like it reached. None: it is not known."""
+    run like it reached. None: it is not known. `is_longest` False: the longest of the first few
+    prompts, and there may be longer ones."""
 
     prompt_tokens: int | None = None
     measured: rates.Measured | None = None
+    is_longest: bool = True
 
 
 def planned_gpus(settings: Settings) -> tuple[Pool, ...]:
@@ -70,7 +72,8 @@ def _needs(job: Job, model: Model, settings: Settings, known: Known) -> Needs:
     completion = job.sampling.max_tokens
     if known.measured is not None:
         completion = max(1, round(known.measured.completion_tokens))
-    return Needs(job, model, prompt, completion, settings)
+    is_longest = known.prompt_tokens is not None and known.is_longest
+    return Needs(job, model, prompt, completion, settings, is_longest)
 
 
 def _cost(job: Job, placement: Placement, price: Price | None) -> Cost | None:
@@ -94,6 +97,16 @@ def _notes(
     job, notes = needs.job, list[str]()
     if known.prompt_tokens is None:
         notes.append(f"prompts are taken to be of {needs.prompt_tokens} tokens (--prompt-tokens)")
+    elif not needs.is_longest:
+        notes.append(
+            f"the longest of the first prompts has {needs.prompt_tokens} tokens; there may be "
+            "longer ones"
+        )
+    if known.measured is not None and known.measured.overlapped:
+        notes.append(
+            "the measured run sampled ahead (max_staleness), so the time of its sampling is that "
+            "of batches side by side"
+        )
     if known.measured is None and placement.time is not None:
         notes.append(
             f"completions are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.job import Job
@@ -97,12 +97,15 @@ class Training:
 @dataclass(frozen=True)
 class Measured:
     """What a run reached, on its GPUs: completion tokens sampled and trained per second, the
-    seconds of a sync, and the tokens of a completion. Medians over its steps."""
+    seconds of a sync, and the tokens of a completion. Medians over its steps. Trained are all that
+    were sampled: those without signal take the trainer no time in a run like it either.
+    `overlapped`: it sampled several batches at once."""
 
     sampled_per_s: float
     trained_per_s: float
     sync_s: float
     completion_tokens: float
+    overlapped: bool = False
 
 
 def tabled(
@@ -137,19 +140,24 @@ def rates_of(rows: Sequence[MetricsRow], job: Job) -> Measured | None:
     """Returns what a run of `job` with these rows reached; None if no step of them both sampled and
     trained."""
     completions = job.sampling.prompts_per_step * job.sampling.group_size
-    needed = ("time/generate", "time/train", "num_tokens", "completions/mean_length")
+    needed = ("time/generate", "time/train", "completions/mean_length")
     steps = [row.metrics for row in rows if all(row.metrics.get(name, 0) > 0 for name in needed)]
     if not steps:
         return None
     lengths = [step["completions/mean_length"] for step in steps]
-    rates = [
-        completions * step["completions/mean_length"] / step["time/generate"] for step in steps
-    ]
     return Measured(
-        sampled_per_s=statistics.median(rates),
-        trained_per_s=statistics.median(s["num_tokens"] / s["time/train"] for s in steps),
+        sampled_per_s=_median_rate(completions, steps, "time/generate"),
+        trained_per_s=_median_rate(completions, steps, "time/train"),
         sync_s=statistics.median(step.get("time/sync", 0.0) for step in steps),
         completion_tokens=statistics.median(lengths),
+        overlapped=job.max_staleness > 0,
+    )
+
+
+def _median_rate(completions: int, steps: Sequence[Mapping[str, float]], seconds: str) -> float:
+    """Returns the sampled tokens of a step by the seconds that it took for one part of it."""
+    return statistics.median(
+        completions * step["completions/mean_length"] / step[seconds] for step in steps
     )
 
 

@@ -106,10 +106,13 @@ def _checkpointed(needs: Needs) -> Job | None:
 
 
 def _shorter(needs: Needs) -> Job | None:
-    longest = needs.job.max_model_len or needs.model.max_len
-    if needs.longest >= longest:
+    """As long as the longest sequence of training or evaluation, where that is known: a shorter one
+    would cut completions, and so change what is learned."""
+    job = needs.job
+    needed = needs.prompt_tokens + max(job.sampling.max_tokens, job.evaluation.max_tokens or 0)
+    if not needs.is_longest or needed >= (job.max_model_len or needs.model.max_len):
         return None
-    return needs.job.model_copy(update={"max_model_len": needs.longest})
+    return job.model_copy(update={"max_model_len": needed})
 
 
 def _spread(needs: Needs) -> Job | None:
@@ -146,7 +149,7 @@ REMEDIES = (
     MICRO_BATCH,
     Remedy(
         "max_model_len",
-        "the sampler has to hold a sequence of that length",
+        "the sampler holds no longer sequence; the longest prompt has its whole completion",
         1,
         _shorter,
         lambda job: job.max_model_len,

@@ -117,7 +117,7 @@ def _dry_run(job: Job, prompts: Prompts, first: tuple[Prompt, ...], settings: Se
     lengths = [prompt.num_tokens for prompt in shown if prompt.num_tokens is not None]
     planned, not_planned = None, ""
     try:
-        planned = _planned(job, settings, Known(max(lengths, default=None)))
+        planned = _planned(job, settings, Known(max(lengths, default=None), is_longest=False))
     except CannotPlan as error:
         not_planned = str(error)
     return DryRun(

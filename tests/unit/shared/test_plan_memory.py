@@ -119,6 +119,16 @@ def test_without_checkpointing_every_layer_keeps_what_one_would() -> None:
     assert found.activations_gib == gib(4096 * (24 * 57_344 + 6 * 4864))
 
 
+def test_a_sequence_longer_than_a_micro_batch_is_one_of_its_own() -> None:
+    wanted = job(sampling={"max_tokens": 32_768})
+    found = trainer_memory(model("Qwen2.5-7B"), wanted, Ranks(1, 2, "gpu"), longest=33_280)
+    assert found.activations_gib == gib(33_280 * (2 * 3584 * 28 + 225_280 + 6 * 18_944)) == 16.726
+    assert found.logits_gib == gib(8 * 2**26 + 6 * 544_997_376 + 33_280 * 3584 * 8)
+    # where prompts are not known, at least the completion
+    found = trainer_memory(model("Qwen2.5-7B"), wanted, Ranks(1, 2, "gpu"))
+    assert found.activations_gib == gib(32_768 * (2 * 3584 * 28 + 225_280 + 6 * 18_944))
+
+
 def test_adapters_alone_have_gradients_and_states_under_lora() -> None:
     adapters = 16 * 24 * (1792 * 2 + 1024 * 2 + 5760 * 3)  # 8,798,208
     wanted = job(lora={"rank": 16}, training={"beta": 0.1})

@@ -154,6 +154,20 @@ def test_a_cache_for_the_longest_sequence_is_made_smaller_by_max_model_len() -> 
     assert "sampler needs" in plan.placement.why_not[0]
 
 
+def test_max_model_len_is_not_cut_by_a_guess() -> None:
+    pools, settings = parse_gpus("1xH100,1xA10G"), Settings()
+    for known in (Known(), Known(512, is_longest=False)):
+        plan = make_plan(job(lora={"rank": 16}), model("Llama-3.1-8B"), settings, pools, known)
+        assert not plan.fits and "max_model_len" not in changes(plan)
+    assert "the longest of the first prompts has 512 tokens; there may be longer ones" in plan.notes
+
+
+def test_max_model_len_has_room_for_the_completions_of_evaluations() -> None:
+    wanted = job(lora={"rank": 16}, evaluation={"max_tokens": 2000})
+    plan = planned("Llama-3.1-8B", "1xH100,1xA10G", wanted)
+    assert changes(plan)["max_model_len"] == "2512"
+
+
 def test_what_is_learned_changes_last() -> None:
     # with the optimizer elsewhere and the smallest micro-batches 20.97 GiB, of 0.95 x 22
     plan = planned("Llama-3.1-8B", "1xA10G,1xH100")
@@ -230,16 +244,21 @@ def test_a_runs_rates_take_the_place_of_the_tabled_ones() -> None:
     rows.append(MetricsRow(step=4, metrics={"replayed": 1.0}))
     found = rates_of(rows, wanted)
     assert found is not None
-    # 32 completions of 100 tokens in 2 s; 3000 tokens in 4 s
-    assert (found.sampled_per_s, found.trained_per_s, found.sync_s) == (1600, 750, 0.5)
+    # 32 completions of 100 tokens were sampled in 2 s, and took the trainer 4 s
+    assert (found.sampled_per_s, found.trained_per_s, found.sync_s) == (1600, 800, 0.5)
     plan = make_plan(
         job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("cpu"), Known(measured=found)
     )
     time = plan.placement.time
     # 256 completions of 100 tokens
-    assert time is not None and (time.sample_s, time.train_s) == (16.0, 34.133)
-    assert (time.step_s, time.source) == (50.633, "measured")
+    assert time is not None and (time.sample_s, time.train_s) == (16.0, 32.0)
+    assert (time.step_s, time.source) == (48.5, "measured")
     assert rates_of(rows[3:], wanted) is None
+    ahead = rates_of(rows, wanted.model_copy(update={"max_staleness": 1}))
+    plan = make_plan(
+        job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("cpu"), Known(measured=ahead)
+    )
+    assert any("sampled ahead (max_staleness)" in note for note in plan.notes)
 
 
 # how much
