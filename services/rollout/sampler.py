@@ -98,6 +98,8 @@ class Sampler:
     def told(self) -> ServingWeights:
         """What serves, and what takes long while an engine starts."""
         doing = None if self._running else self._starting
+        if doing and (stage := self._starter.stage()):
+            doing = f"{doing}: {stage}"
         return self.serving.model_copy(update={"doing": doing}) if doing else self.serving
 
     # --- the engine ------------------------------------------------------------------------------

@@ -84,6 +84,8 @@ async def test_while_an_engine_starts_whoever_asks_is_told_to_come_again(
         answer = await bench.raw("POST", route, json=body)
         assert (route, answer.status_code, answer.json()["code"]) == (route, 503, "starting")
         assert answer.json()["error"]["message"] == "starting the engine for 'tiny'"
+    told = await bench.client.get("/weights", ServingWeights)
+    assert told.doing == "starting the engine for 'tiny': reading the weights"
     bench.may_start.set()
     assert (await starting).model == "tiny"
 

@@ -256,6 +256,9 @@ class RolloutBench:
         self.engines.append(FakeEngine(folder, max_lora_rank=spec.max_lora_rank or 0))
         return self.engines[-1]
 
+    def stage(self) -> str | None:
+        return "reading the weights"
+
     def close(self) -> None:
         pass
 

@@ -29,6 +29,26 @@ NOISY = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.model_execut
 tensors are compared before they are loaded."""
 
 
+STAGES = {
+    "Starting to load model": "reading the weights",
+    "Loading weights took": "making room for its cache",
+    "Compile and warming up": "compiling",
+    "Warming up model": "warming up",
+    "Graph capturing": "recording CUDA graphs",
+    "init engine": "nearly ready",
+}
+"""What vLLM logs while an engine starts, and what it is at from then on."""
+
+TELLING = (
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.model_executor.model_loader.default_loader",
+)
+"""The loggers that say so."""
+
+
 class TemporaryFolder:
     """A folder for what vLLM writes, up to hundreds of MB. `make` also removes those of services
     that were killed before they could: the owner of one holds a lock on a file in it."""
@@ -64,12 +84,12 @@ def _is_abandoned(folder: Path) -> bool:
     return True
 
 
-def set_environment(folder: Path) -> Path:
-    """Prepares the environment that vLLM reads at import. Returns the file that its processes write
-    their errors to."""
-    errors = folder / "errors.log"
+def set_environment(folder: Path) -> tuple[Path, Path]:
+    """Prepares the environment that vLLM reads at import. Returns the files that its processes
+    write their errors to, and how far their start is."""
+    errors, progress = folder / "errors.log", folder / "progress.log"
     logging_config = folder / "logging.json"
-    logging_config.write_text(json.dumps(_logging_config(errors)), encoding="utf-8")
+    logging_config.write_text(json.dumps(_logging_config(errors, progress)), encoding="utf-8")
     os.environ[SERVICE_PID] = str(os.getpid())
     os.environ.update(
         VLLM_LOGGING_CONFIG_PATH=str(logging_config),
@@ -82,7 +102,7 @@ def set_environment(folder: Path) -> Path:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Spinning threads of two engines on shared cores cost 10 times.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return errors
+    return errors, progress
 
 
 def root_cause(errors: Path) -> str | None:
@@ -95,6 +115,17 @@ def root_cause(errors: Path) -> str | None:
         if re.match(r"[\w.]*(Error|Exception)\b: ", line)
     ]
     return causes[0] if causes else None
+
+
+def stage_of(progress: Path) -> str | None:
+    """Returns what the engine is at that starts, by what vLLM logged last; None: not known."""
+    if not progress.exists():
+        return None
+    for line in reversed(progress.read_text(errors="replace").splitlines()):
+        for begins, stage in STAGES.items():
+            if begins in line:
+                return stage
+    return None
 
 
 def stop_children() -> None:
@@ -129,12 +160,19 @@ async def in_daemon_thread(work: Callable[[], R]) -> R:
     return await asyncio.shield(asyncio.wrap_future(future))
 
 
-def _logging_config(errors: Path) -> dict[str, object]:
+def _logging_config(errors: Path, progress: Path) -> dict[str, object]:
     handlers = {
         "stderr": {
             "class": "logging.StreamHandler",
             "stream": "ext://sys.stderr",
+            "level": "WARNING",
             "formatter": "short",
+        },
+        "progress": {
+            "class": "logging.FileHandler",
+            "filename": str(progress),
+            "delay": True,
+            "formatter": "bare",
         },
         "errors": {
             "class": "logging.FileHandler",
@@ -149,6 +187,7 @@ def _logging_config(errors: Path) -> dict[str, object]:
         "bare": {"format": "%(message)s"},
     }
     loggers: dict[str, object] = {name: {"level": "ERROR"} for name in NOISY}
+    loggers |= {name: {"level": "INFO", "handlers": ["progress"]} for name in TELLING}
     loggers["vllm"] = {"handlers": ["stderr", "errors"], "level": "WARNING", "propagate": False}
     return {
         "version": 1,

@@ -16,6 +16,7 @@ from services.rollout.on_vllm.processes import (
     in_daemon_thread,
     root_cause,
     set_environment,
+    stage_of,
     stop_children,
 )
 from shared.config import Settings
@@ -35,7 +36,7 @@ class VllmStarter:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._folder = TemporaryFolder()
-        self._errors = set_environment(self._folder.make())
+        self._errors, self._progress = set_environment(self._folder.make())
 
     async def preload(self) -> None:
         """Imports vLLM, so that the first engine starts in half the time. Raises Failed if it
@@ -57,6 +58,7 @@ class VllmStarter:
         """Returns a started engine. Raises Failed with the sentence of what went wrong in whichever
         process."""
         self._errors.unlink(missing_ok=True)
+        self._progress.unlink(missing_ok=True)
         try:
             engine = await in_daemon_thread(lambda: self._start(spec, folder))
             await engine.find_gpus()
@@ -81,6 +83,9 @@ class VllmStarter:
                 or f"{type(error).__name__}: {' '.join(str(error).split())}"
             )
             raise Failed(f"the engine for {spec.model!r} did not start: {cause}") from error
+
+    def stage(self) -> str | None:
+        return stage_of(self._progress)
 
     def close(self) -> None:
         stop_children()

@@ -21,6 +21,7 @@ from services.rollout.on_vllm.processes import (
     in_daemon_thread,
     root_cause,
     set_environment,
+    stage_of,
 )
 
 
@@ -75,7 +76,7 @@ def test_without_logged_errors_there_is_no_root_cause(tmp_path: Path) -> None:
 def test_the_logging_that_vllm_is_given_records_errors_with_their_exception(tmp_path: Path) -> None:
     import json
 
-    errors = set_environment(tmp_path)
+    errors, _ = set_environment(tmp_path)
     logging.config.dictConfig(json.loads(Path(os.environ["VLLM_LOGGING_CONFIG_PATH"]).read_text()))
     logger = logging.getLogger("vllm.test")
     try:
@@ -86,6 +87,34 @@ def test_the_logging_that_vllm_is_given_records_errors_with_their_exception(tmp_
         handler.close()
     logging.getLogger("vllm").handlers.clear()
     assert root_cause(errors) == "ValueError: no room for 7 blocks"
+
+
+def test_what_an_engine_that_starts_is_at_is_read_off_what_vllm_logs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import json
+
+    _, progress = set_environment(tmp_path)
+    config = Path(os.environ["VLLM_LOGGING_CONFIG_PATH"]).read_text()
+    logging.config.dictConfig(json.loads(config))
+    runner = logging.getLogger("vllm.v1.worker.cpu_model_runner")
+    stages = [stage_of(progress)]
+    for message in (
+        "Starting to load model a/b...",
+        "other",
+        "Warming up model...",
+    ):
+        runner.info(message)
+        stages.append(stage_of(progress))
+    logging.getLogger("vllm.config").info("not told")
+    runner.warning("told twice")
+    for logger in (runner, logging.getLogger("vllm")):
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers.clear()
+    assert stages == [None, "reading the weights", "reading the weights", "warming up"]
+    assert "not told" not in progress.read_text()
+    assert capsys.readouterr().err == "WARNING vllm.v1.worker.cpu_model_runner: told twice\n"
 
 
 def test_the_environment_sends_no_statistics_and_keeps_the_users_threads(tmp_path: Path) -> None:
