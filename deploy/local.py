@@ -114,6 +114,8 @@ def main() -> None:
     as_json = arguments.output == "json"
     try:
         if arguments.action == "up":
+            if not as_json:
+                print("  starting Redis and the four services", flush=True)
             _show_state(up(folder, quiet=as_json), as_json)
         else:
             stopped = down(folder)

@@ -43,5 +43,6 @@ def _ensure_stack(folder: Path) -> bool:
     except Unavailable:
         if "orchestrator_url" in load_settings().model_fields_set:
             raise
+    err.print(f"no stack answers; one is started in {folder}", markup=False, highlight=False)
     start(folder, Output.table, told_to=STDERR)
     return True

@@ -35,7 +35,7 @@ STAGES = {
     "Compile and warming up": "compiling",
     "Warming up model": "warming up",
     "Graph capturing": "recording CUDA graphs",
-    "init engine": "nearly ready",
+    "init engine": "sampling for the first time",
 }
 """What vLLM logs while an engine starts, and what it is at from then on."""
 
