@@ -13,7 +13,9 @@ Both sides have the same random model, prompts, groups of 8 and completions of 6
 same bounds, no reference model, AdamW at a constant learning rate, one optimizer step per batch,
 all of it in one micro-batch, no gradient checkpointing, the same Python reward. Hone trains with
 `max_staleness` 0, in turns as TRL does, and calls its reward in the sandbox. TRL's correction for
-vLLM's log-probs is off, which saves it a forward pass: Hone's is off too at staleness 0.
+vLLM's log-probs is off, which saves it a forward pass: Hone's is off too at staleness 0. Beside it
+Hone trains with `max_staleness` 1, where the next step is sampled while this one trains, with its
+correction on; TRL has nothing like it.
 
 The sides take turns, in another order each time, and only one works at a time; none spins while it
 waits (`OMP_WAIT_POLICY=PASSIVE`). Of each turn the first step is not counted, and of Hone's nor is
@@ -52,6 +54,10 @@ TASKS = {
 
 GENERATIONS = {"TRL": "transformers", "TRL with vLLM": "vllm"}
 """TRL's sides, and what samples there."""
+
+AHEAD = "Hone, a step ahead"
+STALENESS = {"Hone": 0, AHEAD: 1}
+"""Hone's sides, and the `max_staleness` of their jobs."""
 
 STAGES = ("generate", "reward", "train", "sync")
 MOST_OVERHEAD = 0.05
@@ -111,7 +117,10 @@ def alternate(folder: Path, task: Task, steps: int, repeats: int) -> tuple[Turns
             side: running.enter_context(trl(generation, folder, task))
             for side, generation in GENERATIONS.items()
         }
-        sides: dict[str, Hone | Trl] = {"Hone": running.enter_context(stack(folder, task))}
+        client = running.enter_context(stack(folder))
+        sides: dict[str, Hone | Trl] = {
+            side: Hone(client, folder, task, staleness) for side, staleness in STALENESS.items()
+        }
         for side, one in starting.items():
             try:
                 one.begin()
@@ -135,10 +144,11 @@ def alternate(folder: Path, task: Task, steps: int, repeats: int) -> tuple[Turns
 class Hone:
     """A running stack, which trains a job for each turn."""
 
-    def __init__(self, client: hone.Client, folder: Path, task: Task) -> None:
+    def __init__(self, client: hone.Client, folder: Path, task: Task, max_staleness: int) -> None:
         self._client = client
         self._folder = folder
         self._task = task
+        self._max_staleness = max_staleness
 
     def turn(self, steps: int) -> Turn:
         record = self._client.submit(self._job(steps + 2))
@@ -165,6 +175,7 @@ class Hone:
                 "name": "bench",
                 "model": str(self._folder / "model"),
                 "steps": steps,
+                "max_staleness": self._max_staleness,
                 "data": {"train": str(self._folder / "train.jsonl")},
                 "sampling": {
                     "prompts_per_step": self._task.num_prompts,
@@ -186,7 +197,7 @@ class Hone:
 
 
 @contextlib.contextmanager
-def stack(folder: Path, task: Task) -> Generator[Hone]:
+def stack(folder: Path) -> Generator[hone.Client]:
     """The stack that `hone up` starts, on free ports."""
     os.environ |= {f"HONE_{name}_PORT": str(free_ports(1)) for name in SERVICES}
     os.environ |= {
@@ -197,7 +208,7 @@ def stack(folder: Path, task: Task) -> Generator[Hone]:
     try:
         state = local.up(folder / "stack", quiet=True)
         with hone.Client(state["urls"]["orchestrator"]) as client:
-            yield Hone(client, folder, task)
+            yield client
     finally:
         local.down(folder / "stack")
 
@@ -280,6 +291,7 @@ def compare(name: str, task: Task, turns: Turns) -> list[Figure]:
             LEAST_RATIO,
         ),
         _figure(f"{name}: share of a step beside its work", overheads, "", MOST_OVERHEAD, "max"),
+        _figure(f"{name}: {AHEAD}, to the better TRL", _ratios(rates[AHEAD], better), "x"),
         *[
             _figure(f"{name}: Hone to {side}", _ratios(rates["Hone"], rates[side]), "x")
             for side in trls

@@ -25,6 +25,7 @@ def test_hone_is_compared_with_the_better_trl_of_each_repeat_by_hand() -> None:
     # Of 10 samples a step: 5, 10 and 2.5 per second; TRL's better one 2.5, 2 and 2.5.
     turns = {
         "Hone": [hone([1.0, 3.0]), hone([1.0]), hone([4.0])],
+        "Hone, a step ahead": [hone([1.0]), hone([1.0]), hone([2.0])],
         "TRL": [Turn([4.0], {}), Turn([8.0], {}), Turn([4.0], {})],
         "TRL with vLLM": [Turn([5.0], {}), Turn([5.0], {}), Turn([10.0], {})],
     }
@@ -32,6 +33,7 @@ def test_hone_is_compared_with_the_better_trl_of_each_repeat_by_hand() -> None:
     first = figures["0.6M: samples per second, Hone to the better TRL"]
     assert (first.value, first.spread, first.ok) == (2.0, (1.0, 5.0), True)
     assert figures["0.6M: Hone to TRL with vLLM"].spread == (2.5, 5.0)
+    assert figures["0.6M: Hone, a step ahead, to the better TRL"].spread == (2.0, 5.0)
     assert figures["0.6M: TRL"].value == 2.5
 
 
@@ -66,7 +68,7 @@ def test_sigterm_ends_the_stack_too(
         return get_sigterm() if when == "starting" else {"urls": {"orchestrator": "http://x"}}
 
     def alternate(*_: Any) -> Any:
-        with stack(tmp_path, TASK):
+        with stack(tmp_path):
             get_sigterm()
 
     downed = list[Path]()
