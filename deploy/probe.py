@@ -19,8 +19,9 @@ TIMEOUT_S = 10.0
 
 
 def main() -> None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy to itself
     try:
-        with urllib.request.urlopen(f"{URL.read_text()}/readyz", timeout=TIMEOUT_S):
+        with opener.open(f"{URL.read_text()}/readyz", timeout=TIMEOUT_S):
             pass
     except urllib.error.HTTPError as error:
         sys.exit(error.read().decode(errors="replace"))

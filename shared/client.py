@@ -30,7 +30,7 @@ from shared.logs import get_logger, request_id
 from shared.polling import FIRST_PAUSE_S, MAX_PAUSE_S, Poller
 from shared.presence import Presence, Tell, tell_nobody
 from shared.tls import trusted
-from shared.urls import is_loopback
+from shared.urls import is_direct
 
 WAIT_S = 20
 MAX_FETCHES = 4
@@ -69,9 +69,6 @@ class Client:
             {"authorization": f"Bearer {token}"} if token else {}
         )
         headers |= proxy_headers(self.url)
-        remote = not is_loopback(
-            urlsplit(self.url).hostname or ""
-        )  # no proxy between processes of one machine
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
         timeout = httpx.Timeout(connect=5.0, read=WAIT_S + 10.0, write=60.0, pool=None)
         self._http = httpx.AsyncClient(
@@ -80,7 +77,7 @@ class Client:
             timeout=timeout,
             limits=limits,
             transport=transport,
-            trust_env=remote,
+            trust_env=not is_direct(urlsplit(self.url).hostname or ""),
             verify=trusted(),
         )
         self.poller = Poller(self._http, WAIT_S)

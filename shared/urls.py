@@ -24,6 +24,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_direct(host: str) -> bool:
+    """Whether no proxy is asked for a host: on this machine, or a name without a dot, which only
+    its own network knows (that of Compose or of a cluster)."""
+    return is_loopback(host) or not {".", ":"} & set(host)
+
+
 def trainer_urls(text: str) -> tuple[str, ...]:
     """Returns the trainers that HONE_TRAINER_URL names."""
     return _split(text, ";")

@@ -27,7 +27,7 @@ from shared.operations import client_went_away, done_or
 from shared.service import Service
 from shared.streams import client_gone
 from shared.tls import trusted
-from shared.urls import is_loopback
+from shared.urls import is_direct
 from shared.wire import CallAnswer, CallRequest, ServedModel, ServedModelList
 
 CONNECT_S = 5.0
@@ -159,7 +159,7 @@ class Calls:
             base_url=url,
             headers=authorization | proxy_headers(url),
             timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
-            trust_env=not is_loopback(urlsplit(url).hostname or ""),
+            trust_env=not is_direct(urlsplit(url).hostname or ""),
             verify=trusted(),
         )
 

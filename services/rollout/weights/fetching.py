@@ -10,12 +10,14 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
 from shared.errors import Failed, HoneError, Unavailable, from_problem
 from shared.logs import get_logger, request_id
 from shared.tls import trusted
+from shared.urls import is_direct
 from shared.wire import WeightFile
 
 TIMEOUT_S = 60.0
@@ -43,7 +45,11 @@ class Fetcher:
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"
         with httpx.Client(
-            base_url=self._url, headers=headers, timeout=TIMEOUT_S, verify=trusted()
+            base_url=self._url,
+            headers=headers,
+            timeout=TIMEOUT_S,
+            trust_env=not is_direct(urlsplit(self._url).hostname or ""),
+            verify=trusted(),
         ) as http:
             return sum(self._fetch(http, file, folder / file.name) for file in files)
 

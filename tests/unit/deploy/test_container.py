@@ -135,6 +135,10 @@ def test_the_health_check_is_that_of_readyz(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "URL", tmp_path / "url")
+    for variable in ("http_proxy", "HTTP_PROXY"):  # Docker sets them from its own configuration
+        monkeypatch.setenv(variable, "http://127.0.0.1:1")
+    for variable in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
     with pytest.raises(SystemExit, match="No such file"):
         probe.main()
     with HTTPServer(("127.0.0.1", 0), Answer) as server:

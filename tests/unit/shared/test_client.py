@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import httpx2 as httpx
+import pytest
 
+from services.rollout.weights.fetching import Fetcher
 from shared import codec
 from shared.client import Client
-from shared.errors import NotFound
+from shared.errors import HoneError, NotFound
 from shared.logs import of_job, of_request
 from shared.operations import WAIT_PATH
-from shared.wire import NoBody, PauseState, WaitRequest, WaitResult
+from shared.wire import NoBody, PauseState, WaitRequest, WaitResult, WeightFile
 
 
 async def test_an_answer_that_cannot_be_decompressed_is_asked_for_again_after_a_pause() -> None:
@@ -92,3 +97,37 @@ async def test_a_call_carries_the_id_of_the_request_or_job_that_it_is_made_for()
         await call()
     assert len(set(seen)) == 4 and len(seen[0]) == 16
     assert seen[2] == "abc-1" and seen[3].startswith("demo-0k2m.")
+
+
+async def test_a_proxy_is_asked_for_names_of_the_world_and_not_for_those_of_a_stack(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Docker sets these variables in every container, from its own configuration."""
+    asked: list[str] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.delenv("no_proxy", raising=False)
+        for variable in ("HTTP_PROXY", "http_proxy"):
+            monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy.server_port}")
+        file = WeightFile(path="/weights/job/v1/model", size_bytes=1)
+        for host in ("localhost", "trainer-of-a-stack", "trainer.test"):
+            url = f"http://{host}:1"
+            async with Client("trainer", url, patience_s=0.1) as client:
+                with pytest.raises(HoneError):
+                    await client.get("/state", PauseState, deadline_s=0.5)
+            fetcher = Fetcher(url, patience_s=0.1)
+            with pytest.raises(HoneError):
+                await asyncio.to_thread(fetcher.fetch, (file,), tmp_path / host)
+        proxy.shutdown()
+    assert {httpx.URL(url).host for url in asked} == {"trainer.test"}
+    assert {httpx.URL(url).path for url in asked} > {"/state"}
