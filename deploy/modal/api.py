@@ -4,22 +4,27 @@ to be told what is new, and a trainer that has to be started."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from deploy.modal import inside
 from services.orchestrator.app import create_service
 from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.store import Store
 from shared import logs
 from shared.config import Settings
 from shared.environment import load_settings
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Conflict, NotFound, Unavailable
 from shared.logs import get_logger
 
 REFRESH_S = 5.0
 """Seconds for which what other containers wrote may be unseen."""
+
+PAGE = 100
+"""Jobs that are read at once."""
 
 Scope = Any
 StartTrainer = Callable[[], Awaitable[None]]
@@ -52,6 +57,32 @@ async def has_work(store: Store) -> bool:
     """Returns whether a job waits for the trainer, or has it."""
     pages = [await store.list(None, 1, Wanted(status=one)) for one in ("queued", "running")]
     return any(page.jobs or page.unreadable for page in pages)
+
+
+async def bring_trainer(store: Store, urls: Sequence[str], start_trainer: StartTrainer) -> None:
+    """Starts the trainer if there is work for it, once the services at `urls` answer: until then
+    its GPUs would be paid for nothing. If one does not answer, the jobs are paused and say so."""
+    if not await has_work(store):
+        return
+    try:
+        await inside.wake(urls)
+    except Unavailable as error:
+        await pause_all(store, error.detail)
+    else:
+        await start_trainer()
+
+
+async def pause_all(store: Store, why: str) -> None:
+    """Pauses the jobs that wait for the trainer, or had it, for the reason `why`."""
+    for status in ("queued", "running"):
+        after: str | None = None
+        while True:
+            page = await store.list(after, PAGE, Wanted(status=status))
+            for job in page.jobs:
+                with contextlib.suppress(Conflict, NotFound):  # it was cancelled, or deleted
+                    await store.pause(job.id, why)
+            if (after := page.next_after) is None:
+                break
 
 
 class JobsApi:

@@ -15,7 +15,9 @@ from deploy import local
 from hone.client import Client
 from shared import client as shared_client
 from shared.environment import load_settings
+from shared.errors import Unavailable
 from shared.job import Job
+from shared.logs import get_logger
 from shared.wire import TERMINAL, VersionInfo
 
 FOLDER = Path("/tmp/hone-stack")
@@ -23,6 +25,10 @@ LOOK_S = 5.0
 
 START_S = 1800
 """Seconds for a container to start: an image of 10 GB is pulled where it never ran before."""
+
+AWAKE_S = 600
+"""Seconds for which the trainer's container, with its GPUs, waits for services that answered before
+it was called."""
 
 
 Sleep = Callable[[float], None]
@@ -43,18 +49,25 @@ def stop() -> None:
 
 
 @contextlib.contextmanager
-def stack(
-    services: Sequence[str], environment: Mapping[str, str], elsewhere: Sequence[str] = ()
-) -> Generator[Client]:
-    """Has these services run, once those `elsewhere` answer, and yields a client of the
-    orchestrator among them."""
-    asyncio.run(wake(elsewhere))
+def stack(services: Sequence[str], environment: Mapping[str, str]) -> Generator[Client]:
+    """Has these services run, and yields a client of the orchestrator among them."""
     urls = start(services, environment)
     try:
         with Client(urls["orchestrator"], token=load_settings().bearer()) as client:
             yield client
     finally:
         stop()
+
+
+def why_away(urls: Sequence[str], deadline_s: float) -> str | None:
+    """Returns None once all these services answer, or which of them did not in time. A container
+    with GPUs ends then, for an error would have Modal start it again, and bill it."""
+    try:
+        asyncio.run(wake(urls, deadline_s))
+    except Unavailable as error:
+        get_logger().error("a service does not answer", reason=error.detail)
+        return error.detail
+    return None
 
 
 async def wake(urls: Sequence[str], deadline_s: float = START_S) -> None:

@@ -23,6 +23,7 @@ from deploy.modal.common import (
     runs,
     secrets,
 )
+from deploy.modal.inside import START_S
 
 app = modal.App(f"{SETTINGS.modal_name}-orchestrator")
 
@@ -44,32 +45,50 @@ def api() -> Any:
     from deploy.modal.api import make_api
     from deploy.modal.places import places
 
-    return make_api(places(), runs, data, start_trainer)
+    return make_api(places(), runs, data, call_watch)
 
 
-@app.function(**OPTIONS, schedule=modal.Period(minutes=WATCH_MINUTES), timeout=300)
+@app.function(
+    **OPTIONS,
+    schedule=modal.Period(minutes=WATCH_MINUTES),
+    timeout=START_S + 300,
+    max_containers=1,
+)
 async def watch() -> None:
     """Starts the trainer if a job waits: one that nobody asks about goes on, too, when the
     trainer's Function has come to its end."""
-    from deploy.modal.api import has_work, open_store
+    from deploy.modal.api import bring_trainer, open_store
+    from deploy.modal.places import places
     from shared.environment import load_settings
 
     store = open_store(load_settings())
     try:
-        if await has_work(store):
-            await start_trainer()
+        if not await is_trainer_called():
+            urls = ",".join(places().values()).split(",")
+            await bring_trainer(store, urls, start_trainer)
     finally:
         await store.close()
 
 
+async def call_watch() -> None:
+    """Has `watch` look now, unless the trainer's Function was called and has not ended."""
+    if not await is_trainer_called():
+        await modal.Function.from_name(app.name or "", "watch").spawn.aio()
+
+
 async def start_trainer() -> None:
-    """Spawns the trainer's Function unless it runs. At most one runs: another call waits."""
-    calls = modal.Dict.from_name(f"{SETTINGS.modal_name}-calls", create_if_missing=True)
-    known = await calls.get.aio("work")
-    if known and await _is_running(known):
-        return
     work = modal.Function.from_name(f"{SETTINGS.modal_name}-trainer", "work")
-    await calls.put.aio("work", (await work.spawn.aio()).object_id)
+    await _calls().put.aio("work", (await work.spawn.aio()).object_id)
+
+
+async def is_trainer_called() -> bool:
+    """Returns whether the trainer's Function was called, and has not ended."""
+    known = await _calls().get.aio("work")
+    return bool(known) and await _is_running(known)
+
+
+def _calls() -> modal.Dict:
+    return modal.Dict.from_name(f"{SETTINGS.modal_name}-calls", create_if_missing=True)
 
 
 async def _is_running(call: str) -> bool:

@@ -58,7 +58,9 @@ def train(
     }
     if samplers:
         environment["HONE_ROLLOUT_URL"] = ",".join(samplers)
-    with inside.stack(placement.services, environment, samplers) as client:
+    if why := inside.why_away(samplers, inside.START_S):
+        return {"id": run, "status": "paused", "error": why, "summary": None}
+    with inside.stack(placement.services, environment) as client:
         return inside.train(client, Job.model_validate(job), run)
 
 

@@ -43,8 +43,10 @@ app = modal.App(f"{SETTINGS.modal_name}-trainer")
     max_containers=1,
 )
 def work() -> None:
-    """Trains until no job waits or runs."""
+    """Trains until no job waits or runs. Ends if a service elsewhere does not answer: `watch` of
+    the orchestrator's app, which has no GPU, wakes it and calls this again, or pauses the jobs."""
     found = places()
-    elsewhere = ",".join(found.values()).split(",")
-    with inside.stack(["trainer", "orchestrator"], found, elsewhere) as client:
+    if inside.why_away(",".join(found.values()).split(","), inside.AWAKE_S):
+        return
+    with inside.stack(["trainer", "orchestrator"], found) as client:
         inside.work_until_idle(client, IDLE_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deploy.modal.api import JobsApi
 from services.orchestrator.queue.store import Store
 from shared.client import Client
 from shared.config import Settings
+from shared.errors import Unavailable
 from shared.job import Job
 from shared.wire import JobList, JobRecord, SubmitRequest, VersionInfo
 from tests.support import orchestrator_stack
@@ -141,8 +143,40 @@ async def test_a_volume_that_is_in_use_is_read_as_it_was(
     assert (await served.http.get("/v1/jobs")).status_code == 200
 
 
+async def test_the_trainer_is_started_once_the_services_that_it_calls_answer(
+    redis_url: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    async def wake(urls: Sequence[str]) -> None:
+        done.append(f"wake {','.join(urls)}")
+        if len(done) == 1:
+            raise Unavailable("http://b does not answer")
+
+    async def start() -> None:
+        done.append("start")
+
+    monkeypatch.setattr(api.inside, "wake", wake)
+    store = Store(redis_url)
+    await store.open()
+    try:
+        await api.bring_trainer(store, ["http://a", "http://b"], start)
+        assert done == [], "no job waits"
+        first = (await store.submit(job, tmp_path, None)).id
+        await api.bring_trainer(store, ["http://a", "http://b"], start)
+        assert done == ["wake http://a,http://b"]
+        paused = await store.get(first)
+        assert (paused.status, paused.error) == ("paused", "http://b does not answer")
+        await store.resume(first)
+        await api.bring_trainer(store, ["http://a", "http://b"], start)
+        assert done[1:] == ["wake http://a,http://b", "start"]
+        assert (await store.get(first)).status == "queued"
+    finally:
+        await store.close()
+
+
 @pytest.mark.slow
-async def test_the_app_takes_jobs_starts_the_trainer_once_and_runs_none_itself(
+async def test_the_app_takes_jobs_has_the_watch_look_and_runs_none_itself(
     settings: Settings, redis_url: str, job: Job, tmp_path: Path
 ) -> None:
     """`.local()` of the deployed function, served by uvicorn, with Redis, against a control
@@ -173,14 +207,12 @@ async def _takes_jobs(url: str, plane: ControlPlane, job: Job) -> None:
             record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
             assert record.status == "queued"
         async with asyncio.timeout(60):  # what is started is started after the answer
-            while len(plane.calls["VolumeCommit"]) < 2 or not plane.inputs:
-                await asyncio.sleep(0.05)
-            while not plane.calls["FunctionGetOutputs"]:
+            while len(plane.calls["VolumeCommit"]) < 2 or len(plane.inputs) < 2:
                 await asyncio.sleep(0.05)
         jobs = await client.get("/v1/jobs", JobList)
     assert [each.status for each in jobs.jobs] == ["queued", "queued"]
-    assert plane.inputs == [((), {})], "the trainer's Function, once"
-    assert plane.calls["FunctionGet"][-1]["object_tag"] == "work"
+    called = [(call["app_name"], call["object_tag"]) for call in plane.calls["FunctionGet"]]
+    assert called[-2:] == [("hone-orchestrator", "watch")] * 2, "what has no GPU starts the trainer"
     assert plane.calls["VolumeReload"]
 
 

@@ -248,10 +248,11 @@ class Store:
             )
         return await self._state(job_id)
 
-    async def pause(self, job_id: str) -> JobState:
+    async def pause(self, job_id: str, why: str = PAUSED_ON_REQUEST) -> JobState:
         """Returns the state of the job, which is paused now if it was queued and soon if it runs.
-        Pausing twice is pausing once. Raises Conflict if it has ended."""
-        before = await self._call(self._pause, id=_known(job_id), paused=PAUSED_ON_REQUEST)
+        `why` is the reason that a pause shows which happens now. Pausing twice
+        is pausing once. Raises Conflict if it has ended."""
+        before = await self._call(self._pause, id=_known(job_id), paused=why)
         if before in TERMINAL:
             raise Conflict(
                 f"job {job_id!r} {_has(before)}; only a queued or running job can be paused"

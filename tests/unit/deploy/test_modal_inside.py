@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from deploy.modal import inside, refresh
+from deploy.modal import inside, refresh, train, trainer
+from deploy.modal.flags import Placement
 from shared.errors import Unavailable
 from shared.job import Job
 
@@ -123,6 +124,27 @@ def test_a_volume_is_asked_until_no_file_of_it_is_open(
 async def test_a_service_elsewhere_that_does_not_answer_is_named() -> None:
     with pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:9"):
         await inside.wake(["http://127.0.0.1:9"], deadline_s=0.3)
+
+
+def test_a_container_with_gpus_ends_without_an_error_if_a_sampler_is_away() -> None:
+    why = inside.why_away(["http://127.0.0.1:9"], deadline_s=0.3)
+    assert why and "http://127.0.0.1:9" in why
+    assert inside.why_away([], deadline_s=0.3) is None
+
+
+def test_the_trainer_is_not_started_again_while_a_sampler_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def away(urls: Any, deadline_s: float) -> str:
+        return f"{','.join(urls)} away for {deadline_s:g} s"
+
+    places = {"HONE_REWARD_URL": "http://r", "HONE_ROLLOUT_URL": "http://a,http://b"}
+    monkeypatch.setattr(inside, "why_away", away)
+    monkeypatch.setattr(inside, "start", None)  # would be called for an error
+    monkeypatch.setattr(trainer, "places", lambda: places)
+    assert trainer.work.local() is None
+    ended = train.train.local("run-1", {}, Placement("A100", (), {}, 1), ["http://a"])
+    assert (ended["status"], ended["error"]) == ("paused", "http://a away for 1800 s")
 
 
 def test_the_services_stop_however_the_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
