@@ -16,6 +16,7 @@ The trainer, on each rank:
     activations   m b H L + m (a + 3 b I)  each layer's input, and one layer computed again
                   m L a + 3 m b I          without gradient checkpointing
       with a      b (4 I + 2 A D + 2 K D + 4 H) + 8 H
+                  + (A + K) D (4 + b)      where queries and keys have norms, as in Qwen3
     logits        8 t + (4 + b) V H        a tile of t logits in float32, twice, and the float32
                   + m H (2 b + 4)          gradient of the output head (not with LoRA), and of what
                                            goes into it
@@ -25,8 +26,9 @@ The trainer, on each rank:
                   (4 + b) V H              at stage 2 in bfloat16, where V H > B and it is trained:
                                            the gradient of the one tensor that no buffer holds
                   4 min(T / N, 1e9)        at stage 3: a flat copy of as many at a time
-    buffers       (4 + b) B                what is reduced at a time, B elements; in stage 3 also
-                                           b G of weights that are gathered
+    buffers       8 B                      what is reduced at a time, B elements: in bfloat16 twice
+                                           and in float32, or in float32 twice
+                  (4 + b) B + b G          at stage 3, with G weights that are gathered
     peak          weights + reference + gradients + optimizer
                   + max(activations + logits, update) + buffers + overhead
 
@@ -38,6 +40,9 @@ With `memory.offload_optimizer` what is updated is in the host's memory:
     buffers       b V H                    more at stages 1 and 2: the largest trained tensor
     host          (16 + b) T / N           optimizer, gradients, weights on their way back; 24 T / N
                                            at stage 2 in float32; 20 T / N at stage 3
+
+Masters and moments, 12 T / N, are copied to the host's memory before an update of several steps
+(`training.epochs`, `minibatches`), and while the sampler has its turn (HONE_COLOCATE).
 
 On a CPU that is the same memory, and counts as the optimizer's.
 
@@ -59,7 +64,7 @@ numbers with what is measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.job import Job, MemorySpec
 from shared.plan.model import Model
@@ -97,12 +102,13 @@ SAMPLER_OVERHEAD = {"cpu": 0, "gpu": 3 << 29}
 
 @dataclass(frozen=True)
 class Ranks:
-    """The trainer's processes: how many, each with a device of its own, and the bytes of an element
-    of weights."""
+    """The trainer's processes: how many, each with a device of its own, the bytes of an element of
+    weights, and whether they and a sampler take turns on these devices."""
 
     num: int
     itemsize: int
     device: str  # "gpu" or "cpu"
+    turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,9 @@ class Serving:
 def layer_bytes_per_token(model: Model, itemsize: int) -> int:
     """Returns what one layer keeps of a token for its backward pass, in bytes: `a` above."""
     heads = 2 * (model.heads + model.kv_heads) * model.head_size
-    return itemsize * (4 * model.intermediate + heads + 4 * model.hidden) + 8 * model.hidden
+    normed = (model.heads + model.kv_heads) * model.head_size if model.has_head_norms else 0
+    mlp = 4 * model.intermediate
+    return itemsize * (mlp + heads + 4 * model.hidden + normed) + 8 * model.hidden + 4 * normed
 
 
 def tokens_at_once(job: Job, longest: int = 0) -> int:
@@ -166,7 +174,16 @@ class States:
 
 
 def state_bytes(model: Model, job: Job, ranks: Ranks) -> States:
-    """Returns what a rank holds in order to update."""
+    """Returns what a rank holds in order to update, copies in the host's memory included."""
+    share = 12 * model.num_trainable(job.lora) / ranks.num if job.memory.zero_stage else 0
+    copied = share or 12 * model.num_trainable(job.lora)
+    states = _states(model, job, ranks)
+    snapshot = copied if job.training.epochs * job.training.minibatches > 1 else 0
+    moved = share if ranks.turns and is_moved(job.memory, ranks.itemsize) else 0
+    return replace(states, host=states.host + snapshot + moved)
+
+
+def _states(model: Model, job: Job, ranks: Ranks) -> States:
     stage, low = job.memory.zero_stage, ranks.itemsize < 4
     trained = model.num_trainable(job.lora)
     share = trained / ranks.num
@@ -233,7 +250,7 @@ def trainer_memory(model: Model, job: Job, ranks: Ranks, longest: int = 0) -> Tr
         "activations": activation_bytes(model, job, size, tokens),
         "logits": logits_bytes(model, job, ranks, tokens),
         "update": states.update,
-        "buffers": (4 + size) * bucket + size * (gathered + passing),
+        "buffers": (8 if stage < 3 else 4 + size) * bucket + size * (gathered + passing),
         "overhead": TRAINER_OVERHEAD[ranks.device],
     }
     working = max(parts["activations"] + parts["logits"], parts["update"])

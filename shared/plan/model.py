@@ -39,6 +39,8 @@ COUNTED = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of configurations of mixture-of-experts models, which the trainer does not take."""
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 NO_LAYERS = ("embed", "lm_head", "wte")
 """In the names of matrices that `lora.target_modules = "all-linear"` leaves out."""
 
@@ -70,6 +72,11 @@ class Model:
     def num_parameters(self) -> int:
         return sum(map(math.prod, self.shapes.values()))
 
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether queries and keys have norms of their own."""
+        return any(name.endswith(".q_norm.weight") for name in self.shapes)
+
     def num_trainable(self, lora: LoraSpec | None) -> int:
         """Returns how many parameters are trained: with adapters, rank by inputs and outputs of
         each layer that has one."""
@@ -97,10 +104,38 @@ def find_model(model: str, revision: str | None = None, *, online: bool = True) 
         return of_config(config_on_hub(model, revision, online=online), model)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        shapes = {name: tensor.shape for name, tensor in stored_tensors(folder).items()}
-    except (OSError, ValueError, HoneError) as error:
+        shapes = _stored_shapes(folder, config)
+    except (OSError, ValueError, KeyError, HoneError) as error:
         raise CannotPlan(f"the model {model!r} cannot be read: {error}") from error
     return of_config(config, model, shapes)
+
+
+def _stored_shapes(folder: Path, config: Config) -> Shapes:
+    """Returns the shapes of the tensors that transformers loads: those of the files in the index,
+    or of model.safetensors; of a head that is tied to the embedding only the embedding. Raises
+    CannotPlan where a file of the index is missing."""
+    files = weight_files(folder)
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise CannotPlan(f"the model in {str(folder)!r} lacks {', '.join(missing)} of its index")
+    names = {file.name for file in files}
+    tied = EMBEDDING if config.get("tie_word_embeddings") else None
+    tensors = {name: t for name, t in stored_tensors(folder).items() if t.file.name in names}
+    return {
+        name: tensor.shape
+        for name, tensor in tensors.items()
+        if not (name == HEAD and tied in tensors)
+    }
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the files that transformers loads a model from, there or not: those of the index,
+    else model.safetensors, else all."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [folder / name for name in sorted(set(names.values()))]
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def of_config(config: Config, name: str, shapes: Shapes | None = None) -> Model:
@@ -191,8 +226,12 @@ def cached_folder(model: str, revision: str | None) -> Path | None:
     except OSError:
         commit = wanted
     folder = root / "snapshots" / commit
-    has_weights = any(folder.glob("*.safetensors"))
-    return folder if has_weights and (folder / "config.json").is_file() else None
+    try:
+        files = weight_files(folder)
+    except (OSError, ValueError, KeyError):
+        return None
+    is_whole = bool(files) and all(file.is_file() for file in files)
+    return folder if is_whole and (folder / "config.json").is_file() else None
 
 
 def config_on_hub(model: str, revision: str | None, *, online: bool = True) -> Config:

@@ -238,7 +238,8 @@ def _memory(needs: Needs, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
 
 
 def _ranks(needs: Needs, way: Way) -> Ranks:
-    return Ranks(way.num_ranks, needs.itemsize(way.trainer), _device(way.trainer))
+    device, turns = _device(way.trainer), way.kind == "turns"
+    return Ranks(way.num_ranks, needs.itemsize(way.trainer), device, turns)
 
 
 def _device(gpu: Gpu) -> str:
@@ -286,6 +287,7 @@ def sequences_at_once(sampler: SamplerMemory, room_gib: float, sequence_tokens: 
 
 def _time(needs: Needs, way: Way, sampler: SamplerMemory, room_gib: float) -> StepTime | None:
     at_once = sequences_at_once(sampler, room_gib, needs.longest)
-    sampling = rates.Sampling(way.num_samplers, way.split, at_once, way.sampler)
+    itemsize = needs.itemsize(way.sampler)
+    sampling = rates.Sampling(way.num_samplers, way.split, at_once, way.sampler, itemsize)
     training = rates.Training(way.num_ranks, way.trainer, needs.itemsize(way.trainer))
     return rates.tabled(needs.model, needs.job, needs.load, sampling, training, way.kind)

@@ -112,6 +112,9 @@ def _notes(
             f"completions are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"
             "), and the times are from data sheets; `hone plan --measured RUN` takes those of a run"
         )
+    if placement.trainer.host_gib:
+        host = placement.trainer_ranks * placement.trainer.host_gib
+        notes.append(f"the ranks need {host:.1f} GiB of the host's memory, which is not checked")
     if placement.fits and placement.time is None:
         where = "a CPU" if pools[0].gpu.is_cpu else pools[0].gpu.name
         notes.append(f"no rates are known of {where}, so the time of a step is not estimated")

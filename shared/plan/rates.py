@@ -11,8 +11,8 @@ with s sequences at once:
     training      E R (p + c) (2 P + 2 L A D (p + c)) / (m N F)
                   E passes of the model: 1 forward and 2 backward (1 with LoRA), times
                   `training.epochs`; 1 more with gradient checkpointing; 1 for each of the
-                  reference and, where a batch is trained on in several steps, the log-probs before
-                  the first
+                  reference and, where a batch is trained on in several steps or with dropout, the
+                  log-probs before the first
     sync          b P / 5 GB/s, or of the adapters alone
     moving        2 x 12 T / N / 20 GB/s, where both take turns on the same GPUs: masters and
                   Adam's moments go to the host's memory and come back
@@ -77,12 +77,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The samplers: how many, the GPUs of each, and the sequences that each has at once."""
+    """The samplers: how many, the GPUs of each, the sequences that each has at once, and the bytes
+    of a weight."""
 
     num: int
     tensor_parallel: int
     sequences: int
     gpu: Gpu
+    itemsize: int
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,11 @@ def tabled(
     flops = passes(job) * load.tokens * _forward_flops(model, load)
     train_s = flops / (ranks * TRAINING_SHARE * gpu.tflops(size) * 1e12)
     if job.memory.offload_optimizer:
-        train_s += trained / ranks / CPU_ADAM_PER_S
+        num_updates = job.training.epochs * job.training.minibatches
+        train_s += num_updates * trained / ranks / CPU_ADAM_PER_S
     elif kind == "turns" and is_moved(job.memory, size):
         train_s += 2 * 12 * trained / ranks / MOVED_BYTES_PER_S
-    sample_s = _sample_s(model, load, sampling, size)
+    sample_s = _sample_s(model, load, sampling)
     beside = job.max_staleness > 0 and kind == "split"
     return _step(sample_s, train_s, size * synced / SYNC_BYTES_PER_S, beside=beside)
 
@@ -166,12 +169,13 @@ def passes(job: Job) -> int:
     training = job.training
     backward = 1 if job.lora else 2
     each = 1 + backward + job.memory.gradient_checkpointing
-    frozen = training.epochs * training.minibatches > 1
+    dropout = job.lora is not None and job.lora.dropout > 0
+    frozen = training.epochs * training.minibatches > 1 or dropout
     return training.epochs * each + frozen + (training.beta > 0)
 
 
-def _sample_s(model: Model, load: Load, sampling: Sampling, itemsize: int) -> float:
-    split, gpu = sampling.tensor_parallel, sampling.gpu
+def _sample_s(model: Model, load: Load, sampling: Sampling) -> float:
+    split, gpu, itemsize = sampling.tensor_parallel, sampling.gpu, sampling.itemsize
     each = math.ceil(load.completions / sampling.num)
     at_once = max(1, min(each, sampling.sequences))
     per_token = cache_bytes_per_token(model, itemsize, split)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shared.plan.memory import Ranks, Serving, sampler_memory, trainer_memory
+from shared.plan.memory import (
+    Ranks,
+    Serving,
+    layer_bytes_per_token,
+    sampler_memory,
+    trainer_memory,
+)
+from shared.plan.model import of_config
 from tests.support.plan_models import job, model
 
 GIB = 1 << 30
@@ -13,7 +20,7 @@ PAIRS = {
     # 2 x 494,032,768 parameters; 4 and 12 bytes of each; a layer keeps of a token
     # a = 2 (4 x 4864 + 2 x 14 x 64 + 2 x 2 x 64 + 4 x 896) + 8 x 896 = 57,344 bytes, so
     # activations are 16,384 (2 x 896 x 24 + 57,344 + 6 x 4864); logits are 8 x 2^26
-    # + 6 x 151,936 x 896 + 8 x 16,384 x 896; the peak is 0.920 + 1.840 + 5.521 + 1.118 + 1
+    # + 6 x 151,936 x 896 + 8 x 16,384 x 896; the peak is 0.920 + 1.840 + 5.521 + 1.490 + 1
     # + (1.977 + 1.370) GiB
     ("Qwen2.5-0.5B", 1): {
         "weights_gib": 988_065_536,
@@ -22,8 +29,8 @@ PAIRS = {
         "activations_gib": 2_122_317_824,
         "logits_gib": 1_471_119_360,
         "update_gib": 0,
-        "buffers_gib": 1_200_000_000,
-        "peak_gib": 14_759_768_832,
+        "buffers_gib": 1_600_000_000,
+        "peak_gib": 15_159_768_832,
     },
     # a = 2 (4 x 8960 + 2 x 12 x 128 + 2 x 2 x 128 + 4 x 1536) + 8 x 1536 = 103,424; the
     # embedding's 151,936 x 1536 elements are more than a bucket holds: 6 bytes of each
@@ -34,8 +41,8 @@ PAIRS = {
         "activations_gib": 3_984_588_800,
         "logits_gib": 2_138_439_680,
         "update_gib": 1_400_242_176,
-        "buffers_gib": 1_200_000_000,
-        "peak_gib": 36_183_627_776,
+        "buffers_gib": 1_600_000_000,
+        "peak_gib": 36_583_627_776,
     },
     # a = 2 (4 x 18,944 + 2 x 28 x 128 + 2 x 4 x 128 + 4 x 3584) + 8 x 3584 = 225,280
     ("Qwen2.5-7B", 1): {
@@ -45,8 +52,8 @@ PAIRS = {
         "activations_gib": 8_841_592_832,
         "logits_gib": 4_276_617_216,
         "update_gib": 3_269_984_256,
-        "buffers_gib": 1_200_000_000,
-        "peak_gib": 152_473_049_088,
+        "buffers_gib": 1_600_000_000,
+        "peak_gib": 152_873_049_088,
     },
     # ZeRO-2 over 8: an eighth of gradients and states
     ("Qwen2.5-7B", 8): {
@@ -56,8 +63,8 @@ PAIRS = {
         "activations_gib": 8_841_592_832,
         "logits_gib": 4_276_617_216,
         "update_gib": 3_269_984_256,
-        "buffers_gib": 1_200_000_000,
-        "peak_gib": 45_854_417_920,
+        "buffers_gib": 1_600_000_000,
+        "peak_gib": 46_254_417_920,
     },
     # a = 2 (4 x 14,336 + 2 x 32 x 128 + 2 x 8 x 128 + 4 x 4096) + 8 x 4096 = 200,704
     ("Llama-3.1-8B", 8): {
@@ -67,8 +74,8 @@ PAIRS = {
         "activations_gib": 8_992_587_776,
         "logits_gib": 4_225_761_280,
         "update_gib": 3_152_019_456,
-        "buffers_gib": 1_200_000_000,
-        "peak_gib": 47_613_135_872,
+        "buffers_gib": 1_600_000_000,
+        "peak_gib": 48_013_135_872,
     },
 }
 
@@ -100,7 +107,7 @@ def test_zero_shares_out_more_at_each_stage(
     assert found.gradients_gib == gib(gradients * count)
     assert found.optimizer_gib == gib(states * count)
     # what is reduced at a time, from stage 1 on; what stays gathered, in stage 3
-    buffers = {0: 0, 3: 6 * 200_000_000 + 2 * 1_000_000_000}.get(stage, 6 * 200_000_000)
+    buffers = {0: 0, 3: 6 * 200_000_000 + 2 * 1_000_000_000}.get(stage, 8 * 200_000_000)
     assert found.buffers_gib == gib(buffers)
 
 
@@ -221,10 +228,10 @@ def test_the_sum_of_offloaded_gradients_is_part_of_the_peak() -> None:
     wanted = job(memory={"offload_optimizer": True})
     found = trainer_memory(model("Qwen2.5-7B"), wanted, Ranks(2, 2, "gpu"))
     # the embedding's gradient passes through a buffer of its size: 2 x 152,064 x 3584
-    assert found.buffers_gib == gib(12e8 + 1_089_994_752)
+    assert found.buffers_gib == gib(16e8 + 1_089_994_752)
     weights = gradients = 15_231_233_024
     working = 8_841_592_832 + 4_276_617_216
-    assert found.peak_gib == gib(weights + gradients + working + 12e8 + 1_089_994_752 + GIB)
+    assert found.peak_gib == gib(weights + gradients + working + 16e8 + 1_089_994_752 + GIB)
 
 
 def test_on_a_cpu_what_is_offloaded_is_in_the_same_memory() -> None:
@@ -233,6 +240,37 @@ def test_on_a_cpu_what_is_offloaded_is_in_the_same_memory() -> None:
     found = trainer_memory(model("Qwen2.5-7B"), wanted, Ranks(1, 4, "cpu"))
     assert (found.optimizer_gib, found.host_gib) == (gib(24 * 7_615_616_512), 0)
     assert found.peak_gib > plain.peak_gib
+
+
+def test_copies_in_the_hosts_memory_are_counted() -> None:
+    count = 494_032_768
+    several = job(training={"minibatches": 2})
+    found = trainer_memory(model("Qwen2.5-0.5B"), several, Ranks(2, 2, "gpu"))
+    assert found.host_gib == gib(12 * count / 2)
+    turns = Ranks(2, 2, "gpu", turns=True)
+    assert trainer_memory(model("Qwen2.5-0.5B"), job(), turns).host_gib == gib(12 * count / 2)
+    assert trainer_memory(model("Qwen2.5-0.5B"), several, turns).host_gib == gib(24 * count / 2)
+    # nothing is moved that cannot be; on a CPU a copy is beside the original
+    stays = job(memory={"zero_stage": 0})
+    assert trainer_memory(model("Qwen2.5-0.5B"), stays, turns).host_gib == 0
+    found = trainer_memory(model("Qwen2.5-0.5B"), several, Ranks(1, 4, "cpu"))
+    assert (found.optimizer_gib, found.host_gib) == (gib(24 * count), 0)
+
+
+def test_norms_of_queries_and_keys_keep_their_inputs() -> None:
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+    }
+    # 2 (4 x 12,288 + 2 x 40 x 128 + 4 x 4096) + 8 x 4096 + 40 x 128 x 6
+    assert layer_bytes_per_token(of_config(config, "Qwen3-8B"), 2) == 215_040
 
 
 def serving(**values: object) -> Serving:

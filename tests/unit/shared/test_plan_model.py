@@ -75,6 +75,41 @@ def test_a_folder_is_counted_by_its_files(tmp_path: Path) -> None:
     assert (found.heads, found.kv_heads, found.head_size, found.max_len) == (8, 2, 8, 128)
 
 
+def test_a_tied_head_that_is_stored_all_the_same_is_counted_once(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, CONFIG | {"tie_word_embeddings": True})
+    head = {"lm_head.weight": np.zeros((1000, 64), np.float16)}
+    tensors = {name: np.zeros(shape, np.float16) for name, shape in SHAPES.items()}
+    save_file(tensors | head, folder / "model.safetensors")
+    assert find_model(str(folder)).num_parameters == 84_544
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    assert find_model(str(folder)).num_parameters == 84_544 + 64_000
+
+
+def test_only_the_files_of_the_index_are_counted_and_all_of_them(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    other = {"layers.0.attention.wq.weight": np.zeros((64, 64), np.float16)}
+    save_file(other, folder / "consolidated.safetensors")
+    assert find_model(str(folder)).num_parameters == 84_544
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = dict.fromkeys(SHAPES, "model-00001-of-00002.safetensors")
+    shards["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(CannotPlan, match=r"lacks model-00002-of-00002\.safetensors of its"):
+        find_model(str(folder))
+    del shards["lm_head.weight"]
+    index.write_text(json.dumps({"weight_map": shards}))
+    assert find_model(str(folder)).num_parameters == 84_544
+
+
+def test_a_cached_model_with_half_of_its_files_is_not_cached(offline: Path) -> None:
+    folder = write_model(offline / "models--owner--model" / "snapshots" / "main")
+    shards = {"a": "model.safetensors", "b": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(CannotPlan, match="nor in the Hugging Face cache"):
+        find_model("owner/model")
+
+
 def test_adapters_are_rank_by_inputs_and_outputs(tmp_path: Path) -> None:
     found = find_model(str(write_model(tmp_path)))
     assert found.num_trainable(LoraSpec(rank=4)) == 4 * (64 + 64) + 4 * (256 + 64)
