@@ -14,7 +14,7 @@ import pytest
 import redis.asyncio as redis
 
 from services.orchestrator.queue import keys
-from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store
+from services.orchestrator.queue.store import MAX_LEFT, MAX_TRIES, Lease, LeaseLost, Store
 from shared.job import Job
 from shared.wire import Obstacle
 
@@ -196,10 +196,12 @@ class Driver:
         self.model.notes[trainer] = away
 
     async def leave(self, lease: Lease, job: Modelled) -> None:
-        await self.store.leave(lease, "its trainer is away")
+        await self.store.leave(lease, "its trainer is away", "so was the one before")
         self.model.free(lease.attempt)
         if job.asked:
             self.model.end(job, "cancelled" if "cancel" in job.asked else "paused")
+        elif job.tries >= MAX_LEFT:
+            self.model.end(job, "paused")
         else:
             job.status = "queued"
 

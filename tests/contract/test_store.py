@@ -20,6 +20,7 @@ import redis.asyncio as redis
 from services.orchestrator.queue import connection, heartbeat, identity, keys, lua
 from services.orchestrator.queue.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.queue.ids import new_job_id
+from services.orchestrator.queue.known_slots import KnownSlot
 from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
@@ -303,6 +304,36 @@ async def test_a_job_that_kills_its_workers_pauses_and_the_next_one_runs(store: 
     assert record.error is not None and record.error.startswith("gave up after 20 attempts")
     await store.cancel(ids[1])
     assert (await store.resume(ids[0])).status == "queued"
+
+
+async def test_a_job_that_loses_a_second_trainer_without_a_new_step_pauses(store: Store) -> None:
+    job_id = await submit(store)
+    first = await take(store, "trainer-1")
+    await store.report(first, "step", "a step", {"step": 1}, step=1)
+    for trainer in ("trainer-1", "trainer-2"):
+        lease = first if trainer == "trainer-1" else await take(store, trainer)
+        await store.leave(lease, "it is gone; left to another", "two are gone")
+        assert (await store.get(job_id)).status == "queued"
+    await store.leave(await take(store, "trainer-3"), "it is gone; left to another", "two are gone")
+    record = await store.get(job_id)
+    assert (record.status, record.error) == ("paused", "two are gone")
+    assert (await store.resume(job_id)).status == "queued"
+
+
+async def test_a_note_that_cannot_be_read_stops_nobody(store: Store, raw: Any) -> None:
+    await store.slots.note("good", "trainer-1", ["s1"], "no answer from caf\u00e9 \ud800")
+    await store.slots.note("other", "trainer-2", ["s2"], None)
+    for name, note in {"a": "{", "b": '{"trainer": "t"}', "c": '"t"', "d": r'["\ud800"]'}.items():
+        await raw.sadd(keys.SLOTS, name)
+        await raw.set(keys.SLOT + name, note)
+    found = await store.slots.others("nobody")
+    assert sorted(found, key=lambda slot: slot.trainer) == [
+        KnownSlot("trainer-1", "no answer from caf\u00e9 ?"),
+        KnownSlot("trainer-2", None),
+    ]
+    job_id = await submit(store)
+    assert (await store.get(job_id)).waits_for
+    assert (await take(store)).job_id == job_id
 
 
 async def test_a_job_that_kills_its_workers_is_cancelled_if_that_was_asked_for(

@@ -49,7 +49,7 @@ from services.orchestrator.record.summary import summarize
 from services.orchestrator.record.tracking import Tracker
 from shared import tracing
 from shared.config import Settings
-from shared.errors import BadRequest, HoneError
+from shared.errors import BadRequest, HoneError, StateLost, Unavailable
 from shared.logs import get_logger, of_job
 from shared.plan.prices import Price
 from shared.wire import JobRecord, Prompt, TrainerState
@@ -64,11 +64,14 @@ LOOK_AT_LOADING_S = 2.0
 @dataclass(frozen=True)
 class Outcome:
     """What became of the job: `why` says why it paused, failed, or succeeded before its last step,
-    `summary` what it came to. It is cancelled only where its run folder says so."""
+    `summary` what it came to. It is cancelled only where its run folder says so. `lost_services`
+    says that it paused because a service did not answer, or had lost the job: another trainer may
+    do better."""
 
     status: Literal["succeeded", "paused", "failed", "cancelled"]
     why: str | None = None
     summary: dict[str, Any] | None = None
+    lost_services: bool = False
 
 
 FILTER_ROOM = 2.0
@@ -146,8 +149,10 @@ class Run:
                 exc_info=None if isinstance(error, HoneError) else error,
             )
             if decision.action is not Action.RECOVER:
-                status = "paused" if decision.action is Action.PAUSE else "failed"
-                return Outcome(status, decision.why)
+                if decision.action is Action.FAIL:
+                    return Outcome("failed", decision.why)
+                lost_services = isinstance(error, Unavailable | StateLost)
+                return Outcome("paused", decision.why, lost_services=lost_services)
             why = decision.why
         await self._recovering(why)
         return None

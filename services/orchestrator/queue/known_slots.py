@@ -62,10 +62,12 @@ class KnownSlots:
         """Notes for KNOWN_S seconds that the worker of this name has the trainer and the samplers,
         and why they take no job, if so."""
         note = {"trainer": trainer, "samplers": " ".join(samplers)}
+        away_too = {"away": away} if away else {}
+        # Not in ASCII: a lone surrogate, which Redis cannot decode from its escape, becomes `?`.
         await self._call(
             self._note,
             name=name,
-            note=json.dumps(note | ({"away": away} if away else {})),
+            note=json.dumps(note | away_too, ensure_ascii=False),
             known_ms=int(KNOWN_S * 1000),
         )
 

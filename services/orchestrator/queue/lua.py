@@ -133,17 +133,26 @@ local function begun_waiting()
   return found
 end
 
--- What workers noted of late of their trainers: name, trainer, samplers, age_ms; perhaps away.
+-- What a note says; nil for one that cannot be read, which another version may have written.
+local function read_slot(note)
+  local is_read, slot = pcall(cjson.decode, note)
+  if not is_read or type(slot) ~= 'table' then return end
+  if type(slot.trainer) ~= 'string' or type(slot.samplers) ~= 'string' then return end
+  local away = type(slot.away) == 'string' and slot.away or nil
+  return {trainer = slot.trainer, samplers = slot.samplers, away = away}
+end
+
+-- What workers noted of late of their trainers: name, trainer, samplers, left_ms; perhaps away.
 local function known_slots()
   local found = {}
   for _, name in ipairs(redis.call('SMEMBERS', SLOTS)) do
     local note = redis.call('GET', SLOT .. name)
-    if note then
-      local slot = cjson.decode(note)
+    local slot = note and read_slot(note)
+    if slot then
       slot.name = name
       slot.left_ms = redis.call('PTTL', SLOT .. name)
       found[#found + 1] = slot
-    else
+    elseif not note then
       redis.call('SREM', SLOTS, name)
     end
   end

@@ -337,6 +337,8 @@ HALT = once("""
     pause(call.id, 'warning', call.why)
   elseif stopped(call.id, call.paused) then
     return 'ok'
+  elseif call.left_because and tonumber(field(call.id, 'tries')) >= tonumber(call.max_left) then
+    pause(call.id, 'warning', call.left_too_often)
   elseif call.left_because then
     event(call.id, 'log', 'warning', call.left_because, '{}')
     become(call.id, 'queued', 'info', 'queued')
@@ -346,10 +348,12 @@ HALT = once("""
   end
   return 'ok'
 """)
-"""call: id, attempt, paused (the reason of a pause on request); perhaps why, or left_because. The
+"""call: id, attempt, paused (the reason of a pause on request); perhaps why, or left_because with
+max_left and left_too_often. The
 worker has stopped: the job is cancelled if that was asked for, else paused if there is a reason why
-or that was asked for, else queued where it was; one that is left to another trainer has been taken
-up in vain. Returns 'ok' or 'lost'."""
+or that was asked for, else queued where it was. One that is left to another trainer has been taken
+up in vain; after max_left attempts in a row without a new step it pauses instead, for the reason
+left_too_often. Returns 'ok' or 'lost'."""
 
 PAUSE = once("""
   if not is_job(call.id) then return '' end

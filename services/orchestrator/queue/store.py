@@ -57,6 +57,10 @@ MAX_TRIES = 20
 """Attempts in a row, without a step done that was not done before, after which a job pauses: it
 probably kills its workers itself."""
 
+MAX_LEFT = 2
+"""Attempts in a row, without a step done that was not done before, the last of which lost its
+trainer, after which a job is left to no other one: it probably ends its trainers itself."""
+
 OWN_TRAINER_S = 10.0
 """Seconds that a job which was cut off is left to its own trainer, if that is free, since a worker
 noted last that it is there: as long as an orchestrator takes to start again. No other trainer has
@@ -375,10 +379,18 @@ class Store:
         cancelled. Raises LeaseLost."""
         await self._by_worker(self._halt, lease, why=why, paused=PAUSED_ON_REQUEST)
 
-    async def leave(self, lease: Lease, because: str) -> None:
+    async def leave(self, lease: Lease, because: str, too_often: str) -> None:
         """The same without a reason to pause, for another trainer to take the job up. It counts as
-        taken up in vain. Raises LeaseLost."""
-        await self._by_worker(self._halt, lease, left_because=because, paused=PAUSED_ON_REQUEST)
+        taken up in vain; after MAX_LEFT such attempts in a row the job pauses, because it was left
+        `too_often`. Raises LeaseLost."""
+        await self._by_worker(
+            self._halt,
+            lease,
+            left_because=because,
+            left_too_often=too_often,
+            max_left=MAX_LEFT,
+            paused=PAUSED_ON_REQUEST,
+        )
 
     async def report(
         self,

@@ -22,7 +22,7 @@ from services.orchestrator.queue.known_slots import NOTE_S
 from services.orchestrator.queue.leases import Asked
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.slots import Slot
-from services.orchestrator.queue.store import Lease, LeaseLost, Store
+from services.orchestrator.queue.store import MAX_LEFT, Lease, LeaseLost, Store
 from services.orchestrator.record.noting import note_end
 from shared.config import Settings
 from shared.errors import HoneError, NotFound, Unavailable
@@ -52,6 +52,7 @@ class Worker:
         self._lease: Lease | None = None
         self._redis = Presence("Redis", self._tell)
         self._news: str | None = None
+        self._is_stopping = False  # the work on a job, which may hang
 
     async def run_forever(self) -> None:
         """Works until cancelled. While Redis is away it waits; a job that this interrupted is taken
@@ -112,10 +113,11 @@ class Worker:
 
     async def _note_slot(self) -> None:
         """Lets all orchestrators know of the trainer, and whether it is there. One that has a job
-        is: what is wrong with it the job says."""
+        is: what is wrong with it the job says. While work is being stopped nothing is noted: if
+        that hangs, the job is not left to this trainer for long."""
         slot = self._slot
         while True:
-            if not slot.was_looked_at:
+            if self._is_stopping or not slot.was_looked_at:
                 await asyncio.sleep(POLL_S)
                 continue
             away = None if self._lease else slot.away
@@ -183,6 +185,7 @@ class Worker:
         try:
             await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
+                self._is_stopping = True
                 await stop(work)
                 beat.result()  # raises what ended it, if it was not that something was asked for
                 await self._store.halt(lease, None)
@@ -191,18 +194,24 @@ class Worker:
             self._lease = None
             await note_end(self._store, lease.job_id)
         finally:
+            self._is_stopping = True
             await stop(work, beat)
             await asyncio.gather(beat, return_exceptions=True)  # no lease is left of an ended job
             await run.close()
+            self._is_stopping = False
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
-        if outcome.status == "paused" and await self._goes_elsewhere():
+        resume = f"then `hone resume {lease.job_id}` goes on from there"
+        if outcome.lost_services and await self._goes_elsewhere():
             why = f"{outcome.why}; the job is left to another trainer"
-            get_logger().warning("job left to another trainer", job=lease.job_id, reason=why)
-            await self._store.leave(lease, why)
+            too_often = (
+                f"{outcome.why}; {MAX_LEFT} attempts in a row ended before a new step was done, so "
+                f"the job is left to no other trainer; look into the logs of its trainers, {resume}"
+            )
+            get_logger().warning("trainer away, job given back", job=lease.job_id, reason=why)
+            await self._store.leave(lease, why, too_often)
         elif outcome.status == "paused":
             get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
-            resume = f"then `hone resume {lease.job_id}` goes on from there"
             await self._store.halt(lease, f"{outcome.why}, {resume}")
         else:
             await self._end(lease, outcome)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from services.orchestrator.loop.run import Outcome
+from services.orchestrator.loop.tasks import stop
+from services.orchestrator.queue import worker as worker_module
 from services.orchestrator.queue.connection import StoreEmptied
+from services.orchestrator.queue.heartbeat import NoHeartbeat
+from services.orchestrator.queue.known_slots import KnownSlot
 from services.orchestrator.queue.leases import Lease
 from services.orchestrator.queue.worker import Worker
 from services.orchestrator.record.folder import RunFolder
@@ -35,3 +41,69 @@ async def test_a_worker_leaves_also_where_redis_was_emptied() -> None:
     worker._lease = Lease("a", 1, "trainer", 30.0)
     await worker.leave()
     store.halt.assert_awaited_once()
+
+
+@pytest.mark.parametrize(("lost_services", "ends"), [(False, "halt"), (True, "leave")])
+async def test_only_a_job_that_lost_its_services_is_left_to_another_trainer(
+    lost_services: bool, ends: str
+) -> None:
+    """One whose disk is full, or whose model needs more memory, would meet that there too."""
+    store = Mock(halt=AsyncMock(), leave=AsyncMock())
+    store.slots.others = AsyncMock(return_value=[KnownSlot("other")])
+    worker = Worker(store, Settings())
+    worker._slot = Mock(look=AsyncMock(), away="no answer")
+    outcome = Outcome("paused", "it stopped", lost_services=lost_services)
+    await worker._finish(Lease("a", 1, "trainer", 30.0), outcome)
+    called = [name for name in ("halt", "leave") if getattr(store, name).await_count]
+    assert called == [ends]
+
+
+async def test_a_trainer_whose_work_cannot_be_stopped_is_noted_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A folder that hangs keeps the work, though its lease has expired: others are to take it."""
+    monkeypatch.setattr(worker_module, "NOTE_S", 0.0)
+    monkeypatch.setattr(worker_module, "POLL_S", 0.0)
+    is_cancelled, go_on = asyncio.Event(), asyncio.Event()
+
+    class Hanging:
+        close = AsyncMock()
+
+        def __init__(self, *_: object) -> None: ...
+
+        async def run(self) -> Outcome:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                is_cancelled.set()
+                await go_on.wait()
+            raise AssertionError
+
+    async def lost(*_: object) -> None:
+        await asyncio.sleep(0)
+        raise NoHeartbeat("a")
+
+    monkeypatch.setattr(worker_module, "Run", Hanging)
+    monkeypatch.setattr(worker_module.heartbeat, "keep", lost)
+    store = Mock(get=AsyncMock())
+    store.slots.note = AsyncMock()
+    worker = Worker(store, Settings())
+    worker._slot = Mock(was_looked_at=True, away=None)
+    noting = asyncio.create_task(worker._note_slot())
+    working = asyncio.create_task(worker._work(Lease("a", 1, "trainer", 30.0), 0.0))
+    await asyncio.wait_for(is_cancelled.wait(), 20)
+    await _turns(3)
+    num_noted = store.slots.note.await_count
+    await _turns(20)
+    assert store.slots.note.await_count == num_noted
+    go_on.set()
+    with pytest.raises(NoHeartbeat):
+        await working
+    await _turns(20)
+    assert store.slots.note.await_count > num_noted
+    await stop(noting)
+
+
+async def _turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
