@@ -97,13 +97,11 @@ class Download:
                 if time.monotonic() - heard_at > PATIENCE_S:
                     raise
                 await asyncio.sleep(PAUSE_S)
+            else:
+                if _size(part) == have_bytes:
+                    raise _differs(part, f"{file.name} ended after {have_bytes} bytes", file)
         if not await asyncio.to_thread(_is_same, part, file):
-            part.unlink()
-            raise Failed(
-                f"{file.name} arrived with other bytes than the checkpoint's, whose checksum is "
-                f"{file.crc32:08x}; it was removed: try again",
-                code="digest_differs",
-            )
+            raise _differs(part, f"{file.name} arrived with other bytes", file)
         part.replace(self._folder / file.name)
 
     async def _attempt(self, file: CheckpointFile, part: Path, have_bytes: int) -> None:
@@ -125,6 +123,16 @@ def _check_name(name: str) -> None:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name:
         raise BadRequest(f"the checkpoint has a file {name!r:.200}; expected one within its folder")
+
+
+def _differs(part: Path, what: str, file: CheckpointFile) -> Failed:
+    """Removes what arrived; returns the error."""
+    part.unlink()
+    return Failed(
+        f"{what}; the checkpoint's has {file.size_bytes}, with the checksum {file.crc32:08x}; what "
+        "arrived was removed: try again",
+        code="digest_differs",
+    )
 
 
 def _size(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import zlib
@@ -18,6 +19,7 @@ from shared.errors import BadRequest, Failed, NotFound, Unavailable
 from shared.job import CheckpointSpec, RolloutsSpec
 from shared.wire import (
     Checkpoint,
+    CheckpointFile,
     CheckpointFiles,
     CheckpointList,
     EventList,
@@ -212,6 +214,41 @@ async def test_a_file_of_a_checkpoint_is_sent_whole_or_from_a_byte_on(stack: Sta
         refused = await stack.http.get(f"{files}/{name}")
         assert refused.status_code == 404, name
         assert "the checkpoint has no file" in refused.json()["detail"]
+
+
+async def test_a_file_that_is_shorter_than_its_manifest_says_is_damaged(
+    stack: Stack, tmp_path: Path
+) -> None:
+    """Downloading ends, and does not ask for ever."""
+    job_id, step, folder = await with_checkpoint(stack)
+    path = f"/v1/jobs/{job_id}/checkpoints/{step}"
+    files = (await stack.client.get(path, CheckpointFiles)).files
+    for content in (b"", WEIGHTS[:1000]):
+        (folder / "model.safetensors").write_bytes(content)
+        download = Download(stack.client, f"{path}/files", tmp_path / "to", lambda *_: None)
+        async with asyncio.timeout(20):
+            with pytest.raises(Failed, match=f"damaged: it has {len(content)} bytes; expected"):
+                await download.all(files)
+
+
+async def test_a_download_that_brings_nothing_ends(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = CheckpointFile(name="config.json", size_bytes=2, crc32=0)
+    (tmp_path / "config.json.part").write_bytes(b"{")
+    num_asked = 0
+
+    async def nothing(path: str, *, first_byte: int = 0) -> AsyncGenerator[bytes]:
+        nonlocal num_asked
+        num_asked += 1
+        assert num_asked == 1 and first_byte == 1
+        for piece in ():
+            yield piece
+
+    monkeypatch.setattr(stack.client, "pieces", nothing)
+    with pytest.raises(Failed, match=r"config\.json ended after 1 bytes; the checkpoint's has 2"):
+        await Download(stack.client, "/files", tmp_path, lambda *_: None).all([file])
+    assert not (tmp_path / "config.json.part").exists()
 
 
 async def test_a_download_that_is_cut_goes_on_where_it_was(

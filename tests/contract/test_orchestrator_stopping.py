@@ -189,6 +189,26 @@ async def test_a_job_that_has_cost_what_it_may_pauses_until_it_may_cost_more(
         assert (record.status, record.step, fakes.calls["train_step"]) == ("succeeded", 8, 8)
 
 
+async def test_a_job_that_has_reached_its_end_does_not_pause_at_its_cost(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    """It died after the row that ends it: to end costs nothing more."""
+    dear = settings.model_copy(update={"price_per_hour": 1e6})
+    fakes = FakeServices(dear)
+    async with (
+        fakes.running(dear) as running,
+        orchestrator(running, redis_url) as (_, transport),
+    ):
+        client = Client("orchestrator", "http://localhost", transport=transport)
+        paused = await orchestrator_stack.finish(
+            client, changed(job, stop={"max_cost": 1.0}), "paused"
+        )
+        path, body = f"/v1/jobs/{paused.id}/resume", ResumeRequest(set=("stop.max_tokens=1",))
+        await client.call("POST", path, body, JobState, deadline_s=30)
+        record = await orchestrator_stack.ended(client, paused.id)
+        assert (record.status, record.step, record.error) == ("succeeded", 1, None)
+
+
 async def test_a_cost_needs_a_price(stack: Stack) -> None:
     with pytest.raises(BadRequest) as raised:
         await stack.submit(changed(stack.job, stop={"max_cost": 5}))

@@ -5,13 +5,21 @@ from __future__ import annotations
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
+from shared.logs import get_logger
 from shared.plan.prices import Price, price_of_jobs
 
 
 def price_for(job: Job, settings: Settings) -> Price | None:
     """Returns the price of an hour; None where the settings do not say it. Raises BadRequest for a
-    job that is to pause at a cost then, and for a table of prices that cannot be read."""
-    price = price_of_jobs(settings)
+    job that is to pause at a cost then, or if its table of prices cannot be read; this stops no
+    other job."""
+    try:
+        price = price_of_jobs(settings)
+    except BadRequest as error:
+        if job.stop.max_cost is not None:
+            raise
+        get_logger().warning("cost of jobs not known", reason=error.detail)
+        return None
     if price is None and job.stop.max_cost is not None:
         raise BadRequest(
             f"stop.max_cost is {job.stop.max_cost:g}, and what an hour costs is not known; set "

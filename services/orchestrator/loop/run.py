@@ -35,7 +35,7 @@ from services.orchestrator.loop.doing import Doing
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
-from services.orchestrator.loop.stopping import Spent
+from services.orchestrator.loop.stopping import Spent, reason_to_stop
 from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.loop.tasks import stop, to_the_end
 from services.orchestrator.loop.waits import watch
@@ -270,7 +270,9 @@ class Run:
             self._trying = asyncio.create_task(self._try_rewards(first))
         rows = await asyncio.to_thread(self._folder.metrics)
         spent = Spent(rows, await asyncio.to_thread(self._folder.hours), self._price())
-        has_more = not rows or rows[-1].step < self._job.steps
+        has_more = not rows or (
+            rows[-1].step < self._job.steps and reason_to_stop(rows[-1], self._job.stop) is None
+        )
         if has_more and (why := spent.beyond(self._job.stop)):
             raise TooDear(why)
         return AfterStep(

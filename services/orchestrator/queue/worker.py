@@ -121,8 +121,12 @@ class Worker:
                 await asyncio.sleep(POLL_S)
                 continue
             away = None if self._lease else slot.away
-            with contextlib.suppress(Unavailable, StoreEmptied):  # the worker says so
+            try:
                 await self._store.slots.note(slot.name, slot.trainer, slot.samplers, away)
+            except (Unavailable, StoreEmptied):
+                pass  # the worker says so
+            except Exception:  # noted again soon, whatever it is
+                get_logger().exception("trainer not noted", trainer=slot.trainer)
             await asyncio.sleep(NOTE_S)
 
     async def _goes_elsewhere(self) -> bool:
@@ -235,13 +239,20 @@ class Worker:
 
 @dataclass(frozen=True)
 class _Beats:
-    """Heartbeats that say what the job is at."""
+    """Heartbeats that say what the job is at. That this cannot be said ends no job."""
 
     store: Store
     run: Run
 
     async def beat(self, lease: Lease) -> Asked | None:
-        return await self.store.beat(lease, self.run.doing())
+        return await self.store.beat(lease, self._doing(lease))
+
+    def _doing(self, lease: Lease) -> str | None:
+        try:
+            return self.run.doing()
+        except Exception:
+            get_logger().exception("what the job is at not known", job=lease.job_id)
+            return None
 
 
 def _outcome(work: asyncio.Task[Outcome]) -> Outcome:

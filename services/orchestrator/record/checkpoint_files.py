@@ -35,13 +35,19 @@ def files_of(folder: Path) -> tuple[CheckpointFile, ...]:
 
 
 def path_of(folder: Path, name: str) -> Path:
-    """Returns where the file of this name is. Raises NotFound for what the checkpoint has not."""
-    names = [file.name for file in files_of(folder)]
+    """Returns where the file of this name is. Raises NotFound for what the checkpoint has not, and
+    Failed for a file of another size than the manifest says."""
+    sizes = {file.name: file.size_bytes for file in files_of(folder)}
     path = folder / name
-    if name not in names or not path.resolve().is_relative_to(folder.resolve()):
-        raise NotFound(f"the checkpoint has no file {name!r:.200}; its files are {_some(names)}")
+    if name not in sizes or not path.resolve().is_relative_to(folder.resolve()):
+        raise NotFound(f"the checkpoint has no file {name!r:.200}; its files are {_some([*sizes])}")
     if not path.is_file():
         raise NotFound(f"{str(path)!r} is not there any more")
+    if (size := path.stat().st_size) != sizes[name]:
+        raise Failed(
+            f"{str(path)!r} is damaged: it has {size} bytes; expected {sizes[name]}, as the "
+            "checkpoint's manifest says; download another checkpoint"
+        )
     return path
 
 

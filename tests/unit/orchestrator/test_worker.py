@@ -104,6 +104,24 @@ async def test_a_trainer_whose_work_cannot_be_stopped_is_noted_no_more(
     await stop(noting)
 
 
+async def test_noting_a_trainer_and_heartbeats_go_on_after_an_unexpected_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "NOTE_S", 0.0)
+    store = Mock(beat=AsyncMock(return_value=None))
+    store.slots.note = AsyncMock(side_effect=[ValueError("a bug"), *[None] * 100])
+    worker = Worker(store, Settings())
+    worker._slot = Mock(was_looked_at=True, away=None)
+    noting = asyncio.create_task(worker._note_slot())
+    await _turns(20)
+    assert store.slots.note.await_count > 1
+    await stop(noting)
+    lease = Lease("a", 1, "trainer", 30.0)
+    run = Mock(doing=Mock(side_effect=KeyError("a bug")))
+    assert await worker_module._Beats(store, run).beat(lease) is None
+    store.beat.assert_awaited_once_with(lease, None)
+
+
 async def _turns(count: int) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
