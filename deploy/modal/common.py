@@ -19,8 +19,12 @@ from shared.errors import BadRequest
 
 SETTINGS = load_settings()
 PYTHON = "3.11"
-CUDA = "nvidia/cuda:12.9.1-devel-ubuntu22.04"
-"""With the compiler: DeepSpeed's CPU Adam and Triton's kernels are built where they run."""
+CUDA = (
+    "nvidia/cuda:13.0.2-devel-ubuntu22.04"
+    "@sha256:6b6617592b94e7dcc6ffbe6d00720eed27bc6e3b4f06b26b93b4070c31f57391"
+)
+"""With the compiler, of the version that torch was built with: DeepSpeed's CPU Adam and kernels of
+FlashInfer are built where they run, and DeepSpeed refuses another. The digest is that for amd64."""
 
 ROOT = Path(__file__).parents[2]
 PROJECT, PINS = ROOT / "pyproject.toml", ROOT / "requirements/cuda.txt"

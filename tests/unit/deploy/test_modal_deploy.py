@@ -4,12 +4,14 @@ plane of our own: what Modal would be asked to make."""
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.modal.common import CUDA, PINS
 from deploy.modal.flags import Flags, Placement
 from tests.support.modal_control_plane import PINNED, ControlPlane
 from tests.support.modal_lint import faults
@@ -201,8 +203,8 @@ def test_a_trial_is_one_container_with_redis_in_it(
 @pytest.mark.parametrize(
     ("function", "there", "not_there"),
     [
-        ("Sampler0", {"nvidia/cuda:12.9.1-devel", "vllm=="}, {"deepspeed", "redis=="}),
-        ("work", {"nvidia/cuda:12.9.1-devel", "deepspeed==", "redis=="}, {"vllm=="}),
+        ("Sampler0", {CUDA, "vllm=="}, {"deepspeed", "redis=="}),
+        ("work", {CUDA, "deepspeed==", "redis=="}, {"vllm=="}),
         ("Reward", {"math-verify==", "modal=="}, {"nvidia", "torch==", "vllm=="}),
         ("api", {"redis==", "datasets==", "modal=="}, {"nvidia", "torch=="}),
     ],
@@ -218,6 +220,12 @@ def test_an_image_has_what_its_service_needs_and_no_engine_of_others(
     mounted = {file for files in plane.mounts.values() for file in files}
     assert "/root/services/orchestrator/app.py" in mounted and "/root/shared/client.py" in mounted
     assert not any("tests" in file.split("/") for file in mounted)
+
+
+def test_the_compiler_of_cuda_is_of_the_version_that_torch_was_built_with() -> None:
+    pinned = re.search(r"(?m)^nvidia-cuda-nvrtc==(\d+\.\d+)\.", PINS.read_text())
+    base = re.fullmatch(r"nvidia/cuda:(\d+\.\d+)\.\d+-devel-ubuntu22\.04@sha256:\w{64}", CUDA)
+    assert pinned and base and base[1] == pinned[1], "DeepSpeed refuses to compile with another"
 
 
 def test_nothing_is_deployed_that_modal_takes_in_silence_though_it_is_wrong(
