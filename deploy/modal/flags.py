@@ -153,7 +153,10 @@ def one_container(num_gpus: int) -> dict[str, str]:
 
 
 def _settings(*, ranks: int, turns: bool) -> dict[str, str]:
+    """Returns the settings of a container that has all services. It sees what it writes itself, and
+    Modal would refuse to reload the Volume, of which Redis keeps a file open."""
     return {
+        "HONE_RUNS_REFRESH": "true",
         "HONE_COLOCATE": str(int(turns)),
         "HONE_TRAINER_RANKS": str(ranks),
         "HONE_TENSOR_PARALLEL_SIZE": "1",

@@ -25,8 +25,11 @@ DOORS = {"orchestrator": "api", "trial": "Stack"}
 
 
 def up(services: tuple[str, ...]) -> dict[str, Any]:
-    """Deploys an app for each service, and returns the jobs API's URL. Raises Unavailable if Modal
-    refuses one."""
+    """Deploys an app for each service, and returns the jobs API's URL. A trial that is deployed is
+    stopped first: Modal would start the new container beside the old one, and the Redis of both
+    would write the same file. Raises Unavailable if Modal refuses an app."""
+    if services == TRIAL:
+        down(TRIAL)
     for service in services:
         _modal("deploy", str(FOLDER / f"{service}.py"))
     return {"apps": [app_of(service) for service in services], "url": url_of(services[-1])}

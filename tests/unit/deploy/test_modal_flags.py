@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from deploy.devices import plan
 from deploy.modal.flags import OVERRIDES, Flags, job_of, one_container, placement_of
+from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import LoraSpec
 
@@ -135,3 +137,15 @@ def test_of_several_gpus_of_a_trial_the_sampler_has_one() -> None:
     one, three = one_container(1), one_container(3)
     assert (one["HONE_COLOCATE"], one["HONE_TRAINER_RANKS"]) == ("1", "1")
     assert (three["HONE_COLOCATE"], three["HONE_TRAINER_RANKS"]) == ("0", "2")
+    settings = Settings(trainer_ranks=2, tensor_parallel_size=1, colocate=False)
+    found = plan(("0", "1", "2"), settings)
+    assert found and (found.rollout, found.trainer) == (("0",), ("1", "2"))
+
+
+@pytest.mark.parametrize("mode", ["colocate", "serve"])
+def test_one_container_never_reloads_the_volume_that_it_alone_writes(mode: str) -> None:
+    """Modal would refuse: Redis and the logs keep files of it open."""
+    run = placement_of(flags(simple_mode=True, vllm_mode=mode), "A100")
+    assert run.environment["HONE_RUNS_REFRESH"] == "true"
+    assert one_container(1)["HONE_RUNS_REFRESH"] == "true"
+    assert "HONE_RUNS_REFRESH" not in placement_of(flags(), "A100").environment

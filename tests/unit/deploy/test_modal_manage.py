@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,23 @@ def test_services_are_deployed_before_those_that_call_them(asked: list[tuple[str
     assert shown(result) == "export HONE_ORCHESTRATOR_URL=https://orchestrator.modal.run"
     asked.clear()
     up(TRIAL)
-    assert [Path(file).stem for _, file in asked] == ["trial"]
+    assert [Path(call[-1]).stem for call in asked if call[0] == "deploy"] == ["trial"]
+
+
+def test_a_trial_that_is_deployed_is_stopped_before_another_has_its_redis(
+    asked: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployed = {"description": "hone-trial", "state": "deployed", "tasks": "1"}
+    monkeypatch.setattr(sys.modules[__name__], "LISTED", [deployed])
+    up(TRIAL)
+    assert [call[:2] for call in asked] == [("app", "list"), ("app", "stop"), asked[-1]]
+    assert asked[1][-1] == "hone-trial" and Path(asked[2][1]).stem == "trial"
+
+
+def test_the_page_shows_the_token_to_who_makes_it() -> None:
+    page = (Path(__file__).parents[3] / "docs/modal.md").read_text()
+    assert "export HONE_TOKEN=$(openssl rand -hex 32)\n" in page
+    assert "modal secret create hone HONE_TOKEN=$HONE_TOKEN" in page
 
 
 def test_the_state_of_each_app_is_that_of_the_newest_of_its_name(asked: Any) -> None:
