@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hone import view
+from services.orchestrator.loop import run as loop_run
 from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
 from shared.config import Settings
@@ -262,12 +263,32 @@ async def test_hours_of_an_attempt_without_a_row_are_counted(stack: Stack) -> No
     paused = await stack.until(id, "paused")
     folder = RunFolder(Path(paused.run_dir))
     assert folder.hours() > 0
-    folder.write_hours(5.0)
-    folder.write_hours(4.0)  # of a worker that was superseded
+    folder.write_spent(5.0, 0.0)
+    folder.write_spent(4.0, 0.0)  # of a worker that was superseded
     await stack.post(f"{id}/resume", ResumeRequest())
     record = await stack.until(id)
     assert metrics(record, 1)["total/hours"] == pytest.approx(5.0, abs=0.1)
     assert folder.hours() >= metrics(record, 1)["total/hours"]
+
+
+async def test_what_an_attempt_takes_is_on_disk_before_it_ends(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be killed, before it has recorded a row and while its data is checked, too."""
+    monkeypatch.setattr(loop_run, "NOTE_SPENT_S", 0.01)
+    go = asyncio.Event()
+
+    async def wait(_: Any) -> None:
+        await go.wait()
+
+    stack.fakes.fault["train_step"] = wait
+    id = (await stack.submit(changed(stack.job, steps=1, data={"eval": None}))).id
+    folder = stack.folder(id)
+    async with asyncio.timeout(20):
+        while folder.hours() == 0:
+            await asyncio.sleep(0.02)
+    go.set()
+    await stack.until(id)
 
 
 # --- epochs --------------------------------------------------------------------------------------

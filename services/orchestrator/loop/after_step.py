@@ -162,7 +162,7 @@ class AfterStep:
         start = time.monotonic()
         row = MetricsRow(step=number, metrics=metrics)
         await asyncio.to_thread(self.folder.append_metrics, row)
-        await asyncio.to_thread(self.folder.write_hours, self.spent.hours)
+        await asyncio.to_thread(self.folder.write_spent, self.spent.hours, self.spent.cost)
         self.tracker.log(number, metrics)
         await self.journal.row(row, self.job.steps, eta_s, currency=self._currency)
         if self.tracker.trouble:

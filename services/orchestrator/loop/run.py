@@ -57,6 +57,9 @@ from shared.wire import JobRecord, Prompt, TrainerState
 LOOK_AT_IDLE_S = 2.0
 """Seconds between two times that services without work are asked whether they are there."""
 
+NOTE_SPENT_S = 60.0
+"""Seconds between two notes in the run folder of what the job has taken."""
+
 LOOK_AT_LOADING_S = 2.0
 """Seconds between two looks at what a trainer that loads a job does."""
 
@@ -96,6 +99,7 @@ class Run:
             store.samplers.urls,
         )
         self._tracker = Tracker(record.job, record.id, self._folder.path)
+        self._spent: Spent | None = None
         self._after: AfterStep | None = None
         self._began = 0.0
         self._furthest = record.step
@@ -118,7 +122,7 @@ class Run:
             return outcome
         finally:
             await self._end_trying()
-            await to_the_end(self._note_hours())
+            await to_the_end(self._note_spent())
             await self._tracker.finish(outcome is not None and outcome.status == "succeeded")
 
     def doing(self) -> str:
@@ -165,11 +169,12 @@ class Run:
         work = asyncio.create_task(self._train())
         watching = asyncio.create_task(watch(peers.waits, stall_s, peers.under_way, tell))
         looking = asyncio.create_task(self._look())
+        noting = asyncio.create_task(self._keep_spent_noted())
         try:
             await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
             return work.result() if work.done() else watching.result() or {}
         finally:
-            await stop(work, watching, looking)
+            await stop(work, watching, looking, noting)
 
     async def _look(self) -> None:
         while True:
@@ -256,6 +261,7 @@ class Run:
             self._folder.create, self._job, self._record.data, self._store.identity
         )
         await asyncio.to_thread(self._folder.write_note, await self._store.note(self._record.id))
+        spent = await self._begin_spending()
         self._doing.begin("checking data and rewards", "the model is loaded")
         with self._peers.waits.on("data", "reading the prompts"):
             history = History(await asyncio.to_thread(self._folder.verdicts))
@@ -268,13 +274,6 @@ class Run:
         await self._peers.validate_rewards(prompts.columns, first)
         if not self._record.step:
             self._trying = asyncio.create_task(self._try_rewards(first))
-        rows = await asyncio.to_thread(self._folder.metrics)
-        spent = Spent(rows, await asyncio.to_thread(self._folder.hours), self._price())
-        has_more = not rows or (
-            rows[-1].step < self._job.steps and reason_to_stop(rows[-1], self._job.stop) is None
-        )
-        if has_more and (why := spent.beyond(self._job.stop)):
-            raise TooDear(why)
         return AfterStep(
             self._job,
             prompts,
@@ -285,6 +284,21 @@ class Run:
             spent,
             self._settings.max_missing_rewards,
         )
+
+    async def _begin_spending(self) -> Spent:
+        """From now on what the attempt takes counts. Raises TooDear for a job that has cost what it
+        may and has more to do."""
+        rows = await asyncio.to_thread(self._folder.metrics)
+        if self._spent is None:
+            hours = await asyncio.to_thread(self._folder.hours)
+            cost = await asyncio.to_thread(self._folder.cost)
+            self._spent = Spent(rows, hours, self._price(), cost)
+        has_more = not rows or (
+            rows[-1].step < self._job.steps and reason_to_stop(rows[-1], self._job.stop) is None
+        )
+        if has_more and (why := self._spent.beyond(self._job.stop)):
+            raise TooDear(why)
+        return self._spent
 
     def _price(self) -> Price | None:
         try:
@@ -372,13 +386,19 @@ class Run:
             await stop(self._trying)
             await asyncio.gather(self._trying, return_exceptions=True)
 
-    async def _note_hours(self) -> None:
+    async def _keep_spent_noted(self) -> None:
+        """So an attempt that is killed loses no more than NOTE_SPENT_S of what it has taken."""
+        while True:
+            await asyncio.sleep(NOTE_SPENT_S)
+            await self._note_spent()
+
+    async def _note_spent(self) -> None:
         """An attempt that recorded no row has taken its time, too."""
-        if self._after is None:
+        if (spent := self._spent) is None:
             return
         try:
-            await asyncio.to_thread(self._folder.write_hours, self._after.spent.hours)
-        except HoneError as error:  # what became of the job matters more
+            await asyncio.to_thread(self._folder.write_spent, spent.hours, spent.cost)
+        except (HoneError, OSError, ValueError) as error:  # what becomes of the job matters more
             get_logger().warning("hours not noted", job=self._record.id, reason=str(error))
 
     def _note_progress(self, step: int) -> None:

@@ -24,16 +24,22 @@ REPLAYED = "replayed"
 
 
 class Spent:
-    """What the job has taken so far, over all attempts: metrics of each step. `rows` and
-    `hours` are those that an attempt finds in the run folder when it begins; hours that a failure
-    made it do again count. `price` is that of an hour, None where it is not known."""
+    """What the job has taken so far, over all attempts: metrics of each step. `rows`, `hours` and
+    `cost` are those that an attempt finds in the run folder when it begins; hours that a failure
+    made it do again count. `price` is that of an hour of this attempt, None where it is not
+    known."""
 
     def __init__(
-        self, rows: Sequence[MetricsRow], hours: float = 0.0, price: Price | None = None
+        self,
+        rows: Sequence[MetricsRow],
+        hours: float = 0.0,
+        price: Price | None = None,
+        cost: float = 0.0,
     ) -> None:
         self.price = price
         self._began = time.monotonic()
         self._hours_before = max([hours, *(row.metrics.get(HOURS, 0.0) for row in rows)])
+        self._cost_before = max([cost, *(row.metrics.get(COST, 0.0) for row in rows)])
         self._tokens = 0.0
 
     def go_on_from(self, rows: Sequence[MetricsRow]) -> None:
@@ -43,23 +49,34 @@ class Spent:
     def after(self, batch: Batch) -> dict[str, float]:
         """Returns what was taken once the batch has been trained on."""
         self._tokens += sum(map(num_sampled, batch.groups)) + batch.dropped_tokens
-        hours = self.hours
-        taken = {TOKENS: self._tokens, HOURS: hours}
-        return taken | ({COST: hours * self.price.per_hour} if self.price else {})
+        own_hours = self._own_hours  # both at the same moment
+        taken = {TOKENS: self._tokens, HOURS: self._hours_before + own_hours}
+        return taken | ({COST: self._cost_with(own_hours)} if self.price else {})
 
     @property
     def hours(self) -> float:
-        return self._hours_before + (time.monotonic() - self._began) / 3600
+        return self._hours_before + self._own_hours
+
+    @property
+    def cost(self) -> float:
+        """What the attempts whose price was known have cost, each at the price of its time."""
+        return self._cost_with(self._own_hours)
+
+    def _cost_with(self, own_hours: float) -> float:
+        return self._cost_before + (own_hours * self.price.per_hour if self.price else 0.0)
+
+    @property
+    def _own_hours(self) -> float:
+        return (time.monotonic() - self._began) / 3600
 
     def beyond(self, spec: StopSpec) -> str | None:
         """Returns that the job has cost what it may, as a sentence; None: it has not."""
-        price, hours = self.price, self.hours
-        if spec.max_cost is None or price is None or hours * price.per_hour < spec.max_cost:
+        price, cost = self.price, self.cost
+        if spec.max_cost is None or price is None or cost < spec.max_cost:
             return None
         return (
-            f"it has cost {hours * price.per_hour:.2f} {price.currency} ({hours:.3g} hours at "
-            f"{price.per_hour:g}: {price.source}), and stop.max_cost is "
-            f"{spec.max_cost:g}"
+            f"it has cost {cost:.2f} {price.currency} ({self.hours:.3g} hours, now at "
+            f"{price.per_hour:g}: {price.source}), and stop.max_cost is {spec.max_cost:g}"
         )
 
 

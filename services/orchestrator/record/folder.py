@@ -50,7 +50,7 @@ REDIS = "redis"
 
 NOTE = "record.json"
 
-HOURS = "hours"
+HOURS, COST = "hours", "cost"
 
 DIFFICULTY = "difficulty.jsonl"
 
@@ -130,15 +130,23 @@ class RunFolder:
         rows = {each.step: each for each in self.metrics()} | {row.step: row}
         self._write("metrics.jsonl", b"".join(_metrics_line(rows[step]) for step in sorted(rows)))
 
-    def write_hours(self, hours: float) -> None:
-        """Notes for how long the job has had the services, unless more is noted, if the folder is
-        there."""
-        if self.path.is_dir() and hours > self.hours():
-            self._write(HOURS, f"{hours!r}\n".encode())
+    def write_spent(self, hours: float, cost: float) -> None:
+        """Notes for how long the job has had the services, and what that has cost, each unless more
+        is noted, if the folder is there."""
+        for name, spent, noted in ((HOURS, hours, self.hours()), (COST, cost, self.cost())):
+            if self.path.is_dir() and spent > noted:
+                self._write(name, f"{spent!r}\n".encode())
 
     def hours(self) -> float:
         """Returns for how long the job has had the services; 0 where nothing says so."""
-        path = self.path / HOURS
+        return self._number(HOURS)
+
+    def cost(self) -> float:
+        """Returns what the job has cost; 0 where nothing says so."""
+        return self._number(COST)
+
+    def _number(self, name: str) -> float:
+        path = self.path / name
         return float(path.read_text()) if path.exists() else 0.0
 
     def append_verdicts(self, step: int, verdicts: Mapping[int, str]) -> None:

@@ -21,7 +21,7 @@ thing.
 | num_examples, num_tokens       | what was trained on                                         |
 | skipped_problems               | problems that the step does not take, with [difficulty]     |
 | total/tokens, total/hours      | sampled to train on, and taken, since the job began         |
-| total/cost                     | the hours by the price of one, where that is known          |
+| total/cost                     | each attempt's hours by the price of one, where known       |
 | replayed                       | 1 if its batch was on disk: trained again, not sampled      |
 | eval/..., eval/<set>/...       | of held-out problems: reward, pass@k, completions/...       |
 | skipped_steps                  | 1 if the update was refused: loss or gradient not finite    |

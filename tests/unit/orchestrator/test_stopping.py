@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.orchestrator.loop import stopping
 from services.orchestrator.loop.stopping import COST, HOURS, TOKENS, Spent, reason_to_stop
 from services.orchestrator.record.retention import WRITTEN, best_step
 from shared.job import CheckpointSpec, Job, StopSpec
@@ -67,14 +68,23 @@ def test_what_was_spent_goes_on_from_the_rows_that_are_left() -> None:
     assert spent.after(batch)[TOKENS] == 2
 
 
-def test_the_cost_is_all_hours_at_the_price_of_now() -> None:
+def test_each_attempt_costs_its_hours_at_the_price_of_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """2 hours have cost 8; 0.5 more at 4 make it 10."""
+    now = 1000.0
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
     price = Price(per_hour=4.0, currency="EUR", source="the invoice")
-    spent = Spent([], 2.5, price)
+    rows = [MetricsRow(step=1, metrics={HOURS: 1.0, COST: 3.0})]
+    spent = Spent(rows, 2.0, price, 8.0)
+    now += 1800
     batch = make_batch((score(make_job(), 1.0),))
-    assert spent.after(batch)[COST] == pytest.approx(10.0, abs=0.01)
+    assert spent.after(batch)[COST] == pytest.approx(10.0)
+    assert (spent.hours, spent.cost) == (pytest.approx(2.5), pytest.approx(10.0))
     assert spent.beyond(StopSpec(max_cost=10.5)) is None and spent.beyond(StopSpec()) is None
-    why = "it has cost 10.00 EUR (2.5 hours at 4: the invoice), and stop.max_cost is 10"
+    why = "it has cost 10.00 EUR (2.5 hours, now at 4: the invoice), and stop.max_cost is 10"
     assert spent.beyond(StopSpec(max_cost=10)) == why
+    assert Spent(rows, 2.0, price).cost == pytest.approx(3.0), "by its row"
     unknown = Spent([], 2.5)
     assert COST not in unknown.after(batch) and unknown.beyond(StopSpec(max_cost=1)) is None
 
