@@ -88,14 +88,14 @@ def knobs(
     job: Job, num_ranks: int, shape: tuple[int, int] | None, planned: Planned | None = None
 ) -> str:
     """Returns the settings that would save memory, those that cost least first, with how much less
-    is `planned` then, and without those that would save nothing. `shape`: sequences and tokens,
+    is `planned` then. Those that would save nothing are left out, unless that is so of all, as with
+    a model of a few megabytes. `shape`: sequences and tokens,
     padding included, of the micro-batch that did not fit, if it was one."""
-    memory, turns = job.memory, list[str]()
+    memory, turns = job.memory, list[tuple[str, str]]()
+    on_cpu = planned is not None and planned.ranks.device == "cpu"
 
     def turn(text: str, after: Job) -> None:
-        saving = planned.saving(job, after) if planned else ""
-        if saving or planned is None:
-            turns.append(text + saving)
+        turns.append((text, planned.saving(job, after) if planned else ""))
 
     def turn_memory(key: str, value: int | bool, note: str = "", **also: int) -> None:
         before = getattr(memory, key)
@@ -112,7 +112,7 @@ def knobs(
         turn_memory("gradient_checkpointing", True)
     if num_ranks > 1 and memory.zero_stage < 3:
         turn_memory("zero_stage", max(2, memory.zero_stage + 1))
-    if not memory.offload_optimizer:
+    if not memory.offload_optimizer and not on_cpu:
         if memory.zero_stage:
             turn_memory("offload_optimizer", True)
         else:
@@ -120,11 +120,12 @@ def knobs(
     if job.lora is None:
         after = job.model_copy(update={"lora": LoraSpec()})
         turn("[lora], which trains adapters only", after)
+    found = [text + saving for text, saving in turns if saving] or [text for text, _ in turns]
     if shape and not half:
-        turns.append(
+        found.append(
             f"sampling.max_tokens: a micro-batch was one sequence of {shape[1]} tokens already"
         )
-    return "; ".join(turns)
+    return "; ".join(found)
 
 
 def _toml(value: int | bool) -> str:

@@ -3,6 +3,8 @@ when memory runs out."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from deepspeed.comm.torch import build_shm_op
@@ -160,6 +162,15 @@ def test_offloading_is_planned_with_the_stage_that_it_needs():
     # 5.52 and no more of it; buffers of 8 x 200,000,000 and 2 x 136,134,656 come with ZeRO: 1.74
     wanted = "memory.offload_optimizer from false to true with memory.zero_stage 2 (3.78 GiB less)"
     assert wanted in turns
+
+
+def test_where_the_plan_is_too_coarse_to_tell_every_setting_is_named():
+    sizes = {"num_layers": 2, "hidden": 8, "intermediate": 8, "heads": 1, "kv_heads": 1}
+    sizes |= {"head_size": 8, "vocabulary": 64, "shapes": {"w": (64, 64)}}
+    tiny = dataclasses.replace(model("Qwen2.5-0.5B"), **sizes)
+    job = plan_job(memory={"gradient_checkpointing": False, "micro_batch_tokens": 1000})
+    turns = knobs(job, 1, None, Planned(tiny, Ranks(1, 4, "cpu")))
+    assert "memory.chunk_tokens from 1024 to 512" in turns and "offload" not in turns
 
 
 def test_on_a_cpu_the_optimizer_has_no_other_memory_to_go_to():
