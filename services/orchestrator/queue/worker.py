@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 
 from services.orchestrator.loop.run import Outcome, Run
-from services.orchestrator.loop.tasks import stop
+from services.orchestrator.loop.tasks import stop, to_the_end
 from services.orchestrator.queue import heartbeat
 from services.orchestrator.queue.connection import StoreEmptied
 from services.orchestrator.queue.known_slots import NOTE_S
@@ -199,7 +199,11 @@ class Worker:
             await note_end(self._store, lease.job_id)
         finally:
             self._is_stopping = True
-            await stop(work, beat)
+            work.cancel()
+            try:  # whoever is cancelled again meanwhile: a heartbeat that went on would keep the job
+                await to_the_end(stop(beat))
+            finally:
+                await stop(work)
             await asyncio.gather(beat, return_exceptions=True)  # no lease is left of an ended job
             await run.close()
             self._is_stopping = False
