@@ -200,7 +200,7 @@ class Worker:
         finally:
             self._is_stopping = True
             work.cancel()
-            try:  # whoever is cancelled again meanwhile: a heartbeat that went on would keep the job
+            try:  # though cancelled again meanwhile: a heartbeat that went on would keep the job
                 await to_the_end(stop(beat))
             finally:
                 await stop(work)
