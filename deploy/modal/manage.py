@@ -86,8 +86,10 @@ def _modal(*arguments: str, quiet: bool = False) -> str:
     if not quiet:
         sys.stderr.write(ended.stdout)
     if ended.returncode:
+        lines = ended.stdout.strip().splitlines() if quiet else []
+        why = f": {lines[-1]}" if lines else ""
         shown = " ".join(arguments)
-        raise Unavailable(f"`modal {shown}` ended with exit code {ended.returncode}")
+        raise Unavailable(f"`modal {shown}` ended with exit code {ended.returncode}{why}")
     return ended.stdout
 
 

@@ -91,7 +91,8 @@ HUB = {
 def look(train: str, held_out: str | None, prompt: str | None, answer: str | None) -> Source:
     """Returns the source that `train` names; `prompt` and `answer` are columns given by name.
 
-    Raises BadRequest for a file that cannot be read, and for columns that are not known."""
+    Raises BadRequest for a file that cannot be read, for columns that are not known, and for a row
+    without a prompt, which no job would be made of."""
     path = Path(train)
     if not path.is_file():
         return _unseen(train, held_out, prompt, answer)
@@ -101,8 +102,20 @@ def look(train: str, held_out: str | None, prompt: str | None, answer: str | Non
     rows = read_rows(path)
     if not rows:
         raise BadRequest(f"{train!r} has no rows; expected at least one")
-    tested = tuple(read_rows(Path(held_out))) if held_out and Path(held_out).is_file() else ()
-    return Source(train, held_out, layout_of(rows, train, prompt, answer), {}, tuple(rows), tested)
+    layout = layout_of(rows, train, prompt, answer)
+    tested = read_rows(Path(held_out)) if held_out and Path(held_out).is_file() else []
+    for name, read in ((train, rows), (held_out or "", tested)):
+        _check_prompts(name, read, layout.prompt)
+    return Source(train, held_out, layout, {}, tuple(rows), tuple(tested))
+
+
+def _check_prompts(name: str, rows: Sequence[Row], column: str) -> None:
+    for number, row in enumerate(rows, 1):
+        if (value := row.get(column)) is None or value == "":
+            raise BadRequest(
+                f"{name!r}, row {number}, column {column!r}: got {value!r}; expected a prompt. "
+                "Remove the row, or name another column by --prompt"
+            )
 
 
 def read_rows(path: Path) -> list[Row]:

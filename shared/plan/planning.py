@@ -17,6 +17,9 @@ from shared.wire.planning import Cost, Placement, Plan
 PROMPT_TOKENS = 512
 """Tokens of a prompt where nothing says how long prompts are."""
 
+LEAST_HOST_GIB = 1.0
+"""Memory of the host that is worth a note."""
+
 
 @dataclass(frozen=True)
 class Known:
@@ -112,8 +115,8 @@ def _notes(
             f"completions are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"
             "), and the times are from data sheets; `hone plan --measured RUN` takes those of a run"
         )
-    if placement.trainer.host_gib:
-        host = placement.trainer_ranks * placement.trainer.host_gib
+    host = placement.trainer_ranks * placement.trainer.host_gib
+    if host >= LEAST_HOST_GIB:
         notes.append(f"the ranks need {host:.1f} GiB of the host's memory, which is not checked")
     if placement.fits and placement.time is None:
         where = "a CPU" if pools[0].gpu.is_cpu else pools[0].gpu.name

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.modal import manage
 from deploy.modal.manage import SERVICES, TRIAL, down, shown, status, up
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Unavailable
 
 LISTED = [
     {"description": "hone-rollout", "state": "deployed", "tasks": "2"},
@@ -111,3 +111,10 @@ def test_uploaded_files_are_named_as_a_job_has_to(
     assert batch.put == [(str(file), "/train.jsonl")]
     with pytest.raises(BadRequest, match=r"no file at '.*/none\.jsonl'"):
         manage.upload([tmp_path / "none.jsonl"])
+
+
+@pytest.mark.slow
+def test_a_question_that_modal_refuses_says_why() -> None:
+    """Its answer is not shown as it comes, for it is JSON where all is well."""
+    with pytest.raises(Unavailable, match="ended with exit code 2: .*No such command 'nosuch'"):
+        manage._modal("nosuch", quiet=True)

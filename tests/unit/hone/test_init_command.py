@@ -186,3 +186,14 @@ def test_a_file_that_is_there_is_not_replaced_unasked(here: Path) -> None:
     code, shown = run("--model", "a/b", "--data", "openai/gsm8k")
     assert code == 2 and "job.toml is there already; --force replaces it" in shown
     assert (here / "job.toml").read_text() == "mine"
+
+
+@pytest.mark.parametrize("prompt", [None, ""])
+def test_a_row_without_a_prompt_is_named_and_no_job_is_written(here: Path, prompt: Any) -> None:
+    make_model_folder(here / "model", window=2048)
+    write(here / "train.jsonl", [{"question": "1+1?", "answer": "2"}] * 2)
+    write(here / "test.jsonl", [{"question": "2+2?"}, {"question": prompt}])
+    code, shown = run("--model", "model", "--data", "train.jsonl", "--reward", "math")
+    assert code == 2
+    assert f"row 2, column 'question': got {prompt!r}; expected a prompt" in " ".join(shown.split())
+    assert not (here / "job.toml").exists()
