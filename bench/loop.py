@@ -35,15 +35,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
 
 import hone
 from bench.loop_side import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, LEARNING_RATE, Task, write_task
-from bench.report import Figure, finish, table
+from bench.report import Figure, finish, ratios, repeated, table
 from deploy import local
 from deploy.demo import free_ports
 
@@ -284,19 +284,19 @@ def compare(name: str, task: Task, turns: Turns) -> list[Figure]:
     better = [max(pair) for pair in zip(*(rates[side] for side in trls), strict=True)]
     overheads = [overhead(turn) for turn in turns["Hone"]]
     return [
-        _figure(
+        repeated(
             f"{name}: samples per second, Hone to the better TRL",
-            _ratios(rates["Hone"], better),
+            ratios(rates["Hone"], better),
             "x",
             LEAST_RATIO,
         ),
-        _figure(f"{name}: share of a step beside its work", overheads, "", MOST_OVERHEAD, "max"),
-        _figure(f"{name}: {AHEAD}, to the better TRL", _ratios(rates[AHEAD], better), "x"),
+        repeated(f"{name}: share of a step beside its work", overheads, "", MOST_OVERHEAD, "max"),
+        repeated(f"{name}: {AHEAD}, to the better TRL", ratios(rates[AHEAD], better), "x"),
         *[
-            _figure(f"{name}: Hone to {side}", _ratios(rates["Hone"], rates[side]), "x")
+            repeated(f"{name}: Hone to {side}", ratios(rates["Hone"], rates[side]), "x")
             for side in trls
         ],
-        *[_figure(f"{name}: {side}", rates[side], "samples/s") for side in rates],
+        *[repeated(f"{name}: {side}", rates[side], "samples/s") for side in rates],
     ]
 
 
@@ -318,20 +318,6 @@ def breakdown(turns: Turns) -> str:
         shown = ["" if seconds != seconds else f"{seconds:.3f}" for seconds in stages]
         rows.append((side, f"{step_s:.3f}", *shown))
     return table(rows, ("side", "step", *STAGES, "keep", "store", "record"))
-
-
-def _ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    return [one / other for one, other in zip(above, below, strict=True)]
-
-
-def _figure(
-    name: str,
-    values: list[float],
-    unit: str,
-    goal: float | None = None,
-    bound: Literal["min", "max"] = "min",
-) -> Figure:
-    return Figure(name, median(values), unit, goal, bound, (min(values), max(values)))
 
 
 if __name__ == "__main__":

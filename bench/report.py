@@ -12,6 +12,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal
 
 
@@ -45,6 +46,22 @@ class Figure:
     def range(self) -> str:
         """What the table says of the repeats."""
         return "" if self.spread is None else f"{self.spread[0]:.4g} to {self.spread[1]:.4g}"
+
+
+def repeated(
+    name: str,
+    values: Sequence[float],
+    unit: str = "",
+    goal: float | None = None,
+    bound: Literal["min", "max"] = "min",
+) -> Figure:
+    """Returns the figure whose value is the median of the repeats."""
+    return Figure(name, median(values), unit, goal, bound, (min(values), max(values)))
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Returns one side to the other, repeat by repeat."""
+    return [one / other for one, other in zip(above, below, strict=True)]
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:

@@ -30,13 +30,12 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from string import ascii_lowercase
 from typing import Any
 
 import httpx2 as httpx
 
-from bench.report import Figure, finish
+from bench.report import Figure, finish, repeated
 from bench.rollout_side import PROMPT, write_model
 from bench.scale_side import quiet
 from shared import codec, rendering
@@ -147,14 +146,14 @@ def figures_of(label: str, found: dict[str, list[Measured]], wire_bytes: float) 
         for ours, theirs in zip(found["/generate"], found["vLLM"], strict=True)
     ]
     return [
-        _figure(f"{label}: tokens per second, to vLLM", ratios, "x", 0.95),
+        repeated(f"{label}: tokens per second, to vLLM", ratios, "x", 0.95),
         Figure(f"{label}: wire bytes per token", wire_bytes, "B", MOST_BYTES, "max"),
         *[
-            _figure(f"{label}: {name}", [one.rate for one in of], "/s")
+            repeated(f"{label}: {name}", [one.rate for one in of], "/s")
             for name, of in found.items()
         ],
         *[
-            _figure(f"{label}: {name}, CPU time per token", [one.cpu_us for one in of], "us")
+            repeated(f"{label}: {name}, CPU time per token", [one.cpu_us for one in of], "us")
             for name, of in found.items()
         ],
     ]
@@ -231,10 +230,6 @@ async def _line(side: subprocess.Popen[str]) -> str:
         if line.startswith(("{", '"')):
             return line
     raise RuntimeError(f"the sampler's process ended with {side.wait()}")
-
-
-def _figure(name: str, values: list[float], unit: str, goal: float | None = None) -> Figure:
-    return Figure(name, median(values), unit, goal, spread=(min(values), max(values)))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from bench.report import Figure, finish
+from bench.report import Figure, finish, repeated
 from bench.sync_adapter import measure_adapter
 from services.rollout.on_vllm.starter import VllmStarter
 from services.rollout.sampler import Sampler
@@ -282,9 +282,9 @@ def figures(name: str, found: dict[SyncMethod, list[Measured]]) -> list[Figure]:
     """Returns what is reported of one model."""
     shm = found["shm"]
     result = [
-        _median(f"{name}: memory copied out and in", [run.copy_s for run in shm], "s"),
-        _median(f"{name}: vLLM's own part of a load", [run.vllm_s for run in shm], "s"),
-        _median(f"{name}: of it the packing of matrices", [run.pack_s for run in shm], "s"),
+        repeated(f"{name}: memory copied out and in", [run.copy_s for run in shm], "s"),
+        repeated(f"{name}: vLLM's own part of a load", [run.vllm_s for run in shm], "s"),
+        repeated(f"{name}: of it the packing of matrices", [run.pack_s for run in shm], "s"),
     ]
     for method, runs in found.items():
         label = f"{name} {method}"
@@ -312,15 +312,11 @@ def to_copying(label: str, runs: list[Measured]) -> list[Figure]:
     """Returns what publishing and loading takes, as a multiple of copying the same bytes."""
     ours = [(run.total_s - run.pause_s) / run.copy_s for run in runs]
     return [
-        _median(f"{label}: to copying", [run.total_s / run.copy_s for run in runs], "x"),
-        _median(f"{label}: to copying, without the pause", ours, "x", SHM_COPIES),
-        _median(f"{label}: that in CPU time", [r.cpu_s / r.copy_cpu_s for r in runs], "x"),
-        _median(f"{label}: packing to copying", [run.pack_s / run.copy_s for run in runs], "x"),
+        repeated(f"{label}: to copying", [run.total_s / run.copy_s for run in runs], "x"),
+        repeated(f"{label}: to copying, without the pause", ours, "x", SHM_COPIES, "max"),
+        repeated(f"{label}: that in CPU time", [r.cpu_s / r.copy_cpu_s for r in runs], "x"),
+        repeated(f"{label}: packing to copying", [run.pack_s / run.copy_s for run in runs], "x"),
     ]
-
-
-def _median(name: str, values: list[float], unit: str, goal: float | None = None) -> Figure:
-    return Figure(name, median(values), unit, goal, "max", (min(values), max(values)))
 
 
 def main(arguments: list[str]) -> int:

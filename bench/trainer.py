@@ -39,9 +39,9 @@ import subprocess
 import sys
 from dataclasses import asdict
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
-from bench.report import Figure, finish, table
+from bench.report import Figure, finish, ratios, repeated, table
 from bench.trainer_side import Task
 
 TASKS = {
@@ -110,39 +110,25 @@ def compare(name: str, runs: Runs) -> list[Figure]:
     losses = [abs(hone["loss"] - trl["loss"]) for hone, trl in pairs]
     norms = [abs(hone["grad_norm"] / trl["grad_norm"] - 1) for hone, trl in pairs]
     return [
-        _figure(
+        repeated(
             f"{name}: tokens per second, Hone to TRL",
-            _ratios(rates["hone"], rates["trl"]),
+            ratios(rates["hone"], rates["trl"]),
             "x",
             goals["speed"],
         ),
-        _figure(
+        repeated(
             f"{name}: peak memory, Hone to TRL",
-            _ratios(memory["hone"], memory["trl"]),
+            ratios(memory["hone"], memory["trl"]),
             "x",
             goals["memory"],
             "max",
         ),
-        _figure(f"{name}: difference of the losses", losses, "", 1e-5, "max"),
-        _figure(f"{name}: difference of the gradients' norms", norms, "", 1e-5, "max"),
-        _figure(f"{name}: CPU time, TRL to Hone", _ratios(cpu["trl"], cpu["hone"]), "x"),
-        *[_figure(f"{name}: {side} tokens per second", rates[side], "/s") for side in runs],
-        *[_figure(f"{name}: {side} peak memory", memory[side], "MiB") for side in runs],
+        repeated(f"{name}: difference of the losses", losses, "", 1e-5, "max"),
+        repeated(f"{name}: difference of the gradients' norms", norms, "", 1e-5, "max"),
+        repeated(f"{name}: CPU time, TRL to Hone", ratios(cpu["trl"], cpu["hone"]), "x"),
+        *[repeated(f"{name}: {side} tokens per second", rates[side], "/s") for side in runs],
+        *[repeated(f"{name}: {side} peak memory", memory[side], "MiB") for side in runs],
     ]
-
-
-def _ratios(above: list[float], below: list[float]) -> list[float]:
-    return [one / other for one, other in zip(above, below, strict=True)]
-
-
-def _figure(
-    name: str,
-    values: list[float],
-    unit: str,
-    goal: float | None = None,
-    bound: Literal["min", "max"] = "min",
-) -> Figure:
-    return Figure(name, median(values), unit, goal, bound, (min(values), max(values)))
 
 
 def breakdown(runs: Runs) -> str:
