@@ -63,6 +63,10 @@ class Link:
         """Lets no byte come or go, as a network that was cut does: no connection breaks."""
         self._flowing.clear()
 
+    def lead_to(self, target: Address) -> None:
+        """Lets new connections go to another address. Those that there are stay where they are."""
+        self._target = target
+
     def mend(self) -> None:
         self._is_cut = False
         self._flowing.set()

@@ -49,12 +49,16 @@ CAUSES = {
     "OOM": "its memory is full: raise its maxmemory, or remove jobs that have ended (`hone rm`)",
     "READONLY": "it only answers reads: HONE_REDIS_URL leads to a replica; expected the primary",
     "MASTERDOWN": "it is a replica without its primary; expected HONE_REDIS_URL to lead to that",
+    "UNBLOCKED": "it has just become a replica of another one; HONE_REDIS_URL leads to that soon",
     "LOADING": "it still reads its file, and answers once that is done",
     "MISCONF": "it cannot write its file: free some space on its disk, or look into its log",
     "NOPERM": "its user may not do that: allow it all commands on keys that begin with hone:",
 }
 """What to do, by the word for an error that Redis puts first; of an error within a script, some
 versions have it further on."""
+
+NOT_PRIMARY = ("READONLY", "MASTERDOWN", "UNBLOCKED")
+"""How a primary answers in whose place another one was put."""
 
 
 class StoreUnavailable(Unavailable):
@@ -145,7 +149,17 @@ class Connection:
         try:
             return await command
         except RedisError as error:
-            raise _unavailable(error) from error
+            word = _word_of(error)
+            if word in NOT_PRIMARY:
+                await self._reconnect()
+            raise _unavailable(error, word) from error
+
+    async def _reconnect(self) -> None:
+        """Lets every connection be made anew, those in use after what they wait for: HONE_REDIS_URL
+        may lead to another Redis than when they were made, as after a failover."""
+        for client in (self.client, self.beats, self.followers):
+            await client.connection_pool.update_active_connections_for_reconnect()
+            await client.connection_pool.disconnect(inuse_connections=False)
 
     async def _misplaced(self, job_id: Any) -> str:
         """Returns how a sentence goes on about the key that holds another type than Hone keeps
@@ -197,10 +211,16 @@ def _field(value: Any) -> str:
     return str(value).encode(errors="replace").decode()
 
 
-def _unavailable(error: RedisError) -> StoreUnavailable:
+def _word_of(error: RedisError) -> str | None:
+    """Returns which of the words of CAUSES it is."""
     said = f"{error.status_code or ''} {error}"
-    for word, cause in CAUSES.items():
-        if re.search(rf"\b{word}\b", said):
-            code = "wrong_type" if word == WRONG_TYPE else None
-            return StoreUnavailable(f"Redis cannot be used ({word}): {cause}", code=code)
-    return StoreUnavailable(f"Redis cannot be used: {error}; check that it runs at HONE_REDIS_URL")
+    return next((word for word in CAUSES if re.search(rf"\b{word}\b", said)), None)
+
+
+def _unavailable(error: RedisError, word: str | None) -> StoreUnavailable:
+    if word is None:
+        return StoreUnavailable(
+            f"Redis cannot be used: {error}; check that it runs at HONE_REDIS_URL"
+        )
+    code = "wrong_type" if word == WRONG_TYPE else None
+    return StoreUnavailable(f"Redis cannot be used ({word}): {CAUSES[word]}", code=code)
