@@ -14,8 +14,11 @@ from services.orchestrator.queue.lua import SHARED
 NOTE_S = 2.0
 """Seconds between two notes of a worker."""
 
-KNOWN_S = 60.0
-"""Seconds for which a note lasts: so long others count with an orchestrator that starts again."""
+KNOWN_S = 10.0
+"""Seconds for which a note lasts: as long as an orchestrator takes to start again. So long others
+count with it, and a job that was cut off is left to its own trainer, if that is free: no other has
+what the job did last. A note that lasts longer would count as another orchestrator's where it
+starts again by another host name, as a container does."""
 
 NOTE = (
     SHARED

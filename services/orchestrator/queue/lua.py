@@ -142,7 +142,7 @@ local function read_slot(note)
   return {trainer = slot.trainer, samplers = slot.samplers, away = away}
 end
 
--- What workers noted of late of their trainers: name, trainer, samplers, left_ms; perhaps away.
+-- What workers noted of late of their trainers: name, trainer, samplers; perhaps away.
 local function known_slots()
   local found = {}
   for _, name in ipairs(redis.call('SMEMBERS', SLOTS)) do
@@ -150,7 +150,6 @@ local function known_slots()
     local slot = note and read_slot(note)
     if slot then
       slot.name = name
-      slot.left_ms = redis.call('PTTL', SLOT .. name)
       found[#found + 1] = slot
     elseif not note then
       redis.call('SREM', SLOTS, name)

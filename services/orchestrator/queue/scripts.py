@@ -182,32 +182,34 @@ TAKE = once("""
   end
 
   -- Trainers that are about to take a job themselves.
-  local ready = {}
-  for _, slot in ipairs(known_slots()) do
-    local is_new = slot.left_ms > tonumber(call.new_ms)
-    if is_new and not slot.away and not are_taken(slot.trainer .. ' ' .. slot.samplers) then
-      ready[slot.trainer] = true
+  local function ready_trainers()
+    local ready = {}
+    for _, slot in ipairs(known_slots()) do
+      if not slot.away and not are_taken(slot.trainer .. ' ' .. slot.samplers) then
+        ready[slot.trainer] = true
+      end
     end
+    return ready
   end
 
-  local own, others = {}, {}
+  local own, others, ready = {}, {}, nil
   for _, id in ipairs(begun_waiting()) do
     local trainer = field(id, 'trainer')
     if trainer == call.trainer then
       own[#own + 1] = id
-    elseif not ready[trainer] then
-      others[#others + 1] = id
+    else
+      ready = ready or ready_trainers()
+      if not ready[trainer] then others[#others + 1] = id end
     end
   end
   return first_of(own) or first_of(others) or first_of(redis.call('ZRANGE', QUEUE, 0, -1)) or ''
 """)
 """call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries, paused (the
-reason of a pause on request), new_ms (what is left at least of the note of a trainer that is
-counted with). Gives the trainer, the samplers and a
-job that waits to the caller: one that was cut off, of these first one that had this trainer, and
-none whose own trainer is free and there; else the first in the queue. A job whose worker went
-before it did what was asked for is cancelled or paused instead, and one that was cut off too often
-pauses. Returns attempt and job id; '' if any of the resources is taken or nothing waits.
+reason of a pause on request). Gives the trainer, the samplers and a job that waits to the caller:
+one that was cut off, of these first one that had this trainer, and none whose own trainer is free
+and there; else the first in the queue. A job whose worker went before it did what was asked for is
+cancelled or paused instead, and one that was cut off too often pauses. Returns attempt and job id;
+'' if any of the resources is taken or nothing waits.
 Attempts are at least the Unix seconds, so that none is given twice even if Redis is emptied."""
 
 WAITING = (

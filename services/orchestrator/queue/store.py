@@ -21,7 +21,7 @@ from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import identity, keys, rebuilding, scripts
 from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.ids import new_job_id
-from services.orchestrator.queue.known_slots import KNOWN_S, KnownSlots
+from services.orchestrator.queue.known_slots import KnownSlots
 from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
 from services.orchestrator.queue.lists import Lists, Wanted
 from services.orchestrator.queue.loans import Loans
@@ -60,11 +60,6 @@ probably kills its workers itself."""
 MAX_LEFT = 2
 """Attempts in a row, without a step done that was not done before, the last of which lost its
 trainer, after which a job is left to no other one: it probably ends its trainers itself."""
-
-OWN_TRAINER_S = 10.0
-"""Seconds that a job which was cut off is left to its own trainer, if that is free, since a worker
-noted last that it is there: as long as an orchestrator takes to start again. No other trainer has
-what the job did last."""
 
 PAUSED_ON_REQUEST = "paused on request"
 
@@ -351,7 +346,6 @@ class Store:
             lease_ms=int(lease_s * 1000),
             max_tries=MAX_TRIES,
             paused=PAUSED_ON_REQUEST,
-            new_ms=int((KNOWN_S - OWN_TRAINER_S) * 1000),
         )
         if not answer:
             return None
