@@ -116,5 +116,5 @@ def test_uploaded_files_are_named_as_a_job_has_to(
 @pytest.mark.slow
 def test_a_question_that_modal_refuses_says_why() -> None:
     """Its answer is not shown as it comes, for it is JSON where all is well."""
-    with pytest.raises(Unavailable, match="ended with exit code 2: .*No such command 'nosuch'"):
+    with pytest.raises(Unavailable, match=r"ended with exit code 2: .*No such command 'nosuch'"):
         manage._modal("nosuch", quiet=True)
