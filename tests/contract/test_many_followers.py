@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import statistics
-import sys
 import time
-from collections.abc import AsyncGenerator
 
 import pytest
 
@@ -25,11 +22,10 @@ from shared.wire import (
     JobRecord,
     SubmitRequest,
     TrainStepRequest,
-    VersionInfo,
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.running import free_port
+from tests.support.orchestrator_process import orchestrator_process
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -46,32 +42,6 @@ NUM_LISTS = 50
 MOST_S = 0.05
 """What a tenth of the lists must take less than, with all followers waiting for the next event: the
 others may have waited for other work of the machine."""
-
-
-@contextlib.asynccontextmanager
-async def orchestrator(settings: Settings, redis_url: str) -> AsyncGenerator[str]:
-    """The orchestrator as a process of its own; yields its URL."""
-    port = free_port()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "services.orchestrator",
-        env={
-            **os.environ,
-            "HONE_REDIS_URL": redis_url,
-            "HONE_ORCHESTRATOR_PORT": str(port),
-            "HONE_ROLLOUT_URL": settings.rollout_url,
-            "HONE_TRAINER_URL": settings.trainer_url,
-            "HONE_REWARD_URL": settings.reward_url,
-            "HONE_RUNS_DIR": str(settings.runs_dir),
-            "HONE_LOG_LEVEL": "warning",
-        },
-    )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        await asyncio.wait_for(process.wait(), 30)
 
 
 async def follow(url: str, job_id: str, rng: random.Random, ids: list[str]) -> int:
@@ -117,10 +87,9 @@ async def test_lists_are_fast_and_followers_miss_nothing(
     fakes.fault["train_step"] = hold
     async with (
         fakes.running(settings) as own,
-        orchestrator(own, redis_url) as url,
-        Client("orchestrator", url) as client,
+        orchestrator_process(own, redis_url) as orchestrator,
     ):
-        await client.get("/version", VersionInfo, deadline_s=60)
+        client, url = orchestrator.client, orchestrator.url
         body = SubmitRequest(job=job.model_copy(update={"steps": NUM_STEPS}))
         first = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
         for number in range(NUM_JOBS):

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import os
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 
-from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
-from shared.wire import TERMINAL, JobList, JobRecord, SubmitRequest, VersionInfo
+from shared.wire import TERMINAL, JobList, JobRecord, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_process import orchestrator_process
 from tests.support.orchestrator_stack import orchestrator
-from tests.support.running import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -104,8 +99,11 @@ async def test_the_memory_stays_flat_and_lists_fast_over_ten_thousand_jobs(
     resident_mib: list[float] = []
     async with (
         fakes.running(settings) as settings,
-        process_of(settings, redis_url) as (pid, client),
+        orchestrator_process(
+            settings.model_copy(update={"keep_jobs": NUM_JOBS, "log_level": "error"}), redis_url
+        ) as running,
     ):
+        client = running.client
         for _ in range(NUM_JOBS // BATCH):
             body = SubmitRequest(job=tiny(job))
             last = None
@@ -119,7 +117,7 @@ async def test_the_memory_stays_flat_and_lists_fast_over_ten_thousand_jobs(
             fakes.trained.clear()
             fakes.reloads.clear()
             fakes.aborted.clear()
-            resident_mib.append(resident(pid))
+            resident_mib.append(resident(running.process.pid))
         took_ms: list[float] = []
         for _ in range(20):
             began = time.perf_counter()
@@ -130,35 +128,6 @@ async def test_the_memory_stays_flat_and_lists_fast_over_ten_thousand_jobs(
     print(f"MiB after each {BATCH} jobs: {resident_mib}; list: {statistics.median(took_ms):.1f} ms")
     assert resident_mib[-1] - warm < MAX_GROWTH_MIB
     assert statistics.median(took_ms) < MAX_LIST_MS
-
-
-@contextlib.asynccontextmanager
-async def process_of(settings: Settings, redis_url: str) -> AsyncGenerator[tuple[int, Client]]:
-    """An orchestrator in a process of its own, which keeps all jobs; yields its id and a client."""
-    port = free_port()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "services.orchestrator",
-        env={
-            **os.environ,
-            "HONE_REDIS_URL": redis_url,
-            "HONE_ORCHESTRATOR_PORT": str(port),
-            "HONE_ROLLOUT_URL": settings.rollout_url,
-            "HONE_TRAINER_URL": settings.trainer_url,
-            "HONE_REWARD_URL": settings.reward_url,
-            "HONE_RUNS_DIR": str(settings.runs_dir),
-            "HONE_KEEP_JOBS": str(NUM_JOBS),
-            "HONE_LOG_LEVEL": "error",
-        },
-    )
-    try:
-        async with Client("orchestrator", f"http://127.0.0.1:{port}") as client:
-            await client.get("/version", VersionInfo, deadline_s=60)
-            yield process.pid, client
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 def resident(pid: int) -> float:

@@ -21,13 +21,19 @@ from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
 from shared.wire import (
-    TERMINAL,
     JobRecord,
     SubmitRequest,
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import Stack, finish, orchestrator
+from tests.support.orchestrator_stack import (
+    Stack,
+    ended,
+    finish,
+    orchestrator,
+    orchestrator_client,
+    until_ended,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -50,8 +56,7 @@ async def test_an_orchestrator_that_dies_loses_nothing(
     fakes.fault["train_step"] = block
     settings = settings.model_copy(update={"lease_s": 3.0})
     async with fakes.running(settings) as settings:
-        async with orchestrator(settings, redis_url) as (_, transport):
-            client = Client("orchestrator", "http://localhost", transport=transport)
+        async with orchestrator_client(settings, redis_url) as client:
             record = await client.call(
                 "POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60
             )
@@ -60,13 +65,8 @@ async def test_an_orchestrator_that_dies_loses_nothing(
             )
             await asyncio.wait_for(reached.wait(), 20)
         await asyncio.sleep(0.3)
-        async with orchestrator(settings, redis_url) as (_, transport):
-            client = Client("orchestrator", "http://localhost", transport=transport)
-            async with asyncio.timeout(90):
-                while (
-                    await client.get(f"/v1/jobs/{waiting.id}", JobRecord)
-                ).status not in TERMINAL:
-                    await asyncio.sleep(0.05)
+        async with orchestrator_client(settings, redis_url) as client:
+            await ended(client, waiting.id)
             found = await client.get(f"/v1/jobs/{record.id}", JobRecord)
     assert (found.status, found.attempts, found.step) == ("succeeded", 2, 8)
     assert [(request.job_id, request.step) for request in fakes.trained] == [
@@ -81,13 +81,12 @@ async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(
     fakes = FakeServices(settings)
     async with (
         fakes.running(settings) as settings,
-        orchestrator(settings, redis_url) as (_, transport),
+        orchestrator_client(settings, redis_url) as client,
     ):
-        client = Client("orchestrator", "http://localhost", transport=transport)
         record = await finish(client, job)
         folder = RunFolder(Path(record.run_dir))
-        ended = await until_noted(folder, "succeeded")
-        folder.write_note(ended.model_copy(update={"status": "running", "finished_at": None}))
+        noted = await until_noted(folder, "succeeded")
+        folder.write_note(noted.model_copy(update={"status": "running", "finished_at": None}))
         first, fakes.trained = fakes.trained, []
         fakes.job = None  # the trainer lost everything and starts from the beginning
         sampled = fakes.calls["generate"]
@@ -132,8 +131,7 @@ async def test_an_orchestrator_that_is_stopped_gives_its_job_back_at_once(
 
     fakes.fault["train_step"] = block
     async with fakes.running(settings) as settings:
-        async with orchestrator(settings, redis_url, stopped=True) as (_, transport):
-            client = Client("orchestrator", "http://localhost", transport=transport)
+        async with orchestrator_client(settings, redis_url, stopped=True) as client:
             body = SubmitRequest(job=job)
             record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
             await asyncio.wait_for(reached.wait(), 20)
@@ -142,9 +140,7 @@ async def test_an_orchestrator_that_is_stopped_gives_its_job_back_at_once(
             async with asyncio.timeout(10):
                 while (found := await store.get(record.id)).attempts < 2:
                     await asyncio.sleep(0.02)
-            async with asyncio.timeout(90):
-                while (found := await store.get(record.id)).status not in TERMINAL:
-                    await asyncio.sleep(0.02)
+            found = await until_ended(store, record.id)
     assert (found.status, found.attempts, found.step) == ("succeeded", 2, 8)
     assert [request.step for request in fakes.trained] == list(range(1, 9))
 
@@ -176,9 +172,7 @@ async def test_the_event_of_a_step_that_a_crash_left_out_is_there_after_it(
             await store._redis.delete(lease_key)
         await store.close()
         async with orchestrator(settings, redis_url) as (store, _):
-            async with asyncio.timeout(90):
-                while (await store.get(record.id)).status not in TERMINAL:
-                    await asyncio.sleep(0.02)
+            await until_ended(store, record.id)
             events = await store.events(record.id, "0")
     steps = [event.data["step"] for event in events if event.type == "step"]
     evals = [event.data["step"] for event in events if event.type == "eval"]
@@ -211,9 +205,7 @@ async def test_a_job_that_cannot_be_read_is_paused_and_the_next_one_runs(
     await store._redis.hset(f"hone:job:{ids[0]}", "job", '{"name": "demo"}')
     fakes = FakeServices(settings)
     async with fakes.running(settings) as settings, orchestrator(settings, redis_url):
-        async with asyncio.timeout(90):
-            while (await store.get(ids[1])).status not in TERMINAL:
-                await asyncio.sleep(0.02)
+        await until_ended(store, ids[1])
         assert await store.status(ids[0]) == "paused"
         last = (await store.events(ids[0], "0"))[-1]
         assert last.level == "warning" and "cannot be read by this version" in last.message
@@ -240,16 +232,13 @@ async def test_an_end_that_was_not_noted_is_noted_at_the_next_start(
     """The process died between the end of the job and the note of it."""
     fakes = FakeServices(settings)
     async with fakes.running(settings) as settings:
-        async with (
-            orchestrator(settings, redis_url) as (_, transport),
-            Client("orchestrator", "http://localhost", transport=transport) as client,
-        ):
+        async with orchestrator_client(settings, redis_url) as client:
             record = await finish(client, job.model_copy(update={"steps": 1}))
             folder = RunFolder(Path(record.run_dir))
-            ended = await until_noted(folder, "succeeded")
-        folder.write_note(ended.model_copy(update={"status": "running", "finished_at": None}))
+            noted = await until_noted(folder, "succeeded")
+        folder.write_note(noted.model_copy(update={"status": "running", "finished_at": None}))
         async with orchestrator(settings, redis_url):
-            assert await until_noted(folder, "succeeded") == ended
+            assert await until_noted(folder, "succeeded") == noted
 
 
 @pytest.mark.parametrize("status", ["succeeded", "failed", "cancelled"])
@@ -259,10 +248,7 @@ async def test_a_job_whose_folder_says_that_it_has_ended_does_not_begin_again(
     """Redis was brought back from an older file, in which the job still runs."""
     fakes = FakeServices(settings)
     async with fakes.running(settings) as settings:
-        async with (
-            orchestrator(settings, redis_url) as (_, transport),
-            Client("orchestrator", "http://localhost", transport=transport) as client,
-        ):
+        async with orchestrator_client(settings, redis_url) as client:
             first = await finish(client, job.model_copy(update={"steps": 1}))
             folder = RunFolder(Path(first.run_dir))
             note = await until_noted(folder, "succeeded")
@@ -275,16 +261,8 @@ async def test_a_job_whose_folder_says_that_it_has_ended_does_not_begin_again(
         await raw.zadd(keys.BEGUN, {first.id: 1})
         await raw.aclose()
         num_trained, num_loaded = len(fakes.trained), fakes.calls["job"]
-        async with (
-            orchestrator(settings, redis_url) as (_, transport),
-            Client("orchestrator", "http://localhost", transport=transport) as client,
-        ):
-            async with asyncio.timeout(20):
-                while (found := await client.get(f"/v1/jobs/{first.id}", JobRecord)).status in (
-                    "running",
-                    "queued",
-                ):
-                    await asyncio.sleep(0.02)
+        async with orchestrator_client(settings, redis_url) as client:
+            found = await ended(client, first.id)
         assert (found.status, found.error) == (status, why)
         assert found.finished_at is not None
         assert found.summary == (first.summary if status == "succeeded" else None)

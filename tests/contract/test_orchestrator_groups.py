@@ -17,7 +17,6 @@ from shared.config import Settings
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import (
-    TERMINAL,
     Batch,
     GenerateRequest,
     JobRecord,
@@ -30,7 +29,7 @@ from shared.wire import (
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import finish, orchestrator
+from tests.support.orchestrator_stack import finish, orchestrator, orchestrator_client, until_ended
 
 pytestmark = pytest.mark.slow
 
@@ -98,10 +97,8 @@ def _num_on_disk(record: JobRecord) -> int | None:
 
 
 async def goes_on(settings: Settings, redis_url: str, job_id: str) -> JobRecord:
-    async with orchestrator(settings, redis_url) as (store, _), asyncio.timeout(60):
-        while (found := await store.get(job_id)).status not in TERMINAL:
-            await asyncio.sleep(0.02)
-    return found
+    async with orchestrator(settings, redis_url) as (store, _):
+        return await until_ended(store, job_id)
 
 
 def groups_on_disk(record: JobRecord) -> dict[int, int]:
@@ -121,8 +118,7 @@ async def test_a_killed_orchestrator_samples_only_what_was_under_way_again(
     fakes: tuple[FakeServices, Settings], redis_url: str, job: Job, call: int
 ) -> None:
     services, settings = fakes
-    async with orchestrator(settings, redis_url) as (_, transport):
-        client = Client("orchestrator", "http://localhost", transport=transport)
+    async with orchestrator_client(settings, redis_url) as client:
         undisturbed = await finish(client, small(job))
     assert services.calls.pop("generate") == STEPS * PROMPTS
     services.lose_trainer()
@@ -191,9 +187,8 @@ async def test_a_damaged_group_is_named_and_sampled_again(
     aside.write_bytes(b"half")
     services.fault.clear()
     sampled = services.calls["generate"]
-    async with orchestrator(settings, redis_url) as (store, _), asyncio.timeout(60):
-        while (await store.get(record.id)).status not in TERMINAL:
-            await asyncio.sleep(0.02)
+    async with orchestrator(settings, redis_url) as (store, _):
+        await until_ended(store, record.id)
         events = await store.events(record.id, "0")
     assert [event.message for event in events if event.level == "warning"] == [
         f"step 1: the file of groups {str(first)!r} is damaged: its checksum differs; "

@@ -11,7 +11,6 @@ import pytest
 
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.found import WAS_DELETED, find_runs
-from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
@@ -21,7 +20,7 @@ from shared.wire import (
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import Stack, finish, orchestrator
+from tests.support.orchestrator_stack import Stack, finish, orchestrator_client
 
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
@@ -65,9 +64,8 @@ async def test_a_service_that_hangs_pauses_the_job_by_its_deadline(
     settings = settings.model_copy(update={"train_deadline_s": 0.3})
     async with (
         fakes.running(settings) as settings,
-        orchestrator(settings, redis_url) as (_, transport),
+        orchestrator_client(settings, redis_url) as client,
     ):
-        client = Client("orchestrator", "http://localhost", transport=transport)
         found = await finish(client, job, "paused", "failed")
         released.set()
     assert found.status == "paused" and found.error is not None

@@ -13,10 +13,10 @@ from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict
 from shared.job import Job
-from shared.wire import TERMINAL, JobRecord, Part, ResumeRequest, ScoreItem, SubmitRequest
+from shared.wire import JobRecord, Part, ResumeRequest, ScoreItem, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import Stack, orchestrator
+from tests.support.orchestrator_stack import Stack, orchestrator, until_ended
 
 pytestmark = pytest.mark.slow
 
@@ -220,9 +220,7 @@ async def test_a_paused_job_stays_paused_over_a_restart(
             await asyncio.sleep(1.2)
             assert (await store.get(record.id)).status == "paused"
             await store.resume(record.id)
-            async with asyncio.timeout(90):
-                while (found := await store.get(record.id)).status not in TERMINAL:
-                    await asyncio.sleep(0.02)
+            found = await until_ended(store, record.id)
     assert (found.status, found.step) == ("succeeded", 8)
     assert [request.step for request in fakes.trained] == list(range(1, 9)), (
         "the trainer still had it: nothing trained twice"

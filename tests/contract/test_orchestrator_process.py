@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
 from typing import Any
 
 import pytest
@@ -16,10 +14,10 @@ from shared.client import Client
 from shared.config import Settings
 from shared.errors import Unavailable
 from shared.job import Job
-from shared.wire import JobRecord, SubmitRequest, VersionInfo
+from shared.wire import JobRecord, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.running import free_port
+from tests.support.orchestrator_process import orchestrator_process, start
 
 pytestmark = pytest.mark.slow
 
@@ -36,39 +34,25 @@ async def test_sigterm_frees_job_and_trainer_at_once_though_followers_are_connec
         await released.wait()
 
     fakes.fault["train_step"] = block
-    async with fakes.running(settings) as settings:
-        port = free_port()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "services.orchestrator",
-            env={
-                **os.environ,
-                "HONE_REDIS_URL": redis_url,
-                "HONE_ORCHESTRATOR_PORT": str(port),
-                "HONE_ROLLOUT_URL": settings.rollout_url,
-                "HONE_TRAINER_URL": settings.trainer_url,
-                "HONE_REWARD_URL": settings.reward_url,
-                "HONE_RUNS_DIR": str(settings.runs_dir),
-            },
-        )
-        client = Client("orchestrator", f"http://127.0.0.1:{port}")
-        await client.get("/version", VersionInfo, deadline_s=60)
+    async with (
+        fakes.running(settings) as settings,
+        orchestrator_process(settings, redis_url) as running,
+    ):
+        client = running.client
         body = SubmitRequest(job=job)
         record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
         follower = asyncio.create_task(_follow(client, record.id))
         await asyncio.wait_for(reached.wait(), 30)
-        process.send_signal(signal.SIGTERM)
+        running.process.send_signal(signal.SIGTERM)
         store = Store(redis_url)
         async with asyncio.timeout(4):  # less than the grace of requests, far less than the lease
             while await store.status(record.id) != "queued":
                 await asyncio.sleep(0.02)
             assert await store.take("another", resource(settings.trainer_url), 30) is not None
-        assert await asyncio.wait_for(process.wait(), 20) in (0, -signal.SIGTERM)
+        assert await asyncio.wait_for(running.process.wait(), 20) in (0, -signal.SIGTERM)
         await asyncio.wait_for(follower, 10)
         released.set()
         await store.close()
-        await client.close()
 
 
 async def _follow(client: Client, job_id: str) -> None:
@@ -81,13 +65,7 @@ async def _follow(client: Client, job_id: str) -> None:
 
 @pytest.mark.parametrize("url", ["", "localhost:6379", "http://127.0.0.1", "redis://h:port/0"])
 async def test_a_url_that_is_no_redis_is_one_sentence(url: str) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "services.orchestrator",
-        env={**os.environ, "HONE_REDIS_URL": url, "HONE_ORCHESTRATOR_PORT": str(free_port())},
-        stderr=asyncio.subprocess.PIPE,
-    )
+    process = await start(url, stderr=asyncio.subprocess.PIPE)
     _, said = await process.communicate()
     assert (process.returncode, len(said.splitlines())) == (2, 1)
     assert b"HONE_REDIS_URL is not the URL of a Redis" in said

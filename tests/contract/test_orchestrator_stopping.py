@@ -11,7 +11,6 @@ import pytest
 from hone import view
 from services.orchestrator.loop import run as loop_run
 from services.orchestrator.record.folder import RunFolder
-from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
@@ -28,7 +27,7 @@ from shared.wire import (
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import Stack, orchestrator
+from tests.support.orchestrator_stack import Stack, orchestrator_client
 
 pytestmark = pytest.mark.slow
 
@@ -162,9 +161,8 @@ async def test_a_job_that_has_cost_what_it_may_pauses_until_it_may_cost_more(
     fakes = FakeServices(dear)
     async with (
         fakes.running(dear) as running,
-        orchestrator(running, redis_url) as (_, transport),
+        orchestrator_client(running, redis_url) as client,
     ):
-        client = Client("orchestrator", "http://localhost", transport=transport)
 
         async def go_on(id: str, *statuses: str, changes: tuple[str, ...] = ()) -> JobRecord:
             path, body = f"/v1/jobs/{id}/resume", ResumeRequest(set=changes)
@@ -198,9 +196,8 @@ async def test_a_job_that_has_reached_its_end_does_not_pause_at_its_cost(
     fakes = FakeServices(dear)
     async with (
         fakes.running(dear) as running,
-        orchestrator(running, redis_url) as (_, transport),
+        orchestrator_client(running, redis_url) as client,
     ):
-        client = Client("orchestrator", "http://localhost", transport=transport)
         paused = await orchestrator_stack.finish(
             client, changed(job, stop={"max_cost": 1.0}), "paused"
         )
@@ -365,9 +362,8 @@ async def test_a_job_that_was_cut_off_skips_what_it_would_have_skipped(
     undisturbed.grade = by_difficulty
     async with (
         undisturbed.running(settings) as of_first,
-        orchestrator(of_first, redis_url) as (_, transport),
+        orchestrator_client(of_first, redis_url) as client,
     ):
-        client = Client("orchestrator", "http://localhost", transport=transport)
         expected = await orchestrator_stack.finish(client, job)
     fakes, reached = FakeServices(settings), asyncio.Event()
     fakes.grade = by_difficulty
@@ -379,14 +375,12 @@ async def test_a_job_that_was_cut_off_skips_what_it_would_have_skipped(
 
     fakes.fault["train_step"] = cut_off
     async with fakes.running(settings) as of_second:
-        async with orchestrator(of_second, redis_url) as (_, transport):
-            client = Client("orchestrator", "http://localhost", transport=transport)
+        async with orchestrator_client(of_second, redis_url) as client:
             body = SubmitRequest(job=job)
             record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
             await asyncio.wait_for(reached.wait(), 20)
         fakes.restart_trainer()
-        async with orchestrator(of_second, redis_url) as (_, transport):
-            client = Client("orchestrator", "http://localhost", transport=transport)
+        async with orchestrator_client(of_second, redis_url) as client:
             async with asyncio.timeout(60):
                 while record.status != "succeeded":
                     record = await client.get(f"/v1/jobs/{record.id}", JobRecord)

@@ -31,7 +31,7 @@ from shared.wire import (
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import finish, orchestrator
+from tests.support.orchestrator_stack import finish, orchestrator_client
 from tests.support.running import running_redis
 
 pytestmark = pytest.mark.slow
@@ -48,10 +48,6 @@ async def empty(redis_url: str) -> None:
     client = redis.from_url(redis_url)
     await client.flushall()
     await client.aclose()
-
-
-def client_of(transport: Any) -> Client:
-    return Client("orchestrator", "http://localhost", transport=transport)
 
 
 async def submit(client: Client, job: Job, key: str | None = None) -> JobRecord:
@@ -109,10 +105,10 @@ async def test_an_emptied_redis_is_refused_and_the_jobs_are_rebuilt_from_their_f
 ) -> None:
     fakes = FakeServices(settings)
     async with fakes.running(settings) as settings:
-        async with orchestrator(settings, redis_url) as (_, transport):
-            ended = await finish(client_of(transport), job)
+        async with orchestrator_client(settings, redis_url) as client:
+            ended = await finish(client, job)
             reached = blocking(fakes, 3)
-            cut_off = await submit(client_of(transport), job)
+            cut_off = await submit(client, job)
             await asyncio.wait_for(reached.wait(), 20)
             checkpoints = Path(ended.run_dir) / "checkpoints"
             (checkpoints / "step-000008").mkdir(parents=True)
@@ -126,8 +122,7 @@ async def test_an_emptied_redis_is_refused_and_the_jobs_are_rebuilt_from_their_f
         folder.mkdir()
         (folder / "job.json").write_text("{")
         trained = len(fakes.trained)
-        async with orchestrator(settings, redis_url) as (_, transport):
-            client = client_of(transport)
+        async with orchestrator_client(settings, redis_url) as client:
             for call in (lambda: listed(client), lambda: submit(client, job)):
                 with pytest.raises(Conflict, match="`hone recover`") as refusal:
                     await call()
@@ -154,8 +149,8 @@ async def test_an_emptied_redis_is_refused_and_the_jobs_are_rebuilt_from_their_f
             await until(lambda: listed(client), {ended.id: "succeeded", cut_off.id: "succeeded"})
         steps = [body.step for body in fakes.trained if body.job_id == cut_off.id]
         assert steps == list(range(1, 9)), "it went on where it was"
-        async with orchestrator(settings, redis_url) as (_, transport):
-            assert len(await listed(client_of(transport))) == 2, "it is theirs from now on"
+        async with orchestrator_client(settings, redis_url) as client:
+            assert len(await listed(client)) == 2, "it is theirs from now on"
 
 
 async def test_a_redis_whose_file_is_gone_is_refused_until_it_is_back(
@@ -165,22 +160,22 @@ async def test_a_redis_whose_file_is_gone_is_refused_until_it_is_back(
     aside = tmp_path / "aside"
     async with fakes.running(settings) as settings:
         with running_redis(folder) as url:
-            async with orchestrator(settings, url) as (_, transport):
-                record = await finish(client_of(transport), job.model_copy(update={"steps": 1}))
+            async with orchestrator_client(settings, url) as client:
+                record = await finish(client, job.model_copy(update={"steps": 1}))
         (file,) = folder.glob("appendonly*")  # a folder since Redis 7
         file.rename(aside)
         with running_redis(folder) as url:
-            async with orchestrator(settings, url) as (_, transport):
+            async with orchestrator_client(settings, url) as client:
                 with pytest.raises(Conflict, match="is not the one that was there with jobs of"):
-                    await listed(client_of(transport))
+                    await listed(client)
         file.rename(tmp_path / "empty")
         aside.rename(file)
         with running_redis(folder) as url:
-            async with orchestrator(settings, url) as (_, transport):
-                assert await listed(client_of(transport)) == {record.id: "succeeded"}
+            async with orchestrator_client(settings, url) as client:
+                assert await listed(client) == {record.id: "succeeded"}
         with running_redis(tmp_path / "other") as url:
-            async with orchestrator(settings, url) as (_, transport):
-                assert await listed(client_of(transport)) == {}, "another stack's, elsewhere"
+            async with orchestrator_client(settings, url) as client:
+                assert await listed(client) == {}, "another stack's, elsewhere"
 
 
 async def test_a_redis_that_is_emptied_in_mid_job_stops_the_job_at_once(
@@ -190,9 +185,8 @@ async def test_a_redis_that_is_emptied_in_mid_job_stops_the_job_at_once(
     reached = blocking(fakes, 3)
     async with (
         fakes.running(settings) as settings,
-        orchestrator(settings, redis_url) as (_, transport),
+        orchestrator_client(settings, redis_url) as client,
     ):
-        client = client_of(transport)
         record = await submit(client, job)
         await asyncio.wait_for(reached.wait(), 20)
         await empty(redis_url)
@@ -301,8 +295,7 @@ async def test_a_recovered_job_has_ended_as_it_ended_and_keeps_its_age_and_key(
     fakes = FakeServices(settings)
     before: dict[str, JobRecord] = {}
     async with fakes.running(settings) as settings:
-        async with orchestrator(settings, redis_url) as (_, transport):
-            client = client_of(transport)
+        async with orchestrator_client(settings, redis_url) as client:
             reached = blocking(fakes, 2)
             ids = {"running": (await submit(client, job, key="mine")).id}
             await asyncio.wait_for(reached.wait(), 20)
@@ -324,8 +317,7 @@ async def test_a_recovered_job_has_ended_as_it_ended_and_keeps_its_age_and_key(
             for job_id in ids.values():
                 before[job_id] = await client.get(f"/v1/jobs/{job_id}", JobRecord)
         await empty(redis_url)
-        async with orchestrator(settings, redis_url) as (_, transport):
-            client = client_of(transport)
+        async with orchestrator_client(settings, redis_url) as client:
             await recover(client)
             for job_id, record in before.items():
                 rebuilt = await client.get(f"/v1/jobs/{job_id}", JobRecord)
@@ -377,19 +369,19 @@ async def test_an_orchestrator_whose_jobs_were_taken_to_another_redis_leaves_the
     reached = blocking(fakes, 3)
     async with fakes.running(settings) as settings:
         with running_redis(tmp_path / "new") as new_url:
-            async with orchestrator(settings, redis_url) as (_, old):
-                record = await submit(client_of(old), job)
+            async with orchestrator_client(settings, redis_url) as old:
+                record = await submit(old, job)
                 await asyncio.wait_for(reached.wait(), 20)
-                async with orchestrator(settings, new_url) as (_, new):
-                    await recover(client_of(new))
+                async with orchestrator_client(settings, new_url) as new:
+                    await recover(new)
                     with pytest.raises(Conflict, match="are in another Redis now"):
                         async with asyncio.timeout(20):
-                            while await listed(client_of(old)):
+                            while await listed(old):
                                 await asyncio.sleep(0.02)
                     fakes.fault.clear()
-                    await resume(client_of(new), record.id)
+                    await resume(new, record.id)
                     wanted = {record.id: "succeeded"}
-                    await until(lambda: listed(client_of(new)), wanted)
+                    await until(lambda: listed(new), wanted)
                 assert [body.step for body in fakes.trained] == list(range(1, 9))
             client = redis.from_url(redis_url, decode_responses=True)
             assert await client.hget(f"hone:job:{record.id}", "attempts") == "1"
@@ -410,9 +402,8 @@ async def test_a_worker_waits_for_a_folder_of_runs_that_cannot_be_read(
     note.mkdir()  # reading it is an error, also for root
     async with (
         fakes.running(settings) as settings,
-        orchestrator(settings, redis_url) as (_, transport),
+        orchestrator_client(settings, redis_url) as client,
     ):
-        client = client_of(transport)
         record = await submit(client, job)
         await asyncio.sleep(0.2)
         assert await status(client, record.id) == "queued"

@@ -16,14 +16,13 @@ from services.orchestrator.loop import run
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.queue import worker
 from shared import presence
-from shared.client import Client
 from shared.config import Settings
 from shared.errors import HoneError
 from shared.job import Job
 from shared.wire import TERMINAL, EventList, JobRecord, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import Stack, orchestrator
+from tests.support.orchestrator_stack import Stack, orchestrator_client
 from tests.support.running import free_port
 
 pytestmark = pytest.mark.slow
@@ -136,9 +135,8 @@ async def test_a_redis_that_is_killed_in_mid_job_and_comes_back_needs_nobody(
     await redis.start()
     async with (
         fakes.running(settings.model_copy(update={"lease_s": 2.0})) as settings,
-        orchestrator(settings, redis.url) as (_, transport),
+        orchestrator_client(settings, redis.url) as client,
     ):
-        client = Client("orchestrator", "http://localhost", transport=transport)
         body = SubmitRequest(job=job)
         record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
         await asyncio.wait_for(reached.wait(), 20)

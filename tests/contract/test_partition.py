@@ -13,16 +13,15 @@ import pytest
 
 from services.orchestrator.loop.run import Outcome, Run
 from services.orchestrator.queue import worker
-from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
-from shared.wire import TERMINAL, JobRecord, SubmitRequest
+from shared.wire import JobRecord, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.link import Link
-from tests.support.orchestrator_stack import finish, orchestrator
+from tests.support.orchestrator_stack import finish, orchestrator, orchestrator_client, until_ended
 
 pytestmark = pytest.mark.slow
 
@@ -30,13 +29,6 @@ job = orchestrator_stack.job  # a fixture
 
 LEASE_S = 3.0
 ROUTES = ("model", "job", "generate", "train_step", "publish", "reload", "checkpoint", "abort")
-
-
-async def until_ended(store: Store, job_id: str) -> JobRecord:
-    async with asyncio.timeout(60):
-        while (record := await store.get(job_id)).status not in TERMINAL:
-            await asyncio.sleep(0.02)
-    return record
 
 
 @pytest.mark.parametrize("partition", [Link.stall, Link.cut], ids=["bytes", "connections"])
@@ -83,9 +75,8 @@ async def test_of_two_orchestrators_one_trains_and_the_one_cut_off_has_stopped(
     async with (
         fakes.running(settings) as settings,
         Link(Path(redis_url.removeprefix("unix://")), at) as link,
-        orchestrator(settings, f"unix://{at}") as (_, transport),
+        orchestrator_client(settings, f"unix://{at}") as client,
     ):
-        client = Client("orchestrator", "http://localhost", transport=transport)
         body = SubmitRequest(job=job)
         record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
         await asyncio.wait_for(reached.wait(), 20)

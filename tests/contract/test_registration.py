@@ -38,7 +38,7 @@ from shared.wire import (
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_samplers import FakeSampler, pool_of
-from tests.support.orchestrator_stack import orchestrator
+from tests.support.orchestrator_stack import orchestrator_client
 from tests.support.pool_stack import Pool, pool_stack
 from tests.support.rollout_bench import RolloutBench
 from tests.support.running import free_port
@@ -61,10 +61,7 @@ async def store(redis_url: str) -> AsyncGenerator[Store]:
 async def client(settings: Settings, redis_url: str) -> AsyncGenerator[Client]:
     """Of an orchestrator that takes registrations."""
     settings = settings.model_copy(update={"rollout_url": "registered"})
-    async with (
-        orchestrator(settings, redis_url) as (_, transport),
-        Client("orchestrator", "http://localhost", transport=transport) as client,
-    ):
+    async with orchestrator_client(settings, redis_url) as client:
         yield client
 
 
@@ -195,10 +192,7 @@ async def test_registering_needs_the_token(settings: Settings, redis_url: str) -
 async def test_where_no_job_would_use_it_a_sampler_is_refused(
     settings: Settings, redis_url: str
 ) -> None:
-    async with (
-        orchestrator(settings, redis_url) as (_, transport),
-        Client("orchestrator", "http://localhost", transport=transport) as client,
-    ):
+    async with orchestrator_client(settings, redis_url) as client:
         with pytest.raises(BadRequest, match='does not have "registered" among its places'):
             await register(client, "r0")
 

@@ -19,7 +19,7 @@ from shared.job import Job
 from shared.wire import EventList, JobRecord, JobState, Obstacle, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import orchestrator
+from tests.support.orchestrator_stack import orchestrator, orchestrator_client
 
 pytestmark = pytest.mark.slow
 
@@ -64,10 +64,7 @@ async def several(settings: Settings, redis_url: str) -> AsyncGenerator[Several]
                 "rollout_url": f"{one.rollout_url};{other.rollout_url}",
             }
         )
-        async with (
-            orchestrator(both, redis_url) as (_, transport),
-            Client("orchestrator", "http://localhost", transport=transport) as client,
-        ):
+        async with orchestrator_client(both, redis_url) as client:
             yield Several(first, second, both, client)
 
 
@@ -132,10 +129,7 @@ async def test_a_job_goes_on_with_another_trainer_where_it_was(
 
     first.fault["train_step"] = block
     async with first.running(settings) as one, second.running(settings) as other:
-        async with (
-            orchestrator(one, redis_url) as (_, transport),
-            Client("orchestrator", "http://localhost", transport=transport) as client,
-        ):
+        async with orchestrator_client(one, redis_url) as client:
             stack = Several(first, second, one, client)
             job_id = (await stack.submit(job)).id
             await asyncio.wait_for(reached.wait(), 20)
@@ -145,10 +139,7 @@ async def test_a_job_goes_on_with_another_trainer_where_it_was(
                     await asyncio.sleep(0.02)
             go.set()
             had = (await stack.get(job_id)).trainer
-        async with (
-            orchestrator(other, redis_url) as (_, transport),
-            Client("orchestrator", "http://localhost", transport=transport) as client,
-        ):
+        async with orchestrator_client(other, redis_url) as client:
             stack = Several(first, second, other, client)
             await stack.post(job_id, "resume")
             record = await stack.until(job_id, "succeeded")
@@ -172,10 +163,7 @@ async def test_a_trainer_that_is_away_takes_no_job_where_there_is_another(
                 "patience_s": 0.1,
             }
         )
-        async with (
-            orchestrator(both, redis_url) as (_, transport),
-            Client("orchestrator", "http://localhost", transport=transport) as client,
-        ):
+        async with orchestrator_client(both, redis_url) as client:
             stack = Several(fakes, fakes, both, client)
             records = [await stack.submit(job, steps=2) for _ in range(3)]
             for record in records:
@@ -197,19 +185,13 @@ async def test_a_job_that_was_cut_off_goes_back_to_its_own_trainer(
             }
         )
         gates = blocked(first), blocked(second)
-        async with (
-            orchestrator(both, redis_url) as (_, transport),
-            Client("orchestrator", "http://localhost", transport=transport) as client,
-        ):
+        async with orchestrator_client(both, redis_url) as client:
             stack = Several(first, second, both, client)
             ids = [(await stack.submit(job)).id for _ in range(2)]
             had = [(await stack.until(id, "running")).trainer for id in ids]
         for gate in gates:
             gate.set()
-        async with (
-            orchestrator(both, redis_url) as (_, transport),
-            Client("orchestrator", "http://localhost", transport=transport) as client,
-        ):
+        async with orchestrator_client(both, redis_url) as client:
             stack = Several(first, second, both, client)
             ended = [await stack.until(id, "succeeded") for id in ids]
         assert [record.trainer for record in ended] == had

@@ -97,6 +97,18 @@ async def orchestrator(
             store.halt = _never  # type: ignore[method-assign]
 
 
+@contextlib.asynccontextmanager
+async def orchestrator_client(
+    settings: Settings, redis_url: str, *, stopped: bool = False
+) -> AsyncGenerator[Client]:
+    """A client of `orchestrator`, for tests that need nothing else of it."""
+    async with (
+        orchestrator(settings, redis_url, stopped=stopped) as (_, transport),
+        Client("orchestrator", "http://localhost", transport=transport) as client,
+    ):
+        yield client
+
+
 async def _never(*_: object) -> None:
     """A killed process gives nothing back."""
 
@@ -113,6 +125,14 @@ async def ended(client: Client, job_id: str, *statuses: str) -> JobRecord:
         while (found := await client.get(f"/v1/jobs/{job_id}", JobRecord)).status not in (
             statuses or TERMINAL
         ):
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def until_ended(store: Store, job_id: str) -> JobRecord:
+    """Returns the job's record at the end, as the store has it."""
+    async with asyncio.timeout(90):
+        while (found := await store.get(job_id)).status not in TERMINAL:
             await asyncio.sleep(0.02)
     return found
 
