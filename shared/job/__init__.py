@@ -1,5 +1,5 @@
 """The job: what to train, as one TOML file. `job_file.py` reads the file; where the job runs is in
-`config.py`, and the two never mix.
+`shared/config/`, and the two never mix.
 
 | file | sections |
 |---|---|

@@ -19,7 +19,7 @@
 | `keys.py` | API keys |
 | `calling.py` | completions that are passed on to a sampler |
 | `fine_tuning.py` | the jobs API in OpenAI's shape |
-| `examples.py` | one of each body, for the OpenAPI documents |
+| `examples/` | one of each body, for the OpenAPI documents |
 
 All are imported from here. All are frozen and refuse unknown keys. Token ids, log-probs and masks
 stay bytes from end to end (`packed.py`): in JSON a list of numbers, in msgpack 4, 4 and 1 bytes per

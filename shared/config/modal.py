@@ -1,0 +1,43 @@
+"""Settings of a deployment on Modal: what `modal deploy` of the files in deploy/modal makes, and
+how it is reached."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import NoDecode
+
+from shared.config.base import FromEnvironment, Listed
+
+
+class ModalSettings(FromEnvironment):
+    """What is made on Modal."""
+
+    modal_name: str = Field(default="hone", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
+    """Begins the names of the apps and Volumes on Modal. Another name is another deployment."""
+
+    modal_trainer_gpu: str = "A100-80GB"
+    """GPUs of the trainer on Modal, as Modal writes them, such as "H100:2": a rank for each. The
+    default trains models up to 3B with all their weights."""
+
+    modal_rollout_gpu: str = "A10G"
+    """GPUs of each sampler on Modal, likewise: its model is split over them. The default serves
+    models up to 7B."""
+
+    modal_rollouts: int = Field(default=1, ge=1, le=8)
+    """Samplers on Modal, from 1 to 8, each a Server with GPUs of its own."""
+
+    modal_secrets: Annotated[
+        tuple[Literal["huggingface", "wandb", "judge"], ...], NoDecode, Listed
+    ] = ()
+    """Which secrets of others the services on Modal get, with commas between several: each is the
+    Modal Secret of its name after "hone-". Empty: none, for a deployment refers to no Secret that
+    does not exist."""
+
+    modal_key: SecretStr | None = None
+    """Id of the proxy token ("wk-...") that Modal asks of whoever calls a service there. It is sent
+    to hosts below modal.run and modal.direct, and to no other. Needs `modal_secret`."""
+
+    modal_secret: SecretStr | None = None
+    """The secret of that proxy token ("ws-...")."""

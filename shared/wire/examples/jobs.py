@@ -1,0 +1,148 @@
+"""Examples of the jobs API: records, plans, events, evaluations and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.wire.examples.one_job import CHECKPOINT, ID, JOB, PART, REWARD, TIME
+from shared.wire.examples.planning import PLAN
+
+SUMMARY = {
+    "id": ID,
+    "name": "demo",
+    "model": "Qwen/Qwen2.5-0.5B-Instruct",
+    "status": "running",
+    "created_at": TIME,
+    "started_at": TIME + 2,
+    "step": 40,
+    "steps": 160,
+    "eta_s": 95.5,
+    "reward": 0.72,
+    "attempts": 1,
+    "metadata": {"team": "math"},
+}
+EVALUATION = {
+    "id": "eval-7f3a",
+    "models": [
+        {"name": "base", "model": JOB["model"]},
+        {"name": "demo:160", "model": f"/runs/{ID}/checkpoints/step-000160"},
+    ],
+    "job": {**JOB, "evaluation": {"samples": 4, "temperature": 0.6}},
+}
+SCORES = {"missing_rewards": 0.0, "errored_rollouts": 0.0}
+BEFORE = {"mean": 0.31, "low": 0.27, "high": 0.35, "num_problems": 200}
+AFTER = {"mean": 0.72, "low": 0.68, "high": 0.76, "num_problems": 200}
+BETTER = {"mean": 0.41, "low": 0.38, "high": 0.44, "num_problems": 200}
+GRADED = {
+    "prompt_index": 17,
+    "prompt": "12 47 -> 59:",
+    "completion": " 12+47",
+    "finish_reason": "stop",
+    "versions": [40],
+    "reward": 1.0,
+    "parts": {"python_value": PART},
+    "advantage": 0.94,
+}
+KEY = {"name": "dashboard", "access": "read", "created_at": 1763800000}
+
+JOBS: dict[str, Any] = {
+    "SubmitRequest": {"job": JOB},
+    "JobRecord": {
+        **SUMMARY,
+        "run_dir": f"/runs/{ID}",
+        "data": {"train": "xxh3:9f6d2c40b1e7a853"},
+        "job": JOB,
+    },
+    "JobList": {"jobs": [SUMMARY], "next_after": f"{ID}:1763700000.25"},
+    "JobState": {"id": ID, "status": "running", "pause_requested": True},
+    "JobDeleted": {"id": ID, "files": False},
+    "ResumeRequest": {"set": ["memory.micro_batch_tokens=4096"]},
+    "DryRun": {
+        "job": JOB,
+        "columns": ["prompt", "numbers", "target"],
+        "num_train": 4000,
+        "num_held_out": 200,
+        "data": {"train": "xxh3:9f6d2c40b1e7a853"},
+        "prompts": [
+            {"index": 17, "content": "12 47 -> 59:", "text": "12 47 -> 59:", "num_tokens": 9}
+        ],
+        "plan": PLAN,
+    },
+    "Plan": PLAN,
+    "EventList": {
+        "events": [
+            {
+                "id": "1763800060000-0",
+                "job_id": ID,
+                "time": TIME + 60,
+                "type": "step",
+                "message": "step 1/160",
+                "data": {"step": 1, "steps": 160, "metrics": {"reward": 0.31}},
+            }
+        ]
+    },
+    "MetricsList": {"rows": [{"step": 1, "metrics": {"reward": 0.31, "loss": 0.02}}]},
+    "RolloutList": {"step": 40, "rollouts": [GRADED], "next_after": 1},
+    "CheckpointList": {"checkpoints": [CHECKPOINT]},
+    "CheckpointFiles": {
+        "step": 50,
+        "files": [
+            {"name": "config.json", "size_bytes": 681, "crc32": 1404083027},
+            {"name": "model.safetensors", "size_bytes": 988097824, "crc32": 2897351640},
+            {"name": "trainer/manifest.json", "size_bytes": 5210, "crc32": 730211948},
+        ],
+    },
+    "RegradeRequest": {"first_step": 1, "last_step": 2, "rewards": [REWARD], "num_examples": 1},
+    "RegradeReport": {
+        "steps": [
+            {
+                "step": 1,
+                "num_rollouts": 384,
+                "old_reward": 0.31,
+                "new_reward": 0.33,
+                "old_missing": 0,
+                "new_missing": 0,
+                "num_changed": 8,
+                "flipped": [12, 40],
+            }
+        ],
+        "examples": [{"step": 1, "position": 12, "old": {**GRADED, "reward": 0.0}, "new": GRADED}],
+    },
+    "Recovered": {"jobs": [{"id": ID, "status": "paused", "step": 40, "steps": 160}]},
+    "EvaluationRequest": EVALUATION,
+    "EvaluationReport": {
+        "id": EVALUATION["id"],
+        "temperature": 0.6,
+        "seed": 0,
+        "sets": [
+            {
+                "name": "",
+                "source": "dataset 'owner/problems'",
+                "num_problems": 200,
+                "num_samples": 4,
+                "models": [
+                    {**SCORES, "name": "base", "metrics": {"pass@1": BEFORE}},
+                    {
+                        **SCORES,
+                        "name": "demo:160",
+                        "metrics": {"pass@1": AFTER},
+                        "differences": {"pass@1": BETTER},
+                    },
+                ],
+            }
+        ],
+    },
+    "EvaluationState": {
+        "id": EVALUATION["id"],
+        "model": "demo:160",
+        "number": 2,
+        "num_models": 2,
+        "num_done": 37,
+        "num_problems": 200,
+    },
+    "EvaluationEnded": {"id": EVALUATION["id"], "ended": True},
+    "CreateKey": {"name": "dashboard", "access": "read"},
+    "CreatedKey": {**KEY, "secret": "hone_dashboard_" + 43 * "x"},
+    "KeyList": {"keys": [KEY]},
+    "KeyRevoked": {"name": "dashboard"},
+}
