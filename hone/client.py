@@ -3,24 +3,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import secrets
-import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
 
+from hone import evaluating, following
 from hone.background import Background
 from hone.downloading import Download, Downloaded, Progress
 from shared import client as shared_client
 from shared.checkpoints import STATE
-from shared.errors import BadRequest, HoneError, NotFound, Unavailable
+from shared.errors import BadRequest, HoneError, NotFound
 from shared.explain import sentences
 from shared.job import JOB_ID, Job, RewardSpec
 from shared.wire import (
@@ -32,7 +31,6 @@ from shared.wire import (
     CreateKey,
     DryRun,
     EvaluatedModel,
-    EvaluationEnded,
     EvaluationReport,
     EvaluationRequest,
     EvaluationState,
@@ -61,14 +59,10 @@ from shared.wire import (
 
 SUBMIT_DEADLINE_S = 1800.0
 REGRADE_DEADLINE_S = 3600.0
-EVALUATION_DEADLINE_S = 24 * 3600.0
-END_DEADLINE_S = 10.0
-PROGRESS_S = 1.0
 DELETE_DEADLINE_S = 600.0
 CHANGE_DEADLINE_S = 30.0
 PLAN_DEADLINE_S = 30.0
 RECOVER_DEADLINE_S = 600.0
-RECONNECT_S = 60.0
 PING_DEADLINE_S = 1.0
 
 M = TypeVar("M", bound=BaseModel)
@@ -107,31 +101,22 @@ class Client:
         the same key and job submit once, however often it is called. Raises BadRequest with a
         sentence for each fault."""
         body = SubmitRequest(job=job)
-        call = self._client.call(
-            "POST", "/v1/jobs", body, JobRecord, deadline_s=SUBMIT_DEADLINE_S, key=key
-        )
-        return self._background.run(call)
+        return self._call("POST", "/v1/jobs", body, JobRecord, SUBMIT_DEADLINE_S, key=key)
 
     def dry_run(self, job: Job) -> DryRun:
         """Checks a job as a submission does, and returns what it would send; nothing is submitted.
         Raises BadRequest with a sentence for each fault."""
         body = SubmitRequest(job=job)
-        call = self._client.call(
-            "POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=SUBMIT_DEADLINE_S
-        )
-        return self._background.run(call)
+        return self._call("POST", "/v1/jobs/dry_run", body, DryRun, SUBMIT_DEADLINE_S)
 
     def plan(self, job: Job) -> Plan:
         """Returns what the orchestrator works out that a job will need and cost. Raises BadRequest
         for a model whose sizes are not known."""
         body = SubmitRequest(job=job)
-        call = self._client.call("POST", "/v1/jobs/plan", body, Plan, deadline_s=PLAN_DEADLINE_S)
-        return self._background.run(call)
+        return self._call("POST", "/v1/jobs/plan", body, Plan, PLAN_DEADLINE_S)
 
     def get(self, job: str) -> JobRecord:
-        return self._by_id_or_name(
-            job, lambda job_id: self._client.get(f"/v1/jobs/{job_id}", JobRecord)
-        )
+        return self._by_id_or_name(job, lambda job_id: self._get(f"/v1/jobs/{job_id}", JobRecord))
 
     def list(
         self,
@@ -148,7 +133,7 @@ class Client:
         query = {key: value for key, value in given.items() if value is not None}
         query |= {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
         path = f"/v1/jobs?{urlencode({'limit': limit, **query})}"
-        return self._background.run(self._client.get(path, JobList))
+        return self._get(path, JobList)
 
     def cancel(self, job: str) -> JobState:
         """Cancels a queued or paused job now, a running one within seconds."""
@@ -169,22 +154,15 @@ class Client:
         query = f"files={str(files).lower()}"
         return self._by_id_or_name(
             job,
-            lambda job_id: self._client.call(
-                "DELETE",
-                f"/v1/jobs/{job_id}?{query}",
-                None,
-                JobDeleted,
-                deadline_s=DELETE_DEADLINE_S,
+            lambda job_id: self._call(
+                "DELETE", f"/v1/jobs/{job_id}?{query}", None, JobDeleted, DELETE_DEADLINE_S
             ),
         )
 
     def recover(self) -> Recovered:
         """Rebuilds the records of jobs from their run folders, after Redis lost its data. Doing it
         again changes nothing."""
-        call = self._client.call(
-            "POST", "/v1/recover", None, Recovered, deadline_s=RECOVER_DEADLINE_S
-        )
-        return self._background.run(call)
+        return self._call("POST", "/v1/recover", None, Recovered, RECOVER_DEADLINE_S)
 
     def metrics(self, job: str, after_step: int = -1) -> MetricsList:
         """Returns the metrics of all steps after `after_step`."""
@@ -192,7 +170,7 @@ class Client:
         rows: list[MetricsRow] = []
         last: int | None = after_step
         while last is not None:
-            page = self._background.run(self._client.get(f"{path}{last}", MetricsList))
+            page = self._get(f"{path}{last}", MetricsList)
             rows += page.rows
             last = page.next_after_step
         return MetricsList(rows=tuple(rows))
@@ -204,9 +182,7 @@ class Client:
         found: list[GradedRollout] = []
         after: int | None = 0
         while True:
-            page = self._background.run(
-                self._client.get(f"{path}?{urlencode({**query, 'after': after})}", RolloutList)
-            )
+            page = self._get(f"{path}?{urlencode({**query, 'after': after})}", RolloutList)
             found += page.rollouts
             query, after = {"step": page.step}, page.next_after
             if after is None:
@@ -226,9 +202,7 @@ class Client:
             first_step=first_step, last_step=last_step, rewards=rewards, num_examples=examples
         )
         path = f"/v1/jobs/{self.get(job).id}/regrade"
-        return self._background.run(
-            self._client.call("POST", path, body, RegradeReport, deadline_s=REGRADE_DEADLINE_S)
-        )
+        return self._call("POST", path, body, RegradeReport, REGRADE_DEADLINE_S)
 
     def evaluate(
         self,
@@ -242,45 +216,19 @@ class Client:
         id = f"eval-{secrets.token_hex(6)}"
         body = EvaluationRequest(id=id, models=tuple(models), job=job)
         try:
-            return self._background.run(self._evaluation(body, progress))
+            return self._background.run(evaluating.evaluate(self._client, body, progress))
         except BaseException:
-            end = self._client.call(
-                "DELETE",
-                f"/v1/evaluations/{id}",
-                None,
-                EvaluationEnded,
-                deadline_s=END_DEADLINE_S,
-                patience_s=0,
-            )
             with contextlib.suppress(HoneError):  # the first error says more
-                self._background.run(end)
+                self._background.run(evaluating.end(self._client, body.id))
             raise
 
-    async def _evaluation(
-        self, body: EvaluationRequest, progress: Callable[[EvaluationState], None]
-    ) -> EvaluationReport:
-        call = self._client.call(
-            "POST", "/v1/evaluations", body, EvaluationReport, deadline_s=EVALUATION_DEADLINE_S
-        )
-        evaluating = asyncio.create_task(call)
-        try:
-            while not (await asyncio.wait({evaluating}, timeout=PROGRESS_S))[0]:
-                with contextlib.suppress(NotFound, Unavailable):  # not yet begun, or away
-                    path = f"/v1/evaluations/{body.id}"
-                    progress(await self._client.get(path, EvaluationState, deadline_s=PROGRESS_S))
-            return evaluating.result()
-        finally:
-            evaluating.cancel()
-
     def checkpoints(self, job: str) -> CheckpointList:
-        return self._background.run(
-            self._client.get(f"/v1/jobs/{self.get(job).id}/checkpoints", CheckpointList)
-        )
+        return self._get(f"/v1/jobs/{self.get(job).id}/checkpoints", CheckpointList)
 
     def checkpoint_files(self, job: str, step: int) -> CheckpointFiles:
         """Returns the files of the checkpoint of `step`, with their sizes and checksums."""
         path = f"/v1/jobs/{self.get(job).id}/checkpoints/{step}"
-        return self._background.run(self._client.get(path, CheckpointFiles))
+        return self._get(path, CheckpointFiles)
 
     def download(
         self,
@@ -320,38 +268,12 @@ class Client:
         dropped connection is taken up again where it broke. `progress` hears every two seconds in
         which nothing happens what the job is at."""
         job_id = self.get(job).id
-        if not follow:
-            while page := self._background.run(
-                self._client.get(f"/v1/jobs/{job_id}/events?after={after}", EventList)
-            ).events:
-                yield from page
-                after = page[-1].id
+        if follow:
+            yield from following.follow(self._client, self._background, job_id, after, progress)
             return
-        last, lost_at = after, None
-        path = f"/v1/jobs/{job_id}/events{'?progress=true' if progress else ''}"
-        while True:
-            try:
-                for id, kind, data in self._background.iterate(
-                    self._client.events(path, last_id=last)
-                ):
-                    lost_at = None
-                    if kind == "end":
-                        return
-                    if kind == "progress":
-                        if progress:
-                            progress(JobProgress.model_validate_json(data))
-                        continue
-                    last = id
-                    yield Event.model_validate_json(data)
-            except Unavailable:
-                lost_at = lost_at or time.monotonic()
-                away_s = time.monotonic() - lost_at
-                if away_s > RECONNECT_S:
-                    raise
-                if progress:
-                    away = f"the orchestrator does not answer, {away_s:.0f} s"
-                    progress(JobProgress(message=away, time=time.time()))
-                time.sleep(1.0)
+        while page := self._get(f"/v1/jobs/{job_id}/events?after={after}", EventList).events:
+            yield from page
+            after = page[-1].id
 
     def wait(self, job: str, *, paused: bool = False) -> JobRecord:
         """Returns the record of the job once it has ended; with `paused`, also once it is paused
@@ -375,37 +297,51 @@ class Client:
         except ValidationError as error:
             faults = sentences(error, CreateKey)
             raise BadRequest("; ".join(fault["detail"] for fault in faults)) from error
-        call = self._client.call("POST", "/v1/keys", body, CreatedKey, deadline_s=CHANGE_DEADLINE_S)
-        return self._background.run(call)
+        return self._call("POST", "/v1/keys", body, CreatedKey, CHANGE_DEADLINE_S)
 
     def keys(self) -> KeyList:
         """Returns the API keys that are valid, by name."""
-        return self._background.run(self._client.get("/v1/keys", KeyList))
+        return self._get("/v1/keys", KeyList)
 
     def revoke_key(self, name: str) -> KeyRevoked:
         """Revokes an API key: no request with it is answered any more."""
         path = f"/v1/keys/{quote(name, safe='')}"
-        call = self._client.call("DELETE", path, None, KeyRevoked, deadline_s=CHANGE_DEADLINE_S)
-        return self._background.run(call)
+        return self._call("DELETE", path, None, KeyRevoked, CHANGE_DEADLINE_S)
 
     def _post(self, job: str, action: str, body: BaseModel | None = None) -> JobState:
         return self._by_id_or_name(
             job,
-            lambda job_id: self._client.call(
-                "POST", f"/v1/jobs/{job_id}/{action}", body, JobState, deadline_s=CHANGE_DEADLINE_S
+            lambda job_id: self._call(
+                "POST", f"/v1/jobs/{job_id}/{action}", body, JobState, CHANGE_DEADLINE_S
             ),
         )
 
-    def _by_id_or_name(self, job: str, call: Callable[[str], Coroutine[Any, Any, M]]) -> M:
+    def _get(self, path: str, answer: type[M]) -> M:
+        return self._background.run(self._client.get(path, answer))
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | None,
+        answer: type[M],
+        deadline_s: float,
+        *,
+        key: str | None = None,
+    ) -> M:
+        call = self._client.call(method, path, body, answer, deadline_s=deadline_s, key=key)
+        return self._background.run(call)
+
+    def _by_id_or_name(self, job: str, call: Callable[[str], M]) -> M:
         """Takes `job` for an id, and if there is none for a name. Reads no record for that, so a
         job whose record cannot be read can be cancelled and removed."""
         if not re.fullmatch(JOB_ID, job):
             raise NotFound(f"no job {job!r}; `hone ls` lists them")
         try:
-            return self._background.run(call(job))
+            return call(job)
         except NotFound:
             page = self.list(1, name=job)
             ids = [*(summary.id for summary in page.jobs), *page.unreadable]
             if not ids:
                 raise
-            return self._background.run(call(max(ids)))  # ids of one name sort by time
+            return call(max(ids))  # ids of one name sort by time

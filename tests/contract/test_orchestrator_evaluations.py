@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-import hone
-import hone.client
+from hone import evaluating
 from services.orchestrator.queue import keys
 from services.orchestrator.queue.leases import LeaseLost
 from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
@@ -236,19 +235,17 @@ async def test_completions_that_went_wrong_are_counted_and_the_rest_compared(
 async def test_the_python_client_hears_how_far_an_evaluation_is(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hone.client, "PROGRESS_S", 0.05)
+    monkeypatch.setattr(evaluating, "PROGRESS_S", 0.05)
     sampling = await samples_for_ever(stack)
     states: list[EvaluationState] = []
-    client = hone.Client("http://localhost")
-    monkeypatch.setattr(client, "_client", stack.client)
     body = EvaluationRequest(
         id="eval-1", models=(EvaluatedModel(name="good", model=GOOD),), job=stack.job
     )
-    evaluating = asyncio.create_task(client._evaluation(body, states.append))
+    asked = asyncio.create_task(evaluating.evaluate(stack.client, body, states.append))
     await sampling.wait()
     while not any(state.number for state in states):
         await asyncio.sleep(0.01)
     assert (states[-1].model, states[-1].num_done, states[-1].num_problems) == ("good", 0, 4)
     await stack.client.call("DELETE", "/v1/evaluations/eval-1", None, EvaluationEnded, deadline_s=5)
     with pytest.raises(Failed, match="was ended"):
-        await evaluating
+        await asked
