@@ -15,21 +15,20 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from services.trainer.disk import checkpoints
-from services.trainer.disk.checkpoints import Manifest
-from services.trainer.disk.folders import sweep, written_aside
+from services.trainer.disk.folders import sweep
 from services.trainer.disk.resume import Found, newest_whole
+from services.trainer.disk.saving import save_checkpoint
 from services.trainer.disk.weights import Publisher
 from services.trainer.engine import Engine, OutOfMemory, Update
 from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.schedule import learning_rate
+from services.trainer.loaded import Loaded
 from services.trainer.processes.launch_folder import Past
 from services.trainer.processes.together import Ranks, SaveAll
-from shared import codec, volume
-from shared.checkpoints import STATE, StoredFile
+from shared import codec
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
 from shared.job import Job
@@ -48,23 +47,6 @@ from shared.wire import (
     TrainerState,
     TrainStepRequest,
 )
-
-
-@dataclass
-class Loaded:
-    """The job that is loaded, and how far it is. `last` is the last step's body (its fingerprint)
-    and result, `canary` that of a step."""
-
-    request: TrainerJob
-    model: str
-    engine: Engine
-    publisher: Publisher | None
-    damaged: tuple[str, ...] = ()
-    resumed_step: int | None = None
-    step: int = 0
-    skipped_steps: int = 0
-    last: tuple[str, StepResult] | None = None
-    canary: tuple[int, Canary] | None = None
 
 
 @dataclass(frozen=True)
@@ -234,29 +216,7 @@ class Trainer:
             )
         if known:
             return known if self._ranks.rank == 0 else None
-        engine = loaded.engine
-
-        def lead(save_all: SaveAll) -> Checkpoint:
-            with written_aside(path, checkpoint_bytes(engine), durable=True) as aside:
-                shares: list[dict[str, StoredFile]] = save_all(aside)
-                files = {name: file for share in shares for name, file in share.items()}
-                checkpoints.write_manifest(aside, self._manifest(loaded, files))
-            volume.run(self._settings.runs_commit, "the checkpoint cannot be committed")
-            checkpoints.remove_old(folder, loaded.request.job.checkpoints, request.keep)
-            return checkpoints.described(path)
-
-        def save_state(aside: Path) -> None:
-            (aside / STATE).mkdir(exist_ok=True)
-            engine.save_state(aside / STATE)
-
-        rank, num_ranks = self._ranks.rank, self._ranks.num_ranks
-        return self._ranks.write(
-            lead,
-            lambda aside: checkpoints.check_seen(aside, rank),
-            engine.save_checkpoint,
-            save_state,
-            lambda aside: checkpoints.measured(aside, slice(rank, None, num_ranks)),
-        )
+        return save_checkpoint(self._ranks, loaded, path, request, self._settings.runs_commit)
 
     def state(self) -> TrainerState:
         """Returns where this trainer is. Safe to call from another thread."""
@@ -315,9 +275,7 @@ class Trainer:
     def _free(self) -> None:
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
-            if loaded.publisher is not None:
-                loaded.publisher.close()
-            loaded.engine.close()
+            loaded.close()
             get_logger().info("job unloaded", job=loaded.request.job_id, step=loaded.step)
 
     def _job(self, request: Fenced) -> Loaded:
@@ -352,36 +310,13 @@ class Trainer:
         if self._ranks.rank == 0:
             publisher = Publisher(self._settings, request.job_id, engine.live_weights)
             publisher.close()
-        loaded = Loaded(request, model, engine, publisher, found.damaged)
-        if found.path is None or found.manifest is None:
-            return loaded
+        loaded = Loaded(request, model, engine, publisher)
         try:
-            engine.load_state(found.path / STATE)
+            loaded.resume(found)
         except BaseException:
             engine.close()
             raise
-        manifest = found.manifest
-        loaded.step = loaded.resumed_step = manifest.step
-        loaded.skipped_steps = manifest.skipped_steps
-        if manifest.last_body is not None and manifest.last_result is not None:
-            loaded.last = manifest.last_body, manifest.last_result
         return loaded
-
-    def _manifest(self, loaded: Loaded, files: dict[str, StoredFile]) -> Manifest:
-        last_body, last_result = loaded.last or (None, None)
-        return Manifest(
-            format=checkpoints.FORMAT,
-            job_id=loaded.request.job_id,
-            job=loaded.request.job,
-            step=loaded.step,
-            model=loaded.model,
-            num_ranks=self._ranks.num_ranks,
-            versions={name: version(name) for name in ("torch", "deepspeed", "transformers")},
-            skipped_steps=loaded.skipped_steps,
-            last_body=last_body,
-            last_result=last_result,
-            files=files,
-        )
 
     def _apply(self, loaded: Loaded, request: TrainStepRequest) -> StepResult:
         started = time.monotonic()
@@ -418,12 +353,6 @@ class Trainer:
             num_updates=update.num_updates,
             skipped=update.skipped,
         )
-
-
-def checkpoint_bytes(engine: Engine) -> int:
-    """Returns about how much a checkpoint takes: the export, and for each trained parameter the
-    float32 master and Adam's two moments."""
-    return engine.weights_bytes + 12 * engine.num_trainable
 
 
 def _stale(request: Fenced, current: Fenced) -> Conflict:
