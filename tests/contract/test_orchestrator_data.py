@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +154,9 @@ async def test_uploads_beyond_the_quota_are_refused_and_leave_nothing(
         refused = await upload(http, b"y" * 6000)
         assert refused.status_code == 413 and refused.json()["code"] == "too_large"
         assert refused.json()["detail"] == (
-            "a file of 6000 bytes beside 1 uploaded ones of 15000 bytes; expected at most 20480 "
-            "bytes in all (setting HONE_MAX_FILES_GIB): remove some by DELETE /v1/files/{id}, or "
-            "raise it"
+            "a file of 6000 bytes beside 1 uploaded ones of 15000 bytes, those under way included; "
+            "expected at most 20480 bytes in all (setting HONE_MAX_FILES_GIB): remove some by "
+            "DELETE /v1/files/{id}, or raise it"
         )
         answers = await asyncio.gather(*(upload(http, b"z" * 3000) for _ in range(4)))
         assert sorted(answer.status_code for answer in answers) == [200, 413, 413, 413]
@@ -168,6 +170,24 @@ async def test_uploads_beyond_the_quota_are_refused_and_leave_nothing(
         assert sorted(folders) == sorted(file["id"] for file in listed)
         Uploads(settings.runs_dir).remove(first)
         assert (await upload(http, b"y" * 6000)).status_code == 200
+
+
+async def test_nobody_else_waits_for_an_upload_that_waits(
+    settings: Settings, redis_url: str
+) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    service = create_service(settings, Store(redis_url))
+    transport = httpx.ASGITransport(app=service.app)
+    settings.runs_dir.mkdir()
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        with (settings.runs_dir / ".files.lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            uploading = asyncio.create_task(upload(http))
+            while not (settings.runs_dir / ".files").exists():
+                await asyncio.sleep(0.01)
+            assert (await http.get("/v1/files")).json()["data"] == []
+            assert not uploading.done()
+        assert (await uploading).status_code == 200
 
 
 async def test_a_job_trains_on_a_file_which_stays_until_it_has_ended(

@@ -4,6 +4,7 @@ OpenAI's clients find their `error` too."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import unicodedata
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -13,6 +14,7 @@ from starlette.datastructures import FormData, UploadFile
 
 from services.orchestrator.api.pages import page_of
 from services.orchestrator.data.uploads import Quota, Uploads
+from services.orchestrator.loop.tasks import in_own_thread
 from services.orchestrator.queue.store import Store
 from shared import openapi
 from shared.config import Settings
@@ -70,7 +72,8 @@ def _add_upload(service: Service, settings: Settings, uploads: Uploads, store: S
                 raise _too_large(file.size, settings)
             key = request.headers.get("idempotency-key")
             name = _filename(file)
-            stored = await asyncio.to_thread(uploads.add, file.file, name, purpose, key)
+            add = functools.partial(uploads.add, file.file, name, purpose, key)
+            stored = await in_own_thread(add)  # it may take long: jobs write by the pool's threads
         if key:  # a file of this id may have been removed before
             await store.removals.undo(stored.id)
         return stored

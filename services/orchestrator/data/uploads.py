@@ -19,12 +19,12 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from services.orchestrator.record.writing import writing
 from shared import codec, disk
 from shared.digest import digest_of_file
-from shared.errors import BadRequest, Conflict, NotFound, TooLarge
+from shared.errors import BadRequest, Busy, Conflict, NotFound, TooLarge
 from shared.job import UPLOADED
 from shared.logs import get_logger
 from shared.wire import Purpose, UploadedFile
@@ -33,17 +33,22 @@ ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 """Of files that a job can read."""
 
 LOCK = ".files.lock"
-"""Beside the folder of files: whoever adds one has it locked."""
+"""Beside the folder of files: whoever takes room for one has it locked."""
+
+LOCK_S = 10.0
+"""Seconds to wait for it. Nobody has it for longer than it takes to look at all files."""
+
+LOOK_AT_LOCK_S = 0.02
 
 GIB = 1 << 30
 
 REMOVE_SOME = "remove some by DELETE /v1/files/{id}, or raise it"
 
-UNFINISHED = "."
-"""What begins the name of a folder that is being written or removed."""
+UNFINISHED, REMOVED = ".file-", ".removed-"
+"""What begins the name of a folder that is being written, and of one that is being removed."""
 
-LEFT_S = 24 * 3600.0
-"""Seconds after which such a folder is what a crash left."""
+LEFT_S = 3600.0
+"""Seconds without a byte written after which such a folder is what a crash left."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,8 @@ class Quota:
         if size_bytes + new_bytes > self.max_gib * GIB:
             raise TooLarge(
                 f"a file of {new_bytes} bytes beside {num_files} uploaded ones of {size_bytes} "
-                f"bytes; expected at most {int(self.max_gib * GIB)} bytes in all (setting "
-                f"HONE_MAX_FILES_GIB): {REMOVE_SOME}"
+                f"bytes, those under way included; expected at most {int(self.max_gib * GIB)} "
+                f"bytes in all (setting HONE_MAX_FILES_GIB): {REMOVE_SOME}"
             )
 
 
@@ -80,17 +85,24 @@ class Uploads:
     ) -> UploadedFile:
         """Stores a file, which is on disk when this returns. With an idempotency `key` it is stored
         once. Raises Conflict for a key that came with another file before, BadRequest for one
-        without content, TooLarge beyond the quota, Failed if the disk cannot take it."""
+        without content, TooLarge beyond the quota, Busy where others keep it waiting, Failed if the
+        disk cannot take it."""
+        size = _size_of(content)
+        if not size:
+            raise BadRequest(f"the file {filename!r} is empty; expected at least one row")
         digest = hashlib.sha256(key.encode()).hexdigest()[:24] if key else secrets.token_hex(12)
-        id = f"file-{digest}"
+        made = UploadedFile(
+            id=f"file-{digest}",
+            bytes=size,
+            created_at=int(time.time()),
+            filename=filename,
+            purpose=purpose,
+        )
         with writing("folder", self._root):
             disk.make_folder(self._root)
-            self._sweep()
-            self._check_room(id, _size_of(content))
-            aside = self._root / f"{UNFINISHED}{id}.{secrets.token_hex(4)}"
-            aside.mkdir()
+            aside = self._take_room(made)
             try:
-                return self._written(aside, id, content, filename, purpose)
+                return self._written(aside, made, content)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
 
@@ -118,7 +130,7 @@ class Uploads:
     def remove(self, id: str) -> None:
         """Raises NotFound."""
         folder = self._folder(id)
-        aside = self._root / f"{UNFINISHED}{id}.{secrets.token_hex(4)}"
+        aside = self._root / f"{REMOVED}{id}.{secrets.token_hex(4)}"
         with writing("folder", self._root):
             try:
                 folder.rename(aside)
@@ -127,43 +139,57 @@ class Uploads:
             disk.flush(self._root)
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _written(
-        self, aside: Path, id: str, content: BinaryIO, filename: str, purpose: Purpose
-    ) -> UploadedFile:
-        path = aside / _content_name(filename)
-        with path.open("xb") as file:
+    def _take_room(self, made: UploadedFile) -> Path:
+        """Returns a folder aside in which the file's bytes have their size already, so that they
+        count from now on. Raises TooLarge."""
+        aside = self._root / f".{made.id}.{secrets.token_hex(4)}"
+        with self._alone():
+            self._sweep()
+            self._check_room(made)
+            aside.mkdir()
+            with (aside / _content_name(made.filename)).open("xb") as file:
+                file.truncate(made.bytes)
+        return aside
+
+    def _written(self, aside: Path, made: UploadedFile, content: BinaryIO) -> UploadedFile:
+        path = aside / _content_name(made.filename)
+        with path.open("r+b") as file:
             shutil.copyfileobj(content, file, 1 << 20)
             file.flush()
             os.fsync(file.fileno())
-        if not (size := path.stat().st_size):
-            raise BadRequest(f"the file {filename!r} is empty; expected at least one row")
-        made = UploadedFile(
-            id=id, bytes=size, created_at=int(time.time()), filename=filename, purpose=purpose
-        )
         disk.write_file(aside / "file.json", codec.encode(made))
-        with self._alone():  # or two that fit one by one would both be taken
-            self._check_room(id, size)
-            try:
-                aside.rename(self._root / id)
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
-                return self._same(made, path)
+        try:
+            aside.rename(self._root / made.id)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            return self._same(made, path)
         disk.flush(self._root)
         return made
 
-    def _check_room(self, id: str, size: int) -> None:
-        """Raises TooLarge if one more file of that size is too much, and this one is not there."""
-        if self._quota is None or (self._root / id).exists():
+    def _check_room(self, made: UploadedFile) -> None:
+        """Raises TooLarge if the file is too much beside those that there are and those under way.
+        One that is there, or under way by the same key, is no file more."""
+        if self._quota is None or (self._root / made.id).exists():
             return
-        sizes = [_content_size(folder) for folder in self._root.glob("file-*")]
-        self._quota.check(len(sizes), sum(sizes), size)
+        own = f".{made.id}."
+        under_way = self._root.glob(f"{UNFINISHED}*")
+        others = [folder for folder in under_way if not folder.name.startswith(own)]
+        sizes = [_content_size(folder) for folder in (*self._root.glob("file-*"), *others)]
+        self._quota.check(len(sizes), sum(sizes), made.bytes)
 
     @contextlib.contextmanager
     def _alone(self) -> Generator[None]:
-        """Lets no other upload, of any orchestrator, become a file meanwhile."""
-        with (self._root.parent / LOCK).open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        """Lets no other upload, of any orchestrator, take room meanwhile. Raises Busy."""
+        path, until = self._root.parent / LOCK, time.monotonic() + LOCK_S
+        with path.open("ab") as lock:
+            while not _is_locked(lock):
+                if time.monotonic() >= until:
+                    raise Busy(
+                        f"others have had {str(path)!r} locked for {LOCK_S:g} s; send the file "
+                        "again, and if it stays so, look for an orchestrator that hangs"
+                    )
+                time.sleep(LOOK_AT_LOCK_S)
             yield
 
     def _same(self, made: UploadedFile, path: Path) -> UploadedFile:
@@ -185,9 +211,9 @@ class Uploads:
 
     def _sweep(self) -> None:
         """Removes what a crash left half written or half removed."""
-        for folder in self._root.glob(f"{UNFINISHED}*"):
+        for folder in (*self._root.glob(f"{UNFINISHED}*"), *self._root.glob(f"{REMOVED}*")):
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - folder.stat().st_mtime > LEFT_S:
+                if time.time() - _last_written(folder) > LEFT_S:
                     shutil.rmtree(folder, ignore_errors=True)
                     get_logger().info("unfinished upload removed", folder=folder.name)
 
@@ -204,6 +230,20 @@ def _content_size(folder: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return sum(file.stat().st_size for file in folder.glob("content*"))
     return 0
+
+
+def _last_written(folder: Path) -> float:
+    """Returns when something was written there last, in Unix seconds."""
+    return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+
+
+def _is_locked(file: IO[bytes]) -> bool:
+    """Locks the file, until it is closed, if nobody else has; returns whether it did."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _content_name(filename: str) -> str:

@@ -1,0 +1,114 @@
+"""Uploads beside each other: what they may take together, and whom they keep waiting."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.orchestrator.data import uploads as uploads_module
+from services.orchestrator.data.uploads import Quota, Uploads
+from shared.errors import BadRequest, Busy, TooLarge
+from shared.wire import UploadedFile
+
+KIB_10 = 10 * 1024 / 2**30
+
+
+class Interrupted(io.BytesIO):
+    """Content that does something else before it is read on."""
+
+    def __init__(self, content: bytes, act: Callable[[], object]) -> None:
+        super().__init__(content)
+        self._act: Callable[[], object] | None = act
+
+    def read(self, size: int | None = -1) -> bytes:
+        act, self._act = self._act, None
+        if act:
+            act()
+        return super().read(size)
+
+
+def add(uploads: Uploads, content: bytes | io.BytesIO, key: str | None = None) -> UploadedFile:
+    file = content if isinstance(content, io.BytesIO) else io.BytesIO(content)
+    return uploads.add(file, "rows.jsonl", "fine-tune", key)
+
+
+def folders(runs_dir: Path) -> list[str]:
+    return sorted(path.name for path in (runs_dir / ".files").iterdir())
+
+
+def test_a_file_that_is_being_written_counts_for_the_quota(tmp_path: Path) -> None:
+    uploads, refused = Uploads(tmp_path, Quota(10, KIB_10)), list[str]()
+
+    def add_another() -> None:
+        with pytest.raises(TooLarge) as raised:
+            add(uploads, b"y" * 5000)
+        refused.append(raised.value.detail)
+
+    file = add(uploads, Interrupted(b"x" * 6000, add_another))
+    assert "a file of 5000 bytes beside 1 uploaded ones of 6000 bytes" in refused[0]
+    assert uploads.content(file.id).read_bytes() == b"x" * 6000
+    assert folders(tmp_path) == [file.id]
+
+
+def test_an_upload_that_is_sent_again_meanwhile_needs_no_room_of_its_own(tmp_path: Path) -> None:
+    uploads, files = Uploads(tmp_path, Quota(1, KIB_10)), list[UploadedFile]()
+    again = Interrupted(b"x" * 6000, lambda: files.append(add(uploads, b"x" * 6000, "key")))
+    assert [add(uploads, again, "key")] == files
+    assert folders(tmp_path) == [files[0].id]
+
+
+def test_what_a_crash_left_counts_for_an_hour(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path, Quota(10, KIB_10))
+    left, removed = (tmp_path / f".files/{name}" for name in (".file-1.abcd", ".removed-file-2.ab"))
+    for folder in (left, removed):
+        folder.mkdir(parents=True)
+        (folder / "content.csv").write_bytes(b"x" * 6000)
+        os.utime(folder, (0, time.time() - 7200))
+    hour_ago = time.time() - 3500
+    os.utime(left / "content.csv", (hour_ago, hour_ago))
+    with pytest.raises(TooLarge, match="beside 1 uploaded ones of 6000 bytes"):
+        add(uploads, b"y" * 5000)
+    os.utime(left / "content.csv", (0, hour_ago - 200))
+    os.utime(removed / "content.csv", (0, hour_ago - 200))
+    file = add(uploads, b"y" * 5000)
+    assert folders(tmp_path) == [file.id]
+
+
+def test_nobody_waits_while_contents_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads_module, "LOCK_S", 0.0)
+    uploads, digest = Uploads(tmp_path), uploads_module.digest_of_file
+    file = add(uploads, b"x", "key")
+
+    def comparing(path: Path) -> str:
+        add(uploads, b"y")
+        return digest(path)
+
+    monkeypatch.setattr(uploads_module, "digest_of_file", comparing)
+    assert add(uploads, b"x", "key") == file
+    assert len(uploads.list()) == 3
+
+
+def test_an_upload_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads_module, "LOCK_S", 0.05)
+    uploads = Uploads(tmp_path)
+    with (tmp_path / ".files.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(Busy, match=r"others have had '.*\.files\.lock' locked for 0\.05 s"):
+            add(uploads, b"x")
+        assert folders(tmp_path) == []
+    file = add(uploads, b"x")
+    assert folders(tmp_path) == [file.id]
+
+
+def test_an_empty_file_is_refused_and_takes_no_room(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"the file 'rows\.jsonl' is empty"):
+        add(Uploads(tmp_path), b"")
+    assert list(tmp_path.iterdir()) == []
