@@ -22,6 +22,8 @@ from shared.config import Settings
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
+from shared.tls import trusted
+from shared.transport import Transport
 from shared.wire import ModelRequest
 
 LOOK_AT_AWAY_S = 0.25
@@ -230,6 +232,7 @@ class Members:
             binary=True,
             patience_s=self._settings.patience_s,
             tell=self._tell if alone else tell_nobody,
+            transport=Transport(trusted()),
         )
         replica = Replica(client, self._length)
 

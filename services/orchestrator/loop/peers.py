@@ -19,6 +19,8 @@ from shared.errors import Failed, HoneError
 from shared.job import Job, SyncMethod
 from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
+from shared.tls import trusted
+from shared.transport import Transport
 from shared.wire import (
     AbortRequest,
     Checkpoint,
@@ -98,6 +100,7 @@ class Peers:
             binary=True,
             patience_s=patience_s,
             tell=tell,
+            transport=Transport(trusted()),
         )
         self._reward = Client(
             "reward",
@@ -106,6 +109,7 @@ class Peers:
             binary=True,
             patience_s=patience_s,
             tell=tell,
+            transport=Transport(trusted()),
         )
 
     def new_epoch(self) -> None:

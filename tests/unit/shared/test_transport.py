@@ -1,0 +1,192 @@
+"""Aiohttp's connections below httpx: what is sent, what comes back, and that what goes wrong is
+called as httpx calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import httpx2 as httpx
+import pytest
+
+from shared.transport import Transport
+from tests.support.running import free_port
+
+PIECE = b"p" * 65_536
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def served(handler: Handler, **limits: float | None) -> AsyncGenerator[httpx.AsyncClient]:
+    """A client of a server that does `handler` with each connection."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await handler(reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    timeout = httpx.Timeout(**{"connect": 5.0, "read": 5.0, "write": 5.0, "pool": None} | limits)
+    transport = Transport(ssl.create_default_context())
+    try:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", transport=transport, timeout=timeout
+        ) as client:
+            yield client
+    finally:
+        server.close()
+
+
+async def request_of(reader: asyncio.StreamReader) -> tuple[list[str], bytes]:
+    """Returns the lines of the head and the body."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")[:-2]
+    length = next((line for line in head if line.lower().startswith("content-length")), "0:0")
+    return head, await reader.readexactly(int(length.partition(":")[2]))
+
+
+def answer(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+async def pieces(count: int) -> AsyncGenerator[bytes]:
+    for _ in range(count):
+        yield PIECE
+
+
+async def test_a_request_goes_as_httpx_made_it_and_its_answer_comes_back_decoded_once() -> None:
+    seen: list[tuple[list[str], bytes]] = []
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            seen.append(await request_of(reader))
+            writer.write(
+                answer(gzip.compress(b"fine"), "content-encoding: gzip", "x-it: a", "x-it: b")
+            )
+
+    async with served(handler) as client:
+        sent = client.build_request("POST", "/v1/a%2Fb?c=%20d", content=b"body")
+        first = await client.send(sent)
+        second = await client.get("/again", headers={"cookie": "own=1"})
+    assert first.content == second.content == b"fine"
+    assert first.headers.get_list("x-it") == ["a", "b"]
+    (head, body), (again, nothing) = seen
+    assert head[0] == "POST /v1/a%2Fb?c=%20d HTTP/1.1" and body == b"body"
+    assert {line.lower() for line in head[1:]} == {
+        f"{name}: {value}".lower() for name, value in sent.headers.items()
+    }
+    assert nothing == b"" and not any("content-" in line.lower() for line in again)
+
+
+async def test_one_connection_serves_one_request_after_another() -> None:
+    connections = 0
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while True:
+            await request_of(reader)
+            writer.write(answer(b"fine"))
+
+    async with served(handler) as client:
+        for _ in range(3):
+            assert (await client.post("/", content=b"x")).text == "fine"
+    assert connections == 1
+
+
+async def test_neither_a_redirect_is_followed_nor_a_cookie_kept() -> None:
+    heads: list[list[str]] = []
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            heads.append((await request_of(reader))[0])
+            writer.write(
+                answer(b"", "location: /there", "set-cookie: theirs=1", status="303 See Other")
+            )
+
+    async with served(handler) as client:
+        assert (await client.get("/")).headers["location"] == "/there"
+        client.cookies.clear()
+        await client.get("/")
+    assert not any(line.lower().startswith("cookie") for head in heads for line in head)
+
+
+async def test_a_large_body_goes_in_pieces_with_its_length() -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head, body = await request_of(reader)
+        assert not any("transfer-encoding" in line.lower() for line in head)
+        writer.write(answer(str(len(body)).encode()))
+
+    async with served(handler, write=0.5) as client:
+        length = {"content-length": str(40 * len(PIECE))}
+        response = await client.put("/", content=pieces(40), headers=length)
+    assert response.text == str(40 * 65_536)
+
+
+async def test_an_answer_may_come_before_the_body_was_sent() -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer(b"too large", "connection: close", status="413 Content Too Large"))
+        await writer.drain()
+        await asyncio.sleep(0.5)
+
+    async with served(handler, write=0.2) as client:
+        length = {"content-length": str(400 * len(PIECE))}
+        response = await client.put("/", content=pieces(400), headers=length)
+    assert (response.status_code, response.text) == (413, "too large")
+
+
+async def test_what_goes_wrong_is_called_as_httpx_calls_it() -> None:
+    async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def deaf(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(30)
+
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(answer(b"whole")[:-2])
+
+    async def gone(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+
+    async with served(silent, read=0.1) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.get("/")
+    async with served(deaf, write=0.2) as client:
+        length = {"content-length": str(400 * len(PIECE))}
+        with pytest.raises(httpx.WriteTimeout, match=r"nothing of the request .* for 0\.2 s"):
+            await client.put("/", content=pieces(400), headers=length)
+    for handler in (cut, gone):
+        async with served(handler) as client:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.post("/", content=b"x")
+    async with httpx.AsyncClient(transport=Transport(ssl.create_default_context())) as client:
+        with pytest.raises(httpx.ConnectError, match="Connect call failed"):
+            await client.get(f"http://127.0.0.1:{free_port()}/")
+
+
+async def test_an_answer_that_is_left_before_its_end_leaves_no_connection() -> None:
+    ended = asyncio.Event()
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        try:
+            while True:
+                writer.write(b"1\r\nx\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        finally:
+            ended.set()
+
+    async with served(endless) as client:
+        async with client.stream("GET", "/") as response:
+            async for piece in response.aiter_bytes():
+                assert piece.startswith(b"x")
+                break
+        await asyncio.wait_for(ended.wait(), 5)
