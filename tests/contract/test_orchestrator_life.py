@@ -154,10 +154,15 @@ async def test_a_deleted_job_is_gone_and_its_files_stay_unless_they_are_asked_fo
 
 
 async def test_a_job_that_has_not_ended_is_not_deleted(stack: Stack) -> None:
-    blocked = asyncio.Event()
-    stack.fakes.fault["train_step"] = lambda _: blocked.wait()
+    training, blocked = asyncio.Event(), asyncio.Event()
+
+    async def train(_: object) -> None:
+        training.set()
+        await blocked.wait()
+
+    stack.fakes.fault["train_step"] = train
     running, queued = (await stack.submit()).id, (await stack.submit()).id
-    await stack.until(running, "running")
+    await asyncio.wait_for(training.wait(), 60)
     for job_id, status in ((running, "running"), (queued, "queued")):
         response = await stack.http.delete(f"/v1/jobs/{job_id}?files=true")
         assert response.status_code == 409

@@ -28,6 +28,9 @@ from shared.job import Job
 from shared.wire import TERMINAL, Event, EventList, JobRecord, JobState, SubmitRequest
 from tests.support.fake_services import FakeServices
 
+POLL_S = 0.05
+"""Between two looks at a job: each costs two cores more than a step of the fakes does."""
+
 
 @dataclass
 class Stack:
@@ -59,7 +62,7 @@ class Stack:
     async def until(self, job_id: str, *statuses: str) -> JobRecord:
         async with asyncio.timeout(90):
             while (record := await self.get(job_id)).status not in (statuses or TERMINAL):
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(POLL_S)
         return record
 
 
@@ -125,7 +128,7 @@ async def ended(client: Client, job_id: str, *statuses: str) -> JobRecord:
         while (found := await client.get(f"/v1/jobs/{job_id}", JobRecord)).status not in (
             statuses or TERMINAL
         ):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(POLL_S)
     return found
 
 

@@ -367,6 +367,7 @@ async def test_weights_that_arrive_on_paper_only_are_caught_by_the_canary(
     assert record.step < STEPS
 
 
+@pytest.mark.soak
 async def test_with_shuffled_advantages_nothing_is_learned(
     stack: Stack, learned: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -396,6 +397,7 @@ async def test_with_shuffled_advantages_nothing_is_learned(
     )
 
 
+@pytest.mark.soak
 async def test_the_overlapped_loop_learns_too(
     stack: Stack, learned: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -801,6 +801,7 @@ def test_a_terminated_service_leaves_nothing_within_ten_seconds(service: Running
     assert list(service.tmp.iterdir()) == []
 
 
+@pytest.mark.soak
 def test_the_engine_of_a_killed_service_dies_with_it(folder: Path) -> None:
     service = start(folder / "second", HONE_ROLLOUT_MODEL=str(folder / "models" / "tied"))
     try:

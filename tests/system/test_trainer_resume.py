@@ -50,7 +50,7 @@ def kill_last_rank(service: Service, ranks: int) -> TrainerState:
     return service.wait_until_back(restarts + 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_rank_killed_at_step_7_of_12_changes_no_bit_of_the_final_weights(
     trainers, tiny_model, batches, ranks
 ):
