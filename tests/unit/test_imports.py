@@ -21,8 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"jinja2", "tokenizers"},  # in prompts/, for orchestrator and `hone init`
     "hone": WIRE | {"typer", "rich"},
     "services/orchestrator": WIRE
-    | {"redis", "wandb", "datasets", "huggingface_hub", "jinja2", "pyarrow", "tokenizers"}
-    | {"xxhash"},
+    | {"aiohttp", "datasets", "huggingface_hub", "jinja2", "pyarrow", "redis", "tokenizers"}
+    | {"wandb", "xxhash", "yarl"},
     "services/rollout": WIRE
     | {"numpy", "vllm", "torch", "transformers", "safetensors", "prometheus_client", "uvicorn"},
     "services/trainer": WIRE

@@ -16,6 +16,7 @@ from services.orchestrator.loop.discovery import Registered, sampler_urls
 from services.orchestrator.loop.loading import Push, give_model, load
 from services.orchestrator.loop.replica import Length, Replica
 from services.orchestrator.loop.tasks import stop
+from services.orchestrator.loop.transport import Transport
 from shared import tracing
 from shared.client import Client
 from shared.config import Settings
@@ -23,7 +24,6 @@ from shared.errors import BadRequest, HoneError, Unavailable
 from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
 from shared.tls import trusted
-from shared.transport import Transport
 from shared.wire import ModelRequest
 
 LOOK_AT_AWAY_S = 0.25

@@ -10,6 +10,7 @@ from services.orchestrator.loop.discovery import Registered, is_one, none_regist
 from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.loading import Push
 from services.orchestrator.loop.samplers import Samplers
+from services.orchestrator.loop.transport import Transport
 from services.orchestrator.loop.trial import Trial, trial
 from services.orchestrator.loop.waits import Waits, waits_for
 from shared import tracing
@@ -20,7 +21,6 @@ from shared.job import Job, SyncMethod
 from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
 from shared.tls import trusted
-from shared.transport import Transport
 from shared.wire import (
     AbortRequest,
     Checkpoint,

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 import httpx2 as httpx
 import pytest
 
-from shared.transport import Transport
+from services.orchestrator.loop.transport import Transport
 from tests.support.running import free_port
 
 PIECE = b"p" * 65_536
