@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from deploy.slots import SERVICES
-from deploy.supervisor import STOP_DEADLINE_S, running
+from deploy.supervisor import STOP_DEADLINE_S, TRAINER_STOP_DEADLINE_S, running
 from shared.errors import BadRequest, Failed, HoneError
+
+DOWN_DEADLINE_S = TRAINER_STOP_DEADLINE_S + 2 * STOP_DEADLINE_S
+"""Of the services, and then of Redis, with as much again to spare."""
 
 
 def up(folder: Path, *, quiet: bool = False, services: Sequence[str] = SERVICES) -> dict[str, Any]:
@@ -88,12 +91,12 @@ def down(folder: Path) -> bool:
     if state is None:
         return False
     os.kill(state["pid"], signal.SIGTERM)
-    deadline = time.monotonic() + 3 * STOP_DEADLINE_S
+    deadline = time.monotonic() + DOWN_DEADLINE_S
     while running(folder) is not None:
         if time.monotonic() > deadline:
             raise Failed(
-                f"the stack (process {state['pid']}) did not stop within {3 * STOP_DEADLINE_S:g} "
-                f"s; logs: {state['logs']}"
+                f"the stack (process {state['pid']}) did not stop within {DOWN_DEADLINE_S:g} s; "
+                f"logs: {state['logs']}"
             )
         time.sleep(0.1)
     return True

@@ -35,6 +35,8 @@ from shared.ports import check_port
 
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 30.0
+TRAINER_STOP_DEADLINE_S = 300.0
+"""The trainer first finishes a checkpoint that it writes."""
 
 WAITING_S = 3.0
 """Seconds after which it is said again which service is waited for."""
@@ -292,8 +294,9 @@ class Supervisor:
         ):
             for child in reversed(group):
                 child.signal(signal.SIGTERM)
-            deadline = time.monotonic() + STOP_DEADLINE_S
-            for child in group:
+            began = time.monotonic()
+            for child in sorted(group, key=_stop_deadline_s):
+                deadline = began + _stop_deadline_s(child)
                 if child.process:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         child.process.wait(max(deadline - time.monotonic(), 0.1))
@@ -320,6 +323,11 @@ def running(folder: Path) -> dict[str, Any] | None:
 def _service(process: str) -> str:
     """Returns the service that a process is one of, by its name: see slots.beside."""
     return process.partition("-")[0]
+
+
+def _stop_deadline_s(child: Child) -> float:
+    is_trainer = _service(child.name) == "trainer"
+    return TRAINER_STOP_DEADLINE_S if is_trainer else STOP_DEADLINE_S
 
 
 def _say(stream: IO[str], event: str, **fields: Any) -> None:

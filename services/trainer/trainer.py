@@ -14,6 +14,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,7 @@ class Seams:
     """What a trainer does through others. `start_engine` loads a model; `check_job` says first
     whether it can, before memory is freed for it; `fingerprint` tells one model from another.
 
+    `writing` is entered while a checkpoint is written, and refuses to be if the trainer stops.
     `remember_job` keeps the loaded job for the ranks that come after these. `remember_budget` does
     so for how many tokens of a micro-batch fit into memory; `budget` returns that, or what the job
     asks for. `device_fault` says why this rank's device is of no use any more, if so.
@@ -62,6 +64,7 @@ class Seams:
     check_job: Callable[[Job], None]
     start_engine: Callable[[Job], Engine]
     fingerprint: Callable[[Job], str]
+    writing: Callable[[], AbstractContextManager[None]]
     remember_job: Callable[[TrainerJob | None], None]
     remember_budget: Callable[[TrainerJob, int], None]
     budget: Callable[[TrainerJob], int]
@@ -216,7 +219,9 @@ class Trainer:
             )
         if known:
             return known if self._ranks.rank == 0 else None
-        return save_checkpoint(self._ranks, loaded, path, request, self._settings.runs_commit)
+        with ExitStack() as stack:
+            self._ranks.together(lambda: stack.enter_context(self._seams.writing()))
+            return save_checkpoint(self._ranks, loaded, path, request, self._settings.runs_commit)
 
     def state(self) -> TrainerState:
         """Returns where this trainer is. Safe to call from another thread."""

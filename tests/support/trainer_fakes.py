@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from services.trainer.trainer import Seams, Trainer
 from shared.adapters import CONFIG, WEIGHTS
 from shared.config import Settings
 from shared.digest import stored_tensors, tensor_digests
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Unavailable
 from shared.job import Job
 from shared.job_file import parse_job
 from shared.packed import Logprobs
@@ -113,17 +115,25 @@ class FakeEngine:
 @dataclass
 class Engines(list[FakeEngine]):
     """Every engine that was started, in order; what the model's fingerprint is, which job would be
-    loaded again with how many tokens in a micro-batch, and what is wrong with the device."""
+    loaded again with how many tokens in a micro-batch, what is wrong with the device, and whether
+    this rank's node stops."""
 
     rank: int = 0
     model: str = "tiny's"
     remembered: TrainerJob | None = None
     budget: int = 1 << 20
     fault: str | None = None
+    stops: bool = False
 
     def start(self, job: Job) -> FakeEngine:
         self.append(FakeEngine(job, self.rank))
         return self[-1]
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        if self.stops:
+            raise Unavailable("the trainer stops, and begins no checkpoint")
+        yield
 
     def remember(self, request: TrainerJob | None) -> None:
         self.remembered = request
@@ -200,6 +210,7 @@ def make_trainer(
         check_job=check_job,
         start_engine=engines.start,
         fingerprint=lambda _job: engines.model,
+        writing=engines.writing,
         remember_job=engines.remember,
         remember_budget=engines.remember_budget,
         budget=engines.budget_of,

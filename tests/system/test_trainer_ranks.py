@@ -3,11 +3,16 @@ against plain torch autograd."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from shared.errors import BadRequest, Conflict, Failed
+from shared.wire import CheckpointRequest
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import (
     EXAMPLE_WITH_A_NAN,
@@ -19,7 +24,7 @@ from tests.support.trainer_reference import (
     some_examples,
     weights,
 )
-from tests.support.trainer_service import a_job, gone, running
+from tests.support.trainer_service import Service, a_job, gone, running
 
 LINEAR = {"learning_rate": LEARNING_RATE, "max_grad_norm": MAX_GRAD_NORM}
 
@@ -127,8 +132,28 @@ def test_a_model_that_is_none_is_a_sentence_and_the_loaded_job_stays(
     assert service.state().job_id == "stays"
 
 
-def test_sigterm_ends_every_process_and_leaves_nothing(tmp_path, tiny_model):
-    with running(tmp_path / "two", 2) as service:
+def begin_checkpoint(service: Service, job_id: str, step: int) -> None:
+    """Returns while the checkpoint is being written, once it has its name."""
+    body = CheckpointRequest(job_id=job_id, step=step).model_dump_json().encode()
+    url = f"http://127.0.0.1:{service.port}/checkpoints"
+    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+
+    def ask() -> None:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(request, timeout=60)
+
+    threading.Thread(target=ask, daemon=True).start()
+    path = service.folder / "runs" / job_id / "checkpoints" / f"step-{step:06}"
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, "no checkpoint was begun"
+        time.sleep(0.01)
+
+
+def test_sigterm_ends_every_process_after_the_checkpoint_and_leaves_nothing(tmp_path, tiny_model):
+    committed = tmp_path / "committed"
+    slowly = f"sh -c 'sleep 1; touch {committed}'"
+    with running(tmp_path / "two", 2, HONE_RUNS_COMMIT=slowly) as service:
         service.load("a", a_job(tiny_model))
         service.publish("a", 0)
         assert (service.shm / "a" / "v0").is_dir()
@@ -139,8 +164,10 @@ def test_sigterm_ends_every_process_and_leaves_nothing(tmp_path, tiny_model):
                 assert connection.laddr.ip in ("127.0.0.1", "::1"), (
                     f"{process.name()} uses {connection}"
                 )
+        begin_checkpoint(service, "a", 0)
         service.process.terminate()
         assert service.process.wait(15) == 0
+        assert committed.exists(), "a checkpoint that is being written is finished"
         assert gone(processes)
         assert not (service.shm / "a").exists()
         assert list((tmp_path / "two").glob("hone-*")) == []

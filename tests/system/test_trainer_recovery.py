@@ -42,6 +42,7 @@ if __name__ == "__main__":
             check_job=nothing,
             start_engine=Engine,
             fingerprint=lambda job: "light",
+            writing=folder.writing,
             remember_job=folder.remember_job,
             remember_budget=folder.remember_budget,
             budget=folder.budget,

@@ -5,18 +5,27 @@ job              the loaded job's body, which new ranks load again by themselves
 budget.json      how many tokens of a micro-batch fit into memory, after more did not
 failure          why the ranks ended, by the first of them that knows
 past.json        how often ranks were started again, and after what
+writing          locked by each rank while a checkpoint is written, by the launcher once it stops
 life-<n>/        where the n-th ranks meet: torchrun's rendezvous and logs, the store
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shared import codec
+from shared.errors import Unavailable
 from shared.wire import TrainerJob
+
+POLL_S = 0.05
 
 AGENT_PID = "TRAINER_AGENT_PID"
 """The variable that tells the ranks which process they must not outlive: see `agent.py`."""
@@ -81,6 +90,31 @@ class LaunchFolder:
             return (self.path / "failure").read_bytes().decode()
         except FileNotFoundError:
             return None
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Is entered by each rank while it writes a checkpoint. Raises Unavailable once the
+        launcher was asked to stop."""
+        with (self.path / "writing").open("ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise Unavailable("the trainer stops, and begins no checkpoint") from error
+            yield
+
+    def end_writing(self, within_s: float) -> bool:
+        """Returns whether no rank writes a checkpoint any more, once that is so or `within_s`
+        seconds later. None is begun then as long as this process lives: the lock is its own."""
+        lock = os.open(self.path / "writing", os.O_RDWR | os.O_CREAT, 0o600)
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+            time.sleep(POLL_S)
 
 
 def _budget_key(request: TrainerJob) -> list[Any]:

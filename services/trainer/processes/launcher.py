@@ -24,6 +24,12 @@ from shared.logs import get_logger
 from shared.processes import ending_with_parent
 
 STOP_S = 10
+"""Seconds that torchrun gives the ranks to end."""
+
+SAVE_S = 240.0
+"""Seconds for which ranks that are to end may go on with the checkpoint that they write: enough for
+200 GB at 1 GB/s."""
+
 RESTART_WINDOW_S = 600.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
@@ -84,7 +90,12 @@ class Launcher:
         return self._torchrun.wait()
 
     def _stop(self, _signal: int, _frame: FrameType | None) -> None:
+        """Has the ranks end, once they do not write a checkpoint."""
+        if self._asked.is_set():
+            return
         self._asked.set()
+        if not self._folder.end_writing(SAVE_S):
+            get_logger().error("a checkpoint is not finished, the one before stays", after_s=SAVE_S)
         if self._torchrun is not None:
             self._torchrun.terminate()
 

@@ -172,6 +172,7 @@ def trainer_maker(
         check_job=check_job,
         start_engine=lambda job: start_engine(job, device_of(place)),
         fingerprint=lambda job: fingerprint(model_files(job)),
+        writing=folder.writing,
         remember_job=folder.remember_job,
         remember_budget=folder.remember_budget,
         budget=folder.budget,

@@ -186,5 +186,6 @@ def test_the_namespace_admits_the_sandbox() -> None:
     assert labels == {"pod-security.kubernetes.io/enforce": "privileged"}
 
 
-def test_the_trainer_is_given_the_time_that_its_ranks_have_to_end_here_too() -> None:
-    assert pod("trainer")["terminationGracePeriodSeconds"] >= 2 * launcher.STOP_S
+def test_the_trainer_is_given_the_time_that_a_checkpoint_may_take_here_too() -> None:
+    needed_s = launcher.SAVE_S + 2 * launcher.STOP_S
+    assert pod("trainer")["terminationGracePeriodSeconds"] >= needed_s

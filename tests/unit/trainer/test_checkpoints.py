@@ -19,7 +19,7 @@ from services.trainer.disk.checkpoints import check_seen as seen
 from services.trainer.disk.checkpoints import expendable
 from services.trainer.disk.saving import checkpoint_bytes
 from services.trainer.engine import OutOfMemory
-from shared.errors import Conflict, Failed
+from shared.errors import Conflict, Failed, Unavailable
 from shared.job import CheckpointSpec, EvaluationSpec, MemorySpec, WandbSpec
 from shared.wire import CheckpointRequest, PublishRequest
 from tests.support.safetensors_files import safetensors
@@ -320,6 +320,15 @@ def test_every_rank_writes_its_share_and_reads_it_back(tmp_path):
     states = on_both(again, "load_job", job_request())
     assert [state.step for state in states] == [1, 1]
     assert [engines[0].num_updates for _, engines in again] == [1, 11]
+
+
+def test_ranks_of_which_one_stops_begin_no_checkpoint_and_wait_for_none(tmp_path):
+    trainers = two_ranks(tmp_path)
+    on_both(trainers, "load_job", job_request())
+    trainers[1][1].stops = True
+    refused = on_both(trainers, "write_checkpoint", checkpoint(0))
+    assert [type(outcome) for outcome in refused] == [Unavailable, Unavailable]
+    assert in_steps(tmp_path) == []
 
 
 def test_a_rank_that_cannot_write_its_share_is_an_error_on_all_and_leaves_nothing(tmp_path):

@@ -21,6 +21,7 @@ from services.trainer.processes.agent import describe
 from services.trainer.processes.launch_folder import LaunchFolder, Past
 from services.trainer.processes.launcher import Launcher
 from shared.config import Settings
+from shared.errors import Unavailable
 from tests.support.trainer_fakes import job_request
 
 ROOT = Path(__file__).parents[3]
@@ -125,6 +126,40 @@ def test_deaths_of_long_ago_do_not_count_and_the_first_reason_is_kept(tmp_path, 
     assert run_launcher(monkeypatch, folder, DIES_FIVE_TIMES, restarts=1) == 0
     assert folder.past() == Past(5, "rank 3 died in life 5")
     assert folder.failure() is None, "each life begins without a reason"
+
+
+WRITES_A_CHECKPOINT = """
+import os, pathlib, signal, sys, time
+from services.trainer.processes.launch_folder import LaunchFolder
+folder = LaunchFolder(pathlib.Path(sys.argv[1]).parent)
+with folder.writing():
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(SECONDS)
+    (folder.path / "finished").touch()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "patience_s", "finished"), [(0.5, 60.0, True), (60, 0.2, False)]
+)
+def test_a_checkpoint_that_is_being_written_is_finished_before_the_ranks_end(
+    tmp_path, monkeypatch, quick, takes_s, patience_s, finished
+):
+    monkeypatch.setattr(launcher, "SAVE_S", patience_s)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code = WRITES_A_CHECKPOINT.replace("SECONDS", str(takes_s))
+    assert run_launcher(monkeypatch, LaunchFolder(tmp_path), code, restarts=0) == 0
+    assert (tmp_path / "finished").exists() is finished
+
+
+def test_no_checkpoint_is_begun_once_the_launcher_stops_and_several_ranks_write_one(tmp_path):
+    folder = LaunchFolder(tmp_path)
+    with folder.writing(), LaunchFolder(tmp_path).writing():
+        assert not folder.end_writing(0.0)
+    assert folder.end_writing(0.0)
+    with pytest.raises(Unavailable, match="the trainer stops, and begins no checkpoint"):
+        folder.writing().__enter__()
 
 
 def test_ranks_that_may_not_be_started_again_end_the_launcher(tmp_path, monkeypatch, quick):
