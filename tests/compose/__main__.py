@@ -113,7 +113,7 @@ def learns(stack: Stack, steps: int) -> None:
     killed, and learns."""
     stack.compose("up", "-d", "--no-build", "--scale", "rollout=2", within_s=HEALTHY_S)
     stack.wait_healthy(SERVICES, HEALTHY_S)
-    model = "test -d /data/demo || python -m deploy.tiny_model --out /data/demo --seed 0"
+    model = "test -d /models/demo || python -m deploy.tiny_model --out /models/demo --seed 0"
     stack.inside("trainer", "sh", "-c", model)
     with Client(f"http://127.0.0.1:{stack.port}", token=stack.token()) as client:
         record = client.submit(_job(steps))
@@ -147,7 +147,7 @@ STAGES: tuple[Callable[[Stack, int], None], ...] = (built, up, guarded, isolated
 
 
 def _job(steps: int) -> Job:
-    folder = "/data/demo"
+    folder = "/models/demo"
     changes = [
         f"name={NAME}",
         f"steps={steps}",

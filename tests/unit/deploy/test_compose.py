@@ -18,6 +18,7 @@ import pytest
 import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
 
+from deploy import supervisor
 from services.trainer.processes import launcher
 from shared.config import PREFIX, Settings
 
@@ -183,6 +184,14 @@ def test_only_the_trainer_writes_weights_and_only_init_the_token(file: str) -> N
     assert named - {"${DATA"} <= declared <= named | {"data"}
 
 
+@pytest.mark.parametrize("files", STACKS, ids=" ".join)
+def test_nobody_writes_to_a_folder_of_the_user(files: list[str]) -> None:
+    mounted = {name: it.get("volumes", []) for name, it in services(files).items()}
+    given = {name: volume for name, it in mounted.items() for volume in it if "DATA" in volume}
+    assert {*given} == {"rollout", "trainer", "orchestrator"} & mounted.keys()
+    assert {*given.values()} == {"${DATA:-data}:/data:ro"}
+
+
 @pytest.mark.parametrize("file", [GPU, CPU])
 def test_what_was_accepted_survives_redis(file: str) -> None:
     redis = services([file])["redis"]
@@ -192,15 +201,16 @@ def test_what_was_accepted_survives_redis(file: str) -> None:
     assert redis["volumes"] == ["redis:/data"]
 
 
-def test_the_trainer_is_given_the_time_that_its_ranks_have_to_end() -> None:
+def test_the_trainer_is_given_the_time_that_a_checkpoint_may_take() -> None:
     minutes = int(services([GPU])["trainer"]["stop_grace_period"].removesuffix("m"))
-    assert minutes * 60 >= 2 * launcher.STOP_S
+    needed_s = launcher.SAVE_S + 2 * launcher.STOP_S
+    assert minutes * 60 >= needed_s and needed_s <= supervisor.TRAINER_STOP_DEADLINE_S
     line = next(
         line
         for line in (ROOT / "docs/docker.md").read_text().splitlines()
         if line.startswith("| `trainer` |")
     )
-    assert "within a minute" in line and "checkpoint under way is lost" in line
+    assert f"{launcher.SAVE_S / 60:g} of its {minutes} minutes" in line
 
 
 def test_samplers_elsewhere_have_the_token_and_port_of_the_trainers_machine() -> None:
