@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -44,10 +45,13 @@ def container(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("manifest", MANIFESTS)
 def test_a_manifest_is_one_by_its_schema(manifest: dict[str, Any]) -> None:
-    validate = pytest.importorskip(
-        "kubernetes_validate", reason="`pip install kubernetes-validate==1.37.0` has the schemas"
-    )
-    validate.validate(manifest, VERSION, strict=True)
+    kubernetes_validate.validate(manifest, VERSION, strict=True)
+
+
+def test_the_schemas_refuse_a_field_that_is_not_kubernetes() -> None:
+    wrong = workload("trainer") | {"replica": 1}
+    with pytest.raises(kubernetes_validate.ValidationError, match="'replica' was unexpected"):
+        kubernetes_validate.validate(wrong, VERSION, strict=True)
 
 
 def test_every_manifest_is_applied_and_every_image_has_its_place() -> None:
