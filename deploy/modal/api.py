@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from deploy.modal import inside
+from deploy.modal.common import RETRIES, SETTINGS
 from services.orchestrator.app import create_service
 from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.store import Store
@@ -28,6 +29,7 @@ PAGE = 100
 
 Scope = Any
 StartTrainer = Callable[[], Awaitable[None]]
+Forget = Callable[[], Awaitable[None]]
 
 
 def make_api(
@@ -70,6 +72,19 @@ async def bring_trainer(store: Store, urls: Sequence[str], start_trainer: StartT
         await pause_all(store, error.detail)
     else:
         await start_trainer()
+
+
+async def give_up(store: Store, why: str, forget: Forget) -> None:
+    """Pauses the jobs because the trainer's Function failed for the reason `why`: started again and
+    again it would cost again and again. Once none is left the failure is forgotten, so that a job
+    that is resumed starts it."""
+    await pause_all(
+        store,
+        f"the trainer's Function failed on Modal, {RETRIES + 1} times in a row: {why}. "
+        f"`modal app logs {SETTINGS.modal_name}-trainer` says more; `hone resume JOB` tries again",
+    )
+    if not await has_work(store):
+        await forget()
 
 
 async def pause_all(store: Store, why: str) -> None:

@@ -35,6 +35,10 @@ RUNS, CACHES, DATA = "/volumes/runs", "/volumes/caches", "/volumes/data"
 every container."""
 
 DAY_S = 24 * 3600
+RETRIES = 3
+"""How often Modal starts the trainer's Function again after a failure. It does so by itself after a
+preemption, and `watch` calls it again after 24 hours."""
+
 IDLE_S = 300
 """Seconds without a request until a container of a Server ends, and without a job until the
 trainer's does."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import modal
 
+from deploy.modal import calls
 from deploy.modal.common import (
     DATA,
     DAY_S,
@@ -56,46 +57,24 @@ def api() -> Any:
 )
 async def watch() -> None:
     """Starts the trainer if a job waits: one that nobody asks about goes on, too, when the
-    trainer's Function has come to its end."""
-    from deploy.modal.api import bring_trainer, open_store
+    trainer's Function has come to its end. Where it failed, the jobs are paused."""
+    from deploy.modal.api import bring_trainer, give_up, open_store
     from deploy.modal.places import places
     from shared.environment import load_settings
 
     store = open_store(load_settings())
     try:
-        if not await is_trainer_called():
+        call = await calls.last()
+        if call.failure:
+            await give_up(store, call.failure, calls.forget)
+        elif not call.is_running:
             urls = ",".join(places().values()).split(",")
-            await bring_trainer(store, urls, start_trainer)
+            await bring_trainer(store, urls, calls.start)
     finally:
         await store.close()
 
 
 async def call_watch() -> None:
     """Has `watch` look now, unless the trainer's Function was called and has not ended."""
-    if not await is_trainer_called():
+    if not (await calls.last()).is_running:
         await modal.Function.from_name(app.name or "", "watch").spawn.aio()
-
-
-async def start_trainer() -> None:
-    work = modal.Function.from_name(f"{SETTINGS.modal_name}-trainer", "work")
-    await _calls().put.aio("work", (await work.spawn.aio()).object_id)
-
-
-async def is_trainer_called() -> bool:
-    """Returns whether the trainer's Function was called, and has not ended."""
-    known = await _calls().get.aio("work")
-    return bool(known) and await _is_running(known)
-
-
-def _calls() -> modal.Dict:
-    return modal.Dict.from_name(f"{SETTINGS.modal_name}-calls", create_if_missing=True)
-
-
-async def _is_running(call: str) -> bool:
-    try:
-        await modal.FunctionCall.from_id(call).get.aio(timeout=0)
-    except TimeoutError:
-        return True
-    except Exception:  # however it ended: Modal raises what it raised, and errors of its own
-        return False
-    return False

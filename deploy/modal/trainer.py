@@ -17,6 +17,7 @@ from deploy.modal.common import (
     DAY_S,
     IDLE_S,
     REDIS_SECRET,
+    RETRIES,
     RUNS,
     SETTINGS,
     TRAINER_GPU,
@@ -38,7 +39,7 @@ app = modal.App(f"{SETTINGS.modal_name}-trainer")
     secrets=[*secrets("huggingface", "wandb"), REDIS_SECRET],
     timeout=DAY_S,
     startup_timeout=inside.START_S,
-    retries=modal.Retries(max_retries=10, initial_delay=0.0),
+    retries=modal.Retries(max_retries=RETRIES, initial_delay=0.0),
     single_use_containers=True,
     max_containers=1,
 )

@@ -7,13 +7,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
-from deploy.modal import api
+from deploy.modal import api, orchestrator
 from deploy.modal.api import JobsApi
+from deploy.modal.calls import Call
 from services.orchestrator.queue.store import Store
 from shared.client import Client
 from shared.config import Settings
@@ -171,6 +173,33 @@ async def test_the_trainer_is_started_once_the_services_that_it_calls_answer(
         await api.bring_trainer(store, ["http://a", "http://b"], start)
         assert done[1:] == ["wake http://a,http://b", "start"]
         assert (await store.get(first)).status == "queued"
+    finally:
+        await store.close()
+
+
+async def test_a_trainer_that_failed_pauses_jobs_and_starts_for_one_that_is_resumed(
+    redis_url: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    async def last() -> Call:
+        return Call(is_running=False, failure="RuntimeError: no CUDA")
+
+    async def forget() -> None:
+        done.append("forgotten")
+
+    monkeypatch.setenv("HONE_REDIS_URL", redis_url)
+    monkeypatch.setattr(orchestrator, "calls", SimpleNamespace(last=last, forget=forget))
+    store = Store(redis_url)
+    await store.open()
+    try:
+        id = (await store.submit(job, tmp_path, None)).id
+        await orchestrator.watch.local()
+        paused = await store.get(id)
+        assert (paused.status, done) == ("paused", ["forgotten"])
+        assert paused.error and "4 times in a row: RuntimeError: no CUDA" in paused.error
+        await store.resume(id)
+        assert await api.has_work(store)
     finally:
         await store.close()
 

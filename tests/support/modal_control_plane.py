@@ -32,8 +32,10 @@ class ControlPlane:
     """Answers at `url` while it is entered. `calls` has the messages it got, as dictionaries, by
     the name of the call; `functions`, `images` and `mounts` what was made; `inputs` the
     arguments of Functions that were called, each of which returns `result`, or runs on while that
-    is None. Secrets in `missing` do not exist; `urls` are of functions that are elsewhere than the
-    plane would say, and `apps` those deployed before, with how many containers each has."""
+    is None; who asks how a call ended is told the next of `endings` first, a status and a sentence,
+    or None for a call that runs. Secrets in `missing` do not exist; `urls` are of functions that
+    are elsewhere than the plane would say, and `apps` those deployed before, with how many
+    containers each has."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -42,6 +44,7 @@ class ControlPlane:
         self.mounts: dict[str, list[str]] = {}
         self.inputs: list[Any] = []
         self.result: Any = None
+        self.endings: list[tuple[str, str] | None] = []
         self.apps: dict[str, int] = {}
         self.entries: dict[bytes, bytes] = {}
         self.urls: dict[str, str] = {}
@@ -215,6 +218,10 @@ class ControlPlane:
         value = self.entries.get(request.key)
         return api_pb2.DictGetResponse(found=value is not None, value=value)
 
+    def answer_DictPop(self, request: Any) -> Any:
+        value = self.entries.pop(request.key, None)
+        return api_pb2.DictPopResponse(found=value is not None, value=value)
+
     def answer_FunctionBindParams(self, _: Any) -> Any:
         return api_pb2.FunctionBindParamsResponse(bound_function_id=self._id("fu"))
 
@@ -225,6 +232,15 @@ class ControlPlane:
         return api_pb2.FunctionMapResponse(function_call_id=self._id("fc"), pipelined_inputs=[put])
 
     def answer_FunctionGetOutputs(self, _: Any) -> Any:
+        ending = self.endings.pop(0) if self.endings else None
+        if ending is not None:
+            status, sentence = ending
+            ended = api_pb2.GenericResult(
+                status=getattr(api_pb2.GenericResult, f"GENERIC_STATUS_{status}"),
+                exception=sentence,
+            )
+            output = api_pb2.FunctionGetOutputsItem(result=ended, input_id="in-1")
+            return api_pb2.FunctionGetOutputsResponse(outputs=[output])
         if self.result is None:
             return api_pb2.FunctionGetOutputsResponse(num_unfinished_inputs=1)
         done = api_pb2.GenericResult(

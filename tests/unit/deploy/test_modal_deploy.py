@@ -150,10 +150,8 @@ def test_the_trainer_is_a_long_function_that_is_started_again(
     work = functions["work"]
     assert work["resources"]["gpu_config"] == {"gpu_type": "H100", "count": 2}
     assert work["timeout_secs"] == 24 * 3600
-    assert (work["retry_policy"]["retries"], work["retry_policy"].get("initial_delay_ms", 0)) == (
-        10,
-        0,
-    )
+    retries = work["retry_policy"]
+    assert (retries["retries"], retries.get("initial_delay_ms", 0)) == (3, 0)
     assert work["single_use_containers"] and work["concurrency_limit"] == 1
     assert "webhook_config" not in work and "http_config" not in work
     assert volumes(work) == {
