@@ -7,13 +7,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
 from pydantic import BaseModel
 
+from shared.checkpoints import StoredFile
 from shared.client import Client
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.wire import CheckpointFile
@@ -22,7 +22,6 @@ Progress = Callable[[str, int, int], None]
 """Hears a file's name, how many of its bytes there are, and how many it has."""
 
 PART = ".part"
-BLOCK_BYTES = 1 << 20
 
 PATIENCE_S = 60.0
 """Seconds without a new byte after which a download is given up."""
@@ -142,8 +141,4 @@ def _size(path: Path) -> int:
 def _is_same(path: Path, file: CheckpointFile) -> bool:
     if path.stat().st_size != file.size_bytes:
         return False
-    crc32 = 0
-    with path.open("rb") as stream:
-        while block := stream.read(BLOCK_BYTES):
-            crc32 = zlib.crc32(block, crc32)
-    return crc32 == file.crc32
+    return StoredFile.of(path).crc32 == file.crc32

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import zlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +29,6 @@ from shared.wire import Checkpoint, JobId, StepResult, Wire
 
 PREFIX = "step-"
 DAMAGED = "damaged-"
-BLOCK_BYTES = 1 << 20
 
 FORMAT = 1
 """Of the manifest and of all that is in `trainer/`. It grows by 1 with each change that an older
@@ -136,7 +134,7 @@ def _of_another_version(path: Path, why: str) -> Conflict:
 
 def measured(path: Path, share: slice) -> dict[str, StoredFile]:
     """Returns size and checksum of a share of the files at `path`."""
-    return {str(file.relative_to(path)): _measure(file) for file in files_in(path)[share]}
+    return {str(file.relative_to(path)): StoredFile.of(file) for file in files_in(path)[share]}
 
 
 def check_files(path: Path, manifest: Manifest, share: slice) -> None:
@@ -147,7 +145,7 @@ def check_files(path: Path, manifest: Manifest, share: slice) -> None:
             size_bytes = (path / name).stat().st_size
             if size_bytes != expected.size_bytes:
                 raise Damaged(f"{name} has {size_bytes} bytes, expected {expected.size_bytes}")
-            if _measure(path / name) != expected:
+            if StoredFile.of(path / name) != expected:
                 raise Damaged(f"{name} has other bytes than were written (another checksum)")
         except OSError as error:
             raise Damaged(f"{name} cannot be read: {error.strerror or error}") from error
@@ -159,12 +157,3 @@ def set_aside(path: Path) -> Path:
     aside = path.with_name(DAMAGED + path.name)
     discard(aside)
     return path.replace(aside)
-
-
-def _measure(file: Path) -> StoredFile:
-    size_bytes = crc32 = 0
-    with file.open("rb") as stream:
-        while block := stream.read(BLOCK_BYTES):
-            size_bytes += len(block)
-            crc32 = zlib.crc32(block, crc32)
-    return StoredFile(size_bytes=size_bytes, crc32=crc32)
