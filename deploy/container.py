@@ -20,6 +20,7 @@ from deploy.slots import SERVICES
 from shared.config import Settings
 from shared.environment import load_settings
 from shared.errors import BadRequest, HoneError, Unavailable
+from shared.urls import url_at
 
 PLACES = Path("/run/hone/places")
 """A folder that all samplers of a machine see. Each locks a file in it, and the kernel releases the
@@ -49,8 +50,7 @@ def main() -> None:
 
 def own_url(name: str, settings: Settings) -> str:
     """Returns where the service is reached from inside its container."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
-    return f"http://{host}:{getattr(settings, f'{name}_port')}"
+    return url_at(settings.host, getattr(settings, f"{name}_port"))
 
 
 def of_trainer(settings: Settings, visible: tuple[str, ...]) -> dict[str, str]:

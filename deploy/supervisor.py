@@ -32,6 +32,7 @@ from shared.config import Settings
 from shared.environment import load_settings
 from shared.errors import BadRequest, Failed, HoneError
 from shared.ports import check_port
+from shared.urls import url_at
 
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 30.0
@@ -144,7 +145,7 @@ class Supervisor:
         return int(getattr(self._settings, f"{name}_port"))
 
     def _url(self, port: int) -> str:
-        return f"http://{_reachable(self._settings.host)}:{port}"
+        return url_at(self._settings.host, port)
 
     def _check_ports(self) -> None:
         """Raises for a port in use before anything is started."""
@@ -333,12 +334,6 @@ def _stop_deadline_s(child: Child) -> float:
 def _say(stream: IO[str], event: str, **fields: Any) -> None:
     stream.write(json.dumps({"event": event, **fields}) + "\n")
     stream.flush()
-
-
-def _reachable(host: str) -> str:
-    """Returns how a URL names a service that listens on `host`."""
-    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{near}]" if ":" in near else near
 
 
 def _connects(path: Path) -> bool:

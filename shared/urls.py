@@ -24,6 +24,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def url_at(host: str, port: int) -> str:
+    """Returns the URL, for its own machine, of a service that listens on `host`."""
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{near}]:{port}" if ":" in near else f"http://{near}:{port}"
+
+
 def is_direct(host: str) -> bool:
     """Whether no proxy is asked for a host: on this machine, or a name without a dot, which only
     its own network knows (that of Compose or of a cluster)."""

@@ -119,6 +119,20 @@ def test_a_name_that_is_no_service_is_refused(monkeypatch: pytest.MonkeyPatch) -
         container.main()
 
 
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "[::1]"),
+        ("fd00::7", "[fd00::7]"),
+        ("10.0.0.7", "10.0.0.7"),
+        ("hone-reward", "hone-reward"),
+    ],
+)
+def test_a_service_is_asked_where_it_listens(host: str, reached: str) -> None:
+    assert container.own_url("reward", Settings(host=host)) == f"http://{reached}:8003"
+
+
 class Answer(BaseHTTPRequestHandler):
     status = 200
 
