@@ -54,16 +54,12 @@ def up(folder: Path, *, quiet: bool = False, services: Sequence[str] = SERVICES)
         for line in supervisor.stdout:
             message = json.loads(line)
             match message["event"]:
-                case "started" if quiet:
+                case "started" | "waiting" | "devices" if quiet:
                     pass
                 case "started":
                     print(f"  {message['service']} is ready", flush=True)
-                case "waiting" if quiet:
-                    pass
                 case "waiting":
                     print(f"  waiting for {message['service']}, {message['seconds']} s", flush=True)
-                case "devices" if quiet:
-                    pass
                 case "devices":
                     print(
                         f"  GPUs: {', '.join(message['rollout'])} sample "

@@ -70,8 +70,8 @@ class Problem:
 
 
 def make_problems(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Train and test problems, shuffled. Train has every operator for each of its pairs, test one
-    for each."""
+    """Returns train and test problems, shuffled. Train has every operator for each of its pairs,
+    test one for each."""
     rng = random.Random(seed)
     pairs = list(itertools.combinations(range(MIN_NUMBER, MAX_NUMBER + 1), 2))
     rng.shuffle(pairs)
@@ -93,8 +93,8 @@ def _problem(pair: tuple[int, int], symbol: str, rng: random.Random) -> Problem:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """One token per character. Adds nothing to a prompt, decodes to exactly the characters, drops
-    unknown ones.
+    """Returns a tokenizer of one token per character, which adds nothing to a prompt, decodes to
+    exactly the characters and drops unknown ones.
 
     A byte pair encoding without merges, because `AutoTokenizer` loads a Qwen2 checkpoint's
     tokenizer as this class only.
@@ -114,7 +114,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_model(seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 of 0.3 M parameters with random weights in float32."""
+    """Returns a Qwen2 of 0.3 M parameters with random weights in float32."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len([PAD, EOS, *CHARACTERS]),
@@ -235,7 +235,6 @@ def _write_problems(path: Path, problems: Sequence[Problem]) -> None:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -46,6 +46,8 @@ OutputOption = Annotated[
 JobArgument = Annotated[
     str, typer.Argument(help="a job's id, or its name for the newest of that name")
 ]
+JobFileArgument = Annotated[Path, typer.Argument(help="a job as TOML")]
+OverridesOption = Annotated[list[str] | None, typer.Option("--set", help="a.b=c, may be repeated")]
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from rich.text import Text
 from hone.shell import Output, OutputOption, command, show
 from hone.starting.lengths import Lengths, fitted
 from hone.starting.looking import READERS, Reward, Row, Source, look
-from hone.starting.writing import Plan, content, job_text, own_text
+from hone.starting.writing import Draft, content, job_text, own_text
 from shared.errors import BadRequest
 from shared.job_file import load_job
 
@@ -72,7 +72,7 @@ def init(
     reward = reward or _ask("--reward", question, source.layout.suggested)
     if reward not in REWARDS:
         raise BadRequest(f"--reward {reward!r}: expected one of {', '.join(REWARDS)}")
-    plan = Plan(
+    draft = Draft(
         name=name or _name(source, file),
         model=model,
         source=source,
@@ -80,9 +80,9 @@ def init(
         judge_model=judge_model,
         own_file="rewards.py",
     )
-    _check_reward(plan)
-    plan, notes = _measured(plan)
-    written = _write(plan, file, notes, force=force)
+    _check_reward(draft)
+    draft, notes = _measured(draft)
+    written = _write(draft, file, notes, force=force)
     show(output, written, lambda: Text("\n".join([*written.notes, *_next(written)])))
 
 
@@ -118,50 +118,50 @@ def _name(source: Source, file: Path) -> str:
     return name[:40] or "first"
 
 
-def _check_reward(plan: Plan) -> None:
+def _check_reward(draft: Draft) -> None:
     """Raises BadRequest for a reward that needs a column which the data has not."""
-    layout = plan.source.layout
+    layout = draft.source.layout
     there = ", ".join(layout.columns)
-    if plan.reward == "math" and layout.answer is None:
+    if draft.reward == "math" and layout.answer is None:
         raise BadRequest(
             f"the reward math needs a column with the right answer, and none of {there} is known "
             "as one; --answer names it"
         )
-    if plan.reward == "code" and layout.tests is None:
+    if draft.reward == "code" and layout.tests is None:
         raise BadRequest(f"the reward code needs a column with tests, and none of {there} is one")
 
 
-def _measured(plan: Plan) -> tuple[Plan, list[str]]:
-    """Returns the plan with bounds that fit the model, and what was found, in sentences."""
+def _measured(draft: Draft) -> tuple[Draft, list[str]]:
+    """Returns the draft with bounds that fit the model, and what was found, in sentences."""
     from shared.model_check import check_model_folder, read_config, window_of
     from shared.models import model_folder  # which load libraries that `hone --help` needs not
     from shared.prompts.reading import CannotCount, prompt_reader
 
-    source, layout = plan.source, plan.source.layout
+    source, layout = draft.source, draft.source.layout
     notes = [_found(source)]
-    folder = model_folder(plan.model)
+    folder = model_folder(draft.model)
     if folder is None:
-        return plan, [*notes, f"lengths are not measured: {plan.model!r} is not a folder here"]
+        return draft, [*notes, f"lengths are not measured: {draft.model!r} is not a folder here"]
     check_model_folder(folder)
     try:
-        reader = prompt_reader(plan.model, folder)
+        reader = prompt_reader(draft.model, folder)
     except CannotCount as error:
-        return plan, [*notes, f"lengths are not measured: {error}"]
-    plan = replace(plan, has_template=reader.template is not None)
+        return draft, [*notes, f"lengths are not measured: {error}"]
+    draft = replace(draft, has_template=reader.template is not None)
     window = window_of(read_config(folder))
     if window is None or not source.rows:
-        return plan, [*notes, "lengths are not measured"]
+        return draft, [*notes, "lengths are not measured"]
     lengths = fitted(
-        reader.count([content(plan, row) for row in (*source.rows, *source.held_out)]),
+        reader.count([content(draft, row) for row in (*source.rows, *source.held_out)]),
         _answers(reader, source.rows, layout.answer),
         window,
     )
     if lengths.num_overlong == lengths.num_prompts:
         raise BadRequest(
             f"the shortest prompt of {source.train!r} leaves no room for an answer: the model "
-            f"{plan.model!r} holds {window} tokens; expected shorter prompts, or another model"
+            f"{draft.model!r} holds {window} tokens; expected shorter prompts, or another model"
         )
-    return replace(plan, lengths=lengths), [*notes, _told(lengths)]
+    return replace(draft, lengths=lengths), [*notes, _told(lengths)]
 
 
 def _answers(reader: PromptReader, rows: Sequence[Row], column: str | None) -> list[int]:
@@ -195,11 +195,11 @@ def _told(lengths: Lengths) -> str:
     )
 
 
-def _write(plan: Plan, file: Path, notes: Sequence[str], *, force: bool) -> Written:
+def _write(draft: Draft, file: Path, notes: Sequence[str], *, force: bool) -> Written:
     """Writes the job, and its reward file where it has one, and reads it as `hone submit` would."""
-    texts = {file: job_text(plan)}
-    if plan.reward == "function":
-        texts[file.with_name(plan.own_file)] = own_text(plan)
+    texts = {file: job_text(draft)}
+    if draft.reward == "function":
+        texts[file.with_name(draft.own_file)] = own_text(draft)
     if there := [str(path) for path in texts if path.exists() and not force]:
         raise BadRequest(f"{', '.join(there)} is there already; --force replaces it")
     for path, text in texts.items():
@@ -212,9 +212,9 @@ def _write(plan: Plan, file: Path, notes: Sequence[str], *, force: bool) -> Writ
     return Written(
         job=str(file),
         files=tuple(map(str, texts)),
-        reward=plan.reward,
-        prompt=plan.source.layout.prompt,
-        answer=plan.source.layout.answer,
+        reward=draft.reward,
+        prompt=draft.source.layout.prompt,
+        answer=draft.source.layout.answer,
         max_tokens=job.sampling.max_tokens,
         max_model_len=job.max_model_len,
         notes=tuple(notes),

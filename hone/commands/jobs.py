@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +11,19 @@ from hone import view
 from hone.client import Client
 from hone.commands.logs import follow
 from hone.plan_view import estimate_line
-from hone.shell import JobArgument, Output, OutputOption, command, connect, err, out, saying, show
+from hone.shell import (
+    JobArgument,
+    JobFileArgument,
+    Output,
+    OutputOption,
+    OverridesOption,
+    command,
+    connect,
+    err,
+    out,
+    saying,
+    show,
+)
 from shared.errors import BadRequest, HoneError
 from shared.job import Job
 from shared.job_file import load_job
@@ -23,12 +34,9 @@ CHECKING = "checking the job's data, model and rewards"
 NO_JOBS = "no jobs yet; `hone submit JOB.toml` starts one"
 
 
-OverridesOption = Annotated[list[str] | None, typer.Option("--set", help="a.b=c, may be repeated")]
-
-
 @command
 def submit(
-    file: Annotated[Path, typer.Argument(help="a job as TOML")],
+    file: JobFileArgument,
     overrides: OverridesOption = None,
     following: Annotated[
         bool, typer.Option("--follow", help="show progress until the job ends")

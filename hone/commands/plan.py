@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hone.plan_view import plan_lines
-from hone.shell import Output, OutputOption, command, show
+from hone.shell import JobFileArgument, Output, OutputOption, OverridesOption, command, show
 from shared import codec
 from shared.environment import load_settings
 from shared.errors import BadRequest
@@ -23,14 +23,12 @@ from shared.wire import MetricsRow
 
 @command
 def plan(
-    file: Annotated[Path, typer.Argument(help="a job as TOML")],
+    file: JobFileArgument,
     gpus: Annotated[
         str | None,
         typer.Option(help="1xA100-80GB; of 1xH100,2xA10G the first is the trainer's; cpu"),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="a.b=c, may be repeated")
-    ] = None,
+    overrides: OverridesOption = None,
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="tokens of the longest prompt")
     ] = None,

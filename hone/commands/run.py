@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from hone import stack
-from hone.commands.jobs import OverridesOption, submit_and_follow
+from hone.commands.jobs import submit_and_follow
 from hone.commands.up import FolderOption, start
-from hone.shell import Output, OutputOption, command, connect, err
+from hone.shell import (
+    JobFileArgument,
+    Output,
+    OutputOption,
+    OverridesOption,
+    command,
+    connect,
+    err,
+)
 from shared.environment import load_settings
 from shared.errors import Unavailable
 from shared.job_file import load_job
@@ -20,7 +25,7 @@ STDERR = 2
 
 @command
 def run(
-    file: Annotated[Path, typer.Argument(help="a job as TOML")] = Path("job.toml"),
+    file: JobFileArgument = Path("job.toml"),
     overrides: OverridesOption = None,
     folder: FolderOption = stack.FOLDER,
     output: OutputOption = Output.table,

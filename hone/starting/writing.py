@@ -50,9 +50,9 @@ def text_of(completion):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What was found and chosen. `has_template` None: whether the model has a chat template is not
-    known here. `lengths` None: nothing was measured."""
+class Draft:
+    """A first job: what was found and chosen. `has_template` None: whether the model has a chat
+    template is not known here. `lengths` None: nothing was measured."""
 
     name: str
     model: str
@@ -73,15 +73,15 @@ class Plan:
         return None if self.source.layout.has_system else TASKS.get(self.reward)
 
 
-def content(plan: Plan, row: Mapping[str, object]) -> Content:
+def content(draft: Draft, row: Mapping[str, object]) -> Content:
     """Returns the prompt that the job makes of a row."""
-    layout = plan.source.layout
+    layout = draft.source.layout
     value = row.get(layout.prompt)
     said = [*_said(value, layout)]
-    if not plan.is_chat:
-        return f"{said[-1]['content']}{_ending(plan)}"
-    if plan.task:
-        return [{"role": "system", "content": plan.task}, *said]
+    if not draft.is_chat:
+        return f"{said[-1]['content']}{_ending(draft)}"
+    if draft.task:
+        return [{"role": "system", "content": draft.task}, *said]
     return said if layout.is_chat else str(value)
 
 
@@ -96,31 +96,31 @@ def _said(value: object, layout: Layout) -> Sequence[Mapping[str, object]]:
     return [*(messages[:1] if layout.has_system else []), *messages[-2:-1]]
 
 
-def job_text(plan: Plan) -> str:
+def job_text(draft: Draft) -> str:
     """Returns the job file."""
     lines = [
         "# Made by `hone init`. `hone explain KEY` says what a key means, and which others there",
         "# are; `hone submit --dry-run` checks the job and shows its first prompts.",
         "",
-        _line("name", plan.name, "of the run folder"),
-        _line("model", plan.model, "a folder, or a Hugging Face id"),
+        _line("name", draft.name, "of the run folder"),
+        _line("model", draft.model, "a folder, or a Hugging Face id"),
         _line("steps", STEPS, "batches to train on; data.epochs counts passes instead"),
-        *_window(plan),
+        *_window(draft),
         "",
         "[data]",
-        *_data(plan),
+        *_data(draft),
         "",
         "[sampling]",
-        *_sampling(plan),
+        *_sampling(draft),
         "",
         "[[rewards]]",
-        *REWARDS[plan.reward](plan),
+        *REWARDS[draft.reward](draft),
         "",
         "[training]",
         _line("learning_rate", 1e-6, "the usual one for whole weights; 1e-5 with [lora]"),
     ]
-    if plan.source.eval:
-        count = len(plan.source.held_out)
+    if draft.source.eval:
+        count = len(draft.source.held_out)
         lines += [
             "",
             "[evaluation]",
@@ -130,11 +130,11 @@ def job_text(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def own_text(plan: Plan) -> str:
+def own_text(draft: Draft) -> str:
     """Returns the file with the reward function of one's own."""
-    if plan.source.layout.answer is None:
+    if draft.source.layout.answer is None:
         return OWN.format(
-            file=plan.own_file,
+            file=draft.own_file,
             row="{}",
             column="",
             call="score(text_of(completion))",
@@ -143,7 +143,7 @@ def own_text(plan: Plan) -> str:
             body="return 1 / (1 + len(text) / 1000)  # the shorter the better: say what you want",
         )
     return OWN.format(
-        file=plan.own_file,
+        file=draft.own_file,
         row='{"answer": "42"}',
         column="answer, ",
         call="score(text_of(completion), wanted)",
@@ -153,41 +153,41 @@ def own_text(plan: Plan) -> str:
     )
 
 
-def _window(plan: Plan) -> list[str]:
-    if (found := plan.lengths) is None:
+def _window(draft: Draft) -> list[str]:
+    if (found := draft.lengths) is None:
         return []
     return [_line("max_model_len", found.max_model_len, f"the model holds {found.window} tokens")]
 
 
-def _data(plan: Plan) -> list[str]:
-    source, layout = plan.source, plan.source.layout
+def _data(draft: Draft) -> list[str]:
+    source, layout = draft.source, draft.source.layout
     lines = [_line("train", source.train, "a row per problem")]
     if source.eval:
         lines.append(_line("eval", source.eval, "held-out problems, never trained on"))
     else:
         lines.append(f"{NO_EVAL:<{WIDTH}}# held-out problems, never trained on")
     lines += [f"{key} = {_toml(value)}" for key, value in source.more.items()]
-    renamed = _renamed(plan)
+    renamed = _renamed(draft)
     if renamed:
         shown = ", ".join(f"{new} = {_toml(old)}" for new, old in renamed.items())
         lines.append(f"columns = {{ {shown} }}")
-    if not plan.is_chat:
-        text = f"{{{{ {_last_said(layout)} }}}}{_ending(plan)}"
+    if not draft.is_chat:
+        text = f"{{{{ {_last_said(layout)} }}}}{_ending(draft)}"
         lines.append(_line("template", text, "the model has no chat template"))
-    elif plan.task:
-        lines.append(f"system_prompt = {_toml(plan.task)}")
-    if plan.is_chat and layout.is_answered:
+    elif draft.task:
+        lines.append(f"system_prompt = {_toml(draft.task)}")
+    if draft.is_chat and layout.is_answered:
         lines += _messages(layout)
     return lines
 
 
-def _renamed(plan: Plan) -> dict[str, str]:
+def _renamed(draft: Draft) -> dict[str, str]:
     """Returns the names that the job has for columns of other names."""
-    layout = plan.source.layout
-    wanted = {"prompt": layout.prompt} if plan.is_chat and not layout.is_answered else {}
-    if plan.reward in ("math", "function") and layout.answer:
+    layout = draft.source.layout
+    wanted = {"prompt": layout.prompt} if draft.is_chat and not layout.is_answered else {}
+    if draft.reward in ("math", "function") and layout.answer:
         wanted["answer"] = layout.answer
-    if plan.reward == "code" and layout.tests:
+    if draft.reward == "code" and layout.tests:
         wanted["tests"] = layout.tests
     return {new: old for new, old in wanted.items() if new != old}
 
@@ -210,18 +210,18 @@ def _last_said(layout: Layout) -> str:
     return f"{column}[{-2 if layout.is_answered else -1}].content"
 
 
-def _ending(plan: Plan) -> str:
-    return f"\n\n{plan.task}\n\n" if plan.task else "\n"
+def _ending(draft: Draft) -> str:
+    return f"\n\n{draft.task}\n\n" if draft.task else "\n"
 
 
-def _sampling(plan: Plan) -> list[str]:
-    count, found = len(plan.source.rows), plan.lengths
+def _sampling(draft: Draft) -> list[str]:
+    count, found = len(draft.source.rows), draft.lengths
     lines = [
         _line("prompts_per_step", min(count or PROMPTS, PROMPTS), "problems per step"),
         _line("group_size", GROUP, "completions of each, compared with each other"),
     ]
     if found is None:
-        most = 1024 if plan.reward == "code" else 512
+        most = 1024 if draft.reward == "code" else 512
         return [*lines, _line("max_tokens", most, "of a completion; nothing was measured")]
     answers = f"; right answers have up to {found.answer}" if found.answer else ""
     lines.append(_line("max_tokens", found.max_tokens, f"of a completion{answers}"))
@@ -231,42 +231,42 @@ def _sampling(plan: Plan) -> list[str]:
     return lines
 
 
-def _math(plan: Plan) -> list[str]:
+def _math(draft: Draft) -> list[str]:
     return [_line("grader", "math", "1 for an answer equal to the row's, else 0")]
 
 
-def _code(plan: Plan) -> list[str]:
+def _code(draft: Draft) -> list[str]:
     lines = [_line("grader", "code_tests", "1 for a program that passes the row's tests, else 0")]
-    layout = plan.source.layout
+    layout = draft.source.layout
     if layout.entry_point:
-        prompt = next((new for new, old in _renamed(plan).items() if old == layout.prompt), None)
+        prompt = next((new for new, old in _renamed(draft).items() if old == layout.prompt), None)
         named = {"entry_point": layout.entry_point, "prefix": prompt or layout.prompt}
         shown = ", ".join(f"{key} = {_toml(column)}" for key, column in named.items())
         lines.append(f"params = {{ {shown} }}")
     return lines
 
 
-def _judge(plan: Plan) -> list[str]:
-    column = "prompt" if "prompt" in _renamed(plan) else plan.source.layout.prompt
+def _judge(draft: Draft) -> list[str]:
+    column = "prompt" if "prompt" in _renamed(draft) else draft.source.layout.prompt
     question = "{{ item." + column + " }}"
     rubric = f"{RUBRIC}\n\nQuestion: {question}\n\nAnswer: {{{{ sample.output_text }}}}"
     return [
         _line("grader", "llm_judge", "what a language model thinks of it, 0 to 1"),
         "",
         "[rewards.params]                            # HONE_JUDGE_URL, HONE_JUDGE_API_KEY: where",
-        f"model = {_toml(plan.judge_model)}",
+        f"model = {_toml(draft.judge_model)}",
         f"rubric = {_toml(rubric)}",
     ]
 
 
-def _function(plan: Plan) -> list[str]:
+def _function(draft: Draft) -> list[str]:
     return [
-        _line("file", plan.own_file, "your own code; it travels with the job"),
+        _line("file", draft.own_file, "your own code; it travels with the job"),
         _line("function", "reward", "in that file"),
     ]
 
 
-REWARDS: dict[Reward, Callable[[Plan], list[str]]] = {
+REWARDS: dict[Reward, Callable[[Draft], list[str]]] = {
     "math": _math,
     "code": _code,
     "judge": _judge,
