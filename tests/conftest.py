@@ -22,10 +22,17 @@ FIRST_FILES = ("test_demo.py", "test_rollout_engine.py", "test_loop.py", "test_t
 of the demo is given out with the next file but one: the two that run a whole stack follow each
 other on one worker, for two stacks at a time on two cores take more than twice as long."""
 
+SOAK_TIMEOUT_S = 3600.0
+"""Of a soak test that names none itself: an hour is several times what the longest of them takes
+alone on two cores."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = {name: place for place, name in enumerate(FIRST_FILES)}
     items.sort(key=lambda item: first.get(item.path.name, len(first)))
+    for item in items:
+        if item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SOAK_TIMEOUT_S))
 
 
 @pytest.fixture(autouse=True)

@@ -92,6 +92,7 @@ MAX_LIST_MS = 50.0
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
 async def test_the_memory_stays_flat_and_lists_fast_over_ten_thousand_jobs(
     settings: Settings, redis_url: str, job: Job
 ) -> None:

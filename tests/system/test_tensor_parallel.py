@@ -17,7 +17,7 @@ from shared.job import SyncMethod
 from tests.system.test_adapter_sync import a_bench
 from tests.system.test_sync_methods import SEQUENCES, a_pair
 
-pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(1800)]
 
 METHODS: tuple[SyncMethod, ...] = ("shm", "delta", "delta", "http", "nccl")
 
