@@ -26,10 +26,9 @@ from pathlib import Path
 from statistics import median
 
 from bench.report import Figure, finish, table
-from deploy.demo import free_ports
+from deploy.slots import on_free_ports
 
 MOST_SILENCE_S = 5.0
-SERVICES = ("ORCHESTRATOR", "ROLLOUT", "TRAINER", "REWARD")
 ROOT = Path(__file__).parents[1]
 FIRST_STEP = re.compile(r"step 1/\d+  reward")
 ACCEPTED = " accepted; "
@@ -93,8 +92,7 @@ def lines_of(folder: Path, environment: dict[str, str]) -> Iterator[Line]:
 def one_start(model: str | None, data: str | None) -> Start:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ports = {f"HONE_{service}_PORT": str(free_ports(1)) for service in SERVICES}
-        environment = os.environ | ports | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | on_free_ports() | {"PYTHONPATH": str(ROOT)}
         write_job(folder, model, data, environment)
         lines: list[Line] = []
         try:

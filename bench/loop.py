@@ -44,8 +44,9 @@ from typing import Any
 import hone
 from bench.loop_side import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, LEARNING_RATE, Task, write_task
 from bench.report import Figure, finish, ratios, repeated, table
+from bench.side import start, told
 from deploy import local
-from deploy.demo import free_ports
+from deploy.slots import on_free_ports
 
 TASKS = {
     "0.6M": Task(num_layers=4, hidden_size=128, intermediate_size=256, num_prompts=16),
@@ -62,7 +63,6 @@ STALENESS = {"Hone": 0, AHEAD: 1}
 STAGES = ("generate", "reward", "train", "sync")
 MOST_OVERHEAD = 0.05
 LEAST_RATIO = 2.0
-SERVICES = ("ORCHESTRATOR", "ROLLOUT", "TRAINER", "REWARD")
 
 
 @dataclass(frozen=True)
@@ -199,8 +199,7 @@ class Hone:
 @contextlib.contextmanager
 def stack(folder: Path) -> Generator[hone.Client]:
     """The stack that `hone up` starts, on free ports."""
-    os.environ |= {f"HONE_{name}_PORT": str(free_ports(1)) for name in SERVICES}
-    os.environ |= {
+    os.environ |= on_free_ports() | {
         "HONE_RUNS_DIR": str(folder / "runs"),
         "HONE_KV_CACHE_GIB": str(KV_CACHE_GIB),
         "HONE_LOG_LEVEL": "warning",
@@ -227,26 +226,24 @@ class Trl:
     def begin(self) -> None:
         """Waits until it is ready, and lets it do a step. Raises RuntimeError with the last line
         that it logged if it ends."""
-        self.line()
+        self.told()
         self.turn(0)
 
     def turn(self, steps: int) -> Turn:
         assert self._process.stdin
         self._process.stdin.write(f"{steps + 1}\n")
         self._process.stdin.flush()
-        told = self.line()
+        found = self.told()
         num_samples = self._task.num_samples * (steps + 1)
-        assert told["num_completions"] == num_samples
-        assert told["num_tokens"] == num_samples * self._task.max_tokens
-        generate_s = told["generate_s"] / (steps + 1)
-        return Turn(told["seconds"][1:] or told["seconds"], {"generate": generate_s})
+        assert found["num_completions"] == num_samples
+        assert found["num_tokens"] == num_samples * self._task.max_tokens
+        generate_s = found["generate_s"] / (steps + 1)
+        return Turn(found["seconds"][1:] or found["seconds"], {"generate": generate_s})
 
-    def line(self) -> dict[str, Any]:
-        """Returns the next line of JSON; vLLM may print others."""
-        assert self._process.stdout
-        for line in self._process.stdout:
-            if line.startswith('{"'):
-                return json.loads(line)
+    def told(self) -> dict[str, Any]:
+        """Returns what it says next. Raises RuntimeError at its end."""
+        if (found := told(self._process)) is not None:
+            return found
         lines = self._log.read_text(errors="replace").strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"it ended with {self._process.wait()}")
 
@@ -256,14 +253,8 @@ def trl(generation: str, folder: Path, task: Task) -> Generator[Trl]:
     arguments = [generation, str(folder), json.dumps(asdict(task))]
     log = folder / f"{generation}.log"
     with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.loop_side", *arguments],
-            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
+        environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+        process = start("bench.loop_side", *arguments, env=environment, stderr=stderr)
     try:
         yield Trl(process, log, task)
     finally:

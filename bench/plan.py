@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 from bench.plan_side import TOKENS, write_model
 from bench.report import Figure, finish, table
+from bench.side import run
 
 CASES: dict[str, dict[str, Any]] = {
     "ZeRO-2, float32": {},
@@ -48,7 +48,10 @@ def main() -> int:
     cases = dict(list(CASES.items())[:2]) if args.quick else CASES
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
-        results = {name: run(Path(folder), case) for name, case in cases.items()}
+        results = {
+            name: run("bench.plan_side", folder, json.dumps(case), limit_s=LIMIT_S)
+            for name, case in cases.items()
+        }
     print(f"\nMiB, micro-batches of {TOKENS} tokens\n{rows(results)}\n")
     figures = [figure for name, found in results.items() for figure in figures_of(name, found)]
     return finish("plan", figures, cases=cases, runs=results)
@@ -62,17 +65,6 @@ def figures_of(name: str, found: dict[str, Any]) -> list[Figure]:
         Figure(f"{name}: planned to measured, at least", ratio, "x", 0.8, "min"),
         Figure(f"{name}: planned to measured, at most", ratio, "x", 1.2, "max"),
     ]
-
-
-def run(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a rank took for such a job, and what was planned."""
-    command = [sys.executable, "-m", "bench.plan_side", str(folder), json.dumps(case)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}"
-        )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def rows(results: dict[str, dict[str, Any]]) -> str:

@@ -31,7 +31,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -48,6 +47,7 @@ from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.slots import Slot
 from shared.client import Client
 from shared.job import RewardSpec
+from shared.ports import free_port
 from shared.wire import ExecuteRequest, ScoreItem, ScoreRequest, ScoreResult
 
 AT_ONCE = (1, 2, 8)
@@ -189,9 +189,7 @@ async def with_imports(sandbox: LocalSandbox, rounds: int, seconds: float) -> li
 async def score_end_to_end(sandbox: LocalSandbox, rounds: int) -> list[Figure]:
     """Returns how 512 completions over HTTP compare to their programs given to a sandbox of as many
     slots."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {
         "PATH": os.environ["PATH"],
         "HONE_REWARD_PORT": str(port),

@@ -35,9 +35,10 @@ from typing import Any
 
 import httpx2 as httpx
 
-from bench.report import Figure, finish, repeated
+from bench.report import Figure, finish, ratios, repeated
 from bench.rollout_side import PROMPT, write_model
-from bench.scale_side import quiet
+from bench.serving import quiet
+from bench.side import start, told
 from shared import codec, rendering
 from shared.client import Client
 from shared.packed import Logprobs, TokenIds
@@ -93,10 +94,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model")
-        command = [sys.executable, "-m", "bench.rollout_side", str(folder)]
-        side = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
+        side = start("bench.rollout_side", str(folder))
         try:
             figures = asyncio.run(measure(side, repeats))
         finally:
@@ -106,7 +104,7 @@ def main() -> int:
 
 
 async def measure(side: subprocess.Popen[str], repeats: int) -> list[Figure]:
-    url = json.loads(await _line(side))
+    url = await _told(side)
     transport = Counted()
     figures: list[Figure] = []
     async with Client("rollout", url, binary=True, transport=transport) as client:
@@ -141,17 +139,12 @@ async def compare(
 
 
 def figures_of(label: str, found: dict[str, list[Measured]], wire_bytes: float) -> list[Figure]:
-    ratios = [
-        ours.rate / theirs.rate
-        for ours, theirs in zip(found["/generate"], found["vLLM"], strict=True)
-    ]
+    rates = {name: [one.rate for one in of] for name, of in found.items()}
+    to_vllm = ratios(rates["/generate"], rates["vLLM"])
     return [
-        repeated(f"{label}: tokens per second, to vLLM", ratios, "x", 0.95),
+        repeated(f"{label}: tokens per second, to vLLM", to_vllm, "x", 0.95),
         Figure(f"{label}: wire bytes per token", wire_bytes, "B", MOST_BYTES, "max"),
-        *[
-            repeated(f"{label}: {name}", [one.rate for one in of], "/s")
-            for name, of in found.items()
-        ],
+        *[repeated(f"{label}: {name}", of, "/s") for name, of in rates.items()],
         *[
             repeated(f"{label}: {name}, CPU time per token", [one.cpu_us for one in of], "us")
             for name, of in found.items()
@@ -219,17 +212,14 @@ async def directly(
     asked = {"num_groups": num_groups, "sampling": sampling(num_tokens).model_dump()}
     side.stdin.write(json.dumps(asked) + "\n")
     side.stdin.flush()
-    told: dict[str, Any] = json.loads(await _line(side))
-    return told["tokens"], told["seconds"]
+    measured: dict[str, Any] = await _told(side)
+    return measured["tokens"], measured["seconds"]
 
 
-async def _line(side: subprocess.Popen[str]) -> str:
-    """Returns the side's next line of JSON; vLLM may print others."""
-    assert side.stdout
-    while line := await asyncio.to_thread(side.stdout.readline):
-        if line.startswith(("{", '"')):
-            return line
-    raise RuntimeError(f"the sampler's process ended with {side.wait()}")
+async def _told(side: subprocess.Popen[str]) -> Any:
+    if (found := await asyncio.to_thread(told, side)) is None:
+        raise RuntimeError(f"the sampler's process ended with {side.wait()}")
+    return found
 
 
 if __name__ == "__main__":

@@ -29,13 +29,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from typing import Any
 
 from bench.report import Figure, finish
 from bench.scale_side import Load, Schedule, argument
+from bench.side import start, told
 
 COST = Load(
     num_samplers=32, num_prompts=625, num_steps=1, max_staleness=0, slots=10_000, tokens_per_s=4000
@@ -48,6 +48,7 @@ QUICK_COST = replace(COST, num_samplers=4, num_prompts=63)
 QUICK_IDLE = replace(IDLE, num_samplers=4, num_prompts=32, tokens_per_s=800)
 QUICK_ALL_SAMPLED = replace(QUICK_IDLE, slots=256)
 LIMIT_S = 1200.0
+SIDE = "bench.scale_side"
 
 MOST_ABOVE = 0.1
 
@@ -121,22 +122,22 @@ def run(load: Load) -> dict[str, Any]:
         [*range(first, load.num_samplers, load.num_processes)]
         for first in range(min(load.num_processes, load.num_samplers))
     ]
-    children = [_start(argument("samplers", load, numbers=numbers)) for numbers in shares]
-    children.append(_start(argument("others", load)))
+    children = [start(SIDE, argument("samplers", load, numbers=numbers)) for numbers in shares]
+    children.append(start(SIDE, argument("others", load)))
     try:
-        found = [json.loads(_line(child)) for child in children]
+        found: list[Any] = [told(child) for child in children]
         trainer_url, reward_url = found.pop()
         urls = {
             "rollout_url": ",".join(url for some in found for url in some),
             "trainer_url": trainer_url,
             "reward_url": reward_url,
         }
-        loop = _start(argument("loop", load, urls=urls))
+        loop = start(SIDE, argument("loop", load, urls=urls))
         children.append(loop)
         output, _ = loop.communicate(timeout=LIMIT_S)
         if loop.returncode:
             raise RuntimeError(f"the loop ended with {loop.returncode}")
-        told = json.loads(output.splitlines()[-1])
+        of_loop = json.loads(output.splitlines()[-1])
         ends = [json.loads(child.communicate()[0]) for child in children[: len(shares)]]
     finally:
         for child in children:
@@ -146,22 +147,12 @@ def run(load: Load) -> dict[str, Any]:
     expected = load.num_steps * load.num_prompts * load.group_size
     if completions != expected:
         raise RuntimeError(f"{completions} completions were sampled, expected {expected}")
-    return told | {
+    return of_loop | {
         "num_samplers": load.num_samplers,
         "first_at": min(end["first_at"] for end in ends),
         "last_at": max(end["last_at"] for end in ends),
         "sampled_tokens": sum(end["num_tokens"] for end in ends),
     }
-
-
-def _start(argument_: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "bench.scale_side", argument_]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def _line(child: subprocess.Popen[str]) -> str:
-    assert child.stdout
-    return child.stdout.readline()
 
 
 if __name__ == "__main__":

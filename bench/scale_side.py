@@ -13,13 +13,11 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import uvicorn
-
+from bench.serving import quiet, serving
 from shared.config import Settings
 from shared.packed import Logprobs, TokenIds
 from shared.service import Service
@@ -210,26 +208,6 @@ async def others(settings: Settings) -> None:
     print("{}", flush=True)
 
 
-@contextlib.asynccontextmanager
-async def serving(services: list[Service]) -> AsyncGenerator[list[str]]:
-    servers = [service.server(0) for service in services]
-    tasks = [asyncio.create_task(_serve(server)) for server in servers]
-    while not all(server.started for server in servers):
-        await asyncio.sleep(0.01)
-    ports = [server.servers[0].sockets[0].getsockname()[1] for server in servers]
-    try:
-        yield [f"http://127.0.0.1:{port}" for port in ports]
-    finally:
-        for server in servers:
-            server.should_exit = True
-        await asyncio.gather(*tasks)
-
-
-async def _serve(server: uvicorn.Server) -> None:
-    with contextlib.suppress(asyncio.CancelledError):
-        await server._serve()  # without its own signal handlers
-
-
 # --- the orchestrator's loop ---------------------------------------------------------------------
 
 
@@ -368,12 +346,6 @@ def main() -> None:
             asyncio.run(others(settings))
         else:
             asyncio.run(loop(load, given["urls"], settings, folder))
-
-
-def quiet() -> None:
-    import structlog
-
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
 
 
 def argument(part: str, load: Load, **more: Any) -> str:

@@ -335,7 +335,7 @@ def main(arguments: list[str]) -> int:
         tempfile.TemporaryDirectory(prefix="hone-bench-") as disk,
     ):
         for name in names:
-            place = f"{name.replace('.', '-')}".lower()
+            place = name.replace(".", "-").lower()
             settings = Settings(shm_dir=Path(memory) / place, runs_dir=Path(disk) / place)
             with trainer_at(settings) as url:
                 folder = Path(memory) / f"{place}-sampler"

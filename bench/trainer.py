@@ -35,13 +35,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 from bench.report import Figure, finish, ratios, repeated, table
+from bench.side import run
 from bench.trainer_side import Task
 
 TASKS = {
@@ -86,18 +86,9 @@ def alternate(task: Task, repeats: int) -> Runs:
     runs: Runs = {"hone": [], "trl": []}
     for repeat in range(repeats):
         for side in sorted(runs, reverse=bool(repeat % 2)):
-            runs[side].append(run(side, task))
+            given = json.dumps(asdict(task))
+            runs[side].append(run("bench.trainer_side", side, given, limit_s=LIMIT_S))
     return runs
-
-
-def run(side: str, task: Task) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.trainer_side", side, json.dumps(asdict(task))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}"
-        )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def compare(name: str, runs: Runs) -> list[Figure]:

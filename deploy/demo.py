@@ -12,7 +12,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deploy import local, supervisor
+from deploy import local, slots, supervisor
 from deploy.plot import plot_learning_curve
 from hone import Client, Job, load_job
 from hone.rollout_view import rollout_table
@@ -32,7 +31,6 @@ from shared.wire import TERMINAL, JobRecord
 FOLDER = Path(".hone/demo")
 STACK = FOLDER / "stack"
 JOB = Path("deploy/jobs/demo.toml")
-SERVICES = ("ORCHESTRATOR", "ROLLOUT", "TRAINER", "REWARD")
 SHOWN_ROLLOUTS = 8
 
 
@@ -101,9 +99,8 @@ def _make_model(seed: int) -> None:
 def _stack(num_samplers: int) -> Generator[str]:
     """A stack of the demo's own, on free ports; yields the orchestrator's URL and leaves nothing
     running."""
-    for name in SERVICES:
-        count = num_samplers if name == "ROLLOUT" else 1
-        os.environ.setdefault(f"HONE_{name}_PORT", str(free_ports(count)))
+    for name, port in slots.on_free_ports(samplers=num_samplers).items():
+        os.environ.setdefault(name, port)
     os.environ["HONE_ROLLOUT_REPLICAS"] = str(num_samplers)
     folder = STACK.resolve()
     state = local.up(folder)
@@ -111,21 +108,6 @@ def _stack(num_samplers: int) -> Generator[str]:
         yield state["urls"]["orchestrator"]
     finally:
         local.down(folder)
-
-
-def free_ports(count: int) -> int:
-    """Returns the first of so many free ports in a row."""
-    while True:
-        with contextlib.ExitStack() as probes:
-            first = probes.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                for number in range(1, count):
-                    probes.enter_context(socket.socket()).bind(("127.0.0.1", port + number))
-            except OSError:
-                continue
-            return port
 
 
 def _cancel_others(client: Client) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shared.config import PREFIX, Settings
 from shared.errors import BadRequest
+from shared.ports import free_port
 
 SERVICES = ("reward", "trainer", "rollout", "orchestrator")
 """In the order of starting; stopped the other way round."""
@@ -53,6 +54,15 @@ def ports(settings: Settings) -> dict[str, int]:
                 "where as many ports in a row are free"
             )
     return found
+
+
+def on_free_ports(*, trainers: int = 1, samplers: int = 1) -> dict[str, str]:
+    """Returns the variables that put a stack on free ports, with room for so many trainers and
+    samplers."""
+    counts = {"trainer": trainers, "rollout": samplers}
+    return {
+        f"{PREFIX}{name.upper()}_PORT": str(free_port(counts.get(name, 1))) for name in SERVICES
+    }
 
 
 def beside(service: str, port: int) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from shared.client import Client
 from shared.config import PREFIX
 from shared.environment import load_settings
 from shared.errors import Failed, Unavailable
+from shared.ports import free_port
 from shared.processes import ending_with_parent
 from shared.wire import VersionInfo
 
@@ -51,9 +51,7 @@ def reward_service() -> Generator[tuple[str, str | None]]:
 @contextlib.contextmanager
 def started() -> Generator[tuple[str, str]]:
     """Yields the URL and token of a service of our own, ended afterwards."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     url, token = f"http://127.0.0.1:{port}", secrets.token_hex(16)
     own = {
         "HOST": "127.0.0.1",

@@ -1,11 +1,28 @@
-"""Is a port free? Asked before anything is started, so that the answer is a sentence and not a dead
-process."""
+"""Ports: which are free, and whether one is. Asked before anything is started, so that the answer
+is a sentence and not a dead process."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 from shared.errors import BadRequest
+
+
+def free_port(in_a_row: int = 1) -> int:
+    """Returns a port that nothing of this machine listens on, nor on those after it: so many in a
+    row."""
+    while True:
+        with contextlib.ExitStack() as probes:
+            first = probes.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                for number in range(1, in_a_row):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", port + number))
+            except (OSError, OverflowError):  # one is taken, or beyond the last
+                continue
+            return port
 
 
 def check_port(host: str, port: int, service: str) -> None:

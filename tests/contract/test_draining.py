@@ -20,9 +20,9 @@ from fastapi.responses import StreamingResponse
 
 from shared.client import Client
 from shared.config import Settings
+from shared.ports import free_port
 from shared.service import Service
 from shared.wire import Checkpoint, CheckpointRequest
-from tests.support.running import free_port
 
 pytestmark = pytest.mark.slow
 

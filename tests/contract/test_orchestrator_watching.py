@@ -19,11 +19,11 @@ from shared import presence
 from shared.config import Settings
 from shared.errors import HoneError
 from shared.job import Job
+from shared.ports import free_port
 from shared.wire import TERMINAL, EventList, JobRecord, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import Stack, orchestrator_client
-from tests.support.running import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -27,6 +27,7 @@ from shared.config import Settings
 from shared.draining import Draining
 from shared.errors import BadRequest, Conflict, HoneError
 from shared.job import Job
+from shared.ports import free_port
 from shared.presence import tell_nobody
 from shared.wire import (
     ModelRequest,
@@ -41,7 +42,6 @@ from tests.support.fake_samplers import FakeSampler, pool_of
 from tests.support.orchestrator_stack import orchestrator_client
 from tests.support.pool_stack import Pool, pool_stack
 from tests.support.rollout_bench import RolloutBench
-from tests.support.running import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -328,9 +328,15 @@ async def test_the_rollout_service_is_registered_from_its_start_to_its_end(
 async def test_a_sampler_that_does_not_say_where_it_is_registers_nowhere(
     settings: Settings,
 ) -> None:
-    draining = Draining("rollout")
-    async with registered(settings, ServingWeights, draining):
-        assert not draining.has_begun()
+    draining, asked = Draining("rollout"), list[str]()
+
+    def serving() -> ServingWeights:
+        asked.append("what serves")
+        return ServingWeights(replica="r0")
+
+    async with registered(settings, serving, draining):
+        await asyncio.sleep(0)
+    assert asked == [] and not draining.has_begun()
 
 
 # --- a running job -------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from deploy import redis_server
 from deploy.child import Child
 from deploy.supervisor import SERVICES
 from shared.client import Client
+from shared.ports import free_port
 from tests.support.link import Link, Seen
-from tests.support.running import free_port
 
 ROOT = Path(__file__).parents[2]
 LEASE_S = 6.0

@@ -28,6 +28,7 @@ from shared.wire import (
     Span,
     WeightsRef,
 )
+from tests.support.running import serve
 
 
 class FakeSampler:
@@ -70,7 +71,7 @@ class FakeSampler:
         service.operation("POST", "/abort", self._abort, key=lambda _: "")
         service.query("/weights", self._weights)
         self._server = service.server(self.port)
-        self._task = asyncio.create_task(_serve(self._server))
+        self._task = asyncio.create_task(serve(self._server))
         while not self._server.started:
             await asyncio.sleep(0.001)
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
@@ -175,9 +176,3 @@ async def pool_of(
     finally:
         for sampler in samplers:
             await sampler.kill()
-
-
-async def _serve(server: uvicorn.Server) -> None:
-    """Serves without taking over the test process's signals."""
-    with contextlib.suppress(asyncio.CancelledError):
-        await server._serve()

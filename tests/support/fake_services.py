@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-import uvicorn
-
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, StateLost
 from shared.packed import Logprobs, TokenIds
@@ -56,6 +54,7 @@ from shared.wire import (
     ValidateRequest,
     WeightsRef,
 )
+from tests.support.running import serve
 
 TAKES_OVER = frozenset({"job", "model", "reload"})
 """Routes by which a newer attempt or epoch takes over."""
@@ -143,7 +142,7 @@ class FakeServices:
     async def running(self, settings: Settings) -> AsyncGenerator[Settings]:
         """Serves all three on free ports; yields the settings that name them."""
         servers = [self._services[name].server(0) for name in ("rollout", "trainer", "reward")]
-        tasks = [asyncio.create_task(_serve(server)) for server in servers]
+        tasks = [asyncio.create_task(serve(server)) for server in servers]
         while not all(server.started for server in servers):
             await asyncio.sleep(0.01)
         ports = [server.servers[0].sockets[0].getsockname()[1] for server in servers]
@@ -350,9 +349,3 @@ def logprobs_of(version: int) -> Logprobs:
 def _same(one: TrainStepRequest, other: TrainStepRequest) -> bool:
     """Returns whether both train on the same, whoever asks."""
     return (one.step, one.examples, one.totals) == (other.step, other.examples, other.totals)
-
-
-async def _serve(server: uvicorn.Server) -> None:
-    """Serves without taking over the test process's signals."""
-    with contextlib.suppress(asyncio.CancelledError):
-        await server._serve()

@@ -21,7 +21,7 @@ from schemathesis.core.failures import Failure, FailureGroup
 from schemathesis.specs.openapi import checks
 
 from shared.service import Service
-from tests.support.fake_services import _serve
+from tests.support.running import serve
 
 CHECKS: Any = [
     not_a_server_error,
@@ -63,7 +63,7 @@ class Findings:
 async def served(service: Service) -> AsyncGenerator[str]:
     """Yields the URL of the service, on a free port of this process."""
     server = service.server(0)
-    task = asyncio.create_task(_serve(server))
+    task = asyncio.create_task(serve(server))
     while not server.started:
         await asyncio.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]

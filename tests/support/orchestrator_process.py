@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from shared.client import Client
 from shared.config import Settings
+from shared.ports import free_port
 from shared.wire import VersionInfo
-from tests.support.running import free_port
 
 EXIT_S = 30.0
 """What a process that was told to end may take, of which it gives requests a few seconds."""

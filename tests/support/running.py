@@ -1,21 +1,19 @@
-"""What tests run beside themselves: a free port, a real Redis, and whether a process lives."""
+"""What tests run beside themselves: a real Redis, a server, and whether a process lives."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import socket
 import subprocess
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deploy import redis_server
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+if TYPE_CHECKING:
+    import uvicorn
 
 
 @contextlib.contextmanager
@@ -35,6 +33,12 @@ def running_redis(folder: Path) -> Generator[str]:
     finally:
         process.terminate()
         process.wait()
+
+
+async def serve(server: uvicorn.Server) -> None:
+    """Serves without taking over the test process's signals."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await server._serve()
 
 
 def lives(pid: int) -> bool:

@@ -20,6 +20,7 @@ import psutil
 from shared.client import Client
 from shared.job import Job
 from shared.job_file import parse_job
+from shared.ports import free_port
 from shared.wire import (
     Checkpoint,
     CheckpointRequest,
@@ -31,7 +32,6 @@ from shared.wire import (
     TrainStepRequest,
     WeightsRef,
 )
-from tests.support.running import free_port
 from tests.support.trainer_reference import TEMPERATURE
 
 ROOT = Path(__file__).parents[2]

@@ -21,16 +21,17 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from deploy.slots import on_free_ports
 from services.orchestrator.loop.prompts import load_prompts
 from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
+from shared.config import Settings
 from shared.errors import HoneError
 from shared.job import Job
 from shared.job_file import load_job
 from shared.wire import TERMINAL, Event, EventList, JobRecord, ServingWeights, SubmitRequest
-from tests.support.running import free_port
 
-pytestmark = [pytest.mark.soak, pytest.mark.system, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.soak, pytest.mark.system, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
 NUM_KILLS = 5
@@ -97,12 +98,11 @@ async def two_samplers(folder: Path) -> AsyncGenerator[Stack]:
     subprocess.run([*model, "--seed", "3"], check=True, cwd=ROOT)
     text = (ROOT / "deploy/jobs/demo.toml").read_text()
     (folder / "job.toml").write_text(text.replace(".hone/demo/task", str(folder / "task")))
-    first = free_port()
-    ports = {f"HONE_{name}_PORT": free_port() for name in ("ORCHESTRATOR", "TRAINER", "REWARD")}
+    ports = on_free_ports(samplers=2)
+    first = int(ports["HONE_ROLLOUT_PORT"])
     environment = {
         **os.environ,
-        **{name: str(port) for name, port in ports.items()},
-        "HONE_ROLLOUT_PORT": str(first),
+        **ports,
         "HONE_ROLLOUT_REPLICAS": "2",
         "HONE_SHM_DIR": str(folder / "shm"),
         "PYTHONPATH": str(ROOT),
@@ -170,7 +170,7 @@ async def test_every_job_ends_with_each_group_once(seed: int, tmp_path: Path) ->
                 await kill_while_sampling(stack, port, choose)
         enough.set()
         await working
-    prompts = load_prompts(stack.job, stack.settings)
+    prompts = load_prompts(stack.job, Settings())
     said: list[str] = []
     seconds: list[float] = []
     for record, events in ended:

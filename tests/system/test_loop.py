@@ -26,6 +26,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from deploy.slots import on_free_ports
 from services.orchestrator.app import create_service
 from services.orchestrator.queue.store import Store
 from shared import codec
@@ -48,12 +49,11 @@ from shared.wire import (
     WeightsRef,
 )
 from tests.support.proxy import proxy
-from tests.support.running import free_port, lives, running_redis
+from tests.support.running import lives, running_redis
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-SERVICES = ("orchestrator", "rollout", "trainer", "reward")
 STEPS = 40
 FAST = (f"steps={STEPS}", "training.learning_rate=2e-4")
 """Enough to see learning: held-out accuracy is then about 0.9, from about a third."""
@@ -118,7 +118,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("HONE_")
     }
-    environment |= {f"HONE_{name.upper()}_PORT": str(free_port()) for name in SERVICES}
+    environment |= on_free_ports()
     environment["HONE_TRAINER_RANKS"] = "2"
     environment["PYTHONPATH"] = str(ROOT)
     stack = Stack(folder, environment, {}, set())

@@ -33,6 +33,7 @@ from shared.client import Client
 from shared.digest import digest_of
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.packed import Logprobs, TokenIds
+from shared.ports import free_port
 from shared.wire import (
     Aborted,
     AbortRequest,
@@ -51,7 +52,7 @@ from shared.wire import (
     SessionRecord,
     Span,
 )
-from tests.support.running import free_port, lives
+from tests.support.running import lives
 from tests.support.tiny_models import save_tiny_qwen2
 
 pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(600)]

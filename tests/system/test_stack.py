@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from deploy import redis_server
+from deploy.slots import on_free_ports
 from services.orchestrator.queue.store import Store
 from shared.errors import BadRequest, Unavailable
-from tests.support.running import free_port
+from shared.ports import free_port
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -28,11 +29,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HONE_")}
-    ports = {
-        f"HONE_{name}_PORT": str(free_port())
-        for name in ("ORCHESTRATOR", "ROLLOUT", "TRAINER", "REWARD")
-    }
-    return kept | ports | {"PYTHONPATH": str(ROOT)}
+    return kept | on_free_ports() | {"PYTHONPATH": str(ROOT)}
 
 
 def hone(

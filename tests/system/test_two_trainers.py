@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from deploy.slots import on_free_ports
 from shared.client import Client
 from shared.job_file import load_job
 from shared.wire import TERMINAL, JobRecord, SubmitRequest
-from tests.support.running import free_port
 
 pytestmark = [pytest.mark.soak, pytest.mark.system, pytest.mark.timeout(1200)]
 
@@ -33,10 +33,9 @@ async def test_two_jobs_train_at_once_and_a_third_one_waits(tmp_path: Path) -> N
     subprocess.run([*model, "--seed", "3"], check=True, cwd=ROOT)
     text = (ROOT / "deploy/jobs/demo.toml").read_text()
     (tmp_path / "job.toml").write_text(text.replace(".hone/demo/task", str(tmp_path / "task")))
-    services = ("ORCHESTRATOR", "TRAINER", "REWARD", "ROLLOUT")
     environment = {
         **os.environ,
-        **{f"HONE_{name}_PORT": str(free_port()) for name in services},
+        **on_free_ports(trainers=2, samplers=2),
         "HONE_TRAINERS": "2",
         "HONE_SHM_DIR": str(tmp_path / "shm"),
         "PYTHONPATH": str(ROOT),

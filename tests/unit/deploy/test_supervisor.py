@@ -11,7 +11,7 @@ from deploy import local
 from deploy.supervisor import Supervisor, running
 from hone.client import Client
 from shared.config import Settings
-from tests.support.running import free_port
+from shared.ports import free_port
 
 ELSEWHERE = {"HONE_ROLLOUT_URL": "http://a:1,http://b:1", "HONE_REWARD_URL": "http://c:1"}
 

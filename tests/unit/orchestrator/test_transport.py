@@ -13,7 +13,7 @@ import httpx2 as httpx
 import pytest
 
 from services.orchestrator.loop.transport import Transport
-from tests.support.running import free_port
+from shared.ports import free_port
 
 PIECE = b"p" * 65_536
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
+from shared.ports import free_port
 from tests.support.reward_helpers import is_alive, processes_in, processes_of, user_namespaces_of
-from tests.support.running import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from services.trainer.processes import heartbeat, rendezvous
 from services.trainer.processes.rendezvous import Place, meet
 from shared.config import Settings
 from shared.errors import Failed
-from tests.support.running import free_port
+from shared.ports import free_port
 
 
 def node(port: int, rank: int, nodes: int = 2, ranks: int = 1) -> tuple[Settings, Place]:
