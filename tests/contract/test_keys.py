@@ -87,7 +87,9 @@ async def test_a_key_may_read_or_change_and_never_make_keys(http: httpx.AsyncCli
         assert refused.json()["detail"].endswith("is for HONE_TOKEN only, not for key 'train-bot'")
 
 
-async def test_a_key_that_was_revoked_or_made_up_is_refused(http: httpx.AsyncClient) -> None:
+async def test_a_key_is_answered_until_it_is_revoked_and_a_made_up_one_never(
+    http: httpx.AsyncClient,
+) -> None:
     secret = await create(http, "dashboard", "read")
     listed = (await http.get("/v1/keys", headers=bearer(ROOT))).json()["keys"]
     assert [(key["name"], key["access"]) for key in listed] == [("dashboard", "read")]
@@ -109,7 +111,9 @@ async def test_a_key_that_was_revoked_or_made_up_is_refused(http: httpx.AsyncCli
     assert (await http.get("/v1/files", headers=bearer(secret))).status_code == 401
 
 
-async def test_the_secret_is_kept_nowhere(http: httpx.AsyncClient, settings: Settings) -> None:
+async def test_a_key_file_is_its_owners_alone_and_has_no_secret(
+    http: httpx.AsyncClient, settings: Settings
+) -> None:
     secret = await create(http, "dashboard", "read")
     (file,) = (settings.runs_dir / ".keys").iterdir()
     assert (settings.runs_dir / ".keys").stat().st_mode & 0o777 == 0o700
@@ -185,7 +189,7 @@ async def test_a_key_is_checked_while_all_threads_are_busy(http: httpx.AsyncClie
         await busy
 
 
-async def test_a_key_reads_no_file_of_the_host_unless_the_operator_says_so(
+async def test_a_file_of_the_host_is_read_for_the_token_and_for_no_key(
     http: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"

@@ -221,7 +221,7 @@ async def test_rewards_that_do_not_fit_the_problems_are_refused_before_anything_
     assert stack.fakes.calls["model"] == 0
 
 
-async def test_completions_that_went_wrong_are_counted_and_the_rest_compared(
+async def test_completions_that_went_wrong_are_counted_and_the_rest_scored(
     stack: Stack,
 ) -> None:
     stack.fakes.skills = {GOOD: 1.0}

@@ -197,7 +197,7 @@ async def test_the_files_of_a_checkpoint_are_listed_with_their_checksums(stack: 
         await stack.client.get(f"/v1/jobs/{job_id}/checkpoints/{step}", CheckpointFiles)
 
 
-async def test_a_file_of_a_checkpoint_is_sent_whole_or_from_a_byte_on(stack: Stack) -> None:
+async def test_files_of_a_checkpoint_alone_are_sent_whole_or_from_a_byte_on(stack: Stack) -> None:
     job_id, step, folder = await with_checkpoint(stack)
     files = f"/v1/jobs/{job_id}/checkpoints/{step}/files"
     whole = await stack.http.get(f"{files}/model.safetensors")
@@ -251,7 +251,7 @@ async def test_a_download_that_brings_nothing_ends(
     assert not (tmp_path / "config.json.part").exists()
 
 
-async def test_a_download_that_is_cut_goes_on_where_it_was(
+async def test_a_download_goes_on_where_it_was_cut_and_keeps_only_right_bytes(
     stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id, step, _ = await with_checkpoint(stack)

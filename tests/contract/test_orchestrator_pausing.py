@@ -160,7 +160,7 @@ async def test_a_paused_job_can_be_cancelled_and_then_not_resumed(stack: Stack) 
     assert response.status_code == 409 and "was cancelled" in response.json()["detail"]
 
 
-async def test_a_pause_that_is_called_off_in_time_stops_no_work_for_long(
+async def test_a_pause_called_off_is_queued_again_and_one_then_cancelled_ends(
     settings: Settings, redis_url: str
 ) -> None:
     """At the seam of the store: what becomes of a job that its worker has stopped working on."""

@@ -278,7 +278,7 @@ async def test_checkpoints_that_the_trainer_found_damaged_are_told(stack: Stack)
     )
 
 
-async def test_weights_that_do_not_give_their_own_samples_are_warned_of_at_any_staleness(
+async def test_only_what_the_newest_weights_sampled_is_held_against_them(
     stack: Stack,
 ) -> None:
     # What older weights sampled differs from the trained ones' however well all works.

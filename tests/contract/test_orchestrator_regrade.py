@@ -115,7 +115,7 @@ async def test_rewards_that_would_be_missing_are_counted_and_shown_first(
     )
 
 
-async def test_the_new_rewards_are_checked_and_nothing_is_remembered_in_the_run(
+async def test_a_regrade_checks_the_new_rewards_and_grades_under_no_jobs_id(
     stack: Stack, done: JobRecord
 ) -> None:
     asked: list[ScoreRequest] = []

@@ -136,7 +136,9 @@ async def test_a_job_that_cannot_run_is_refused_when_it_is_submitted(
     assert (await stack.client.get("/v1/jobs", JobList)).jobs == ()
 
 
-async def test_the_rewards_of_a_job_are_tried_on_the_first_rows_of_its_data(stack: Stack) -> None:
+async def test_rewards_are_checked_on_the_first_steps_prompts_at_submission_and_start(
+    stack: Stack,
+) -> None:
     tried: list[ValidateRequest] = []
 
     async def note(body: ValidateRequest) -> None:

@@ -42,7 +42,7 @@ def serving(*logprobs: float, dtype: str = "float32") -> ServingWeights:
     return ServingWeights(canary_logprobs=Logprobs(logprobs), dtype=dtype)
 
 
-def test_the_difference_is_the_mean_over_the_canary() -> None:
+def test_the_difference_is_the_mean_over_the_canary_or_infinite() -> None:
     assert canary.difference(OURS, serving(-1.1, -2.3)) == pytest.approx(0.2)
     assert canary.difference(OURS, serving(-1.0)) == float("inf")
     assert canary.difference(OURS, serving(float("nan"), -2.0)) == float("inf")
@@ -314,7 +314,7 @@ def test_auto_tries_an_adapter_first_where_vllm_serves_its_rank(
     assert [method for method, _ in found] == methods
 
 
-def test_what_follows_an_adapter_needs_no_shared_folder_of_several_samplers() -> None:
+def test_a_failed_method_is_followed_by_one_that_all_samplers_can_take() -> None:
     assert fuller_than("lora", one_sampler=True) == "shm"
     assert fuller_than("lora", one_sampler=False) == "http"
     assert fuller_than("disk", one_sampler=False) == "restart"

@@ -250,7 +250,7 @@ async def test_what_every_sampler_would_answer_alike_is_asked_once(pool: Pool) -
 
 
 @pytest.mark.parametrize("max_num_seqs", [8])
-async def test_no_sampler_gets_more_than_it_can_sample_and_stragglers_leave_room(
+async def test_no_sampler_gets_a_group_while_it_has_no_free_place(
     pool: Pool,
 ) -> None:
     """Groups are of 4, so one may begin while any of 8 places is free."""

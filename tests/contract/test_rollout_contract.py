@@ -551,7 +551,7 @@ async def test_version_names_the_engines_packages(bench: RolloutBench) -> None:
     assert (await bench.raw("GET", "/version")).json()["torch"].startswith("2.")
 
 
-async def test_a_configured_model_is_started_behind_the_first_requests(tmp_path: Path) -> None:
+async def test_a_configured_model_is_started_while_the_service_is_up(tmp_path: Path) -> None:
     bench = RolloutBench(tmp_path)
     service = create_service(Settings(runs_dir=bench.runs, rollout_model="tiny"), bench.sampler)
     async with service.app.router.lifespan_context(service.app):

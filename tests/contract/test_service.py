@@ -117,7 +117,7 @@ async def test_work_longer_than_the_wait_is_polled_for(
 
 
 @pytest.mark.parametrize("binary", [False, True])
-async def test_a_large_body_goes_in_pieces_and_again_when_it_is_retried(
+async def test_a_large_body_arrives_whole_again_when_it_is_retried(
     settings: Settings, binary: bool
 ) -> None:
     service = Service("rollout", settings)
@@ -333,7 +333,7 @@ async def test_work_that_took_longer_than_the_patience_is_asked_for_again_after_
     assert (await task).size_bytes == counter.runs == 2
 
 
-async def test_only_unavailable_is_retried(settings: Settings) -> None:
+async def test_unavailable_is_retried_until_it_is_over(settings: Settings) -> None:
     counter = Counter(settings)
     counter.error = Unavailable("starting")
     task = asyncio.create_task(call(counter.client()))
@@ -444,7 +444,7 @@ async def test_a_bad_body_is_a_problem_document_with_pointers(settings: Settings
     assert document["error"]["message"] == document["detail"]
 
 
-async def test_a_form_post_from_a_web_page_is_refused(settings: Settings) -> None:
+async def test_a_form_post_and_a_rebound_host_of_a_web_page_are_refused(settings: Settings) -> None:
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app=Counter(settings).service.app),
         base_url="http://localhost",

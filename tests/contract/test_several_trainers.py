@@ -79,7 +79,7 @@ def blocked(fakes: FakeServices) -> asyncio.Event:
     return go
 
 
-async def test_two_jobs_run_at_once_and_the_third_says_what_it_waits_for(
+async def test_two_jobs_run_at_once_and_others_wait_in_order_and_say_for_what(
     settings: Settings, redis_url: str, job: Job
 ) -> None:
     async with several(settings, redis_url) as stack:

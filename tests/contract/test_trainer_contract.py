@@ -88,7 +88,7 @@ async def test_a_job_goes_from_loading_to_a_checkpoint(client):
     assert (await client.get("/state", TrainerState)).step == 1
 
 
-async def test_published_files_can_be_fetched_whole_and_in_ranges(client, rank, tmp_path):
+async def test_published_files_alone_can_be_fetched_whole_and_in_ranges(client, rank, tmp_path):
     settings = Settings(shm_dir=tmp_path / "shm")
     service = create_service(settings, rank.trainer, rank.run, {})
     await call(client, "PUT", "/job", job_request(), TrainerState)
@@ -178,7 +178,7 @@ async def test_a_step_out_of_order_is_a_conflict(client):
         await call(client, "POST", "/train_step", step_request(7), StepResult)
 
 
-async def test_another_jobs_step_and_another_body_are_conflicts(client):
+async def test_another_jobs_step_is_state_lost_and_another_body_a_conflict(client):
     await call(client, "PUT", "/job", job_request(), TrainerState)
     with pytest.raises(StateLost, match="got job 'b', expected 'a'"):
         await call(client, "POST", "/train_step", step_request(1, job_id="b"), StepResult)
