@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import subprocess
-import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ FILES = subprocess.run(
     cwd=ROOT,
 ).stdout.split()
 FOLDERS = {"/".join(file.split("/")[:depth]) for file in FILES for depth in range(1, 6)}
+PATHS, NAMES = FOLDERS | set(FILES), {Path(file).name for file in FILES}
 TOP = "services|shared|hone|deploy|docs|tests|bench|docker|requirements"
 NAMED = re.compile(
     rf"(?<![\w/.<>-])((?:{TOP})/[\w./-]*\w|[\w-]+\.(?:py|md|svg))(?![\w*<{{-]|/\w|\.\w)"
@@ -33,25 +32,30 @@ MODULES = [file for file in FILES if file.endswith(".py")]
 
 
 def texts_of(source: str) -> Iterator[str]:
-    """Yields the docstrings, those of fields too, and the comments."""
-    for node in ast.walk(ast.parse(source)):
+    """Yields the docstrings, those of fields too, and the comments; of a string that has a `#` what
+    follows it too."""
+    for node in statements(ast.parse(source).body):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield str(node.value.value)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string
+    yield from re.findall("#.*", source)
+
+
+def statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """Yields the statements at every depth, and not what is in them: most of a tree."""
+    for node in body:
+        yield node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from statements(getattr(node, part, ()))
 
 
 def missing(text: str, folder: str) -> set[str]:
     """Returns the paths in a text that are neither files nor folders: below the root or `folder`,
     or for a bare name anywhere."""
-    found: set[str] = set()
-    for name in set(NAMED.findall(text)) - ELSEWHERE:
-        here = f"{folder}/{name}"
-        known = {name, here} & (FOLDERS | set(FILES))
-        if not known and not ("/" not in name and any(f.endswith(f"/{name}") for f in FILES)):
-            found.add(name)
-    return found
+    return {
+        name
+        for name in set(NAMED.findall(text)) - ELSEWHERE - NAMES
+        if not {name, f"{folder}/{name}"} & PATHS
+    }
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -87,3 +91,22 @@ def test_every_path_in_a_docstring_or_comment_exists() -> None:
 )
 def test_what_counts_as_a_path(text: str, wrong: set[str]) -> None:
     assert missing(text, ".") == wrong
+
+
+def test_docstrings_and_comments_at_every_depth_are_texts() -> None:
+    source = '''"""Module."""
+class A:
+    """Class."""
+    field: int = 0  # after
+    """Field."""
+    def method(self):
+        try:
+            "no name"
+        except ValueError:
+            match self:
+                case 1:
+                    """Case."""
+        return "neither"
+# last'''
+    texts = ["Module.", "Class.", "Field.", "no name", "Case.", "# after", "# last"]
+    assert list(texts_of(source)) == texts

@@ -3,8 +3,8 @@ both have.
 
 TRL's methods run as they are, on a trainer that has their settings and neither model nor data: its
 log-probs are given. A batch goes the whole way, `_generate_and_score_completions` (correction
-weights) and then `_compute_loss`. Float32 on both sides, relative error at most 1e-5. The last
-tests are of where we differ on purpose.
+weights) and then `_compute_loss`. Float32 on both sides, relative error at most 1e-5. A step of
+`bench.trainer` has TRL's whole trainer. The last tests are of where we differ on purpose.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from bench import trainer_side
 from services.orchestrator.loop.advantages import batch_advantages
 from services.orchestrator.loop.examples import step_totals, to_examples
 from services.trainer.learning.correction import correction_weights, resolve
@@ -35,11 +31,11 @@ from shared.wire import Batch
 from tests.support.engine_ranks import a_job
 from tests.support.loss_batches import loss_and_gradient, loss_inputs, part, random_batch
 from tests.support.scored_batches import make_batch, make_job, score
+from tests.support.trl import Result, light_settings, light_trainer
 
 pytestmark = pytest.mark.slow
 
 CLOSE = 1e-5
-EOS = 2
 BATCHES = {
     "random": ([5, 1, 12, 3, 7, 2], 0.5),
     "one token": ([1], 0.5),
@@ -52,158 +48,9 @@ BATCHES = {
 deviation)."""
 
 
-@dataclass(frozen=True)
-class Result:
-    loss: float
-    gradient_N: Tensor
-    weights_N: Tensor
-
-
 @pytest.fixture(scope="module")
 def trl() -> Callable[..., Result]:
-    """Returns what runs TRL on `LossInputs` with settings of its own: what it makes of one
-    micro-batch."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from trl.trainer.grpo_trainer import GRPOTrainer
-
-    class LightTrainer(GRPOTrainer):
-        def __init__(
-            self,
-            x: LossInputs,
-            sampler_logprobs_N: Tensor | None,
-            cut_off: tuple[int, ...],
-            settings: dict[str, Any],
-        ) -> None:
-            vars(self).update(
-                light_settings(x) | settings,
-                _x=x,
-                _sampler_logprobs_N=sampler_logprobs_N,
-                _cut_off=cut_off,
-            )
-            self.use_vllm = self.vllm_importance_sampling_correction = (
-                sampler_logprobs_N is not None
-            )
-
-        def _generate(self, prompts: list) -> tuple:
-            completions = [
-                [1] * (length - 1) + [1 if index in self._cut_off else EOS]
-                for index, length in enumerate(lengths_S(self._x))
-            ]
-            sampler = (
-                None
-                if self._sampler_logprobs_N is None
-                else ragged(self._sampler_logprobs_N, self._x)
-            )
-            logprobs = None if sampler is None else [row.tolist() for row in sampler]
-            return [[1]] * len(prompts), completions, None, completions, logprobs, {}, None, None
-
-        def _calculate_rewards(self, inputs: list, *args: Any) -> Tensor:
-            return torch.zeros(len(inputs), 1)
-
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
-            return padded(self._logprobs_N, self._x), torch.zeros(len(lengths_S(self._x)), 1), None
-
-    def run(
-        x: LossInputs,
-        sampler_logprobs_N: Tensor | None = None,
-        num_items: int | None = None,
-        cut_off: tuple[int, ...] = (),
-        **settings: Any,
-    ) -> Result:
-        trainer = LightTrainer(x, sampler_logprobs_N, cut_off, settings)
-        trainer._logprobs_N = (
-            x.old_logprobs_N
-        )  # first the policy before any update, then that of the update
-        num_sequences = len(lengths_S(x))
-        inputs = trainer._generate_and_score_completions([{"prompt": "p"}] * num_sequences)
-        inputs["advantages"] = torch.stack([row[0] for row in ragged(x.advantages_N, x)])
-        inputs["old_per_token_logps"] = padded(x.old_logprobs_N, x)
-        if x.reference_logprobs_N is not None:
-            inputs["ref_per_token_logps"] = padded(x.reference_logprobs_N, x)
-        if num_items is not None:
-            inputs["num_items_in_batch"] = torch.tensor(num_items)
-        trainer._logprobs_N = x.logprobs_N.detach().clone().requires_grad_()
-        loss = trainer._compute_loss(None, inputs)
-        (gradient_N,) = torch.autograd.grad(loss, trainer._logprobs_N)
-        real = padded(torch.ones_like(x.weights_N), x) == 1
-        weights = inputs.get("importance_sampling_ratio", torch.ones(1)).expand_as(real)
-        return Result(loss.item(), gradient_N, weights[real])
-
-    return run
-
-
-def light_settings(x: LossInputs) -> dict[str, Any]:
-    """The attributes that the two methods read, with the job's settings in TRL's names."""
-    training = x.training
-    sequence = training.importance == "sequence" or training.loss == "gspo"
-    return {
-        "accelerator": SimpleNamespace(
-            device=torch.device("cpu"),
-            num_processes=1,
-            process_index=0,
-            gather=lambda v: v,
-            reduce=lambda v, reduction: v,
-        ),
-        "args": SimpleNamespace(
-            delta=training.dual_clip,
-            gradient_accumulation_steps=1,
-            gradient_checkpointing_kwargs=None,
-            per_device_train_batch_size=1,
-            report_to=[],
-            sapo_temperature_pos=training.tau_positive,
-            sapo_temperature_neg=training.tau_negative,
-            steps_per_generation=1,
-            use_bias_correction_kl=False,
-        ),
-        "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
-        "loss_type": "grpo" if training.loss == "gspo" else training.loss,
-        "importance_sampling_level": "sequence" if sequence else "token",
-        "epsilon_low": training.clip_low,
-        "epsilon_high": 1 + training.clip_high if training.loss == "cispo" else training.clip_high,
-        "beta": training.beta,
-        "ref_model": object(),
-        "max_completion_length": x.denominators.max_tokens,
-        "current_gradient_accumulation_steps": 1,
-        "num_iterations": 1,
-        "vllm_importance_sampling_mode": "token_truncate",
-        "vllm_importance_sampling_clip_min": None,
-        "vllm_importance_sampling_clip_max": None,
-        "aux_loss_enabled": False,
-        "environment_factories": None,
-        "environments": [],
-        "mask_truncated_completions": False,
-        "eos_token_ids": [EOS],
-        "multi_objective_aggregation": "sum_then_normalize",
-        "num_generations": 1,
-        "off_policy_mask_threshold": None,
-        "pad_to_multiple_of": None,
-        "reward_func_names": ["r"],
-        "reward_weights": torch.ones(1),
-        "scale_rewards": "none",
-        "tools": [],
-        "top_entropy_quantile": 1.0,
-        "_entropy_bonus_enabled": False,
-        "_is_vlm": False,
-        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
-        "_metrics": {"train": defaultdict(list)},
-        "_pending_extra_logs": {},
-        "_pending_metrics": {},
-        "_tokenizer": SimpleNamespace(pad_token_id=0),
-    }
-
-
-def lengths_S(x: LossInputs) -> list[int]:
-    return torch.bincount(x.sequences_N).tolist()
-
-
-def ragged(values_N: Tensor, x: LossInputs) -> list[Tensor]:
-    return list(values_N.split(lengths_S(x)))
-
-
-def padded(values_N: Tensor, x: LossInputs) -> Tensor:
-    """`[S, T]`, with -7 at the padding, where no value may matter."""
-    return pad_sequence(ragged(values_N, x), batch_first=True, padding_value=-7.0)
+    return light_trainer()
 
 
 def assert_close(ours: tuple[float, Tensor], theirs: Result) -> None:
@@ -394,6 +241,28 @@ def test_completions_that_are_cut_off_and_masked_count_as_in_trl(trl, loss):
     theirs = trl(x, mask_truncated_completions=True, cut_off=CUT_OFF).gradient_N
     assert not theirs[x.sequences_N == CUT_OFF[1]].any() and theirs.any()
     torch.testing.assert_close(our_gradient(x, batch, job), theirs, rtol=CLOSE, atol=0)
+
+
+# --- a whole step --------------------------------------------------------------------------------
+
+
+def test_both_sides_of_the_trainers_benchmark_do_the_same_step(trl, monkeypatch):
+    monkeypatch.setattr(trainer_side, "time_head", lambda *_: None)
+    monkeypatch.setattr(trainer_side, "MAX_TOKENS", 40)
+    task = trainer_side.Task(
+        vocab_size=97, num_prompts=2, group_size=4, rows=4, hidden_size=64, num_layers=1
+    )
+    examples, losses, gradients = trainer_side.make_examples(task), [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for make_step in (trainer_side.hone_step, trainer_side.trl_step):
+            model = trainer_side.make_model(task)
+            losses.append(make_step(task, model, examples).run())
+            gradients.append(
+                torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+            )
+    assert math.isclose(*losses, rel_tol=1e-5)
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
 
 
 # --- where we differ on purpose ------------------------------------------------------------------
