@@ -3,6 +3,7 @@ them."""
 
 import dataclasses
 import math
+from datetime import timedelta
 
 import pytest
 import torch
@@ -303,19 +304,29 @@ def test_infinite_log_probs_give_numbers_that_json_has(one_rank):
 def _rank_metrics(rank: int, folder: str) -> None:
     """One of two ranks, with an uneven share of the sequences."""
     store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=2)
+    )
     _, values = measured([(0, 1)] if rank == 0 else [(1, 2), (2, 3)])
     torch.save(values, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_ranks_report_the_same_numbers_as_one(one_rank, tmp_path):
-    torch.multiprocessing.spawn(_rank_metrics, args=(str(tmp_path),), nprocs=2)
+def test_two_ranks_report_the_same_numbers_as_one(tmp_path, request):
+    other = torch.multiprocessing.spawn(_other_rank, args=(str(tmp_path),), join=False)
+    _rank_metrics(0, str(tmp_path))
+    assert other.join(60)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    request.getfixturevalue("one_rank")  # the two ranks had torch.distributed until here
     _, alone = measured([(0, 1), (1, 2), (2, 3)])
     of_rank = {"num_micro_batches"}
     for values in (first, second):
         assert {k: v for k, v in values.items() if k not in of_rank} == pytest.approx(
             {k: v for k, v in alone.items() if k not in of_rank}, rel=1e-12
         )
+
+
+def _other_rank(_index: int, folder: str) -> None:
+    """The rank in another process; this one is rank 0, for each costs the import of torch."""
+    _rank_metrics(1, folder)
