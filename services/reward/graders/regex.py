@@ -24,8 +24,8 @@ from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
 
-COMPILE_S = 5.0
-"""CPU time that compiling a pattern may take. Ordinary ones take a thousandth of that."""
+COMPILE_S = 2.0
+"""CPU time that compiling a pattern may take. Ordinary ones take a hundredth of that."""
 
 MEMORY_MIB = 1024
 """What compiling and searching may take, the process and its libraries included."""
