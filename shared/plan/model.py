@@ -73,6 +73,11 @@ class Model:
         return sum(map(math.prod, self.shapes.values()))
 
     @property
+    def is_tied(self) -> bool:
+        """Whether the output head is the embedding."""
+        return HEAD not in self.shapes
+
+    @property
     def has_head_norms(self) -> bool:
         """Whether queries and keys have norms of their own."""
         return any(name.endswith(".q_norm.weight") for name in self.shapes)
@@ -111,8 +116,8 @@ def find_model(model: str, revision: str | None = None, *, online: bool = True) 
 
 
 def _stored_shapes(folder: Path, config: Config) -> Shapes:
-    """Returns the shapes of the tensors that transformers loads: those of the files in the index,
-    or of model.safetensors; of a head that is tied to the embedding only the embedding. Raises
+    """Returns the shapes of the tensors that transformers loads: those of model.safetensors, or of
+    the files in the index; of a head that is tied to the embedding only the embedding. Raises
     CannotPlan where a file of the index is missing."""
     files = weight_files(folder)
     if missing := [file.name for file in files if not file.is_file()]:
@@ -128,14 +133,15 @@ def _stored_shapes(folder: Path, config: Config) -> Shapes:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files that transformers loads a model from, there or not: those of the index,
-    else model.safetensors, else all."""
-    index = folder / "model.safetensors.index.json"
+    """Returns the files that transformers loads a model from, there or not: model.safetensors, else
+    those of the index, else all of safetensors."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
     if index.is_file():
         names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return [folder / name for name in sorted(set(names.values()))]
-    single = folder / "model.safetensors"
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    return sorted(folder.glob("*.safetensors"))
 
 
 def of_config(config: Config, name: str, shapes: Shapes | None = None) -> Model:

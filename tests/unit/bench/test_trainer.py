@@ -1,7 +1,11 @@
 """What both sides of `bench.trainer` are given. That they do the same step is in
 `tests/unit/trainer/test_against_trl.py`."""
 
+import pytest
+
 from bench.trainer_side import Task, make_examples
+
+pytestmark = pytest.mark.slow
 
 
 def test_groups_share_their_prompt_and_lengths_vary_only_if_asked():

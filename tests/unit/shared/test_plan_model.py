@@ -102,9 +102,17 @@ def test_only_the_files_of_the_index_are_counted_and_all_of_them(tmp_path: Path)
     assert find_model(str(folder)).num_parameters == 84_544
 
 
+def test_a_single_file_is_loaded_before_the_index_beside_it(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_model(str(folder)).num_parameters == 84_544
+
+
 def test_a_cached_model_with_half_of_its_files_is_not_cached(offline: Path) -> None:
     folder = write_model(offline / "models--owner--model" / "snapshots" / "main")
-    shards = {"a": "model.safetensors", "b": "model-2.safetensors"}
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     with pytest.raises(CannotPlan, match="nor in the Hugging Face cache"):
         find_model("owner/model")
