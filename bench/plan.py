@@ -1,14 +1,14 @@
 """What `hone plan` says of the trainer's memory beside what the trainer takes.
 
-    python -m bench.plan [--quick]
+    python -m bench.plan [--quick] [--only LoRA]
 
 One figure is a ratio, planned to measured, of one job: the peak of a rank of the trainer, in a
 process of its own, above what it held before the model was loaded (the interpreter, torch and
 DeepSpeed). The rank loads a random model of Qwen2.5's shape (39 million parameters, vocabulary
 32,000), as a job's, and does two updates: one of short sequences, from which on there are Adam's
 moments, and one of two micro-batches that are full to the last token. On this machine's CPU, so the
-peak is the process's largest resident size, what glibc keeps of freed memory included. What the
-numbers say of a GPU follows as far as the same tensors are there. The goal of each is 0.8 to 1.2.
+peak is the process's largest resident size. What the numbers say of a GPU follows as far as the
+same tensors are there. The goal of each is 0.8 to 1.2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.plan_side import TOKENS, write_model
+from bench.plan_side import ROWS, TOKENS, write_model
 from bench.report import Figure, finish, table
 from bench.side import run
 
@@ -29,10 +29,18 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO-2, bfloat16": {"training": {"dtype": "bfloat16"}},
     "without gradient checkpointing": {"memory": {"gradient_checkpointing": False}},
     "ZeRO-0": {"memory": {"zero_stage": 0}},
+    "ZeRO-0, a sequence at a time": {
+        "memory": {"zero_stage": 0, "micro_batch_tokens": TOKENS // ROWS}
+    },
     "ZeRO-3": {"memory": {"zero_stage": 3}},
     "reference model": {"training": {"beta": 0.01}},
     "LoRA": {"lora": {"rank": 16}},
+    "LoRA without gradient checkpointing": {
+        "lora": {"rank": 16},
+        "memory": {"gradient_checkpointing": False},
+    },
 }
+"""What each changes of a job with ZeRO-2 in float32. In small micro-batches the update decides."""
 LIMIT_S = 600.0
 
 PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "logits", "update")
@@ -44,8 +52,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="only the first two: about a minute")
+    parser.add_argument("--only", choices=CASES, help="this job alone")
     args = parser.parse_args()
-    cases = dict(list(CASES.items())[:2]) if args.quick else CASES
+    cases = {args.only: CASES[args.only]} if args.only else CASES
+    if args.quick:
+        cases = dict(list(cases.items())[:2])
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         results = {

@@ -13,8 +13,9 @@ The trainer, on each rank:
                                            micro-batch's own, in bfloat16 at stage 1
     optimizer     12 T                     float32 masters and Adam's two moments; over N from
                                            stage 1; 8 T where the weights are float32 at stage 0
-    activations   m b H L + m (a + 3 b I)  each layer's input, and one layer computed again
-                  m L a + 3 m b I          without gradient checkpointing
+    activations   k + m (a + 3 b I)        each layer's input, and one layer computed again
+                  k + 3 m b I              without gradient checkpointing
+      with k      m b H L, or m L a        kept of all layers, with and without checkpointing
       with a      b (4 I + 2 A D + 2 K D + 4 H) + 8 H
                   + (A + K) D (4 + b)      where queries and keys have norms, as in Qwen3
     logits        8 t + (4 + b) V H        a tile of t logits in float32, twice, and the float32
@@ -29,8 +30,17 @@ The trainer, on each rank:
     buffers       8 B                      what is reduced at a time, B elements: in bfloat16 twice
                                            and in float32, or in float32 twice
                   (4 + b) B + b G          at stage 3, with G weights that are gathered
-    peak          weights + reference + gradients + optimizer
-                  + max(activations + logits, update) + buffers + overhead
+    passes        max(activations + e, k + logits)
+      with e      b V H                    the head's gradient (not with LoRA), where it waits for
+                                           the embedding's, which is the same tensor's, or at stage
+                                           2 in bfloat16 is more than a buffer holds
+    peak          weights + reference + gradients + optimizer + overhead
+                  + max(passes + g, update) + buffers
+                  + max(passes + b B, 8 B + g, update)
+                                           at stage 1, and at stage 2 where T <= B: gradients are
+                                           reduced after the pass
+      with g      4 T / N                  in float32 at stages 1 and 2, where T > B: the gradients
+                                           of one micro-batch that were reduced
 
 With `memory.offload_optimizer` what is updated is in the host's memory:
 
@@ -140,14 +150,20 @@ def tokens_at_once(job: Job, longest: int = 0) -> int:
     return max(job.memory.micro_batch_tokens, longest, job.sampling.max_tokens)
 
 
+def kept_bytes(model: Model, job: Job, itemsize: int, tokens: int) -> int:
+    """Returns what all layers together keep of a micro-batch of so many tokens until its backward
+    pass, in bytes: `k` above."""
+    checkpointed = job.memory.gradient_checkpointing
+    one = itemsize * model.hidden if checkpointed else layer_bytes_per_token(model, itemsize)
+    return tokens * model.num_layers * one
+
+
 def activation_bytes(model: Model, job: Job, itemsize: int, tokens: int) -> int:
     """Returns the activations of a micro-batch of so many tokens at their highest, in bytes."""
-    one = layer_bytes_per_token(model, itemsize)
-    if job.memory.gradient_checkpointing:
-        kept = itemsize * model.hidden * model.num_layers + one
-    else:
-        kept = model.num_layers * one
-    return tokens * (kept + 3 * itemsize * model.intermediate)
+    checkpointed = job.memory.gradient_checkpointing
+    again = layer_bytes_per_token(model, itemsize) if checkpointed else 0
+    in_layer = tokens * (again + 3 * itemsize * model.intermediate)
+    return kept_bytes(model, job, itemsize, tokens) + in_layer
 
 
 def logits_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
@@ -158,6 +174,16 @@ def logits_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
     weights = (4 + ranks.itemsize) * model.vocabulary * model.hidden
     inputs = tokens * model.hidden * (2 * ranks.itemsize + 4)
     return 8 * tile + (0 if job.lora else weights) + inputs
+
+
+def pass_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
+    """Returns what going forward and backward over a micro-batch of so many tokens takes at its
+    highest, in bytes: in the last layer, or in the output head before it."""
+    size, largest = ranks.itemsize, largest_trained(model, job)
+    waits = model.is_tied or (job.memory.zero_stage == 2 and size < 4 and largest > MAX_BUCKET)
+    in_layer = activation_bytes(model, job, size, tokens) + (size * largest if waits else 0)
+    in_head = kept_bytes(model, job, size, tokens) + logits_bytes(model, job, ranks, tokens)
+    return max(in_layer, in_head)
 
 
 @dataclass(frozen=True)
@@ -227,10 +253,42 @@ def largest_trained(model: Model, job: Job) -> int:
     return 0 if job.lora else model.vocabulary * model.hidden
 
 
+def buffer_bytes(model: Model, job: Job, itemsize: int) -> int:
+    """Returns what DeepSpeed moves gradients and, in stage 3, weights through, in bytes."""
+    bucket = min(model.num_trainable(job.lora), MAX_BUCKET)
+    match job.memory.zero_stage:
+        case 0:
+            return 0
+        case 3:
+            return (4 + itemsize) * bucket + itemsize * min(model.num_parameters, MAX_GATHERED)
+        case _:
+            return 8 * bucket + itemsize * _passing(model, job)
+
+
+def _passing(model: Model, job: Job) -> int:
+    """Returns the elements of a gradient on its way to the host's memory, at stages 1 and 2."""
+    return largest_trained(model, job) if is_offloaded(job.memory) else 0
+
+
+def _working(model: Model, job: Job, ranks: Ranks, states: States, tokens: int) -> float:
+    """Returns the most that a pass, reducing its gradients, and the update take, with the buffers
+    that are there then, in bytes."""
+    stage, size = job.memory.zero_stage, ranks.itemsize
+    trained = model.num_trainable(job.lora)
+    passes, reduced = pass_bytes(model, job, ranks, tokens), 0.0
+    if stage in (1, 2) and size == 4 and trained > MAX_BUCKET and not is_offloaded(job.memory):
+        reduced = 4 * trained / ranks.num
+    if stage in (0, 3) or (stage == 2 and trained > MAX_BUCKET):
+        return max(passes + reduced, states.update) + buffer_bytes(model, job, size)
+    bucket = min(trained, MAX_BUCKET)
+    most = max(passes + size * bucket, 8 * bucket + reduced, states.update)
+    return most + size * _passing(model, job)
+
+
 def trainer_memory(model: Model, job: Job, ranks: Ranks, longest: int = 0) -> TrainerMemory:
     """Returns what each rank of the trainer holds. `longest`: the tokens of the longest prompt with
     its completion, as far as they are known."""
-    memory, stage, size = job.memory, job.memory.zero_stage, ranks.itemsize
+    stage, size = job.memory.zero_stage, ranks.itemsize
     whole = model.num_parameters
     trained = model.num_trainable(job.lora)
     adapters = trained if job.lora else 0
@@ -238,9 +296,6 @@ def trainer_memory(model: Model, job: Job, ranks: Ranks, longest: int = 0) -> Tr
     tokens = tokens_at_once(job, longest)
     weights = size * (whole + adapters) / (ranks.num if stage == 3 else 1)
     reference = size * whole if job.training.beta > 0 and job.lora is None else 0
-    bucket = min(trained, MAX_BUCKET) if stage > 0 else 0
-    gathered = min(whole, MAX_GATHERED) if stage == 3 else 0
-    passing = largest_trained(model, job) if is_offloaded(memory) and stage < 3 else 0
     in_host = ranks.device == "cpu"
     parts = {
         "weights": weights,
@@ -250,11 +305,11 @@ def trainer_memory(model: Model, job: Job, ranks: Ranks, longest: int = 0) -> Tr
         "activations": activation_bytes(model, job, size, tokens),
         "logits": logits_bytes(model, job, ranks, tokens),
         "update": states.update,
-        "buffers": (8 if stage < 3 else 4 + size) * bucket + size * (gathered + passing),
+        "buffers": buffer_bytes(model, job, size),
         "overhead": TRAINER_OVERHEAD[ranks.device],
     }
-    working = max(parts["activations"] + parts["logits"], parts["update"])
-    steady = ("weights", "reference", "gradients", "optimizer", "buffers", "overhead")
+    working = _working(model, job, ranks, states, tokens)
+    steady = ("weights", "reference", "gradients", "optimizer", "overhead")
     return TrainerMemory(
         **{f"{name}_gib": gib(value) for name, value in parts.items()},
         peak_gib=gib(working + sum(parts[name] for name in steady)),

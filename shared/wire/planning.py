@@ -14,9 +14,9 @@ PlacementKind = Literal["split", "turns", "shared", "cpu"]
 
 class TrainerMemory(Wire):
     """What a GPU of the trainer holds at its highest, in GiB: `peak_gib` is weights, reference,
-    gradients, optimizer, buffers and overhead, and the larger of the activations with the logits
-    and the update. `host_gib` is what each rank has in the host's memory besides:
-    what is offloaded, moved while the sampler has its turn, or copied before several updates."""
+    gradients, optimizer and overhead, and the most that is there at once of activations, logits,
+    update and buffers. `host_gib` is what each rank has in the host's memory besides: what is
+    offloaded, moved while the sampler has its turn, or copied before several updates."""
 
     weights_gib: float
     reference_gib: float

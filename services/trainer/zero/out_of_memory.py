@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shared.job import Job, LoraSpec
-from shared.plan.memory import GIB, Ranks, trainer_memory
+from shared.plan.memory import GIB, Ranks, pass_bytes, trainer_memory
 from shared.plan.model import Model
 from shared.wire import TrainerMemory
 
@@ -70,6 +70,10 @@ class Planned:
     def memory(self, job: Job) -> TrainerMemory:
         return trainer_memory(self.model, job, self.ranks)
 
+    def pass_bytes(self, job: Job, tokens: int) -> int:
+        """Returns what a micro-batch of so many tokens takes while it is trained on."""
+        return pass_bytes(self.model, job, self.ranks, tokens)
+
     def sentence(self, job: Job) -> str:
         """Returns what was planned for a rank, part by part."""
         memory = self.memory(job)
@@ -85,14 +89,18 @@ class Planned:
 
 
 def knobs(
-    job: Job, num_ranks: int, shape: tuple[int, int] | None, planned: Planned | None = None
+    job: Job,
+    num_ranks: int,
+    shape: tuple[int, int] | None,
+    planned: Planned | None = None,
+    *,
+    device: str = "cuda",
 ) -> str:
     """Returns the settings that would save memory, those that cost least first, with how much less
     is `planned` then. Those that would save nothing are left out, unless that is so of all, as with
-    a model of a few megabytes. `shape`: sequences and tokens,
-    padding included, of the micro-batch that did not fit, if it was one."""
+    a model of a few megabytes. `shape`: sequences and tokens, padding included, of the micro-batch
+    that did not fit, if it was one. On the `device` "cpu" the host's memory is no way out."""
     memory, turns = job.memory, list[tuple[str, str]]()
-    on_cpu = planned is not None and planned.ranks.device == "cpu"
 
     def turn(text: str, after: Job) -> None:
         turns.append((text, planned.saving(job, after) if planned else ""))
@@ -112,7 +120,7 @@ def knobs(
         turn_memory("gradient_checkpointing", True)
     if num_ranks > 1 and memory.zero_stage < 3:
         turn_memory("zero_stage", max(2, memory.zero_stage + 1))
-    if not memory.offload_optimizer and not on_cpu:
+    if not memory.offload_optimizer and device != "cpu":
         if memory.zero_stage:
             turn_memory("offload_optimizer", True)
         else:

@@ -45,6 +45,7 @@ from services.trainer.learning.minibatches import Minibatch, plan
 from services.trainer.learning.objective import loss_inputs
 from services.trainer.learning.policy import Policy
 from services.trainer.learning.reference import Reference
+from services.trainer.zero import host_memory
 from services.trainer.zero import stages as zero_stages
 from services.trainer.zero.internals import Snapshot, Undo
 from services.trainer.zero.lora import set_dropout
@@ -183,6 +184,7 @@ class Updater:
             num_ranks=dist.get_world_size(),
             packed=self._packed,
         )
+        self._spare_host_memory(minibatches)
         progress = Progress(training.epochs * len(minibatches))
         metrics = StepMetrics(self._device, training, self._correction, version)
         for group in self._zero.optimizer.param_groups:
@@ -211,6 +213,16 @@ class Updater:
         loss, values = metrics.reduce(training.epochs * training.minibatches)
         values["memory/micro_batch_tokens"] = float(self._job.memory.micro_batch_tokens)
         return Update(loss, sum(norms) / len(norms), values, num_updates=len(norms))
+
+    def _spare_host_memory(self, minibatches: list[Minibatch]) -> None:
+        """Has activations given back as soon as they are freed, where they are large and on a
+        CPU."""
+        if self._device.type != "cpu" or self._planned is None:
+            return
+        batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
+        tokens = max(batch.input_ids_BT.numel() for batch in batches)
+        if self._planned.pass_bytes(self._job, tokens) >= host_memory.WORTH_BYTES:
+            host_memory.give_back_large_blocks()
 
     def _train(
         self, minibatches: list[Minibatch], metrics: StepMetrics, progress: Progress
@@ -298,7 +310,7 @@ class Updater:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        turn = knobs(self._job, num_ranks, progress.shape, self._planned)
+        turn = knobs(self._job, num_ranks, progress.shape, self._planned, device=self._device.type)
         planned = f"{self._planned.sentence(self._job)}; " if self._planned else ""
         state = (
             "the weights and the optimizer are as they were"

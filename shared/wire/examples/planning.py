@@ -24,10 +24,10 @@ PLAN = {
             "optimizer_gib": 5.521,
             "activations_gib": 1.977,
             "logits_gib": 1.37,
-            "update_gib": 2.761,
-            "buffers_gib": 1.118,
+            "update_gib": 0.0,
+            "buffers_gib": 1.49,
             "overhead_gib": 1.0,
-            "peak_gib": 13.746,
+            "peak_gib": 13.002,
             "host_gib": 0.0,
         },
         "sampler": {

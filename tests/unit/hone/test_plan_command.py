@@ -50,7 +50,8 @@ def run(*args: object, code: int = 0) -> str:
 
 
 def test_a_plan_is_lines_for_people_and_json_for_programs(job_file: Path) -> None:
-    shown = run(job_file, "--gpus", "1xA10G-24GB")
+    larger = ("--set", "memory.micro_batch_tokens=24576")
+    shown = run(job_file, "--gpus", "1xA10G-24GB", *larger)
     assert "fits on 1xA10G: 1 rank and 1 sampler take turns on the same GPUs" in shown
     assert "settings: HONE_COLOCATE=1 HONE_TRAINER_RANKS=1" in shown
     assert "prices of modal on 2026-09-25" in shown

@@ -1,0 +1,64 @@
+"""What is freed in large blocks goes back to the system, and for which micro-batches that is asked
+for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from services.trainer.zero.host_memory import WORTH_BYTES
+from services.trainer.zero.out_of_memory import Planned
+from shared.plan.memory import Ranks
+from tests.support.plan_models import job, model
+
+ALLOCATE = """
+import ctypes
+from pathlib import Path
+from services.trainer.zero.host_memory import give_back_large_blocks
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = (ctypes.c_void_p,)
+libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) // 256
+
+def blocks(count):
+    found = [(libc.malloc(4 << 20), libc.malloc(200_000)) for _ in range(count)]
+    for block, _ in found:
+        libc.memset(block, 1, 4 << 20)
+    return found
+
+if {asks}:
+    assert give_back_large_blocks()
+for block, _ in blocks(1):  # from the first that is freed on, glibc has them in its heap
+    libc.free(block)
+before = resident_mib()
+for block, _ in blocks(16):
+    libc.free(block)
+print(resident_mib() - before)
+"""
+
+
+def kept_mib(*, asks: bool) -> int:
+    """Returns what a process keeps of 64 MiB that it has freed, in blocks between which there are
+    small ones."""
+    command = [sys.executable, "-c", ALLOCATE.format(asks=asks)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def test_large_blocks_that_are_freed_are_not_kept() -> None:
+    assert kept_mib(asks=False) >= 50
+    assert kept_mib(asks=True) <= 5
+
+
+def test_large_micro_batches_alone_are_worth_the_time() -> None:
+    planned = Planned(model("Qwen2.5-0.5B"), Ranks(1, 4, "cpu"))
+    lora = job(lora={"rank": 16})
+    # a = 4 (4 x 4864 + 2 x 14 x 64 + 2 x 2 x 64 + 4 x 896) + 8 x 896 = 107,520; with 4 x 896 x 24
+    # and 12 x 4864 a token takes 251,904 bytes in a layer. In the head it takes 4 x 896 x 24 and
+    # 12 x 896 and, of few tokens, 8 for each of 151,936 logits
+    assert planned.pass_bytes(lora, 1000) == 251_904_000 > WORTH_BYTES
+    assert planned.pass_bytes(lora, 500) == 500 * 251_904 < WORTH_BYTES
+    assert planned.pass_bytes(lora, 10) == 8 * 10 * 151_936 + 10 * (86_016 + 10_752)
