@@ -24,6 +24,8 @@ from shared.wire import JobProgress
 from tests.support.model_folders import make_model_folder
 from tests.support.served_stack import ServedStack, quiet_logs, served_stack
 
+pytestmark = pytest.mark.slow
+
 GSM8K = Path(__file__).parents[1] / "data/gsm8k/test.jsonl.gz"
 
 

@@ -20,6 +20,8 @@ from shared.openapi import Accepted, Problem
 from shared.service import Service
 from shared.wire.examples import EXAMPLES
 
+pytestmark = pytest.mark.slow
+
 unused = cast(Any, None)
 SERVICES: dict[str, Callable[[Settings], Service]] = {
     "orchestrator": lambda settings: create_orchestrator(settings, Store("redis://127.0.0.1:1")),

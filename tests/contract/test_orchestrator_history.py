@@ -29,6 +29,8 @@ from shared.wire import (
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 
+pytestmark = pytest.mark.slow
+
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 

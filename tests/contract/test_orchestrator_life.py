@@ -22,6 +22,8 @@ from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import Stack, finish, orchestrator_client
 
+pytestmark = pytest.mark.slow
+
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 

@@ -13,6 +13,8 @@ from shared.wire import MetricsList
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 
+pytestmark = pytest.mark.slow
+
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 PARTS = ("wait_for_batch", "store", "train", "sync", "checkpoint", "eval", "record")

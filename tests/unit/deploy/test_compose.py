@@ -22,6 +22,8 @@ from deploy import supervisor
 from services.trainer.processes import launcher
 from shared.config import PREFIX, Settings
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 GPU, CPU, SAMPLERS = "compose.yaml", "compose.cpu.yaml", "compose.samplers.yaml"
 BASE, HOSTS, TLS = "docker/services.yaml", "compose.hosts.yaml", "docker/tls.yaml"

@@ -22,7 +22,7 @@ from tests.support import sandbox_attacks
 from tests.support.reward_helpers import processes_of, running_sandbox
 from tests.support.sandbox_attacks import ATTACKS, KERNEL, Attack
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 AFTER = ExecuteRequest(
     code="import json, math, os, random, sys, threading",

@@ -17,7 +17,7 @@ from shared.job import RewardSpec
 from shared.wire import ExecuteRequest, Execution, Part, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox, running_sandbox, tools_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -19,6 +19,8 @@ from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox, tools_of
 
+pytestmark = pytest.mark.slow
+
 
 async def grade(
     tools: GraderTools,
