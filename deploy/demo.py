@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +25,7 @@ from deploy.plot import plot_learning_curve
 from hone import Client, Job, load_job
 from hone.rollout_view import rollout_table
 from hone.view import Follower, duration
-from shared.errors import BadRequest, HoneError
+from shared.errors import BadRequest, Failed, HoneError
 from shared.wire import TERMINAL, JobRecord
 
 FOLDER = Path(".hone/demo")
@@ -62,12 +62,14 @@ def main() -> None:
                 f"another demo runs in {STACK}; wait for it, or stop it: .venv/bin/hone down --dir "
                 f"{STACK}"
             )
-        console.print(f"[bold]1/3[/] making a tiny model and its problems (seed {arguments.seed})")
-        _make_model(arguments.seed)
-        console.print("[bold]2/3[/] starting Redis and the four services")
-        with _stack(arguments.samplers) as url:
+        console.print(
+            f"[bold]1/2[/] making a tiny model and its problems (seed {arguments.seed}), and "
+            "starting Redis and the four services beside it"
+        )
+        with _model(arguments.seed) as made, _stack(arguments.samplers) as url:
+            made()
             console.print(
-                f"[bold]3/3[/] training; in another terminal: HONE_ORCHESTRATOR_URL={url} "
+                f"[bold]2/2[/] training; in another terminal: HONE_ORCHESTRATOR_URL={url} "
                 ".venv/bin/hone ls"
             )
             job = load_job(JOB, [f"seed={arguments.seed}", *arguments.overrides])
@@ -81,7 +83,9 @@ def main() -> None:
     sys.exit(0 if succeeded else 1)
 
 
-def _make_model(seed: int) -> None:
+@contextlib.contextmanager
+def _model(seed: int) -> Generator[Callable[[], None]]:
+    """Makes the model and its problems, meanwhile; yields what waits for them."""
     shutil.rmtree(FOLDER / "task", ignore_errors=True)
     command = [
         sys.executable,
@@ -92,7 +96,17 @@ def _make_model(seed: int) -> None:
         "--seed",
         str(seed),
     ]
-    subprocess.run(command, check=True, env=os.environ | {"DS_ACCELERATOR": "cpu"})
+    process = subprocess.Popen(command, env=os.environ | {"DS_ACCELERATOR": "cpu"})
+
+    def made() -> None:
+        if code := process.wait():
+            raise Failed(f"the tiny model could not be made: exit code {code}")
+
+    try:
+        yield made
+    finally:
+        process.terminate()
+        process.wait()
 
 
 @contextlib.contextmanager
