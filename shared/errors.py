@@ -29,7 +29,7 @@ TYPE_PREFIX = "urn:hone:"
 CODES = {
     # BadRequest, Malformed, Unauthorized, Forbidden, NotFound, TooLarge
     "bad_request": "the body, a parameter or a setting is wrong",
-    "malformed": "a header came twice, or the body did not arrive in time",
+    "malformed": "a header came twice or is wrong, or the body did not arrive in time",
     "unauthorized": "the bearer token or the Host header is missing or wrong",
     "forbidden": "the API key does not allow this; use another one, or HONE_TOKEN",
     "not_found": "there is no such route or thing",

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
 from pydantic import BaseModel
-from starlette.responses import FileResponse
 
 from services.trainer.disk.weights import published_file
 from shared.config import Settings
+from shared.downloads import DOWNLOADED, DownloadedFile
 from shared.service import Check, Service
 from shared.wire import (
     AnyWeights,
@@ -49,12 +49,6 @@ GAUGES: tuple[tuple[str, str, Callable[[TrainerState], float]], ...] = (
         lambda state: state.restarts,
     ),
 )
-
-
-class PublishedFile(FileResponse):
-    """A file, or the range of it that was asked for."""
-
-    chunk_size = 1 << 20
 
 
 class TrainerView(Protocol):
@@ -130,14 +124,15 @@ def create_service(
 
 
 def _serve_published_files(service: Service, settings: Settings) -> None:
-    async def published(job_id: str, version: str, name: str) -> PublishedFile:
+    async def published(job_id: str, version: str, name: str) -> DownloadedFile:
         """A file of a published version, for `weight_sync = "http"`. Takes `Range`."""
-        return PublishedFile(published_file(settings, job_id, version, name))
+        return DownloadedFile(published_file(settings, job_id, version, name))
 
     service.app.add_api_route(
         "/weights/{job_id}/{version}/{name}",
         published,
         methods=["GET"],
-        response_class=PublishedFile,
+        response_class=DownloadedFile,
+        responses=DOWNLOADED,
         description=published.__doc__ or "",
     )

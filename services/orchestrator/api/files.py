@@ -9,15 +9,14 @@ import unicodedata
 from typing import Annotated, Any, Literal, cast, get_args
 
 from fastapi import Query, Request
-from fastapi.responses import FileResponse
 from starlette.datastructures import FormData, UploadFile
 
 from services.orchestrator.api.pages import page_of
 from services.orchestrator.data.uploads import Quota, Uploads
 from services.orchestrator.loop.tasks import in_own_thread
 from services.orchestrator.queue.store import Store
-from shared import openapi
 from shared.config import Settings
+from shared.downloads import DOWNLOADED, DownloadedFile
 from shared.errors import BadRequest, TooLarge, Unauthorized
 from shared.explain import nearest
 from shared.service import Service
@@ -105,15 +104,13 @@ def _add_reading(service: Service, uploads: Uploads) -> None:
         """One file."""
         return await asyncio.to_thread(uploads.get, file_id)
 
-    content: openapi.Responses = {200: openapi.other("the file", "application/octet-stream")}
-
-    @app.get("/v1/files/{file_id}/content", response_class=FileResponse, responses=content)
-    async def get_content(file_id: str) -> FileResponse:
-        """The bytes of a file, as they were uploaded."""
+    @app.get(
+        "/v1/files/{file_id}/content", response_class=DownloadedFile, responses=DOWNLOADED
+    )
+    async def get_content(file_id: str) -> DownloadedFile:
+        """The bytes of a file, as they were uploaded. Takes `Range`."""
         file = await asyncio.to_thread(uploads.get, file_id)
-        return FileResponse(
-            uploads.content(file_id), media_type="application/octet-stream", filename=file.filename
-        )
+        return DownloadedFile(uploads.path_of(file), file.filename)
 
 
 def _add_removal(service: Service, uploads: Uploads, store: Store) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from fastapi import Path as Path_
 from fastapi import Query, Request
-from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 from services.orchestrator.queue.connection import MAX_FOLLOWERS
 from services.orchestrator.queue.records import check_event_id
@@ -20,6 +20,7 @@ from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.graded import graded
 from services.orchestrator.record.retention import best_step
 from shared import openapi
+from shared.downloads import DOWNLOADED, DownloadedFile
 from shared.errors import Busy, NotFound
 from shared.job import Job
 from shared.service import Service
@@ -50,21 +51,6 @@ Step = Annotated[int, Query(ge=0, le=MAX_STEP)]
 
 
 StepInPath = Annotated[int, Path_(ge=0, le=MAX_STEP)]
-
-BYTES = "application/octet-stream"
-
-DOWNLOADED: openapi.Responses = {
-    200: openapi.other("the file", BYTES),
-    206: openapi.other("the part of the file that `Range` asked for", BYTES),
-    416: openapi.other("`Range` begins beyond the end of the file", "text/plain"),
-}
-
-
-class DownloadedFile(FileResponse):
-    """A file, or the range of it that was asked for."""
-
-    chunk_size = 1 << 20
-
 
 def add_routes(service: Service, store: Store) -> None:
     _add_events(service, store)
@@ -176,7 +162,7 @@ def _add_checkpoints(service: Service, store: Store) -> None:
         """The bytes of a file of a checkpoint. Takes `Range`, so a download that was cut goes on
         where it broke off."""
         path = await asyncio.to_thread(path_of, await folder(job_id, step), name)
-        return DownloadedFile(path, media_type=BYTES, filename=path.name)
+        return DownloadedFile(path, path.name)
 
 
 def kept_checkpoints(

@@ -116,7 +116,11 @@ class Uploads:
 
     def content(self, id: str) -> Path:
         """Returns the path of a file's bytes. Raises NotFound."""
-        return self._folder(id) / _content_name(self.get(id).filename)
+        return self.path_of(self.get(id))
+
+    def path_of(self, file: UploadedFile) -> Path:
+        """Returns the same of a file that was there."""
+        return self._folder(file.id) / _content_name(file.filename)
 
     def list(self) -> list[UploadedFile]:
         """Returns all files, oldest first."""

@@ -41,9 +41,11 @@ def path_of(folder: Path, name: str) -> Path:
     path = folder / name
     if name not in sizes or not path.resolve().is_relative_to(folder.resolve()):
         raise NotFound(f"the checkpoint has no file {name!r:.200}; its files are {_some([*sizes])}")
-    if not path.is_file():
-        raise NotFound(f"{str(path)!r} is not there any more")
-    if (size := path.stat().st_size) != sizes[name]:
+    try:
+        size = path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound(f"{str(path)!r} is not there any more") from error
+    if size != sizes[name]:
         raise Failed(
             f"{str(path)!r} is damaged: it has {size} bytes; expected {sizes[name]}, as the "
             "checkpoint's manifest says; download another checkpoint"

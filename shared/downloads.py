@@ -1,0 +1,55 @@
+"""Files as answers, whole or the range that was asked for, so that a download that was cut goes on
+where it broke off."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+
+from fastapi.responses import FileResponse
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from shared import openapi
+from shared.errors import Malformed, NotFound
+
+BYTES = "application/octet-stream"
+
+RANGE = re.compile(r"bytes=(?:(?P<first>\d{1,18})-(?P<last>\d{1,18})?|-\d{1,18})")
+"""From a byte to another one, from a byte on, or the last so many: one of these."""
+
+DOWNLOADED: openapi.Responses = {
+    200: openapi.other("the file", BYTES),
+    206: openapi.other("the part of the file that `Range` asked for", BYTES),
+    416: openapi.other("`Range` begins beyond the end of the file", "text/plain"),
+}
+
+
+class DownloadedFile(FileResponse):
+    """The file at `path`, as `filename` if one is given. Raises NotFound for a file that was
+    removed since, and Malformed for a `Range` that is none."""
+
+    chunk_size = 1 << 20
+
+    def __init__(self, path: os.PathLike[str], filename: str | None = None) -> None:
+        super().__init__(path, media_type=BYTES, filename=filename)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _check_range(Headers(scope=scope).get("range"))
+        try:
+            self.stat_result = await asyncio.to_thread(os.stat, self.path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFound(f"{str(self.path)!r} is not there any more") from error
+        self.set_stat_headers(self.stat_result)
+        await super().__call__(scope, receive, send)
+
+
+def _check_range(given: str | None) -> None:
+    found = None if given is None else RANGE.fullmatch(given)
+    is_backward = found and found["last"] and int(found["last"]) < int(found["first"])
+    if given is not None and (found is None or is_backward):
+        raise Malformed(
+            f"the header Range is {given!r:.80}; expected one range of bytes, such as "
+            "bytes=1000-1999 or bytes=1000-"
+        )
