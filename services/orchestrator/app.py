@@ -64,7 +64,7 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
         "orchestrator", settings, readiness={"redis": check_redis}, lifespan=lifespan, keys=named
     )
     jobs.add_routes(service, settings, store)
-    states.add_routes(service, store)
+    states.add_routes(service, settings, store)
     history.add_routes(service, store)
     regrade.add_route(service, settings, store)
     evaluations.add_routes(service, settings, store)

@@ -81,7 +81,8 @@ class OrchestratorSettings(FromEnvironment):
 
     price_per_hour: float | None = Field(default=None, ge=0)
     """What an hour of everything that a job has costs, in `currency`: GPUs, hosts and storage, of
-    one trainer with its samplers. None: the sum of the prices of `gpus`."""
+    one trainer with its samplers. None: the sum of the prices of all of `gpus`, for each job: set
+    this where there are several trainers."""
 
     currency: str = Field(default="USD", pattern=r"^\S{1,8}$")
     """Currency of `price_per_hour`, as it is shown: up to 8 characters. A table of `prices` has its

@@ -215,6 +215,23 @@ async def test_a_cost_needs_a_price(stack: Stack) -> None:
     )
 
 
+async def test_a_paused_job_is_given_no_cost_where_no_price_is_known(stack: Stack) -> None:
+    reached = asyncio.Event()
+
+    async def wait(_: Any) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    stack.fakes.fault["train_step"] = wait
+    job_id = (await stack.submit()).id
+    await asyncio.wait_for(reached.wait(), 60)
+    await stack.post(f"{job_id}/pause")
+    await stack.until(job_id, "paused")
+    with pytest.raises(BadRequest, match=r"stop\.max_cost is 5, and what an hour costs is not"):
+        await stack.post(f"{job_id}/resume", ResumeRequest(set=("stop.max_cost=5",)))
+    assert (await stack.get(job_id)).status == "paused"
+
+
 async def test_a_job_that_ends_as_it_goes_on_keeps_its_best_and_is_evaluated(
     stack: Stack,
 ) -> None:

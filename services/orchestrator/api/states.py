@@ -8,19 +8,21 @@ from typing import Annotated
 from fastapi import Query, Request
 
 from services.orchestrator.api.pages import METADATA, metadata_of
+from services.orchestrator.loop.costs import price_for
 from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.noting import cancel
+from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job_file import changed
 from shared.service import Service
 from shared.wire import JobDeleted, JobList, JobRecord, JobState, JobStatus, ResumeRequest
 
 
-def add_routes(service: Service, store: Store) -> None:
+def add_routes(service: Service, settings: Settings, store: Store) -> None:
     _add_reading(service, store)
-    _add_changing(service, store)
+    _add_changing(service, settings, store)
 
 
 def _add_reading(service: Service, store: Store) -> None:
@@ -45,7 +47,7 @@ def _add_reading(service: Service, store: Store) -> None:
         return await store.get(job_id)
 
 
-def _add_changing(service: Service, store: Store) -> None:
+def _add_changing(service: Service, settings: Settings, store: Store) -> None:
     app = service.app
 
     @app.delete("/v1/jobs/{job_id}")
@@ -80,4 +82,5 @@ def _add_changing(service: Service, store: Store) -> None:
         job = changed(record.job, request.set)
         if job.steps < max(record.step, 1):
             raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
+        await asyncio.to_thread(price_for, job, settings)
         return await store.resume(job_id, job)

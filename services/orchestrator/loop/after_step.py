@@ -119,8 +119,12 @@ class AfterStep:
             found |= await self._evaluate(number)
         row = MetricsRow(step=number, metrics=found | before)
         await asyncio.to_thread(self.folder.replace_metrics, row)
-        await self.journal.row(row, self.job.steps, missing_only=True)
+        await self.say_again(row)
         return checkpoint
+
+    async def say_again(self, row: MetricsRow) -> None:
+        """Says of a row on disk what a crash after writing it left out."""
+        await self.journal.row(row, self.job.steps, currency=self._currency, missing_only=True)
 
     @property
     def _currency(self) -> str | None:

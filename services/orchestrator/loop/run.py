@@ -42,7 +42,7 @@ from services.orchestrator.loop.waits import watch
 from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.store import Lease, LeaseLost, Store
 from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.found import End
+from services.orchestrator.record.found import WAS_DELETED, End
 from services.orchestrator.record.journal import Journal
 from services.orchestrator.record.progress import Progress
 from services.orchestrator.record.summary import summarize
@@ -199,7 +199,7 @@ class Run:
         done = await asyncio.to_thread(self._folder.start_at, state.step)
         if done is not None:
             (row, *_) = await asyncio.to_thread(self._folder.metrics, done - 1)
-            await self._journal.row(row, self._job.steps, missing_only=True)
+            await after.say_again(row)
         elif state.step <= 1:
             self._doing.begin("evaluating the model as it is", "step 1")
             await after.start()
@@ -421,7 +421,8 @@ def found_end(folder: RunFolder) -> Outcome | None:
     try:
         note = folder.note()
         if note is None or not note.has_ended:
-            return None
+            # Only a job that has ended is deleted.
+            return Outcome("cancelled", WAS_DELETED) if folder.is_deleted else None
         summary = folder.summary() if note.status == "succeeded" else None
     except (HoneError, OSError, ValueError) as error:
         get_logger().warning("run folder not read", folder=str(folder.path), reason=str(error))

@@ -257,6 +257,11 @@ class RunFolder:
         if self.path.is_dir():
             self._write(DELETED, b"")
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the job was deleted, after it had ended."""
+        return (self.path / DELETED).exists()
+
     def remove(self) -> None:
         """Removes the folder, and the name that points at it. Doing it again changes nothing."""
         with writing("run folder", self.path):

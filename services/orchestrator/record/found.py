@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from services.orchestrator.record.folder import DELETED, REDIS, RunFolder
+from services.orchestrator.record.folder import REDIS, RunFolder
 from services.orchestrator.record.note import Note
 from shared import codec
 from shared.errors import HoneError
@@ -59,7 +59,7 @@ def find_runs(runs_dir: Path) -> list[FoundRun]:
 
 
 def _read(path: Path) -> FoundRun:
-    if (path / DELETED).exists():
+    if RunFolder(path).is_deleted:
         return FoundRun(path.name, path, problem=WAS_DELETED)
     file, data, ended = (path / name for name in ("job.json", "data.json", "summary.json"))
     redis = path / REDIS

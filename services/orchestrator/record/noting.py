@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from services.orchestrator.queue.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from shared.errors import HoneError
@@ -29,11 +30,21 @@ async def note_ends(store: Store) -> None:
     was cancelled as another one was taken."""
     try:
         for job_id in await store.ended_ids():
-            folder = await store.ended_run_dir(job_id)
-            if folder and not await asyncio.to_thread(_is_noted, RunFolder(folder)):
-                await note_end(store, job_id)
-    except HoneError as error:
+            await _note_missing_end(store, job_id)
+    except (StoreEmptied, StoreUnavailable) as error:
         get_logger().warning("ends not noted in the run folders", reason=error.detail)
+
+
+async def _note_missing_end(store: Store, job_id: str) -> None:
+    """What is wrong with this job keeps no other one from being noted."""
+    try:
+        folder = await store.ended_run_dir(job_id)
+        if folder and not await asyncio.to_thread(_is_noted, RunFolder(folder)):
+            await note_end(store, job_id)
+    except (StoreEmptied, StoreUnavailable):
+        raise
+    except HoneError as error:
+        get_logger().warning("end not looked for", job=job_id, reason=error.detail)
 
 
 def _is_noted(folder: RunFolder) -> bool:
