@@ -22,7 +22,7 @@ from services.orchestrator.app import create_service
 from services.orchestrator.data.uploads import Uploads
 from services.orchestrator.queue.store import Store
 from shared.config import Settings
-from shared.errors import BadRequest
+from shared.errors import MEDIA_TYPE, BadRequest
 from shared.job import Job
 from shared.wire import DryRun, SubmitRequest
 from tests.support.model_folders import make_model_folder
@@ -90,6 +90,13 @@ async def test_files_are_listed_page_by_page(stack: Stack) -> None:  # noqa: F81
     rest = (await stack.http.get(f"/v1/files?order=asc&after={first['last_id']}")).json()
     assert [file["id"] for file in rest["data"]] == order[2:] and rest["has_more"] is False
     assert (await stack.http.get("/v1/files?purpose=batch")).json()["data"] == []
+    await stack.http.delete(f"/v1/files/{order[1]}")
+    for direction, left in (("asc", order[2:]), ("desc", order[:1])):
+        query = f"order={direction}&after={order[1]}"
+        on = (await stack.http.get(f"/v1/files?{query}")).json()
+        assert [file["id"] for file in on["data"]] == left, "a list goes on where a file was"
+    never = await stack.http.get(f"/v1/files?after=file-{'0' * 24}")
+    assert never.status_code == 422 and never.headers["content-type"] == MEDIA_TYPE
     wrong = await stack.http.get("/v1/files?after=file-1")
     assert wrong.status_code == 422 and "after is 'file-1'" in wrong.json()["detail"]
 

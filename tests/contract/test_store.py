@@ -28,7 +28,7 @@ from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import DataSpec, Job
 from shared.presence import Presence, tell_nobody
-from shared.wire import JobSummary, Obstacle
+from shared.wire import JobSummary, Obstacle, UploadedFile
 from tests.support.link import Link
 
 TRAINER = "http://trainer"
@@ -86,6 +86,16 @@ async def take(store: Store, trainer: str = TRAINER, lease_s: float = 30) -> Lea
 
 async def finish(store: Store, lease: Lease) -> None:
     await store.report(lease, "status", "succeeded", {"status": "succeeded"}, status="succeeded")
+
+
+def uploaded(digit: str) -> UploadedFile:
+    return UploadedFile(
+        id="file-" + 24 * digit,
+        bytes=1,
+        created_at=1_700_000_000,
+        filename="rows.jsonl",
+        purpose="fine-tune",
+    )
 
 
 async def messages(store: Store, job_id: str) -> list[str]:
@@ -755,32 +765,34 @@ async def test_a_page_may_begin_after_the_id_of_a_job_that_is_gone(
 async def test_a_record_of_an_older_version_is_listed_and_filtered_too(
     store: Store, raw: Any
 ) -> None:
-    file = "file-" + 24 * "a"
+    file = uploaded("a")
     job_id = await submit(
-        store, metadata={"team": "math"}, request={"model": "m"}, data=DataSpec(train=file)
+        store, metadata={"team": "math"}, request={"model": "m"}, data=DataSpec(train=file.id)
     )
     await raw.hdel(keys.job(job_id), "model", "metadata", "openai", "files")
     await store.open()
     wanted = Wanted(metadata={"team": "math"}, openai=True)
     (listed,) = (await store.list(None, 10, wanted)).jobs
     assert (listed.id, listed.model, listed.metadata) == (job_id, "m/m", {"team": "math"})
-    with pytest.raises(Conflict, match=f"file '{file}' is in use by job '{job_id}', which is que"):
+    with pytest.raises(Conflict, match=f"file '{file.id}' is in use by job '{job_id}', which is que"):
         await store.removals.add(file)
 
 
 async def test_a_file_is_removed_or_submitted_with_but_not_both(store: Store) -> None:
-    file, other = "file-" + 24 * "a", "file-" + 24 * "b"
-    job_id = await submit(store, data=DataSpec(train="x", eval=file))
+    file, other = uploaded("a"), uploaded("b")
+    job_id = await submit(store, data=DataSpec(train="x", eval=file.id))
     with pytest.raises(Conflict, match=f"in use by job '{job_id}', which is queued"):
         await store.removals.add(file)
     await store.removals.add(other)
-    with pytest.raises(BadRequest, match=f"'{other}' was removed while the job was submitted"):
-        await submit(store, data=DataSpec(train=other))
+    with pytest.raises(BadRequest, match=f"'{other.id}' was removed while the job was submitted"):
+        await submit(store, data=DataSpec(train=other.id))
     await store.cancel(job_id)
     await store.removals.add(file)
     await store.removals.add(file)
-    await store.removals.undo(other)
-    await submit(store, data=DataSpec(train=other))
+    await store.removals.undo(other.id)
+    assert await store.removals.created_at(file.id) == 1_700_000_000
+    assert await store.removals.created_at(other.id) is None
+    await submit(store, data=DataSpec(train=other.id))
 
 
 async def test_events_are_read_from_the_newest_back(store: Store) -> None:

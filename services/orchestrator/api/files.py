@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import unicodedata
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast, get_args
 
 from fastapi import Query, Request
@@ -19,6 +20,7 @@ from shared.config import Settings
 from shared.downloads import DOWNLOADED, DownloadedFile
 from shared.errors import BadRequest, TooLarge, Unauthorized
 from shared.explain import nearest
+from shared.job import UPLOADED
 from shared.service import Service
 from shared.wire import FileDeleted, FileList, Purpose, UploadedFile
 
@@ -29,6 +31,8 @@ MAX_PARTS = 8
 """Of a form that is read at all, so that a sentence says what is too many."""
 
 MAX_FILENAME_CHARS = 255
+
+Order = Literal["asc", "desc"]
 
 FORM_ROOM_BYTES = 1 << 16
 """What a form has beside its file."""
@@ -55,7 +59,7 @@ UPLOAD_BODY: dict[str, Any] = {
 def add_routes(service: Service, settings: Settings, store: Store) -> None:
     uploads = Uploads(settings.runs_dir, Quota(settings.max_files, settings.max_files_gib))
     _add_upload(service, settings, uploads, store)
-    _add_reading(service, uploads)
+    _add_reading(service, uploads, store)
     _add_removal(service, uploads, store)
 
 
@@ -78,19 +82,24 @@ def _add_upload(service: Service, settings: Settings, uploads: Uploads, store: S
         return stored
 
 
-def _add_reading(service: Service, uploads: Uploads) -> None:
+def _add_reading(service: Service, uploads: Uploads, store: Store) -> None:
     app = service.app
 
     @app.get("/v1/files")
     async def list_files(
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
-        order: Literal["asc", "desc"] = "desc",
+        order: Order = "desc",
         purpose: Purpose | None = None,
     ) -> FileList:
-        """The uploaded files, newest first."""
+        """The uploaded files, newest first. `after` may also be one that was removed within a
+        day."""
         found = await asyncio.to_thread(uploads.list)
         files = [file for file in found if purpose in (None, file.purpose)]
+        if after and UPLOADED.fullmatch(after) and after not in [file.id for file in files]:
+            made_at = await store.removals.created_at(after)
+            if made_at is not None:
+                files, after = _beyond(files, (made_at, after), order), None
         page, more = page_of(files if order == "asc" else files[::-1], after, limit)
         return FileList(
             data=tuple(page),
@@ -117,10 +126,18 @@ def _add_removal(service: Service, uploads: Uploads, store: Store) -> None:
     @service.app.delete("/v1/files/{file_id}")
     async def delete_file(file_id: str) -> FileDeleted:
         """Removes a file that no job needs any more."""
-        await asyncio.to_thread(uploads.get, file_id)
-        await store.removals.add(file_id)
+        await store.removals.add(await asyncio.to_thread(uploads.get, file_id))
         await asyncio.to_thread(uploads.remove, file_id)
         return FileDeleted(id=file_id)
+
+
+def _beyond(
+    files: Sequence[UploadedFile], place: tuple[int, str], order: Order
+) -> list[UploadedFile]:
+    """Returns those of the files, oldest first, that come after the place in the order."""
+    if order == "asc":
+        return [file for file in files if (file.created_at, file.id) > place]
+    return [file for file in files if (file.created_at, file.id) < place]
 
 
 def _check_request(request: Request, settings: Settings) -> None:

@@ -21,7 +21,8 @@
     hone:key:<idempotency key>   string  job id and fingerprint of its submission, for a day
     hone:call:<call>             string  answer of a script's call, for a retry of the same call
     hone:deleted:<id>            string  the job was deleted; for a day
-    hone:removed:<file>          string  the uploaded file was removed; for a day
+    hone:removed:<file>          string  when the uploaded file that was removed had been made, in
+                                         Unix seconds; for a day
 
 A job's hash has the fields of `wire.JobRecord`, and besides:
 

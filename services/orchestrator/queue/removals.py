@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.orchestrator.queue import keys, scripts
 from services.orchestrator.queue.connection import Connection
 from shared.errors import Conflict
+from shared.wire import UploadedFile
 
 
 class Removals:
@@ -16,17 +17,25 @@ class Removals:
         self._ttl_s = ttl_s
         self._remove = connection.client.register_script(scripts.REMOVE_FILE)
 
-    async def add(self, file_id: str) -> None:
+    async def add(self, file: UploadedFile) -> None:
         """Lets no further job be submitted with the uploaded file. Raises Conflict while one names
         it that has not ended."""
-        answer = await self._call(self._remove, file=file_id, removed_ttl_s=self._ttl_s)
+        answer = await self._call(
+            self._remove, file=file.id, created_at=file.created_at, removed_ttl_s=self._ttl_s
+        )
         if answer != "ok":
             job_id, status = answer.split(" ")
             raise Conflict(
-                f"file {file_id!r} is in use by job {job_id!r}, which is {status}; cancel the job "
+                f"file {file.id!r} is in use by job {job_id!r}, which is {status}; cancel the job "
                 "or wait for its end"
             )
 
     async def undo(self, file_id: str) -> None:
         """Lets jobs be submitted again with a file that was removed and is there again."""
         await self._do(self._redis.delete(keys.REMOVED + file_id))
+
+    async def created_at(self, file_id: str) -> int | None:
+        """Returns when a file that was removed had been made, in Unix seconds; None for another
+        one."""
+        found = await self._do(self._redis.get(keys.REMOVED + file_id))
+        return None if found is None else int(found)

@@ -141,11 +141,11 @@ REMOVE_FILE = once("""
       return id .. ' ' .. field(id, 'status')
     end
   end
-  redis.call('SET', REMOVED .. call.file, '1', 'EX', call.removed_ttl_s)
+  redis.call('SET', REMOVED .. call.file, call.created_at, 'EX', call.removed_ttl_s)
   return 'ok'
 """)
-"""call: file, removed_ttl_s. From now on no job is submitted with the file. Returns 'ok'; or id and
-status of a job that has not ended and names it, and then it stays."""
+"""call: file, created_at, removed_ttl_s. From now on no job is submitted with the file. Returns
+'ok'; or id and status of a job that has not ended and names it, and then it stays."""
 
 TAKE = once("""
   local resources = call.trainer .. ' ' .. call.samplers
