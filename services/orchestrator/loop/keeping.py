@@ -26,6 +26,11 @@ class Keeping:
 
     async def _written(self, place: Place) -> None:
         async with self._writing:
-            if place in self._waiting:  # else it was written along with another one
-                groups, self._waiting = self._waiting, {}
+            if place not in self._waiting:  # it was written along with another one
+                return
+            groups, self._waiting = self._waiting, {}
+            try:
                 await asyncio.to_thread(self._write, groups)
+            except BaseException:  # those who wait have it written again
+                self._waiting = groups | self._waiting
+                raise

@@ -143,7 +143,7 @@ class Worker:
         if self._lease:
             with contextlib.suppress(LeaseLost):
                 await self._store.halt(self._lease, None)
-                await note_end(self._store, self._lease.job_id)
+            await note_end(self._store, self._lease.job_id)  # its end may have been its last word
         self._lease = None
 
     async def _tell(self, message: str, away: bool) -> None:

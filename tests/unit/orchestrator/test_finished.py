@@ -15,6 +15,7 @@ from services.orchestrator.loop.keeping import Keeping
 from services.orchestrator.record import finished
 from services.orchestrator.record.finished import FinishedGroup, Place
 from services.orchestrator.record.folder import RunFolder
+from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Prompt, Rollout, RolloutGroup, Score, Span
 
@@ -138,6 +139,28 @@ async def test_groups_that_come_while_one_is_written_are_written_together() -> N
     go_on.set()
     await asyncio.gather(first, *others)
     assert writes == [[(0, 0)], [(0, 1), (0, 2), (0, 3)]]
+
+
+async def test_groups_whose_write_fails_are_not_taken_for_written() -> None:
+    writes: list[list[Place]] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def write(groups: Mapping[Place, FinishedGroup]) -> None:
+        writes.append(list(groups))
+        begun.set()
+        assert go_on.wait(20)
+        if len(writes) == 2:
+            raise Failed("the disk is full")
+
+    keeping = Keeping(write)
+    first = asyncio.create_task(keeping.add((0, 0), made(0)))
+    await asyncio.to_thread(begun.wait, 20)
+    others = [asyncio.create_task(keeping.add((0, place), made(0))) for place in (1, 2, 3)]
+    await asyncio.sleep(0)
+    go_on.set()
+    ended = await asyncio.gather(first, *others, return_exceptions=True)
+    assert [isinstance(error, Failed) for error in ended] == [False, True, False, False]
+    assert writes == [[(0, 0)], [(0, 1), (0, 2), (0, 3)], [(0, 1), (0, 2), (0, 3)]]
 
 
 async def test_what_was_sampled_is_on_disk_when_the_work_that_was_cancelled_has_ended() -> None:

@@ -15,7 +15,7 @@ from services.orchestrator.queue import worker as worker_module
 from services.orchestrator.queue.connection import StoreEmptied
 from services.orchestrator.queue.heartbeat import NoHeartbeat
 from services.orchestrator.queue.known_slots import KnownSlot
-from services.orchestrator.queue.leases import Lease
+from services.orchestrator.queue.leases import Lease, LeaseLost
 from services.orchestrator.queue.worker import Worker
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.note import Note
@@ -33,6 +33,16 @@ async def test_a_job_that_is_cancelled_as_its_worker_stops_is_noted_as_ended(
     worker._lease = Lease("a", 1, "trainer", 30.0)
     await end(worker)
     assert RunFolder(tmp_path).note() == note
+
+
+async def test_an_end_is_noted_also_where_the_answer_to_it_was_lost(tmp_path: Path) -> None:
+    note = Note(created_at=1.0, finished_at=2.0, status="succeeded")
+    store = Mock(halt=AsyncMock(side_effect=LeaseLost("a")), note=AsyncMock(return_value=note))
+    store.get = AsyncMock(return_value=Mock(run_dir=str(tmp_path)))
+    worker = Worker(store, Settings())
+    worker._lease = Lease("a", 1, "trainer", 30.0)
+    await worker._give_back()
+    assert (RunFolder(tmp_path).note(), worker._lease) == (note, None)
 
 
 async def test_a_worker_leaves_also_where_redis_was_emptied() -> None:
