@@ -16,6 +16,7 @@ from shared.errors import BadRequest
 from shared.job import Job
 from shared.job_file import parse_job
 from shared.wire import (
+    TERMINAL,
     CheckpointList,
     DryRun,
     JobRecord,
@@ -260,6 +261,51 @@ async def test_a_job_that_ends_as_it_goes_on_keeps_its_best_and_is_evaluated(
     assert record.summary is not None and record.summary["best_step"] == 2
     assert record.summary["eval_after"] == pytest.approx(0.1)
     assert [step for step, _ in record.summary["evals"]] == [0, 2, 3]
+
+
+async def test_a_budget_lowered_after_an_unrecorded_step_ends_the_job_after_that(
+    stack: Stack,
+) -> None:
+    """Paused between the training of step 4 and its row: the trainer has no other weights."""
+    id = await paused_after_training(stack, 4)
+    await stack.post(f"{id}/resume", ResumeRequest(set=("stop.max_tokens=1",)))
+    record = await stack.until(id, *TERMINAL, "paused")
+    assert (record.status, record.step, record.error) == ("succeeded", 4, None)
+    assert (record.stopped or "").startswith("stopped after step 4: ")
+    assert [body.step for body in stack.fakes.trained] == [1, 2, 3, 4]
+
+
+async def test_steps_lowered_below_what_is_trained_pause_the_job_with_a_remedy(
+    stack: Stack,
+) -> None:
+    id = await paused_after_training(stack, 4)
+    await stack.post(f"{id}/resume", ResumeRequest(set=("steps=3",)))
+    paused = await stack.until(id, *TERMINAL, "paused")
+    assert (paused.status, stack.fakes.calls["checkpoint"]) == ("paused", 0)
+    assert (paused.error or "").startswith(
+        "the trainer has done step 4, and steps is 3; expected 4 or more: `hone resume JOB --set "
+        "steps=4`"
+    )
+    await stack.post(f"{id}/resume", ResumeRequest(set=("steps=4",)))
+    assert (await stack.until(id)).status == "succeeded"
+
+
+async def paused_after_training(stack: Stack, step: int) -> str:
+    """Returns the id of a job that was paused when the trainer had done the step, and no row of
+    it was there yet."""
+    reached = asyncio.Event()
+
+    async def wait(body: Any) -> None:
+        if body.version == step and not reached.is_set():
+            reached.set()
+            await asyncio.Event().wait()
+
+    stack.fakes.fault["publish"] = wait
+    job_id = (await stack.submit()).id
+    await asyncio.wait_for(reached.wait(), 60)
+    await stack.post(f"{job_id}/pause")
+    assert (await stack.until(job_id, "paused")).step == step - 1
+    return job_id
 
 
 async def test_hours_of_an_attempt_without_a_row_are_counted(stack: Stack) -> None:

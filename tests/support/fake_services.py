@@ -318,6 +318,8 @@ class FakeServices:
 
     async def _checkpoint(self, body: CheckpointRequest) -> Checkpoint:
         await self._note("checkpoint", body)
+        if body.step not in {self.step, *self.checkpointed}:
+            raise Conflict(f"got step {body.step}, expected {self.step}", code="out_of_order")
         self.checkpointed.add(body.step)
         self.kept[body.step] = body.keep
         return Checkpoint(step=body.step, path=f"/checkpoints/step-{body.step:06d}", size_bytes=1)

@@ -195,6 +195,11 @@ class Run:
     async def _train(self) -> dict[str, Any]:
         after = self._after = self._after or await self._begin()
         state = await self._traced_load()
+        if state.step > self._job.steps:  # it was paused before that step was recorded
+            raise MustPause(
+                f"the trainer has done step {state.step}, and steps is {self._job.steps}; expected "
+                f"{state.step} or more: `hone resume JOB --set steps={state.step}`"
+            )
         pipeline = self._pipeline(after.prompts)
         done = await asyncio.to_thread(self._folder.start_at, state.step)
         if done is not None:
@@ -207,7 +212,8 @@ class Run:
         rows = await asyncio.to_thread(self._folder.metrics)
         after.spent.go_on_from(rows)
         self._began = self._began or time.monotonic()
-        ended = Ended(why=after.why_ended(rows[-1]) if rows else None)
+        is_recorded = state.step <= last  # else there is no going back to the last row's weights
+        ended = Ended(why=after.why_ended(rows[-1]) if rows and is_recorded else None)
         if ended.why is None:
             ended = await self._steps(pipeline, last, after) or ended
         train_s = time.monotonic() - self._began
