@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.queue.store import Lease, Store
+from services.orchestrator.queue.leases import Lease
+from services.orchestrator.queue.store import Store
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict

@@ -14,7 +14,9 @@ import pytest
 import redis.asyncio as redis
 
 from services.orchestrator.queue import keys
-from services.orchestrator.queue.store import MAX_LEFT, MAX_TRIES, Lease, LeaseLost, Store
+from services.orchestrator.queue.leases import Lease, LeaseLost
+from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.working import MAX_LEFT, MAX_TRIES
 from shared.job import Job
 from shared.wire import Obstacle
 

@@ -21,10 +21,12 @@ from services.orchestrator.queue import connection, heartbeat, identity, keys, l
 from services.orchestrator.queue.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.queue.ids import new_job_id
 from services.orchestrator.queue.known_slots import KnownSlot
+from services.orchestrator.queue.leases import Lease, LeaseLost
 from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import MAX_TRIES, Lease, LeaseLost, Store
+from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.working import MAX_TRIES
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import DataSpec, Job
 from shared.presence import Presence, tell_nobody
@@ -774,7 +776,9 @@ async def test_a_record_of_an_older_version_is_listed_and_filtered_too(
     wanted = Wanted(metadata={"team": "math"}, openai=True)
     (listed,) = (await store.list(None, 10, wanted)).jobs
     assert (listed.id, listed.model, listed.metadata) == (job_id, "m/m", {"team": "math"})
-    with pytest.raises(Conflict, match=f"file '{file.id}' is in use by job '{job_id}', which is que"):
+    with pytest.raises(
+        Conflict, match=f"file '{file.id}' is in use by job '{job_id}', which is que"
+    ):
         await store.removals.add(file)
 
 

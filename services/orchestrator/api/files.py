@@ -113,9 +113,7 @@ def _add_reading(service: Service, uploads: Uploads, store: Store) -> None:
         """One file."""
         return await asyncio.to_thread(uploads.get, file_id)
 
-    @app.get(
-        "/v1/files/{file_id}/content", response_class=DownloadedFile, responses=DOWNLOADED
-    )
+    @app.get("/v1/files/{file_id}/content", response_class=DownloadedFile, responses=DOWNLOADED)
     async def get_content(file_id: str) -> DownloadedFile:
         """The bytes of a file, as they were uploaded. Takes `Range`."""
         file = await asyncio.to_thread(uploads.get, file_id)

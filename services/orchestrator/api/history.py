@@ -52,6 +52,7 @@ Step = Annotated[int, Query(ge=0, le=MAX_STEP)]
 
 StepInPath = Annotated[int, Path_(ge=0, le=MAX_STEP)]
 
+
 def add_routes(service: Service, store: Store) -> None:
     _add_events(service, store)
     _add_results(service, store)

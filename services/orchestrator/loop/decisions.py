@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from services.orchestrator.queue.connection import StoreUnavailable
-from services.orchestrator.queue.store import LeaseLost
+from services.orchestrator.queue.leases import LeaseLost
 from services.orchestrator.record.folder import BatchExists
 from shared.errors import (
     BadRequest,

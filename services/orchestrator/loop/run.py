@@ -40,7 +40,8 @@ from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.loop.tasks import stop, to_the_end
 from services.orchestrator.loop.waits import watch
 from services.orchestrator.queue.connection import StoreUnavailable
-from services.orchestrator.queue.store import Lease, LeaseLost, Store
+from services.orchestrator.queue.leases import Lease, LeaseLost
+from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.found import WAS_DELETED, End
 from services.orchestrator.record.journal import Journal

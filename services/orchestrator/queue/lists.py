@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from services.orchestrator.queue import scripts
 from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.ids import time_of
+from services.orchestrator.queue.lua import SHARED
 from services.orchestrator.queue.records import SUMMARY, Unreadable, summary_of
 from shared.errors import NotFound
 from shared.wire import JobList, JobSummary, Obstacle
@@ -20,6 +20,106 @@ S = TypeVar("S", bound=JobSummary)
 CURSOR = re.compile(r"([^:]+):([0-9]{1,10}(?:\.[0-9]{1,20})?)")
 """A job's id and its score among the jobs (Unix seconds), by which its place is known when it is
 gone."""
+
+LIST = (
+    SHARED
+    + """
+local names = cjson.decode(call.names)
+local wanted = call.metadata and cjson.decode(call.metadata)
+
+local PIECE = 256 -- ids that are read at a time
+
+local function has_metadata(id)
+  local metadata = cjson.decode(field(id, 'metadata') or '{}')
+  if wanted == cjson.null then return next(metadata) == nil end
+  for name, value in pairs(wanted) do
+    if metadata[name] ~= value then return false end
+  end
+  return true
+end
+
+local function fits(id)
+  if call.name and string.match(id, '^(.*)%-') ~= call.name then return false end
+  -- pcall: what is no hash has no status
+  if call.status and redis.pcall('HGET', job(id), 'status') ~= call.status then return false end
+  if not (call.openai or wanted) then return redis.call('EXISTS', job(id)) == 1 end
+  return is_job(id) and (not call.openai or field(id, 'openai'))
+    and (not wanted or has_metadata(id))
+end
+
+local function place_after(id, score)
+  local rank = redis.call('ZREVRANK', JOBS, id)
+  if rank then return rank + 1 end
+  return score and redis.call('ZCOUNT', JOBS, '(' .. score, '+inf')
+end
+
+local found, at = {}, 0
+if call.after then at = place_after(call.after, call.after_score) end
+if not at then return 'unknown' end
+while true do
+  local ids = redis.call('ZREVRANGE', JOBS, at, at + PIECE - 1)
+  for _, id in ipairs(ids) do
+    if fits(id) then
+      if #found == tonumber(call.limit) then
+        local last = found[#found][1]
+        local cursor = last .. ':' .. redis.call('ZSCORE', JOBS, last)
+        return cjson.encode({jobs = found, next_after = cursor})
+      end
+      found[#found + 1] = {id, is_job(id) and redis.call('HMGET', job(id), unpack(names))}
+    end
+  end
+  if #ids < PIECE then return cjson.encode({jobs = found}) end
+  at = at + PIECE
+end
+"""
+)
+"""call: limit, names (JSON: of the fields to return); perhaps after (a job's id) and after_score
+(when it was made, for one that is gone), status, name, openai and metadata (JSON: a table, or null
+for jobs without any). Returns the newest jobs that fit and are older than `after`, each with its id
+and its fields, false for what is not there; and if there are more, `next_after`: the last one's id
+and score. As JSON; 'unknown' if there is no job `after` and no score."""
+
+WAITING = (
+    SHARED
+    + """
+local obstacles, places, begun, job_of = {}, {}, begun_waiting(), {}
+for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
+  if is_job(id) and is_leased(id) then
+    obstacles[field(id, 'trainer')] = {job = id}
+    job_of[field(id, 'attempt')] = id
+  end
+end
+
+-- Who has one of the samplers of a trainer that is free.
+local function holder(samplers)
+  for name in string.gmatch(samplers, '%S+') do
+    local attempt = redis.call('GET', LEASE .. name)
+    if attempt and job_of[attempt] then return {job = job_of[attempt]} end
+    local evaluation = attempt and redis.call('GET', LOAN .. attempt)
+    if evaluation then return {evaluation = evaluation} end
+  end
+end
+
+-- Several workers may have a trainer, and one of them not reach it.
+local free, found = {}, {}
+for _, slot in ipairs(known_slots()) do
+  local why = holder(slot.samplers) or slot.away and {away = slot.away}
+  if why then found[slot.trainer] = why else free[slot.trainer] = true end
+end
+for trainer, why in pairs(found) do
+  if not free[trainer] and not obstacles[trainer] then obstacles[trainer] = why end
+end
+for place, id in ipairs(begun) do places[id] = place end
+for id in string.gmatch(call.ids, '%S+') do
+  local rank = redis.call('ZRANK', QUEUE, id)
+  if rank then places[id] = #begun + rank + 1 end
+end
+return cjson.encode({obstacles = obstacles, places = places})
+"""
+)
+"""call: ids (with blanks between). Returns who waits for what, as JSON: `obstacles`, why a trainer
+takes no job (a `job` has it or one of its samplers, an `evaluation` has these, or it is `away`);
+and `places`, 1 for the job that is taken next, of those of the jobs that wait."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +133,7 @@ class Wanted:
     openai: bool = False
 
     def call(self) -> dict[str, Any]:
-        """Returns the arguments of `scripts.LIST`."""
+        """Returns the arguments of `LIST`."""
         any_metadata = self.metadata is not None and not self.metadata
         return {
             "status": self.status,
@@ -48,8 +148,8 @@ class Lists:
 
     def __init__(self, connection: Connection) -> None:
         self._call = connection.call
-        self._list = connection.client.register_script(scripts.LIST)
-        self._waiting = connection.client.register_script(scripts.WAITING)
+        self._list = connection.client.register_script(LIST)
+        self._waiting = connection.client.register_script(WAITING)
 
     async def page(self, after: str | None, limit: int, wanted: Wanted) -> JobList:
         """Returns up to `limit` of the jobs `wanted`, newest first, older than job `after`. Those

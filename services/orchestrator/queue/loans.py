@@ -5,9 +5,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.orchestrator.queue import scripts
 from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
+from services.orchestrator.queue.lua import SHARED, once
+
+LEND = once("""
+  if are_taken(call.samplers) then return '' end
+  local attempt = lease(call.samplers)
+  redis.call('SET', LOAN .. attempt, call.name, 'PX', call.lease_ms)
+  return attempt
+""")
+"""call: name (of an evaluation), samplers (with blanks between), lease_ms. Gives the evaluation a
+lease on samplers. Returns its attempt; '' if one of them is taken."""
+
+RENEW = (
+    SHARED
+    + """
+for name in string.gmatch(call.samplers, '%S+') do
+  if redis.call('GET', LEASE .. name) ~= call.attempt then return 'lost' end
+end
+for name in string.gmatch(call.samplers, '%S+') do
+  redis.call('PEXPIRE', LEASE .. name, call.lease_ms)
+end
+redis.call('PEXPIRE', LOAN .. call.attempt, call.lease_ms)
+return ''
+"""
+)
+"""call: samplers, attempt, lease_ms. Renews an evaluation's lease. Returns '' or 'lost'."""
+
+END_LOAN = (
+    SHARED
+    + """
+for name in string.gmatch(call.samplers, '%S+') do
+  if redis.call('GET', LEASE .. name) == call.attempt then redis.call('DEL', LEASE .. name) end
+end
+redis.call('DEL', LOAN .. call.attempt)
+return ''
+"""
+)
+"""call: samplers, attempt. Ends what is left of an evaluation's lease. Returns ''."""
 
 
 class Loans:
@@ -15,9 +51,9 @@ class Loans:
 
     def __init__(self, connection: Connection) -> None:
         self._call = connection.call
-        self._lend = connection.client.register_script(scripts.LEND)
-        self._renew = connection.beats.register_script(scripts.RENEW)
-        self._end = connection.client.register_script(scripts.END_LOAN)
+        self._lend = connection.client.register_script(LEND)
+        self._renew = connection.beats.register_script(RENEW)
+        self._end = connection.client.register_script(END_LOAN)
 
     async def lend(self, name: str, samplers: Sequence[str], lease_s: float) -> Lease | None:
         """Returns a lease on all of the `samplers` for the evaluation of this name; None while one

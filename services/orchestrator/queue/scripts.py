@@ -11,7 +11,8 @@ A running job whose worker is gone waits to be taken again: it is paused and can
 A worker shows its lease: the job, the trainer and the attempt. Once the trainer's lease has expired
 or is another's, or the job does not run any more, nothing is changed.
 
-What scripts are made of, and how they are called, is in lua.py.
+What scripts are made of, and how they are called, is in lua.py. Those that change no job are where
+they are called (lists.py, loans.py, ...).
 """
 
 from __future__ import annotations
@@ -52,64 +53,6 @@ return ''
 )
 """Makes the lists agree with the jobs, whose hashes are the truth. Returns ''."""
 
-LIST = (
-    SHARED
-    + """
-local names = cjson.decode(call.names)
-local wanted = call.metadata and cjson.decode(call.metadata)
-
-local PIECE = 256 -- ids that are read at a time
-
-local function has_metadata(id)
-  local metadata = cjson.decode(field(id, 'metadata') or '{}')
-  if wanted == cjson.null then return next(metadata) == nil end
-  for name, value in pairs(wanted) do
-    if metadata[name] ~= value then return false end
-  end
-  return true
-end
-
-local function fits(id)
-  if call.name and string.match(id, '^(.*)%-') ~= call.name then return false end
-  -- pcall: what is no hash has no status
-  if call.status and redis.pcall('HGET', job(id), 'status') ~= call.status then return false end
-  if not (call.openai or wanted) then return redis.call('EXISTS', job(id)) == 1 end
-  return is_job(id) and (not call.openai or field(id, 'openai'))
-    and (not wanted or has_metadata(id))
-end
-
-local function place_after(id, score)
-  local rank = redis.call('ZREVRANK', JOBS, id)
-  if rank then return rank + 1 end
-  return score and redis.call('ZCOUNT', JOBS, '(' .. score, '+inf')
-end
-
-local found, at = {}, 0
-if call.after then at = place_after(call.after, call.after_score) end
-if not at then return 'unknown' end
-while true do
-  local ids = redis.call('ZREVRANGE', JOBS, at, at + PIECE - 1)
-  for _, id in ipairs(ids) do
-    if fits(id) then
-      if #found == tonumber(call.limit) then
-        local last = found[#found][1]
-        local cursor = last .. ':' .. redis.call('ZSCORE', JOBS, last)
-        return cjson.encode({jobs = found, next_after = cursor})
-      end
-      found[#found + 1] = {id, is_job(id) and redis.call('HMGET', job(id), unpack(names))}
-    end
-  end
-  if #ids < PIECE then return cjson.encode({jobs = found}) end
-  at = at + PIECE
-end
-"""
-)
-"""call: limit, names (JSON: of the fields to return); perhaps after (a job's id) and after_score
-(when it was made, for one that is gone), status, name, openai and metadata (JSON: a table, or null
-for jobs without any). Returns the newest jobs that fit and are older than `after`, each with its id
-and its fields, false for what is not there; and if there are more, `next_after`: the last one's id
-and score. As JSON; 'unknown' if there is no job `after` and no score."""
-
 SUBMIT = once("""
   local known = call.key ~= '' and redis.call('GET', KEY .. call.key)
   if known then return known end
@@ -133,19 +76,6 @@ SUBMIT = once("""
 """call: id, key ('' for none), key_ttl_s, fingerprint, fields. Returns id and fingerprint of the
 job that the key made, 'taken' if the id is another job's, or 'removed ' and the id of a file that
 the job names and that was removed while it was submitted."""
-
-REMOVE_FILE = once("""
-  for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
-    local files = is_job(id) and not has_ended(id) and field(id, 'files') or ''
-    if string.find(' ' .. files .. ' ', ' ' .. call.file .. ' ', 1, true) then
-      return id .. ' ' .. field(id, 'status')
-    end
-  end
-  redis.call('SET', REMOVED .. call.file, call.created_at, 'EX', call.removed_ttl_s)
-  return 'ok'
-""")
-"""call: file, created_at, removed_ttl_s. From now on no job is submitted with the file. Returns
-'ok'; or id and status of a job that has not ended and names it, and then it stays."""
 
 TAKE = once("""
   local resources = call.trainer .. ' ' .. call.samplers
@@ -211,84 +141,6 @@ and there; else the first in the queue. A job whose worker went before it did wh
 cancelled or paused instead, and one that was cut off too often pauses. Returns attempt and job id;
 '' if any of the resources is taken or nothing waits.
 Attempts are at least the Unix seconds, so that none is given twice even if Redis is emptied."""
-
-WAITING = (
-    SHARED
-    + """
-local obstacles, places, begun, job_of = {}, {}, begun_waiting(), {}
-for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
-  if is_job(id) and is_leased(id) then
-    obstacles[field(id, 'trainer')] = {job = id}
-    job_of[field(id, 'attempt')] = id
-  end
-end
-
--- Who has one of the samplers of a trainer that is free.
-local function holder(samplers)
-  for name in string.gmatch(samplers, '%S+') do
-    local attempt = redis.call('GET', LEASE .. name)
-    if attempt and job_of[attempt] then return {job = job_of[attempt]} end
-    local evaluation = attempt and redis.call('GET', LOAN .. attempt)
-    if evaluation then return {evaluation = evaluation} end
-  end
-end
-
--- Several workers may have a trainer, and one of them not reach it.
-local free, found = {}, {}
-for _, slot in ipairs(known_slots()) do
-  local why = holder(slot.samplers) or slot.away and {away = slot.away}
-  if why then found[slot.trainer] = why else free[slot.trainer] = true end
-end
-for trainer, why in pairs(found) do
-  if not free[trainer] and not obstacles[trainer] then obstacles[trainer] = why end
-end
-for place, id in ipairs(begun) do places[id] = place end
-for id in string.gmatch(call.ids, '%S+') do
-  local rank = redis.call('ZRANK', QUEUE, id)
-  if rank then places[id] = #begun + rank + 1 end
-end
-return cjson.encode({obstacles = obstacles, places = places})
-"""
-)
-"""call: ids (with blanks between). Returns who waits for what, as JSON: `obstacles`, why a trainer
-takes no job (a `job` has it or one of its samplers, an `evaluation` has these, or it is `away`);
-and `places`, 1 for the job that is taken next, of those of the jobs that wait."""
-
-LEND = once("""
-  if are_taken(call.samplers) then return '' end
-  local attempt = lease(call.samplers)
-  redis.call('SET', LOAN .. attempt, call.name, 'PX', call.lease_ms)
-  return attempt
-""")
-"""call: name (of an evaluation), samplers (with blanks between), lease_ms. Gives the evaluation a
-lease on samplers. Returns its attempt; '' if one of them is taken."""
-
-RENEW = (
-    SHARED
-    + """
-for name in string.gmatch(call.samplers, '%S+') do
-  if redis.call('GET', LEASE .. name) ~= call.attempt then return 'lost' end
-end
-for name in string.gmatch(call.samplers, '%S+') do
-  redis.call('PEXPIRE', LEASE .. name, call.lease_ms)
-end
-redis.call('PEXPIRE', LOAN .. call.attempt, call.lease_ms)
-return ''
-"""
-)
-"""call: samplers, attempt, lease_ms. Renews an evaluation's lease. Returns '' or 'lost'."""
-
-END_LOAN = (
-    SHARED
-    + """
-for name in string.gmatch(call.samplers, '%S+') do
-  if redis.call('GET', LEASE .. name) == call.attempt then redis.call('DEL', LEASE .. name) end
-end
-redis.call('DEL', LOAN .. call.attempt)
-return ''
-"""
-)
-"""call: samplers, attempt. Ends what is left of an evaluation's lease. Returns ''."""
 
 BEAT = (
     SHARED

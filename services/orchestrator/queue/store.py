@@ -1,9 +1,6 @@
 """Jobs in Redis. Truth is a job's hash; every change is one atomic script (scripts.py), which a
-retry does not repeat. The keys are in keys.py; how Redis is reached, in connection.py.
-
-A worker that takes a job gets a lease on one trainer, which expires unless `beat` renews it. With
-the lease comes an attempt, a number that grows with every lease given to anybody. A worker that
-shows an old one, or one that has expired, is refused.
+retry does not repeat. The keys are in keys.py; how Redis is reached, in connection.py; what workers
+do, in working.py.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from services.orchestrator.queue import identity, keys, rebuilding, scripts
 from services.orchestrator.queue.connection import Connection
 from services.orchestrator.queue.ids import new_job_id
 from services.orchestrator.queue.known_slots import KnownSlots
-from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
 from services.orchestrator.queue.lists import Lists, Wanted
 from services.orchestrator.queue.loans import Loans
 from services.orchestrator.queue.records import (
@@ -38,6 +34,7 @@ from services.orchestrator.queue.records import (
 )
 from services.orchestrator.queue.registrations import Registrations
 from services.orchestrator.queue.removals import Removals
+from services.orchestrator.queue.working import PAUSED_ON_REQUEST, Working
 from services.orchestrator.record.found import FoundRun
 from services.orchestrator.record.note import Note
 from shared.errors import BadRequest, Conflict, NotFound
@@ -53,33 +50,24 @@ from shared.wire import (
     RecoveredJob,
 )
 
-MAX_TRIES = 20
-"""Attempts in a row, without a step done that was not done before, after which a job pauses: it
-probably kills its workers itself."""
-
-MAX_LEFT = 2
-"""Attempts in a row, without a step done that was not done before, the last of which lost its
-trainer, after which a job is left to no other one: it probably ends its trainers itself."""
-
-PAUSED_ON_REQUEST = "paused on request"
-
 KEY_TTL_S = 24 * 3600
 """Seconds for which an idempotency key, or that a job was deleted, is remembered."""
 
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
 
-class Store:
-    """All of the orchestrator's state; `samplers` are those that registered, `loans` those that
-    evaluations use, `slots` what is known of all trainers, and `removals` the uploaded files that
-    were removed. Every method raises
-    StoreUnavailable when Redis cannot be reached, and StoreEmptied when it is not the one with the
-    jobs. Of the jobs that ended the newest `keep_jobs` are kept, and of each job the newest
-    `keep_events` events or some more."""
+class Store(Working):
+    """All of the orchestrator's state, and what its API does with it; `samplers` are those that
+    registered, `loans` those that evaluations use, `slots` what is known of all trainers, and
+    `removals` the uploaded files that were removed. Every method raises StoreUnavailable when Redis
+    cannot be reached, and StoreEmptied when it is not the one with the jobs. Of the jobs that ended
+    the newest `keep_jobs` are kept, and of each job the newest `keep_events` events or some
+    more."""
 
     def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
         limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
         self._connection = connection = Connection(url, limits)
+        super().__init__(connection)
         self.samplers = Registrations(connection)
         self.loans = Loans(connection)
         self.slots = KnownSlots(connection)
@@ -88,12 +76,8 @@ class Store:
         self._deciding = asyncio.Lock()  # which Redis is used
         self._watch: asyncio.Task[None] | None = None  # whether it still has the jobs
         self._redis, self._followers = connection.client, connection.followers
-        self._call, self._do, self._hash = connection.call, connection.do, connection.hash
+        self._do, self._hash = connection.do, connection.hash
         self._submit = self._redis.register_script(scripts.SUBMIT)
-        self._take = self._redis.register_script(scripts.TAKE)
-        self._beat = connection.beats.register_script(scripts.BEAT)
-        self._report = self._redis.register_script(scripts.REPORT)
-        self._halt = self._redis.register_script(scripts.HALT)
         self._pause = self._redis.register_script(scripts.PAUSE)
         self._resume = self._redis.register_script(scripts.RESUME)
         self._cancel = self._redis.register_script(scripts.CANCEL)
@@ -138,8 +122,6 @@ class Store:
 
     async def ping(self) -> None:
         await self._connection.reach(self._redis.ping())
-
-    # --- by the API
 
     async def submit(
         self,
@@ -330,103 +312,12 @@ class Store:
         checkpoints = [Checkpoint.model_validate(data, extra="ignore") for data in found]
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
-    # --- by a worker
-
-    async def take(
-        self, owner: str, trainer: str, lease_s: float, samplers: Sequence[str] = ()
-    ) -> Lease | None:
-        """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits: one
-        that was cut off, if possible of this trainer, before others begin; else the first in the
-        queue, by priority and age. One whose own trainer is free is left to that."""
-        answer = await self._call(
-            self._take,
-            owner=owner,
-            trainer=trainer,
-            samplers=" ".join(samplers),
-            lease_ms=int(lease_s * 1000),
-            max_tries=MAX_TRIES,
-            paused=PAUSED_ON_REQUEST,
-        )
-        if not answer:
-            return None
-        attempt, job_id = answer.split(" ")
-        return Lease(job_id, int(attempt), trainer, lease_s)
-
-    async def beat(self, lease: Lease, doing: str | None = None) -> Asked | None:
-        """Renews the lease, and notes what the job is at, if it is said; returns what was asked
-        for, if anything. Tries once, for as long as the caller waits. Raises LeaseLost."""
-        answer = await self._call(
-            self._beat,
-            lease_ms=int(lease.lease_s * 1000),
-            trainer=lease.trainer,
-            doing=doing,
-            **_by(lease),
-        )
-        if answer == "lost":
-            raise LeaseLost(lease.job_id)
-        asked: dict[str, Asked] = {"cancel": "cancel", "pause": "pause"}
-        return asked.get(answer)
-
-    async def halt(self, lease: Lease, why: str | None) -> None:
-        """Gives the lease back. The job is paused for the reason `why`. Without one it is paused if
-        that was asked for, and else queued again where it was. If cancelling was asked for, it is
-        cancelled. Raises LeaseLost."""
-        await self._by_worker(self._halt, lease, why=why, paused=PAUSED_ON_REQUEST)
-
-    async def leave(self, lease: Lease, because: str, too_often: str) -> None:
-        """The same without a reason to pause, for another trainer to take the job up. It counts as
-        taken up in vain; after MAX_LEFT such attempts in a row the job pauses, because it was left
-        `too_often`. Raises LeaseLost."""
-        await self._by_worker(
-            self._halt,
-            lease,
-            left_because=because,
-            left_too_often=too_often,
-            max_left=MAX_LEFT,
-            paused=PAUSED_ON_REQUEST,
-        )
-
-    async def report(
-        self,
-        lease: Lease,
-        type: str,
-        message: str,
-        data: dict[str, Any] | None = None,
-        *,
-        level: str = "info",
-        missing_only: bool = False,
-        **fields: Any,
-    ) -> None:
-        """Adds an event and sets fields of the record (None is left alone), both or neither. With
-        `missing_only` does nothing if `data["step"]` has an event of the type already. Raises
-        LeaseLost."""
-        data = data or {}
-        await self._by_worker(
-            self._report,
-            lease,
-            type=type,
-            level=level,
-            message=message,
-            data=json.dumps(data),
-            step=data.get("step"),
-            missing_only=missing_only or None,
-            fields=fields,
-        )
-
-    async def _by_worker(self, script: Any, lease: Lease, **arguments: Any) -> None:
-        if await self._call(script, **_by(lease), **arguments) == "lost":
-            raise LeaseLost(lease.job_id)
-
     async def _state(self, job_id: str) -> JobState:
         """Reads no more of the record than it returns."""
         fields = await self._hash(keys.job(job_id))
         if not fields:
             raise _no_job(job_id)
         return state_of(job_id, fields)
-
-
-def _by(lease: Lease) -> dict[str, Any]:
-    return {"id": lease.job_id, "attempt": lease.attempt}
 
 
 def _known(job_id: str) -> str:

@@ -19,10 +19,11 @@ from services.orchestrator.loop.tasks import stop, to_the_end
 from services.orchestrator.queue import heartbeat
 from services.orchestrator.queue.connection import StoreEmptied
 from services.orchestrator.queue.known_slots import NOTE_S
-from services.orchestrator.queue.leases import Asked
+from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.slots import Slot
-from services.orchestrator.queue.store import MAX_LEFT, Lease, LeaseLost, Store
+from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.working import MAX_LEFT
 from services.orchestrator.record.noting import note_end
 from shared.config import Settings
 from shared.errors import HoneError, NotFound, Unavailable

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.orchestrator.queue.connection import StoreUnavailable
-from services.orchestrator.queue.store import Lease, LeaseLost, Store
+from services.orchestrator.queue.leases import Lease, LeaseLost
+from services.orchestrator.queue.store import Store
 from shared.logs import get_logger
 from shared.wire import Checkpoint, MetricsRow, TrainerState
 

@@ -15,7 +15,7 @@ from services.orchestrator.loop.decisions import (
 )
 from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.records import Unreadable
-from services.orchestrator.queue.store import LeaseLost
+from services.orchestrator.queue.leases import LeaseLost
 from services.orchestrator.record.folder import BatchExists
 from shared.errors import (
     CODES,
