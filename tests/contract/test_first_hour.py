@@ -18,7 +18,7 @@ from hone import Client
 from hone.cli import app
 from hone.commands import run as run_command
 from services.orchestrator.api import history
-from services.orchestrator.loop import run
+from services.orchestrator.loop import job_loading
 from shared.errors import Unavailable
 from shared.wire import JobProgress
 from tests.support.model_folders import make_model_folder
@@ -115,7 +115,7 @@ def test_a_follower_hears_what_a_job_is_at_while_nothing_happens(
     here: Path, served: ServedStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "PROGRESS_S", 0.2)
-    monkeypatch.setattr(run, "LOOK_AT_LOADING_S", 0.2)
+    monkeypatch.setattr(job_loading, "LOOK_AT_LOADING_S", 0.2)
     heard: list[str] = []
     released = threading.Event()
     served.fakes.fault["model"] = until(released)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import run
+from services.orchestrator.loop import job_loading
 from shared import presence
 from shared.errors import BadRequest, Conflict, Failed, Unavailable
 from shared.job import CheckpointSpec, Job
@@ -230,7 +230,7 @@ async def test_followers_are_told_who_is_away_since_when_and_who_is_back(
 async def test_followers_are_told_what_takes_the_trainer_long_while_it_loads(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "LOOK_AT_LOADING_S", 0.05)
+    monkeypatch.setattr(job_loading, "LOOK_AT_LOADING_S", 0.05)
 
     async def compiles(_: Any) -> None:
         stack.fakes.doing = "compiling DeepSpeed's cpu_adam"

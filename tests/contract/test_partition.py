@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop.run import Outcome, Run
+from services.orchestrator.loop.outcome import Outcome
+from services.orchestrator.loop.run import Run
 from services.orchestrator.queue import worker
 from services.orchestrator.record.folder import RunFolder
 from shared.client import Client

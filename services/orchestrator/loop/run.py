@@ -13,10 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 from services.orchestrator.data.difficulty import History
 from services.orchestrator.loop.after_step import AfterStep, Ended
@@ -32,23 +30,22 @@ from services.orchestrator.loop.decisions import (
     decide,
 )
 from services.orchestrator.loop.doing import Doing
+from services.orchestrator.loop.job_loading import Loading
+from services.orchestrator.loop.outcome import Outcome, found_end
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from services.orchestrator.loop.stopping import Spent, reason_to_stop
-from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.loop.tasks import stop, to_the_end
 from services.orchestrator.loop.waits import watch
 from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.leases import Lease, LeaseLost
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.found import WAS_DELETED, End
 from services.orchestrator.record.journal import Journal
 from services.orchestrator.record.progress import Progress
 from services.orchestrator.record.summary import summarize
 from services.orchestrator.record.tracking import Tracker
-from shared import tracing
 from shared.config import Settings
 from shared.errors import BadRequest, HoneError, StateLost, Unavailable
 from shared.logs import get_logger, of_job
@@ -60,23 +57,6 @@ LOOK_AT_IDLE_S = 2.0
 
 NOTE_SPENT_S = 60.0
 """Seconds between two notes in the run folder of what the job has taken."""
-
-LOOK_AT_LOADING_S = 2.0
-"""Seconds between two looks at what a trainer that loads a job does."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of the job: `why` says why it paused, failed, or succeeded before its last step,
-    `summary` what it came to. It is cancelled only where its run folder says so. `lost_services`
-    says that it paused because a service did not answer, or had lost the job: another trainer may
-    do better."""
-
-    status: Literal["succeeded", "paused", "failed", "cancelled"]
-    why: str | None = None
-    summary: dict[str, Any] | None = None
-    lost_services: bool = False
-
 
 FILTER_ROOM = 2.0
 """How much longer than at its submission a job's filter may take: it was accepted, and the same
@@ -108,6 +88,9 @@ class Run:
         self._in_a_row = 0
         self._trying: asyncio.Task[None] | None = None
         self._doing = Doing()
+        self._loading = Loading(
+            record, self._peers, self._folder, self._journal, self._doing, settings.colocate
+        )
 
     async def run(self) -> Outcome:
         """Returns what became of the job. Raises LeaseLost if it is another worker's, and
@@ -195,7 +178,7 @@ class Run:
 
     async def _train(self) -> dict[str, Any]:
         after = self._after = self._after or await self._begin()
-        state = await self._traced_load()
+        state = await self._loading()
         if state.step > self._job.steps:  # it was paused before that step was recorded
             raise MustPause(
                 f"the trainer has done step {state.step}, and steps is {self._job.steps}; expected "
@@ -322,64 +305,6 @@ class Run:
         for warning in found.warnings:
             await self._journal.warn(warning)
 
-    async def _traced_load(self) -> TrainerState:
-        trace = tracing.begin("load job", job=self._record.id)
-        with trace.within():
-            state = await self._load()
-        trace.end()
-        return state
-
-    async def _load(self) -> TrainerState:
-        """Loads the job into trainer and sampler, and makes both serve the trainer's last step,
-        whatever they did before."""
-        self._peers.new_epoch()
-        self._doing.begin("loading the model", "its weights go to the sampler")
-        await self._journal.log("loading the model into the trainer and the sampler")
-        state = await self._load_both()
-        self._doing.begin("bringing the weights to the sampler", f"step {state.step + 1}")
-        synced = await sync_weights(self._peers, self._job, state.step, self._journal)
-        await asyncio.to_thread(self._folder.append_sync, synced.row())
-        await self._journal.loaded(state)
-        return state
-
-    async def _load_both(self) -> TrainerState:
-        """Loads beside each other, or in turn on one GPU: the sampler takes its share of an empty
-        one, and sleeps. If one fails, the other has ended when that is raised."""
-        if self._settings.colocate:
-            await self._peers.put_model()
-            await self._peers.free_gpu()
-            return await self._peers.put_job()
-        loading = asyncio.create_task(self._peers.put_job())
-        serving = asyncio.create_task(self._peers.put_model())
-        watching = asyncio.create_task(self._watch_loading())
-        try:
-            await asyncio.gather(loading, serving)
-            return loading.result()
-        finally:
-            await stop(loading, serving, watching)
-
-    async def _watch_loading(self) -> None:
-        """Says in the job's events what takes trainer and sampler long."""
-        peers = self._peers
-        asked: dict[str, Callable[[], Coroutine[Any, Any, str | None]]] = {
-            "trainer": peers.trainer_doing,
-            "sampler": peers.sampler_doing,
-        }
-        await asyncio.gather(*(self._watch_one(name, ask) for name, ask in asked.items()))
-
-    async def _watch_one(
-        self, service: str, ask: Callable[[], Coroutine[Any, Any, str | None]]
-    ) -> None:
-        """What goes wrong here goes wrong for the call that is watched, too, and is decided
-        there."""
-        while True:
-            await asyncio.sleep(LOOK_AT_LOADING_S)
-            with contextlib.suppress(HoneError):
-                doing, said = await ask(), self._doing.details.get(service)
-                if doing and doing != said:
-                    await self._journal.log(f"the {service} is {doing}")
-                self._doing.details |= {service: doing} if doing else {}
-
     def _pipeline(self, prompts: Prompts) -> Pipeline:
         peers, folder = self._peers, self._folder
         max_missing = self._settings.max_missing_rewards
@@ -419,21 +344,3 @@ def _stopped(job_id: str, error: Exception) -> Exception:
     if isinstance(error, LeaseLost | StoreUnavailable):
         return error
     return LeaseLost(f"{job_id}: {error}")
-
-
-def found_end(folder: RunFolder) -> Outcome | None:
-    """Returns how the job has ended, if its run folder says that it has: then Redis was brought
-    back from an older file, and what has ended does not begin again. A folder that cannot be read
-    says nothing here: the job meets it again at once."""
-    try:
-        note = folder.note()
-        if note is None or not note.has_ended:
-            # Only a job that has ended is deleted.
-            return Outcome("cancelled", WAS_DELETED) if folder.is_deleted else None
-        summary = folder.summary() if note.status == "succeeded" else None
-    except (HoneError, OSError, ValueError) as error:
-        get_logger().warning("run folder not read", folder=str(folder.path), reason=str(error))
-        return None
-    get_logger().warning("the run folder says that the job has ended", folder=str(folder.path))
-    why = note.error if note.status == "failed" else (summary or {}).get("stopped")
-    return Outcome(cast(End, note.status), why, summary)

@@ -14,7 +14,8 @@ import socket
 import time
 from dataclasses import dataclass
 
-from services.orchestrator.loop.run import Outcome, Run
+from services.orchestrator.loop.outcome import Outcome
+from services.orchestrator.loop.run import Run
 from services.orchestrator.loop.tasks import stop, to_the_end
 from services.orchestrator.queue import heartbeat
 from services.orchestrator.queue.connection import StoreEmptied

@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from services.orchestrator.loop.after_step import AfterStep
-from services.orchestrator.loop.run import Outcome, found_end
+from services.orchestrator.loop.outcome import Outcome, found_end
 from services.orchestrator.loop.stopping import Spent
 from services.orchestrator.loop.waits import Waits
 from services.orchestrator.queue.connection import StoreEmptied, StoreUnavailable

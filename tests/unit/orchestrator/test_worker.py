@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from services.orchestrator.loop.run import Outcome
+from services.orchestrator.loop.outcome import Outcome
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import worker as worker_module
 from services.orchestrator.queue.connection import StoreEmptied

@@ -1,0 +1,90 @@
+"""A job is loaded into trainer and sampler, and what takes long there is said."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from services.orchestrator.loop.doing import Doing
+from services.orchestrator.loop.peers import Peers
+from services.orchestrator.loop.syncing import sync_weights
+from services.orchestrator.loop.tasks import stop
+from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.journal import Journal
+from shared import tracing
+from shared.errors import HoneError
+from shared.wire import JobRecord, TrainerState
+
+LOOK_AT_LOADING_S = 2.0
+"""Seconds between two looks at what a trainer that loads a job does."""
+
+Ask = Callable[[], Coroutine[Any, Any, str | None]]
+"""Returns what a service does just now, if it says so."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """One attempt's. `colocate`: trainer and sampler share a GPU."""
+
+    record: JobRecord
+    peers: Peers
+    folder: RunFolder
+    journal: Journal
+    doing: Doing
+    colocate: bool
+
+    async def __call__(self) -> TrainerState:
+        """Loads the job into trainer and sampler, and makes both serve the trainer's last step,
+        whatever they did before."""
+        trace = tracing.begin("load job", job=self.record.id)
+        with trace.within():
+            state = await self._load()
+        trace.end()
+        return state
+
+    async def _load(self) -> TrainerState:
+        self.peers.new_epoch()
+        self.doing.begin("loading the model", "its weights go to the sampler")
+        await self.journal.log("loading the model into the trainer and the sampler")
+        state = await self._load_both()
+        self.doing.begin("bringing the weights to the sampler", f"step {state.step + 1}")
+        synced = await sync_weights(self.peers, self.record.job, state.step, self.journal)
+        await asyncio.to_thread(self.folder.append_sync, synced.row())
+        await self.journal.loaded(state)
+        return state
+
+    async def _load_both(self) -> TrainerState:
+        """Loads beside each other, or in turn on one GPU: the sampler takes its share of an empty
+        one, and sleeps. If one fails, the other has ended when that is raised."""
+        if self.colocate:
+            await self.peers.put_model()
+            await self.peers.free_gpu()
+            return await self.peers.put_job()
+        loading = asyncio.create_task(self.peers.put_job())
+        serving = asyncio.create_task(self.peers.put_model())
+        watching = asyncio.create_task(self._watch())
+        try:
+            await asyncio.gather(loading, serving)
+            return loading.result()
+        finally:
+            await stop(loading, serving, watching)
+
+    async def _watch(self) -> None:
+        """Says in the job's events what takes trainer and sampler long."""
+        peers = self.peers
+        asked: dict[str, Ask] = {"trainer": peers.trainer_doing, "sampler": peers.sampler_doing}
+        await asyncio.gather(*(self._watch_one(name, ask) for name, ask in asked.items()))
+
+    async def _watch_one(self, service: str, ask: Ask) -> None:
+        """What goes wrong here goes wrong for the call that is watched, too, and is decided
+        there."""
+        while True:
+            await asyncio.sleep(LOOK_AT_LOADING_S)
+            with contextlib.suppress(HoneError):
+                doing, said = await ask(), self.doing.details.get(service)
+                if doing and doing != said:
+                    await self.journal.log(f"the {service} is {doing}")
+                self.doing.details |= {service: doing} if doing else {}
