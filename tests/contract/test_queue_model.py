@@ -252,7 +252,7 @@ class Driver:
         if job.asked:
             self.model.end(job, "cancelled" if "cancel" in job.asked else "paused")
         else:
-            job.status, job.tries = "queued", job.tries - 1
+            job.status, job.tries = "queued", max(job.tries - 1, 0)
 
     async def halt_why(self, lease: Lease, job: Modelled) -> None:
         await self.store.halt(lease, "a disk is full")

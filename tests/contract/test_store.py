@@ -432,6 +432,24 @@ async def test_only_a_step_that_was_not_done_before_counts_attempts_anew(
     assert tries == ["0", "1", "2", "0"]
 
 
+async def test_a_worker_that_stops_takes_back_its_own_attempt_and_no_other(
+    store: Store, raw: Any
+) -> None:
+    job_id = await submit(store)
+    tries: list[str | None] = []
+    for does_step in (False, True, True):
+        lease = await take(store)
+        if does_step:
+            await store.report(lease, "step", "done", {"step": len(tries)})
+        await store.halt(lease, None)
+        tries.append(await raw.hget(keys.job(job_id), "tries"))
+    await take(store, lease_s=0.05)
+    await expire(raw)
+    await store.halt(await take(store), None)
+    tries.append(await raw.hget(keys.job(job_id), "tries"))
+    assert tries == ["0", "0", "0", "1"]
+
+
 # --- heartbeat
 
 

@@ -197,7 +197,8 @@ HALT = once("""
     event(call.id, 'log', 'warning', call.left_because, '{}')
     become(call.id, 'queued', 'info', 'queued')
   else
-    redis.call('HINCRBY', job(call.id), 'tries', -1)
+    local tries = tonumber(field(call.id, 'tries')) -- 0 already if it did a new step
+    set(call.id, 'tries', math.max(tries - 1, 0))
     become(call.id, 'queued', 'info', 'queued')
   end
   return 'ok'
