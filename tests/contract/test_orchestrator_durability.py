@@ -12,9 +12,9 @@ import redis.asyncio as redis
 
 from services.orchestrator.loop.run import Run
 from services.orchestrator.queue import keys
+from services.orchestrator.queue.leases import Lease
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.leases import Lease
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.note import Note

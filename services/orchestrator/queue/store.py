@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import identity, keys, rebuilding, scripts

@@ -14,8 +14,8 @@ from services.orchestrator.loop.decisions import (
     decide,
 )
 from services.orchestrator.queue.connection import StoreUnavailable
-from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.leases import LeaseLost
+from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.record.folder import BatchExists
 from shared.errors import (
     CODES,
