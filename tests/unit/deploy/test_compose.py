@@ -102,6 +102,44 @@ def test_a_compose_file_has_no_key_that_an_old_compose_refuses(file: str) -> Non
         assert not any("depends_on" in service for service in document(file)["services"].values())
 
 
+def whole(files: list[str], given: dict[str, str]) -> dict[str, Any]:
+    """Returns the one document that Compose makes of a stack's files, `given` being its variables.
+    Raises KeyError for a variable that has to be given."""
+    sections: dict[str, Any] = {}
+    for section in ("networks", "volumes"):
+        sections[section] = {
+            key: value for file in files for key, value in document(file).get(section, {}).items()
+        }
+    return json.loads(interpolated(json.dumps(sections | {"services": services(files)}), given))
+
+
+def interpolated(text: str, given: dict[str, str]) -> str:
+    def value(match: re.Match[str]) -> str:
+        name, otherwise, default = match["name"], match["otherwise"], match["default"]
+        return given[name] if otherwise == ":?" else given.get(name, default)
+
+    return re.sub(r"\$\{(?P<name>\w+)(?P<otherwise>:[-?])(?P<default>[^}]*)\}", value, text)
+
+
+@pytest.mark.parametrize("files", STACKS, ids=" ".join)
+def test_a_stack_is_one_by_the_schema_and_names_nothing_that_is_not_there(files: list[str]) -> None:
+    """What `config` of Compose would find, without Compose."""
+    stack = whole(files, NEEDED)
+    assert "$" not in json.dumps(stack), "a variable in a form that is not used here"
+    jsonschema.Draft7Validator(get_builtin_schema("vendor.compose-spec")).validate(stack)
+    for name, service in stack["services"].items():
+        assert {*service.get("networks", ())} <= stack["networks"].keys(), name
+        assert service.get("depends_on", {}).keys() <= stack["services"].keys(), name
+        assert not ("network_mode" in service and "networks" in service), name
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            assert source in stack["volumes"] or source.startswith("/"), (name, volume)
+        if build := service.get("build"):
+            assert (ROOT / build["dockerfile"]).is_file(), name
+    with pytest.raises(KeyError):
+        whole([SAMPLERS], {})
+
+
 @pytest.mark.parametrize("files", STACKS, ids=" ".join)
 def test_compose_itself_accepts_the_files(files: list[str]) -> None:
     command = compose()
