@@ -7,6 +7,7 @@ are part of the images: the same file is imported again in the containers.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,20 +101,44 @@ def num_gpus(text: str) -> int:
     return int(text.partition(":")[2] or 1)
 
 
+def nodes(count: int, gpus: str) -> int:
+    """Returns how many machines the trainer has. Raises BadRequest for several that are not
+    whole."""
+    kind = gpus.partition(":")[0]
+    most = MAX_GPUS.get(kind, 8)
+    if count > 1 and num_gpus(gpus) != most:
+        raise BadRequest(
+            f"HONE_MODAL_TRAINER_NODES is {count} and HONE_MODAL_TRAINER_GPU is {gpus!r}; several "
+            f"machines have to be whole ones: expected {kind}:{most}"
+        )
+    return count
+
+
+def check_one_machine(what: str) -> None:
+    """Raises BadRequest if the trainer is to have several."""
+    if TRAINER_NODES > 1:
+        raise BadRequest(
+            f"HONE_MODAL_TRAINER_NODES is {TRAINER_NODES} and {what} has one machine; `hone modal "
+            "up` makes trainers of several"
+        )
+
+
 TRAINER_GPU = gpu(SETTINGS.modal_trainer_gpu, "HONE_MODAL_TRAINER_GPU")
+TRAINER_NODES = nodes(SETTINGS.modal_trainer_nodes, TRAINER_GPU)
 ROLLOUT_GPU = gpu(SETTINGS.modal_rollout_gpu, "HONE_MODAL_ROLLOUT_GPU")
 
 
-def image(*extras: str, cuda: bool = False) -> modal.Image:
-    """Returns an image with these extras of the project, on Debian or on NVIDIA's CUDA, and the
-    project's source, which is mounted when a container starts."""
+def image(*extras: str, cuda: bool = False, packages: Sequence[str] = ()) -> modal.Image:
+    """Returns an image with these extras of the project, on Debian or on NVIDIA's CUDA, with more
+    `packages` of the distribution, and the project's source, which is mounted when a container
+    starts."""
     base = (
         modal.Image.from_registry(CUDA, add_python=PYTHON).entrypoint([])
         if cuda
         else modal.Image.debian_slim(python_version=PYTHON)
     )
     return (
-        base.apt_install("build-essential")
+        base.apt_install("build-essential", *packages)
         .add_local_file(PINS, "/pins.txt", copy=True)
         .pip_install_from_pyproject(
             str(PROJECT), optional_dependencies=[*extras], extra_options="--constraint /pins.txt"

@@ -12,7 +12,7 @@ from typing import Any
 
 import modal
 
-from deploy.modal.common import DATA, SETTINGS, data
+from deploy.modal.common import DATA, SETTINGS, check_one_machine, data
 from shared.errors import BadRequest, HoneError, Unavailable
 
 FOLDER = Path(__file__).parent
@@ -29,6 +29,7 @@ def up(services: tuple[str, ...]) -> dict[str, Any]:
     stopped first: Modal would start the new container beside the old one, and the Redis of both
     would write the same file. Raises Unavailable if Modal refuses an app."""
     if services == TRIAL:
+        check_one_machine("a trial")
         down(TRIAL)
     for service in services:
         _modal("deploy", str(FOLDER / f"{service}.py"))

@@ -23,6 +23,7 @@ from deploy.modal.common import (
     SETTINGS,
     TRAINER_GPU,
     caches,
+    check_one_machine,
     data,
     gpu,
     image,
@@ -67,6 +68,7 @@ def train(
 def checked(flags: Flags, trainer_gpu: str) -> tuple[Job, Placement]:
     """Returns what to train and where. Ends with a sentence if the flags do not allow it."""
     try:
+        check_one_machine("a run")
         job, placement = job_of(flags), placement_of(flags, trainer_gpu)
         gpu(placement.gpu, "--vllm-mode serve takes one more than HONE_MODAL_TRAINER_GPU, which")
     except BadRequest as error:

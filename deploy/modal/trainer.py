@@ -2,15 +2,18 @@
 
 A long Function, which the orchestrator spawns when a job waits, and which ends when none does. Its
 container has the trainer and the training loop: a Function has no address at which a loop elsewhere
-could call it. When Modal preempts it, or 24 hours are over, it is started again on another machine,
+could call it. With HONE_MODAL_TRAINER_NODES it is a cluster of containers, and the first one has
+the loop. When Modal preempts it, or 24 hours are over, it is started again on another machine,
 loads the newest checkpoint from the Volume, and the job goes on.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import modal
 
-from deploy.modal import inside
+from deploy.modal import cluster, inside
 from deploy.modal.common import (
     CACHES,
     DATA,
@@ -21,6 +24,7 @@ from deploy.modal.common import (
     RUNS,
     SETTINGS,
     TRAINER_GPU,
+    TRAINER_NODES,
     caches,
     data,
     image,
@@ -30,10 +34,17 @@ from deploy.modal.common import (
 from deploy.modal.places import places
 
 app = modal.App(f"{SETTINGS.modal_name}-trainer")
+IN_CLUSTER = TRAINER_NODES > 1
+RDMA = ("libibverbs1",) if IN_CLUSTER else ()
+"""By which NCCL finds the network between the machines of a cluster."""
+
+
+def in_cluster(function: Any) -> Any:
+    return modal.clustered(size=TRAINER_NODES, rdma=True)(function) if IN_CLUSTER else function
 
 
 @app.function(
-    image=image("trainer", "orchestrator", "modal", cuda=True),
+    image=image("trainer", "orchestrator", "modal", cuda=True, packages=RDMA),
     gpu=TRAINER_GPU,
     volumes={RUNS: runs, CACHES: caches, DATA: data.with_mount_options(read_only=True)},
     secrets=[*secrets("huggingface", "wandb"), REDIS_SECRET],
@@ -41,13 +52,19 @@ app = modal.App(f"{SETTINGS.modal_name}-trainer")
     startup_timeout=inside.START_S,
     retries=modal.Retries(max_retries=RETRIES, initial_delay=0.0),
     single_use_containers=True,
-    max_containers=1,
+    max_containers=TRAINER_NODES,
 )
+@in_cluster
 def work() -> None:
     """Trains until no job waits or runs. Ends if a service elsewhere does not answer: `watch` of
     the orchestrator's app, which has no GPU, wakes it and calls this again, or pauses the jobs."""
-    found = places()
-    if inside.why_away(",".join(found.values()).split(","), inside.AWAKE_S):
+    node = cluster.own_node()
+    if node.number:
+        cluster.follow(node, node.environment())
         return
-    with inside.stack(["trainer", "orchestrator"], found) as client:
-        inside.work_until_idle(client, IDLE_S)
+    with cluster.leading(node):
+        found = places()
+        if inside.why_away(",".join(found.values()).split(","), inside.AWAKE_S):
+            return
+        with inside.stack(["trainer", "orchestrator"], found | node.environment()) as client:
+            inside.work_until_idle(client, IDLE_S)

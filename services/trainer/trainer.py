@@ -21,7 +21,7 @@ from pathlib import Path
 from services.trainer.disk import checkpoints
 from services.trainer.disk.folders import sweep
 from services.trainer.disk.resume import Found, newest_whole
-from services.trainer.disk.saving import save_checkpoint
+from services.trainer.disk.saving import RunsVolume, save_checkpoint
 from services.trainer.disk.weights import Publisher
 from services.trainer.engine import Engine, OutOfMemory, Update
 from services.trainer.learning.examples import num_sampled
@@ -83,6 +83,7 @@ class Trainer:
     ) -> None:
         self._settings = settings
         self._ranks = ranks
+        self._runs = RunsVolume.of(settings, ranks.rank)
         self._seams = seams
         self._past = past or Past()
         self._loaded: Loaded | None = None
@@ -110,6 +111,7 @@ class Trainer:
                 return self._continued(loaded, request)
         self._ranks.together(lambda: self._seams.check_job(request.job))
         model = self._ranks.from_rank_0(lambda: self._seams.fingerprint(request.job))
+        self._ranks.together(self._runs.look)
         found = newest_whole(self._ranks, folder, request, model)
         self.unload()
         started = time.monotonic()
@@ -221,7 +223,7 @@ class Trainer:
             return known if self._ranks.rank == 0 else None
         with ExitStack() as stack:
             self._ranks.together(lambda: stack.enter_context(self._seams.writing()))
-            return save_checkpoint(self._ranks, loaded, path, request, self._settings.runs_commit)
+            return save_checkpoint(self._ranks, loaded, path, request, self._runs)
 
     def state(self) -> TrainerState:
         """Returns where this trainer is. Safe to call from another thread."""

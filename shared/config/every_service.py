@@ -48,11 +48,13 @@ class EveryService(FromEnvironment):
     runs_commit: str | None = None
     """Command that keeps what was written into `runs_dir` and shows it to other hosts, for volumes
     that do not do so by themselves. Run after each checkpoint, and after weights were published
-    there (`weight_sync = "disk"`). None: the volume needs none."""
+    there (`weight_sync = "disk"`); by each node of a trainer that writes its part of a checkpoint.
+    None: the volume needs none."""
 
     runs_refresh: str | None = None
     """Command that shows this host what others wrote into `runs_dir`, run before such weights are
-    read, and when an uploaded file is not there. None: the volume needs none."""
+    read, and when an uploaded file is not there; by the nodes of a trainer before they read or
+    write a checkpoint together. None: the volume needs none."""
 
     data_dirs: Annotated[tuple[Path, ...] | None, NoDecode, Listed] = None
     """Folders below which the data files lie that jobs may name, with commas between several. None:

@@ -21,6 +21,10 @@ class ModalSettings(FromEnvironment):
     """GPUs of the trainer on Modal, as Modal writes them, such as "H100:2": a rank for each. The
     default trains models up to 3B with all their weights."""
 
+    modal_trainer_nodes: int = Field(default=1, ge=1, le=32)
+    """Machines of the trainer on Modal, from 1 to 32, each with the GPUs of `modal_trainer_gpu`.
+    Several have to be whole ones, such as "H100:8": Modal calls them a cluster."""
+
     modal_rollout_gpu: str = "A10G"
     """GPUs of each sampler on Modal, likewise: its model is split over them. The default serves
     models up to 7B."""

@@ -1,7 +1,12 @@
-"""Writing a checkpoint, to which every rank writes its own part."""
+"""Writing a checkpoint, to which every rank writes its own part.
+
+Where the nodes share a volume that has to be told what is new, each of them keeps what it wrote,
+and looks for what the others wrote, before the one goes on with what the other did.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.trainer.disk import checkpoints
@@ -11,25 +16,59 @@ from services.trainer.loaded import Loaded
 from services.trainer.processes.together import Ranks, SaveAll
 from shared import volume
 from shared.checkpoints import STATE, StoredFile
+from shared.config import Settings
 from shared.wire import Checkpoint, CheckpointRequest
 
 
+@dataclass(frozen=True)
+class RunsVolume:
+    """What holds the run folders, as one rank sees it, and the commands by which it is told what is
+    new, if it needs any. Of several nodes one rank each tells it."""
+
+    commit: str | None
+    refresh: str | None
+    is_shared: bool
+    speaks: bool
+
+    @classmethod
+    def of(cls, settings: Settings, rank: int) -> RunsVolume:
+        return cls(
+            settings.runs_commit,
+            settings.runs_refresh,
+            is_shared=settings.trainer_nodes > 1,
+            speaks=rank % settings.trainer_ranks == 0,
+        )
+
+    def keep(self) -> None:
+        """Keeps what this node wrote. Raises Failed if that fails."""
+        if self.speaks:
+            volume.run(self.commit, "the checkpoint cannot be committed")
+
+    def show(self) -> None:
+        """Shows the other nodes what this one wrote, once they look."""
+        if self.is_shared:
+            self.keep()
+
+    def look(self) -> None:
+        """Shows this node what the others wrote."""
+        if self.is_shared and self.speaks:
+            volume.run(self.refresh, "the other nodes' part of a checkpoint cannot be seen")
+
+
 def save_checkpoint(
-    ranks: Ranks, loaded: Loaded, path: Path, request: CheckpointRequest, commit: str | None
+    ranks: Ranks, loaded: Loaded, path: Path, request: CheckpointRequest, runs: RunsVolume
 ) -> Checkpoint | None:
     """Returns the checkpoint of the loaded job, written to `path`, on rank 0, None elsewhere. Old
-    ones beside it go.
-
-    `commit` is the command that keeps what was written, if the volume needs one.
-    """
+    ones beside it go."""
     engine = loaded.engine
 
     def lead(save_all: SaveAll) -> Checkpoint:
         with written_aside(path, checkpoint_bytes(engine), durable=True) as aside:
+            runs.show()
             shares: list[dict[str, StoredFile]] = save_all(aside)
             files = {name: file for share in shares for name, file in share.items()}
             checkpoints.write_manifest(aside, loaded.manifest(ranks.num_ranks, files))
-        volume.run(commit, "the checkpoint cannot be committed")
+        runs.keep()
         checkpoints.remove_old(path.parent, loaded.request.job.checkpoints, request.keep)
         return checkpoints.described(path)
 
@@ -39,9 +78,12 @@ def save_checkpoint(
 
     return ranks.write(
         lead,
+        lambda _: runs.look(),
         lambda aside: checkpoints.check_seen(aside, ranks.rank),
         engine.save_checkpoint,
         save_state,
+        lambda _: runs.show(),
+        lambda _: runs.look(),
         lambda aside: checkpoints.measured(aside, slice(ranks.rank, None, ranks.num_ranks)),
     )
 

@@ -162,6 +162,34 @@ def test_the_trainer_is_a_long_function_that_is_started_again(
     assert secrets(work) == {"hone", "hone-huggingface", "hone-wandb", "hone-redis"}
 
 
+def test_a_trainer_of_several_machines_is_a_cluster_of_whole_ones() -> None:
+    own = {"HONE_MODAL_TRAINER_NODES": "2", "HONE_MODAL_TRAINER_GPU": "H100:8"}
+    with ControlPlane() as plane:
+        ended = plane.modal("deploy", "deploy/modal/trainer.py", **own)
+        work = plane.functions["work"]
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert work["_experimental_group_size"] == 2 and work["concurrency_limit"] == 2
+    assert work["i6pn_enabled"] and work["single_use_containers"]
+    assert work["resources"]["gpu_config"] == {"gpu_type": "H100", "count": 8}
+    assert work["resources"]["rdma"] is True
+    assert "libibverbs1" in image_of(plane, work)
+    assert faults("work", work) == []
+
+
+def test_machines_of_a_cluster_that_are_not_whole_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from deploy.modal import common, train
+    from shared.errors import BadRequest
+
+    with pytest.raises(BadRequest, match=r"is 2 and .* is 'H100:4'; .* expected H100:8"):
+        common.nodes(2, "H100:4")
+    assert common.nodes(1, "H100:4") == 1
+    monkeypatch.setattr(common, "TRAINER_NODES", 2)
+    with pytest.raises(SystemExit, match="HONE_MODAL_TRAINER_NODES is 2 and a run has one machine"):
+        train.checked(Flags("deploy/jobs/gsm8k.toml"), "H100:8")
+
+
 def test_the_reward_service_runs_programs_in_sandboxes_of_modal(
     plane: ControlPlane, functions: dict[str, dict[str, Any]]
 ) -> None:

@@ -331,6 +331,35 @@ def test_ranks_of_which_one_stops_begin_no_checkpoint_and_wait_for_none(tmp_path
     assert in_steps(tmp_path) == []
 
 
+def test_nodes_tell_their_volume_before_each_goes_on_with_what_the_other_wrote(tmp_path):
+    told = tmp_path / "told"
+    shared = Together(2)
+    nodes = [
+        make_trainer(
+            tmp_path,
+            ThreadRanks(shared, node),
+            trainer_nodes=2,
+            runs_commit=f"sh -c 'echo commit {node} >> {told}'",
+            runs_refresh=f"sh -c 'echo refresh {node} >> {told}'",
+        )
+        for node in range(2)
+    ]
+    on_both(nodes, "load_job", job_request())
+    assert sorted(told.read_text().split("\n")[:-1]) == ["refresh 0", "refresh 1"]
+    told.unlink()
+    written, _ = on_both(nodes, "write_checkpoint", checkpoint(0))
+    assert written.step == 0
+    lines = told.read_text().splitlines()
+    phases = [lines[0:1], lines[1:3], lines[3:5], lines[5:7], lines[7:]]
+    assert [sorted(phase) for phase in phases] == [
+        ["commit 0"],  # the folder
+        ["refresh 0", "refresh 1"],
+        ["commit 0", "commit 1"],  # each rank's part
+        ["refresh 0", "refresh 1"],
+        ["commit 0"],  # the whole, under its name
+    ]
+
+
 def test_a_rank_that_cannot_write_its_share_is_an_error_on_all_and_leaves_nothing(tmp_path):
     trainers = two_ranks(tmp_path)
     on_both(trainers, "load_job", job_request())

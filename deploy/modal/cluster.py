@@ -1,0 +1,127 @@
+"""A trainer on several machines, which Modal calls a cluster: each of its containers runs the
+trainer's Function. The first one has the training loop, the others train for as long as it lives.
+
+If a container fails, Modal starts all of them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import modal
+
+from deploy.modal.common import SETTINGS
+from shared.errors import Failed, Unavailable
+
+RANKS_PORT, LIFE_PORT = 29500, 29501
+"""On the first node: where the ranks meet, and what the other nodes are connected to while it
+lives."""
+
+FIRST_S = 300.0
+"""Seconds for which a node waits for the first one. Modal starts them at once."""
+
+LOOK_S = 1.0
+STOP_S = 30.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A container of the cluster: its number, and the private addresses of all, by number."""
+
+    number: int
+    addresses: tuple[str, ...]
+
+    def environment(self, interfaces: Path = Path("/proc/net/if_inet6")) -> dict[str, str]:
+        """Returns the settings by which the nodes' ranks find each other; none for one node."""
+        if len(self.addresses) == 1:
+            return {}
+        return {
+            "HONE_TRAINER_NODES": str(len(self.addresses)),
+            "HONE_TRAINER_NODE_RANK": str(self.number),
+            "HONE_TRAINER_RENDEZVOUS": f"[{self.addresses[0]}]:{RANKS_PORT}",
+            "HONE_TRAINER_INTERFACE": interface_of(self.addresses[self.number], interfaces),
+        }
+
+
+def own_node() -> Node:
+    """Returns which node this container is."""
+    if SETTINGS.modal_trainer_nodes == 1:
+        return Node(0, ("::1",))
+    cluster = modal.Cluster.from_context()
+    return Node(cluster.container_rank(), tuple(cluster.container_ips()))
+
+
+def interface_of(address: str, interfaces: Path) -> str:
+    """Returns the network interface that has this IPv6 address, by the kernel's table of them."""
+    wanted = ipaddress.IPv6Address(address).packed.hex()
+    for line in interfaces.read_text().splitlines():
+        found, *_, name = line.split()
+        if found == wanted:
+            return name
+    raise Unavailable(f"no network interface of this container has the address {address!r}")
+
+
+@contextlib.contextmanager
+def leading(node: Node) -> Generator[None]:
+    """Is entered by the first node while it works: the others end with it, however it ends."""
+    if len(node.addresses) == 1:
+        yield
+        return
+    where = (node.addresses[0], LIFE_PORT)
+    with socket.create_server(where, family=socket.AF_INET6, backlog=len(node.addresses)):
+        yield
+
+
+def follow(node: Node, environment: dict[str, str]) -> None:
+    """Runs this node's ranks until the first node ends. Raises Failed if they end before it."""
+    command = [sys.executable, "-m", "services.trainer"]
+    with _first(node) as first, _running(command, environment) as ranks:
+        while not _has_ended(first):
+            if (code := ranks.poll()) is not None:
+                raise Failed(f"the ranks of node {node.number} ended with exit code {code}")
+
+
+@contextlib.contextmanager
+def _running(command: list[str], environment: dict[str, str]) -> Generator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(command, env=os.environ | environment)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _first(node: Node) -> socket.socket:
+    """Returns a connection to the first node."""
+    deadline = time.monotonic() + FIRST_S
+    while True:
+        try:
+            connection = socket.create_connection((node.addresses[0], LIFE_PORT), timeout=5.0)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise Failed(f"node 0 does not answer at {node.addresses[0]}: {error}") from error
+            time.sleep(LOOK_S)
+        else:
+            connection.settimeout(LOOK_S)
+            return connection
+
+
+def _has_ended(first: socket.socket) -> bool:
+    try:
+        return first.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:  # it was lost
+        return True

@@ -1,0 +1,97 @@
+"""A trainer on several machines of Modal: how its containers find each other, and end together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy.modal import cluster
+from deploy.modal.cluster import Node
+from shared.errors import Failed, Unavailable
+from shared.ports import free_port
+
+INTERFACES = """\
+00000000000000000000000000000001 01 80 10 80       lo
+fdaa0000000000000000000000000007 03 40 00 80    i6pn0
+fe8000000000000000429afffe000002 02 40 20 80     eth0
+"""
+
+
+@pytest.fixture
+def interfaces(tmp_path: Path) -> Path:
+    table = tmp_path / "if_inet6"
+    table.write_text(INTERFACES)
+    return table
+
+
+def test_the_nodes_are_set_up_to_meet_at_the_first_over_their_private_network(
+    interfaces: Path,
+) -> None:
+    addresses = ("fdaa::3", "fdaa::7")
+    assert Node(1, addresses).environment(interfaces) == {
+        "HONE_TRAINER_NODES": "2",
+        "HONE_TRAINER_NODE_RANK": "1",
+        "HONE_TRAINER_RENDEZVOUS": "[fdaa::3]:29500",
+        "HONE_TRAINER_INTERFACE": "i6pn0",
+    }
+    assert Node(0, ("::1",)).environment(interfaces) == {}
+    with pytest.raises(Unavailable, match=r"no network interface of this container .*'fdaa::3'"):
+        Node(0, addresses).environment(interfaces)
+
+
+class Ranks:
+    """A command that stands for a node's ranks: it notes that it runs, and that it was stopped."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+        self.runs, self.stopped = folder / "runs", folder / "stopped"
+        program = folder / "ranks.sh"
+        program.write_text(f"#!/bin/sh\ntrap 'touch {self.stopped}; exit 0' TERM\n{code}")
+        program.chmod(0o755)
+        monkeypatch.setattr(cluster.sys, "executable", str(program))
+        monkeypatch.setattr(cluster, "LIFE_PORT", free_port())
+        monkeypatch.setattr(cluster, "LOOK_S", 0.05)
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 30
+        while not self.runs.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+NODE = Node(1, ("::1", "::1"))
+LONG = "touch RUNS; while true; do sleep 0.05; done"
+
+
+def test_a_node_trains_until_the_first_one_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(tmp_path, monkeypatch, LONG.replace("RUNS", str(tmp_path / "runs")))
+    follower = threading.Thread(target=cluster.follow, args=(NODE, {}))
+    follower.start()  # before the first one: it waits for it
+    with pytest.raises(ZeroDivisionError), cluster.leading(Node(0, NODE.addresses)):
+        ranks.wait()
+        assert follower.is_alive() and not ranks.stopped.exists()
+        raise ZeroDivisionError
+    follower.join(30)
+    assert not follower.is_alive() and ranks.stopped.exists()
+
+
+def test_a_node_whose_ranks_end_before_the_first_one_does_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Ranks(tmp_path, monkeypatch, "exit 7")
+    with (
+        cluster.leading(Node(0, NODE.addresses)),
+        pytest.raises(Failed, match="the ranks of node 1 ended with exit code 7"),
+    ):
+        cluster.follow(NODE, {})
+
+
+def test_a_node_without_a_first_one_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Ranks(tmp_path, monkeypatch, "exit 7")
+    monkeypatch.setattr(cluster, "FIRST_S", 0.1)
+    with pytest.raises(Failed, match="node 0 does not answer at ::1"):
+        cluster.follow(NODE, {})
