@@ -20,6 +20,7 @@ from shared.config import Settings
 from shared.errors import BadRequest, Failed
 from shared.service import Service
 from shared.streams import client_gone
+from shared.wire import Checkpoint
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 from tests.support.reward_service import running_service
@@ -110,6 +111,24 @@ async def test_a_job_is_submitted_followed_and_listed(client: openai.AsyncOpenAI
     by_metadata = await client.fine_tuning.jobs.list(metadata={"team": "a"})
     assert [one.id for one in by_metadata.data] == [job.id]
     await ended(client, other.id)
+
+
+async def test_a_list_of_checkpoints_goes_on_after_one_that_was_removed(
+    stack: Stack, client: openai.AsyncOpenAI
+) -> None:
+    job = await ended(client, (await create(client)).id)
+    listed = client.fine_tuning.jobs.checkpoints.list
+    for step in range(10, 20):
+        made = Checkpoint(step=step, path=f"/c/{step}", size_bytes=1).model_dump_json()
+        await stack.store._redis.hset(keys.checkpoints(job.id), str(step), made)
+    there = [one.step_number for one in (await listed(job.id)).data]
+    assert there[:2] == [19, 18] and 15 not in there
+    on = await listed(job.id, after=f"ftckpt-{job.id}-15")
+    assert ([one.step_number for one in on.data], on.has_more) == (there[2:], False)
+    on = await listed(job.id, after=f"ftckpt-{job.id}-19", limit=1)
+    assert ([one.step_number for one in on.data], on.has_more) == ([18], len(there) > 2)
+    with pytest.raises(openai.UnprocessableEntityError, match="expected the id of a checkpoint"):
+        await listed(job.id, after=f"ftckpt-{job.id}-99")
 
 
 async def test_a_list_goes_on_past_records_that_cannot_be_read(

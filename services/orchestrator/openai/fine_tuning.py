@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from fastapi import FastAPI, Query, Request
 
 from services.orchestrator.api.history import kept_checkpoints
 from services.orchestrator.api.jobs import check_job
-from services.orchestrator.api.pages import METADATA, metadata_of, page_of
+from services.orchestrator.api.pages import METADATA, metadata_of
 from services.orchestrator.openai import mapping
 from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.records import Unreadable, check_event_id
@@ -26,6 +26,7 @@ from shared.errors import BadRequest, NotFound
 from shared.job_file import parse_job
 from shared.service import Service, request_key
 from shared.wire import (
+    Checkpoint,
     CreateFineTuningJob,
     FineTuningCheckpointList,
     FineTuningEventList,
@@ -102,23 +103,28 @@ def _add_history_routes(app: FastAPI, jobs: FineTuningJobs, store: Store) -> Non
     async def list_fine_tuning_checkpoints(
         job_id: str, after: str | None = None, limit: Limit = 10
     ) -> FineTuningCheckpointList:
-        """The checkpoints there are, newest first."""
+        """The checkpoints there are, newest first. `after` may also be one that was removed."""
         record = await jobs.record(job_id)
         rows = await asyncio.to_thread(RunFolder(Path(record.run_dir)).metrics)
-        kept = kept_checkpoints(await store.checkpoints(job_id), record.job, rows)[::-1]
+        ever = await store.checkpoints(job_id)
+        before = None if after is None else _step_of(after, job_id, ever)
+        kept = [
+            checkpoint
+            for checkpoint in kept_checkpoints(ever, record.job, rows)[::-1]
+            if before is None or checkpoint.step < before
+        ]
         metrics = {row.step: row.metrics for row in rows}
         shown = [
             mapping.fine_tuning_checkpoint(
                 record, checkpoint, metrics.get(checkpoint.step, {}), _written_at(checkpoint.path)
             )
-            for checkpoint in kept
+            for checkpoint in kept[:limit]
         ]
-        page, more = page_of(shown, after, limit)
         return FineTuningCheckpointList(
-            data=tuple(page),
-            first_id=page[0].id if page else None,
-            last_id=page[-1].id if page else None,
-            has_more=more,
+            data=tuple(shown),
+            first_id=shown[0].id if shown else None,
+            last_id=shown[-1].id if shown else None,
+            has_more=len(kept) > limit,
         )
 
 
@@ -183,6 +189,15 @@ class FineTuningJobs:
     async def shown(self, record: JobRecord) -> FineTuningJob:
         tokens = await asyncio.to_thread(_trained_tokens, record)
         return mapping.fine_tuning_job(record, time.time(), tokens)
+
+
+def _step_of(id: str, job_id: str, ever: Sequence[Checkpoint]) -> int:
+    """Returns the step of the checkpoint with that id, of all that the job ever had. Raises
+    BadRequest if it is none of them."""
+    for checkpoint in ever:
+        if mapping.checkpoint_id(job_id, checkpoint) == id:
+            return checkpoint.step
+    raise BadRequest(f"after is {id!r:.80}; expected the id of a checkpoint of job {job_id!r}")
 
 
 def _written_at(path: str) -> float:
