@@ -32,8 +32,11 @@ class DownloadedFile(FileResponse):
 
     chunk_size = 1 << 20
 
-    def __init__(self, path: os.PathLike[str], filename: str | None = None) -> None:
-        super().__init__(path, media_type=BYTES, filename=filename)
+    def __init__(
+        self, path: os.PathLike[str], filename: str | None = None, status_code: int = 200
+    ) -> None:
+        # FastAPI reads the status that the OpenAPI document shows from these parameters.
+        super().__init__(path, status_code, media_type=BYTES, filename=filename)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _check_range(Headers(scope=scope).get("range"))
