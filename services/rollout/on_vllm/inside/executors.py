@@ -19,11 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import SamplingMaskLists
+from vllm.v1.sample import sampler as vllm_sampler
 
+from services.rollout.on_vllm.inside import ranks
 from services.rollout.on_vllm.processes import SERVICE_PID
 from shared.processes import die_with
 
@@ -70,6 +73,9 @@ class InProcessExecutor(UniProcExecutor):
     _masks: Masks | None = None
 
     def _init_executor(self) -> None:
+        if current_platform.is_cpu():
+            sampler: Any = vllm_sampler
+            sampler.batched_count_greater_than = ranks.count_at_least
         super()._init_executor()
         if self.vllm_config.scheduler_config.scheduler_cls is MaskingScheduler:
             sampler = self.driver_worker.model_runner.sampler.topk_topp_sampler
