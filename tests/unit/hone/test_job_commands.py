@@ -109,7 +109,7 @@ def test_what_a_job_will_cost_is_said_when_it_is_submitted(
     )
     code, shown = run(monkeypatch, "queued", "submit", str(file))
     said = (
-        "  estimated: 13.7 GiB for the trainer on 1xA10G, 52.9 s a step, all steps: about 2.4 "
+        "  estimated: 13.0 GiB for the trainer on 1xA10G, 52.9 s a step, all steps: about 2.4 "
         "hours, 2.59 USD (1.10 USD per hour: HONE_PRICE_PER_HOUR)\n"
     )
     assert code == 0 and said in shown
