@@ -20,6 +20,13 @@ STEPS, PROMPTS, GROUP, HELD_OUT = 200, 32, 8, 200
 
 NO_EVAL = '# eval = "..."'
 
+OF_HUB = {
+    "config": "which part of the data set",
+    "train_split": "the rows to train on",
+    "eval_split": "the held-out rows",
+}
+"""What the keys are for that a data set of the Hub needs besides its name."""
+
 TASKS: dict[Reward, str] = {
     "math": "Think step by step. Put the final answer into \\boxed{}.",
     "code": "Answer with one Python code block that has the whole solution.",
@@ -165,17 +172,17 @@ def _data(draft: Draft) -> list[str]:
     if source.eval:
         lines.append(_line("eval", source.eval, "held-out problems, never trained on"))
     else:
-        lines.append(f"{NO_EVAL:<{WIDTH}}# held-out problems, never trained on")
-    lines += [f"{key} = {_toml(value)}" for key, value in source.more.items()]
+        lines.append(_beside(NO_EVAL, "held-out problems, never trained on"))
+    lines += [_line(key, value, OF_HUB[key]) for key, value in source.more.items()]
     renamed = _renamed(draft)
     if renamed:
         shown = ", ".join(f"{new} = {_toml(old)}" for new, old in renamed.items())
-        lines.append(f"columns = {{ {shown} }}")
+        lines.append(_beside(f"columns = {{ {shown} }}", "name in the job = column in the data"))
     if not draft.is_chat:
         text = f"{{{{ {_last_said(layout)} }}}}{_ending(draft)}"
         lines.append(_line("template", text, "the model has no chat template"))
     elif draft.task:
-        lines.append(f"system_prompt = {_toml(draft.task)}")
+        lines.append(_line("system_prompt", draft.task, "said to the model before each problem"))
     if draft.is_chat and layout.is_answered:
         lines += _messages(layout)
     return lines
@@ -199,7 +206,12 @@ def _messages(layout: Layout) -> list[str]:
     lines: list[str] = []
     for role, said in roles.items():
         text = "{{ " + said + " }}"
-        lines += ["", "[[data.messages]]", f"role = {_toml(role)}", f"content = {_toml(text)}"]
+        lines += [
+            "",
+            _beside("[[data.messages]]", "one message of the prompt, in order"),
+            _line("role", role, "who says it"),
+            _line("content", text, "what is said, from columns of the row"),
+        ]
     return lines
 
 
@@ -242,7 +254,7 @@ def _code(draft: Draft) -> list[str]:
         prompt = next((new for new, old in _renamed(draft).items() if old == layout.prompt), None)
         named = {"entry_point": layout.entry_point, "prefix": prompt or layout.prompt}
         shown = ", ".join(f"{key} = {_toml(column)}" for key, column in named.items())
-        lines.append(f"params = {{ {shown} }}")
+        lines.append(_beside(f"params = {{ {shown} }}", "columns that the tests need"))
     return lines
 
 
@@ -253,9 +265,9 @@ def _judge(draft: Draft) -> list[str]:
     return [
         _line("grader", "llm_judge", "what a language model thinks of it, 0 to 1"),
         "",
-        "[rewards.params]                            # HONE_JUDGE_URL, HONE_JUDGE_API_KEY: where",
-        f"model = {_toml(draft.judge_model)}",
-        f"rubric = {_toml(rubric)}",
+        _beside("[rewards.params]", "HONE_JUDGE_URL, HONE_JUDGE_API_KEY: where"),
+        _line("model", draft.judge_model, "which one judges"),
+        _line("rubric", rubric, "what it is asked"),
     ]
 
 
@@ -275,7 +287,11 @@ REWARDS: dict[Reward, Callable[[Draft], list[str]]] = {
 
 
 def _line(key: str, value: object, comment: str) -> str:
-    return f"{f'{key} = {_toml(value)}':<{WIDTH}}# {comment}"
+    return _beside(f"{key} = {_toml(value)}", comment)
+
+
+def _beside(text: str, comment: str) -> str:
+    return f"{text:<{WIDTH - 2}}  # {comment}"
 
 
 def _toml(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import runpy
 from collections.abc import Iterable
 from pathlib import Path
@@ -42,6 +43,8 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def written(*arguments: str) -> Job:
     code, shown = run(*arguments)
     assert code == 0, shown
+    lines = Path("job.toml").read_text().splitlines()
+    assert [line for line in lines if " = " in line and not re.search(r"\S +# \w", line)] == []
     return load_job(Path("job.toml"))
 
 
