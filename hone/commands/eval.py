@@ -58,7 +58,9 @@ def eval(
     ] = None,
     output: OutputOption = Output.table,
 ) -> None:
-    """Compare models and checkpoints on held-out problems, without a job."""
+    """Compare models and checkpoints on held-out problems.
+
+    No job is submitted, and nothing is trained."""
     given = {
         "data.eval": data,
         "data.eval_split": split,

@@ -62,8 +62,9 @@ def grade(
     ] = None,
     output: OutputOption = Output.table,
 ) -> None:
-    """Try a grader, your own function, or a file of rewards on one completion. Exits 1 if it gives
-    no reward."""
+    """Try a grader, or rewards of your own, on one completion.
+
+    Exits 1 if there is no reward."""
     if sum(source is not None for source in (grader, file, reward)) != 1:
         raise BadRequest(
             "name one of: a grader, --file with your own function, --reward with a TOML of rewards"

@@ -145,7 +145,9 @@ def cancel(job: JobArgument, output: OutputOption = Output.table) -> None:
 
 @command
 def pause(job: JobArgument, output: OutputOption = Output.table) -> None:
-    """Pause a job: the services are free for others, and it keeps all it has."""
+    """Pause a job: it keeps all that it has.
+
+    The services are free for other jobs then."""
     with connect() as client:
         state = client.pause(job)
     done = "paused" if state.status == "paused" else "being paused"

@@ -14,7 +14,8 @@ from hone.shell import Output, OutputOption, app, command_of
 from shared.errors import BadRequest
 
 group = typer.Typer(
-    no_args_is_help=True, help="Deploy to Modal, as the settings HONE_MODAL_* say (docs/modal.md)."
+    no_args_is_help=True,
+    help="Deploy to Modal.\n\nThe settings HONE_MODAL_* say what (docs/modal.md).",
 )
 app.add_typer(group, name="modal")
 command = command_of(group)
@@ -34,8 +35,13 @@ def up(trial: TrialOption = False, output: OutputOption = Output.table) -> None:
 
 
 @command
-def down(trial: TrialOption = False, output: OutputOption = Output.table) -> None:
-    """Stop them, and what they run. Volumes stay; jobs go on at the next `hone modal up`."""
+def down(
+    trial: Annotated[
+        bool, typer.Option("--trial", help="stop the trial's container instead")
+    ] = False,
+    output: OutputOption = Output.table,
+) -> None:
+    """Stop the services and what they run. Volumes stay; jobs go on at the next `hone modal up`."""
     _manage("down", output, *(["--trial"] if trial else []))
 
 
@@ -50,13 +56,16 @@ def upload(
     files: Annotated[list[Path], typer.Argument(help="data files, for jobs to name")],
     output: OutputOption = Output.table,
 ) -> None:
-    """Put data files on the Volume of data, and print how a job names them."""
+    """Put data files on the Volume, and print how jobs name them."""
     _manage("upload", output, *map(str, files))
 
 
 def _manage(action: str, output: Output, *arguments: str) -> None:
     if importlib.util.find_spec("modal") is None:
-        raise BadRequest("the Modal client is not installed: pip install 'hone-rl[modal]'")
+        raise BadRequest(
+            "the Modal client is not installed: `make setup` in Hone's repository puts it into "
+            ".venv, `pip install '.[modal]'` there into another environment"
+        )
     line = [sys.executable, "-m", "deploy.modal.manage", action, *arguments, "--output", output]
     if code := subprocess.call(line):
         raise typer.Exit(2 if code > 0 else 130)

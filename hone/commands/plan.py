@@ -37,8 +37,10 @@ def plan(
     ] = None,
     output: OutputOption = Output.table,
 ) -> None:
-    """Say what a job needs, where it fits and what it costs; nothing has to run. Without --gpus it
-    is planned for HONE_GPUS, or else for the GPUs of this machine."""
+    """Say what a job needs, where it fits and what it costs.
+
+    No service has to run. Without --gpus it is planned for HONE_GPUS, or else for the GPUs of this
+    machine."""
     job = load_job(file, overrides or [])
     settings = load_settings()
     pools = parse_gpus(gpus) if gpus else planned_gpus(settings)

@@ -21,7 +21,9 @@ def plot(
     png: Annotated[Path | None, typer.Option("--png", help="writes a picture to this file")] = None,
     output: OutputOption = Output.table,
 ) -> None:
-    """Show a job's learning curve: the reward of its steps, and of held-out problems."""
+    """Show a job's learning curve.
+
+    It is the reward of the job's steps, and of held-out problems."""
     with connect() as client:
         record = client.get(job)
         metrics = client.metrics(record.id)

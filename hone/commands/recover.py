@@ -13,7 +13,9 @@ NO_RUNS = "no run folders in HONE_RUNS_DIR of the orchestrator; there was nothin
 
 @command
 def recover(output: OutputOption = Output.table) -> None:
-    """Rebuild the jobs' records from their run folders, after Redis lost its data."""
+    """Rebuild jobs' records from their run folders.
+
+    For when Redis lost its data."""
     with connect() as client:
         recovered = client.recover()
     show(output, recovered, lambda: _table(recovered) if recovered.jobs else NO_RUNS)

@@ -20,7 +20,9 @@ def rollouts(
     limit: Annotated[int, typer.Option("-n", help="how many")] = 16,
     output: OutputOption = Output.table,
 ) -> None:
-    """Show a step's prompts, completions, rewards and advantages, and what each grader said."""
+    """Show a step's prompts, completions and rewards.
+
+    The advantages too, and what each grader said."""
     with connect() as client:
         listed = client.rollouts(job, step)
     first = listed.model_copy(update={"rollouts": listed.rollouts[:limit]})
@@ -39,7 +41,9 @@ def regrade(
     ] = 10,
     output: OutputOption = Output.table,
 ) -> None:
-    """Grade a job's stored rollouts by other rewards, and show what would flip. The job stays as it
+    """Grade a job's stored rollouts by other rewards.
+
+    Shows how many rewards would change, and how many advantages their sign. The job stays as it
     is."""
     first, last = steps_of(step)
     rewards = load_job(reward, REWARDS_ONLY).rewards

@@ -30,8 +30,9 @@ def run(
     folder: FolderOption = stack.FOLDER,
     output: OutputOption = Output.table,
 ) -> None:
-    """Start the stack if there is none, submit a job, and follow it to its end. The stack stays
-    up."""
+    """Submit a job and follow it to its end.
+
+    Starts the stack first if there is none; it stays up."""
     job = load_job(file, overrides or [])
     if started := _ensure_stack(folder):
         err.print(f"the stack in {folder} stays up; `hone down` stops it", highlight=False)

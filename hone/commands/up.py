@@ -17,7 +17,9 @@ FolderOption = Annotated[Path, typer.Option("--dir", help="where logs and Redis'
 
 @command
 def up(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table) -> None:
-    """Start Redis and the four services on this machine, and wait until they are ready."""
+    """Start the stack on this machine.
+
+    The stack is Redis and the four services; returns when they are ready."""
     start(folder, output)
 
 

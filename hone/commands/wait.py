@@ -1,4 +1,4 @@
-"""`hone wait`: returns when a job has ended, for scripts."""
+"""`hone wait`: returns when a job has ended or paused, for scripts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from hone.shell import JobArgument, Output, OutputOption, command, connect, out
 
 @command
 def wait(job: JobArgument, output: OutputOption = Output.table) -> None:
-    """Wait until a job has ended, or is paused, and show what became of it. Exits 1 if it did not
-    succeed."""
+    """Wait for a job to end or pause.
+
+    Shows what became of it, and exits 1 if it did not succeed."""
     with connect() as client:
         record = client.wait(job, paused=True)
     if output is Output.json:
