@@ -1,5 +1,5 @@
 """What the trainer service remembers: which job, which step is next, what the last one answered.
-Every rank runs one of these.
+Every rank runs one of these. READ FIRST.
 
 All ranks get the same commands in the same order and come to the same decisions; what one of them
 alone can know, they settle `together`. Idempotency lives here, beside the weights it protects, and

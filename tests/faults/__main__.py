@@ -5,9 +5,10 @@
 The demo's job, made short, runs on the real stack: vLLM, DeepSpeed on two ranks, Redis, the
 sandbox. Processes are killed, stopped by SIGTERM or frozen for longer than the lease; connections
 are cut or slow; the disk is full; Redis is away. Each fault (`plan.py`, from the seed) strikes when
-its stage is seen to begin (`moments.py`), and is over once the job has done another step by itself.
-A job takes several faults. Then it is compared with the same job undisturbed, for which its sampled
-batches are replayed: each step once, the same weights after each, bit for bit.
+its stage is seen to begin (`moments.py`), or up to 0.15 s later, and is over once the job has done
+two more steps by itself. A job takes several faults. Then it is compared with the same job
+undisturbed, for which its sampled batches are replayed: each step once, the same weights after
+each, bit for bit.
 
 What is measured is added to a file as it comes. A run that is cut, or ends after `--seconds`, goes
 on with what is missing; the table and the last line, one JSON object, are of all of it.

@@ -1,7 +1,7 @@
 """How completions are graded, apart from the graders.
 
     registry.py   what a grader is, and the table of them
-    scoring.py    a request's items and rewards -> scores
+    scoring.py    READ FIRST: a request's items and rewards -> scores
     calling.py    one grader and its items: how many at a time, until when
     cache.py      verdicts by content
     admission.py  how much may wait

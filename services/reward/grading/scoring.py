@@ -1,4 +1,5 @@
 """A request's items and rewards -> scores, each reported as soon as all its parts are there.
+READ FIRST.
 
 What can be known to be wrong before grading (names, params, columns) is a BadRequest and costs
 nothing. What goes wrong in grading is a part without a value.
