@@ -14,6 +14,18 @@ APP = f"{SETTINGS.modal_name}-trainer"
 LAST = "work"
 
 
+OF_MODAL = (
+    modal.exception.AuthError,
+    modal.exception.ClientClosed,
+    modal.exception.ConnectionError,
+    modal.exception.InternalError,
+    modal.exception.PermissionDeniedError,
+    modal.exception.ResourceExhaustedError,
+    modal.exception.ServiceError,
+)
+"""Errors of the question, which say nothing of the call: it is asked again."""
+
+
 @dataclass(frozen=True)
 class Call:
     """`failure` is why it ended, if it failed: Modal has retried it then, and gave up."""
@@ -31,6 +43,7 @@ async def start() -> None:
 
 
 async def last() -> Call:
+    """Raises one of OF_MODAL where Modal does not say how it is."""
     known = await _kept().get.aio(LAST)
     if known is None:
         return NONE
@@ -43,7 +56,9 @@ async def last() -> Call:
         return NONE
     except modal.exception.FunctionTimeoutError as error:  # of a long job, or of a start
         return NONE if time.time() - called_at > DAY_S else Call(False, str(error))
-    except Exception as error:  # Modal raises what it raised, and errors of its own
+    except OF_MODAL:
+        raise
+    except Exception as error:  # Modal raises what it raised, and errors of its own about that
         return Call(is_running=False, failure=f"{type(error).__name__}: {error}")
     return NONE
 

@@ -16,14 +16,13 @@ from services.orchestrator.loop.discovery import Registered, sampler_urls
 from services.orchestrator.loop.loading import Push, give_model, load
 from services.orchestrator.loop.replica import Length, Replica
 from services.orchestrator.loop.tasks import stop
-from services.orchestrator.loop.transport import Transport
+from services.orchestrator.loop.transport import transport_to
 from shared import tracing
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
-from shared.tls import trusted
 from shared.wire import ModelRequest
 
 LOOK_AT_AWAY_S = 0.25
@@ -232,7 +231,7 @@ class Members:
             binary=True,
             patience_s=self._settings.patience_s,
             tell=self._tell if alone else tell_nobody,
-            transport=Transport(trusted()),
+            transport=transport_to(url),
         )
         replica = Replica(client, self._length)
 

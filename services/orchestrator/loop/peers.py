@@ -10,7 +10,7 @@ from services.orchestrator.loop.discovery import Registered, is_one, none_regist
 from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.loading import Push
 from services.orchestrator.loop.samplers import Samplers
-from services.orchestrator.loop.transport import Transport
+from services.orchestrator.loop.transport import transport_to
 from services.orchestrator.loop.trial import Trial, trial
 from services.orchestrator.loop.waits import Waits, waits_for
 from shared import tracing
@@ -20,7 +20,6 @@ from shared.errors import Failed, HoneError
 from shared.job import Job, SyncMethod
 from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
-from shared.tls import trusted
 from shared.wire import (
     AbortRequest,
     Checkpoint,
@@ -100,7 +99,7 @@ class Peers:
             binary=True,
             patience_s=patience_s,
             tell=tell,
-            transport=Transport(trusted()),
+            transport=transport_to(settings.trainer_url),
         )
         self._reward = Client(
             "reward",
@@ -109,7 +108,7 @@ class Peers:
             binary=True,
             patience_s=patience_s,
             tell=tell,
-            transport=Transport(trusted()),
+            transport=transport_to(settings.reward_url),
         )
 
     def new_epoch(self) -> None:

@@ -12,23 +12,42 @@ import contextlib
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterable, Generator
 from typing import cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httpx2 as httpx
 from yarl import URL
 
+from shared.tls import trusted
+from shared.urls import is_direct
+
 MAX_CONNECTIONS = 256
 UNUSED_S = 15.0
 """How long a connection is kept that nobody uses."""
+
+PIECE_BYTES = 1 << 16
+"""A larger body is sent in pieces, each within the time for writing: aiohttp has a limit for none
+of it."""
 
 OWN_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Those that httpx decides on."""
 
 
+def transport_to(url: str) -> Transport | None:
+    """Returns one for a client of the service at `url`; None where the environment names a proxy
+    for it, which is httpx's to ask."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    proxies = getproxies()
+    if not is_direct(host) and {parts.scheme, "all"} & proxies.keys() and not proxy_bypass(host):
+        return None
+    return Transport(trusted())
+
+
 class Transport(httpx.AsyncBaseTransport):
     """A transport for `shared.client.Client`. Raises what httpx's own does: ConnectError and
-    ConnectTimeout, ReadError and ReadTimeout, WriteTimeout, RemoteProtocolError. Proxies that the
-    environment names are httpx's to ask."""
+    ConnectTimeout, ReadError and ReadTimeout, WriteTimeout, RemoteProtocolError."""
 
     def __init__(self, verify: ssl.SSLContext) -> None:
         self._verify = verify
@@ -92,9 +111,12 @@ async def _sending(
     """Yields the request's body. Raises WriteTimeout once the service takes no piece of it for
     `write_s` seconds."""
     if isinstance(request.stream, httpx.ByteStream):
-        yield request.content or None
-        return
-    stream = cast(AsyncIterable[bytes], request.stream)
+        if len(request.content) <= PIECE_BYTES:
+            yield request.content or None
+            return
+        stream = _cut(request.content)
+    else:
+        stream = cast(AsyncIterable[bytes], request.stream)
     answered = False
 
     async def pieces() -> AsyncGenerator[bytes]:
@@ -115,9 +137,16 @@ async def _sending(
             finally:
                 answered = True
     except TimeoutError:
+        if not stalled.expired():
+            raise
         raise httpx.WriteTimeout(
             f"nothing of the request was taken for {write_s:g} s", request=request
         ) from None
+
+
+async def _cut(content: bytes) -> AsyncGenerator[bytes]:
+    for start in range(0, len(content), PIECE_BYTES):
+        yield content[start : start + PIECE_BYTES]
 
 
 @contextlib.contextmanager

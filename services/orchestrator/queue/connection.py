@@ -3,6 +3,7 @@ that say what to check."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -60,6 +61,9 @@ versions have it further on."""
 NOT_PRIMARY = ("READONLY", "MASTERDOWN", "UNBLOCKED")
 """How a primary answers in whose place another one was put."""
 
+RECONNECT_S = 1.0
+"""Seconds between two times that all connections are made anew."""
+
 
 class StoreUnavailable(Unavailable):
     """Redis is away, or refuses what it is asked until time or a person has mended it. Whoever
@@ -84,6 +88,7 @@ class Connection:
         self.place = _place(url)
         self._identity: str | None = None
         self.refused: str | None = None
+        self._reconnect_at = 0.0
         patient = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=RETRIES)
         self.client = _client(url, MAX_CONNECTIONS, patient)
         self.beats = _client(url, MAX_BEAT_CONNECTIONS, Retry(NoBackoff(), retries=0))
@@ -156,10 +161,16 @@ class Connection:
 
     async def _reconnect(self) -> None:
         """Lets every connection be made anew, those in use after what they wait for: HONE_REDIS_URL
-        may lead to another Redis than when they were made, as after a failover."""
+        may lead to another Redis than when they were made, as after a failover. Of many commands
+        that fail at once the first one does it for all."""
+        now = time.monotonic()
+        if now < self._reconnect_at:
+            return
+        self._reconnect_at = now + RECONNECT_S
         for client in (self.client, self.beats, self.followers):
-            await client.connection_pool.update_active_connections_for_reconnect()
-            await client.connection_pool.disconnect(inuse_connections=False)
+            with contextlib.suppress(RedisError, OSError):  # one that goes away breaks as it closes
+                await client.connection_pool.update_active_connections_for_reconnect()
+                await client.connection_pool.disconnect(inuse_connections=False)
 
     async def _misplaced(self, job_id: Any) -> str:
         """Returns how a sentence goes on about the key that holds another type than Hone keeps

@@ -72,26 +72,25 @@ class Ranks:
 
         `lead` makes a folder and calls `save_all(folder)` once, or not at all. Then every rank runs
         every phase with that folder, each when all have done the one before; `save_all` returns
-        what the last one returned, by rank.
+        what the last one returned, by rank. No rank returns before `lead` has.
         """
         if self.rank:
             folder: Path | None = self.broadcast(None)
             if folder is not None:
-                self._run_phases(folder, phases)
+                try:
+                    self._run_phases(folder, phases)
+                finally:
+                    self.broadcast(None)
             return None
-        called = False
 
         def save_all(folder: Path) -> list[Any]:
-            nonlocal called
-            called = True
             self.broadcast(folder)
             return self._run_phases(folder, phases)
 
         try:
             return lead(save_all)
         finally:
-            if not called:
-                self.broadcast(None)
+            self.broadcast(None)  # there is no folder, or it is done
 
     def _run_phases(self, folder: Path, phases: tuple[Callable[[Path], Any], ...]) -> list[Any]:
         results: list[Any] = []

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
+from types import SimpleNamespace
+from typing import Any
 
+import modal
 import pytest
 
+from deploy.modal import calls
 from tests.support.modal_control_plane import PINNED, ControlPlane
 
 pytestmark = [
@@ -55,3 +60,20 @@ def test_a_call_runs_or_failed_or_is_over_until_it_is_forgotten() -> None:
     ]
     (called,) = plane.calls["FunctionGet"]
     assert (called["app_name"], called["object_tag"]) == ("hone-trainer", "work")
+
+
+@pytest.mark.parametrize("error", calls.OF_MODAL)
+def test_that_modal_cannot_be_asked_says_nothing_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    async def known(_: str) -> tuple[str, float]:
+        return "fc-1", 0.0
+
+    async def away(timeout: float) -> Any:
+        raise error("away")
+
+    call = SimpleNamespace(get=SimpleNamespace(aio=away))
+    monkeypatch.setattr(calls, "_kept", lambda: SimpleNamespace(get=SimpleNamespace(aio=known)))
+    monkeypatch.setattr(modal.FunctionCall, "from_id", lambda _: call)
+    with pytest.raises(error, match="away"):
+        asyncio.run(calls.last())

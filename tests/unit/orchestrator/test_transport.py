@@ -6,13 +6,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import hashlib
+import random
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import httpx2 as httpx
 import pytest
 
-from services.orchestrator.loop.transport import Transport
+from services.orchestrator.loop.transport import Transport, transport_to
 from shared.ports import free_port
 
 PIECE = b"p" * 65_536
@@ -168,6 +170,49 @@ async def test_what_goes_wrong_is_called_as_httpx_calls_it() -> None:
     async with httpx.AsyncClient(transport=Transport(ssl.create_default_context())) as client:
         with pytest.raises(httpx.ConnectError, match="Connect call failed"):
             await client.get(f"http://127.0.0.1:{free_port()}/")
+
+
+async def test_a_body_in_one_piece_has_the_time_for_writing_too() -> None:
+    async def deaf(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(30)
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head, body = await request_of(reader)
+        assert not any("transfer-encoding" in line.lower() for line in head)
+        writer.write(answer(hashlib.sha256(body).hexdigest().encode()))
+
+    content = random.Random(0).randbytes(9_000_001)
+    async with served(deaf, write=0.2) as client:
+        with pytest.raises(httpx.WriteTimeout):
+            await client.post("/", content=content)
+    async with served(handler) as client:
+        response = await client.post("/", content=content)
+    assert response.text == hashlib.sha256(content).hexdigest()
+
+
+async def test_a_host_that_does_not_answer_in_time_is_no_matter_of_writing() -> None:
+    async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        await asyncio.sleep(30)
+
+    async with served(silent, read=0.2, write=20) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.put("/", content=PIECE * 2)
+
+
+def test_a_proxy_that_the_environment_names_is_left_to_httpx(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "inside.example.org")
+    assert transport_to("https://trainer.example.org") is None
+    for url in (
+        "http://trainer.example.org",
+        "https://inside.example.org",
+        "https://trainer:8002",
+        "https://127.0.0.1:8002",
+    ):
+        assert isinstance(transport_to(url), Transport)
 
 
 async def test_an_answer_that_is_left_before_its_end_leaves_no_connection() -> None:
