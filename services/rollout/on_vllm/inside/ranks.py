@@ -1,8 +1,8 @@
 """The rank of each sampled token among all, which vLLM returns with its log-prob.
 
 vLLM has the comparison compiled. On a CPU that is a C++ compiler's work in each engine's first
-sample: 13 s of its start on two cores. Rows of 150,000 log-probs are counted here as fast as by
-what it compiles.
+sample: 13 s of its start on two cores. Here 64 rows of 150,000 log-probs are counted in 16 ms,
+there in 10.
 """
 
 from __future__ import annotations
