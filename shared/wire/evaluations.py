@@ -91,5 +91,5 @@ class EvaluationState(Wire):
 class EvaluationEnded(Wire):
     """`DELETE /v1/evaluations/{id}`: `ended` says whether it was under way."""
 
-    id: JobId
+    id: str
     ended: bool
