@@ -14,7 +14,6 @@ from starlette.datastructures import FormData, UploadFile
 
 from services.orchestrator.api.pages import page_of
 from services.orchestrator.data.uploads import Quota, Uploads
-from services.orchestrator.loop.tasks import in_own_thread
 from services.orchestrator.queue.store import Store
 from shared.config import Settings
 from shared.downloads import DOWNLOADED, DownloadedFile
@@ -22,6 +21,7 @@ from shared.errors import BadRequest, TooLarge, Unauthorized
 from shared.explain import nearest
 from shared.job import UPLOADED
 from shared.service import Service
+from shared.threads import in_own_thread
 from shared.wire import FileDeleted, FileList, Purpose, UploadedFile
 
 FORM = "multipart/form-data"

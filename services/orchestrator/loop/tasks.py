@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Future
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 PATIENCE_S = 0.5
@@ -37,22 +35,6 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     if cancelled:
         raise cancelled
     return task.result()
-
-
-async def in_own_thread(act: Callable[[], T]) -> T:
-    """Returns what `act` returns. It waits for no thread of the pool, and the process can end
-    before it has: for what may hang, and must keep nobody waiting."""
-    result: Future[T] = Future()
-    result.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result.set_result(act())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(result)
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import xxhash
 
-from services.orchestrator.loop.tasks import in_own_thread
 from services.orchestrator.queue import keys
 from services.orchestrator.queue.connection import Connection
 from services.orchestrator.record.writing import writing
 from shared import disk
 from shared.errors import Failed
 from shared.logs import get_logger
+from shared.threads import in_own_thread
 
 LOOK_AT_NOTE_S = 2.0
 """Seconds between two looks at whether the folder's jobs are still in the Redis in use."""

@@ -32,7 +32,6 @@ from services.rollout.on_vllm.masks import Masking
 from services.rollout.on_vllm.openai_routes import openai_app
 from services.rollout.on_vllm.processes import (
     freeze_heap,
-    in_daemon_thread,
     root_cause,
     stop_children,
 )
@@ -42,6 +41,7 @@ from services.rollout.on_vllm.tokenizers import load_tokenizer
 from services.rollout.on_vllm.versions import label
 from shared.config import Settings
 from shared.errors import BadRequest, Failed, HoneError, StateLost
+from shared.threads import in_own_thread
 from shared.wire import (
     BroadcastWeights,
     EngineSpec,
@@ -232,7 +232,7 @@ class VllmEngine:
 
     async def restart(self, folder: Path) -> None:
         await self.stop()
-        self._llm = await in_daemon_thread(
+        self._llm = await in_own_thread(
             lambda: AsyncLLM.from_engine_args(engine_args(self._spec, self._settings, folder))
         )
         self.openai, self.chat = self._entrypoints()
@@ -276,7 +276,7 @@ class VllmEngine:
         return self._llm.get_num_unfinished_requests()
 
     async def stop(self) -> None:
-        await in_daemon_thread(self.shut_down)
+        await in_own_thread(self.shut_down)
 
     def shut_down(self) -> None:
         """Ends the engine's processes, killing them if they take longer than `STOP_S` seconds."""

@@ -3,8 +3,6 @@ nothing heavy."""
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import fcntl
 import gc
 import json
@@ -13,12 +11,8 @@ import os
 import re
 import shutil
 import tempfile
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TypeVar
-
-R = TypeVar("R")
+from typing import IO
 
 SERVICE_PID = "ROLLOUT_SERVICE_PID"
 """The variable that tells every process below the service which one it must not outlive: see
@@ -143,21 +137,6 @@ def freeze_heap() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
-
-
-async def in_daemon_thread(work: Callable[[], R]) -> R:
-    """Returns `work()`. Unlike asyncio's own threads, this one does not hold up the end of the
-    process."""
-    future: concurrent.futures.Future[R] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.shield(asyncio.wrap_future(future))
 
 
 def _logging_config(errors: Path, progress: Path) -> dict[str, object]:

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from services.rollout.engine import Engine
 from services.rollout.on_vllm.processes import (
     TemporaryFolder,
-    in_daemon_thread,
     root_cause,
     set_environment,
     stage_of,
@@ -23,6 +22,7 @@ from shared.config import Settings
 from shared.digest import stored_tensors
 from shared.errors import BadRequest, Failed
 from shared.models import model_folder
+from shared.threads import in_own_thread
 from shared.wire import EngineSpec, Sampling
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ class VllmStarter:
         """Imports vLLM, so that the first engine starts in half the time. Raises Failed if it
         cannot be imported."""
         try:
-            await in_daemon_thread(
-                lambda: importlib.import_module("services.rollout.on_vllm.engine")
-            )
+            await in_own_thread(lambda: importlib.import_module("services.rollout.on_vllm.engine"))
         except ImportError as error:
             raise Failed(f"vLLM cannot be imported: {error}") from error
 
@@ -52,7 +50,7 @@ class VllmStarter:
         """Returns the folder of the model's config.json. Raises BadRequest if there is no such
         model."""
         folder = model_folder(spec.model)
-        return folder or await in_daemon_thread(lambda: _hub_folder(spec))
+        return folder or await in_own_thread(lambda: _hub_folder(spec))
 
     async def start(self, spec: EngineSpec, folder: Path) -> Engine:
         """Returns a started engine. Raises Failed with the sentence of what went wrong in whichever
@@ -60,7 +58,7 @@ class VllmStarter:
         self._errors.unlink(missing_ok=True)
         self._progress.unlink(missing_ok=True)
         try:
-            engine = await in_daemon_thread(lambda: self._start(spec, folder))
+            engine = await in_own_thread(lambda: self._start(spec, folder))
             await engine.find_gpus()
             # A model it cannot run fails here, not in a job's step.
             await engine.sample([0], Sampling(max_tokens=1), owner="", salt="")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging.config
 import os
@@ -18,7 +17,6 @@ import pytest
 from services.rollout.on_vllm.processes import (
     TemporaryFolder,
     freeze_heap,
-    in_daemon_thread,
     root_cause,
     set_environment,
     stage_of,
@@ -121,23 +119,6 @@ def test_the_environment_sends_no_statistics_and_keeps_the_users_threads(tmp_pat
     os.environ["OMP_WAIT_POLICY"] = "ACTIVE"
     set_environment(tmp_path)
     assert (os.environ["VLLM_NO_USAGE_STATS"], os.environ["OMP_WAIT_POLICY"]) == ("1", "ACTIVE")
-
-
-async def test_a_thread_returns_its_value_or_raises_its_error() -> None:
-    assert await in_daemon_thread(lambda: 7) == 7
-    with pytest.raises(ZeroDivisionError):
-        await in_daemon_thread(lambda: 1 // 0)
-
-
-async def test_the_loop_goes_on_while_a_thread_works() -> None:
-    import threading
-
-    release = threading.Event()
-    waiting = asyncio.create_task(in_daemon_thread(release.wait))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    release.set()
-    assert await waiting is True
 
 
 def test_a_frozen_heap_is_not_gone_through_and_the_one_before_is_collected() -> None:
