@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared.config import Settings
 from shared.errors import BadRequest
+from shared.extras import how_to_install
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -46,7 +47,7 @@ def configure(service: str, settings: Settings) -> None:
     except ImportError as error:
         raise BadRequest(
             f"a collector of traces is named, and OpenTelemetry cannot be imported ({error}); "
-            "install hone-rl[otel], or unset HONE_OTEL_ENDPOINT"
+            f"{how_to_install('otel')}; or unset HONE_OTEL_ENDPOINT"
         ) from error
     url = f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None
     _provider = TracerProvider(resource=Resource.create({"service.name": f"hone-{service}"}))

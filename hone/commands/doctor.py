@@ -24,6 +24,7 @@ from shared.client import Client
 from shared.config import Settings
 from shared.environment import load_settings
 from shared.errors import BadRequest, HoneError
+from shared.extras import how_to_install
 from shared.front_door import proxy_headers
 from shared.urls import DNS_PREFIX, REGISTERED
 from shared.wire import CheckedWeights, NoBody, RegisteredSampler, SamplerList
@@ -106,8 +107,8 @@ def _packages() -> list[Check]:
         if service == "orchestrator" and len(found) < len(candidates):
             found = []
         missing = (
-            f"not installed: {' or '.join(candidates)} (pip install 'hone-rl[{service}]'); this "
-            "machine cannot run the service"
+            f"not installed: {' or '.join(candidates)}; this machine cannot run the service "
+            f"({how_to_install(service)})"
         )
         checks.append(
             Check(

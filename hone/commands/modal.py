@@ -12,6 +12,7 @@ import typer
 
 from hone.shell import Output, OutputOption, app, command_of
 from shared.errors import BadRequest
+from shared.extras import how_to_install
 
 group = typer.Typer(
     no_args_is_help=True,
@@ -62,10 +63,7 @@ def upload(
 
 def _manage(action: str, output: Output, *arguments: str) -> None:
     if importlib.util.find_spec("modal") is None:
-        raise BadRequest(
-            "the Modal client is not installed: `make setup` in Hone's repository puts it into "
-            ".venv, `pip install '.[modal]'` there into another environment"
-        )
+        raise BadRequest(f"the Modal client is not installed: {how_to_install('modal')}")
     line = [sys.executable, "-m", "deploy.modal.manage", action, *arguments, "--output", output]
     if code := subprocess.call(line):
         raise typer.Exit(2 if code > 0 else 130)

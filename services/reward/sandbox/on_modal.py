@@ -24,6 +24,7 @@ from services.reward.sandbox.decoding import NotPlain, decode
 from services.reward.sandbox.probes import Probe, failures
 from services.reward.sandbox.verdicts import Facts
 from shared.errors import Failed
+from shared.extras import how_to_install
 from shared.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
 
@@ -91,9 +92,7 @@ class ModalSandbox(Sandbox):
         try:
             import modal  # pyright: ignore[reportMissingImports]
         except ImportError:
-            self._problem = (
-                "HONE_SANDBOX=modal needs the Modal client: pip install 'hone-rl[modal]'"
-            )
+            self._problem = f"HONE_SANDBOX=modal needs the Modal client: {how_to_install('modal')}"
             return
         self._modal = modal
         try:
