@@ -217,7 +217,7 @@ class Client:
         body = EvaluationRequest(id=id, models=tuple(models), job=job)
         try:
             return self._background.run(evaluating.evaluate(self._client, body, progress))
-        except BaseException:
+        except BaseException:  # also Ctrl-C; raised again once the services are free
             with contextlib.suppress(HoneError):  # the first error says more
                 self._background.run(evaluating.end(self._client, body.id))
             raise

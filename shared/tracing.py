@@ -80,7 +80,7 @@ class Trace:
         try:
             with use_span(self._span):
                 yield
-        except BaseException:
+        except BaseException:  # raised again: it ends the trace, whatever it is
             self.end()
             raise
 

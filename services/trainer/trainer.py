@@ -320,7 +320,7 @@ class Trainer:
         loaded = Loaded(request, model, engine, publisher)
         try:
             loaded.resume(found)
-        except BaseException:
+        except BaseException:  # undone and raised again, whatever it was
             engine.close()
             raise
         return loaded
@@ -340,7 +340,7 @@ class Trainer:
                 )
             except HoneError:
                 raise
-            except BaseException as error:
+            except BaseException as error:  # undone and raised again, whatever it was
                 if isinstance(error, OutOfMemory) and error.micro_batch_tokens:
                     self._seams.remember_budget(loaded.request, error.micro_batch_tokens)
                 # An update that died on the way leaves half-filled gradient buckets: nothing can be

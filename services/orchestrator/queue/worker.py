@@ -127,7 +127,7 @@ class Worker:
                 await self._store.slots.note(slot.name, slot.trainer, slot.samplers, away)
             except (Unavailable, StoreEmptied):
                 pass  # the worker says so
-            except Exception:  # noted again soon, whatever it is
+            except Exception:  # the last resort of a task that nobody waits for: noted again soon
                 get_logger().exception("trainer not noted", trainer=slot.trainer)
             await asyncio.sleep(NOTE_S)
 
@@ -256,7 +256,7 @@ class _Beats:
     def _doing(self, lease: Lease) -> str | None:
         try:
             return self.run.doing()
-        except Exception:
+        except Exception:  # a fault of ours in a sentence must not cost the job its lease
             get_logger().exception("what the job is at not known", job=lease.job_id)
             return None
 

@@ -214,5 +214,5 @@ async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
         async with asyncio.TaskGroup() as group:
             for one in work:
                 group.create_task(one)
-    except BaseExceptionGroup as errors:
+    except BaseExceptionGroup as errors:  # not caught: the first of them is raised
         raise errors.exceptions[0] from None

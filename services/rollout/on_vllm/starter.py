@@ -74,7 +74,7 @@ class VllmStarter:
                 f"vLLM refuses to serve {spec.model!r} with max_model_len "
                 f"{spec.max_model_len or 'of the model'} and dtype {spec.dtype}: {faults}"
             ) from error
-        except Exception as error:
+        except Exception as error:  # vLLM, torch and the model's own code raise of any class
             stop_children()
             cause = (
                 root_cause(self._errors)

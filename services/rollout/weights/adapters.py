@@ -68,7 +68,7 @@ class Adapters:
         adapter = Adapter(ref.adapter, next(self._numbers), ref.version, copy.folder)
         try:
             await self._engine.load_adapter(adapter)
-        except BaseException:
+        except BaseException:  # undone and raised again, whatever it was
             self._copies.remove(copy)
             raise
         gone = [self._newest.pop(ref.job_id)] if ref.job_id in self._newest else []

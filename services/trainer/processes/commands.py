@@ -183,7 +183,7 @@ def _attempt(trainer: Trainer, name: str, body: Wire, rank: int) -> Any:
         return getattr(trainer, name)(body)
     except HoneError as error:
         return error
-    except Exception as error:
+    except Exception as error:  # the last resort of a command: the other ranks wait for its outcome
         get_logger().exception("command failed", command=name, rank=rank)
         if fault := trainer.device_fault():
             raise RanksMustEnd(Unavailable(f"the device of rank {rank} failed: {fault}")) from error

@@ -68,7 +68,7 @@ def main() -> None:
     try:
         meeting = join(settings, place, life, folder)
         trainer_of = trainer_maker(settings, place, folder)
-    except Exception as error:
+    except Exception as error:  # the last resort of the process: noted, and raised again
         folder.note_failure(f"rank {place.rank} could not start: {type(error).__name__}: {error}")
         raise
     meeting.notes.set_timeout(READ_TIMEOUT)

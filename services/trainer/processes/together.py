@@ -50,7 +50,7 @@ class Ranks:
         result, error = None, None
         try:
             result = act()
-        except Exception as caught:
+        except Exception as caught:  # raised below, once the other ranks know of it
             error = caught
         outcomes = self.settle(
             as_hone_error(error, "the trainer", self.rank) if error else None, result

@@ -74,7 +74,7 @@ def start_engine(job: Job, device: torch.device) -> DeepSpeedEngine:
     initialized. Raises BadRequest for a model or settings that cannot be trained."""
     try:
         return DeepSpeedEngine(job, device, assemble(job, device))
-    except BaseException:
+    except BaseException:  # undone and raised again, whatever it was
         zero.stop(None)
         raise
 

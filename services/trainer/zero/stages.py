@@ -261,9 +261,7 @@ def make_optimizer(
 
     try:
         return DeepSpeedCPUAdam(groups, lr=0.0, betas=betas, adamw_mode=True)
-    except (
-        Exception
-    ) as error:  # it is compiled here, at first use, and there are many ways for that to fail
+    except Exception as error:  # a compiler runs here, at first use, and can fail in many ways
         raise BadRequest(
             "memory.offload_optimizer needs DeepSpeed's CPU Adam, which is compiled at first use "
             "and could not be "

@@ -150,7 +150,8 @@ def receive(worker: Any, method: str, meeting: dict[str, Any], updates: list[Any
         worker.finish_weight_update()
     except Exception as error:  # of torch, CUDA or vLLM: the service decides what becomes of it
         if began:
-            with contextlib.suppress(Exception):  # layers that got nothing get their weights back
+            # Layers that got nothing get their weights back; the first error says more.
+            with contextlib.suppress(Exception):
                 engine.finish_weight_update()
         return Outcome(began, f"{type(error).__name__}: {str(error).splitlines()[0]}")
     finally:
