@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,29 @@ async def run(stack: Stack, **changes: Any) -> JobRecord:
 
 def metrics(record: JobRecord, step: int) -> dict[str, float]:
     return {row.step: row.metrics for row in RunFolder(Path(record.run_dir)).metrics()}[step]
+
+
+async def paused_within(
+    stack: Stack,
+    operation: str,
+    job: Job | None = None,
+    *,
+    when: Callable[[Any], bool] = lambda _: True,
+) -> JobRecord:
+    """Returns the record of a job that was paused during its first `operation` with a body for
+    which `when` holds."""
+    reached = asyncio.Event()
+
+    async def wait(body: Any) -> None:
+        if when(body) and not reached.is_set():
+            reached.set()
+            await asyncio.Event().wait()
+
+    stack.fakes.fault[operation] = wait
+    job_id = (await stack.submit(job)).id
+    await asyncio.wait_for(reached.wait(), 60)
+    await stack.post(f"{job_id}/pause")
+    return await stack.until(job_id, "paused")
 
 
 # --- targets -------------------------------------------------------------------------------------
@@ -134,19 +158,8 @@ async def test_a_budget_of_hours_ends_the_job(stack: Stack) -> None:
 
 
 async def test_a_budget_goes_on_counting_and_can_be_raised(stack: Stack) -> None:
-    reached = asyncio.Event()
-
-    async def wait_at_3(body: Any) -> None:
-        if body.step == 3 and not reached.is_set():
-            reached.set()
-            await asyncio.sleep(60)
-
-    stack.fakes.fault["train_step"] = wait_at_3
     job = changed(stack.job, stop={"max_tokens": 100})
-    id = (await stack.submit(job)).id
-    await asyncio.wait_for(reached.wait(), 20)
-    await stack.post(f"{id}/pause")
-    await stack.until(id, "paused")
+    id = (await paused_within(stack, "train_step", job, when=lambda body: body.step == 3)).id
     await stack.post(f"{id}/resume", ResumeRequest(set=("stop.max_tokens=200",)))
     record = await stack.until(id)
     assert (record.status, record.step) == ("succeeded", 5)
@@ -217,17 +230,7 @@ async def test_a_cost_needs_a_price(stack: Stack) -> None:
 
 
 async def test_a_paused_job_is_given_no_cost_where_no_price_is_known(stack: Stack) -> None:
-    reached = asyncio.Event()
-
-    async def wait(_: Any) -> None:
-        reached.set()
-        await asyncio.Event().wait()
-
-    stack.fakes.fault["train_step"] = wait
-    job_id = (await stack.submit()).id
-    await asyncio.wait_for(reached.wait(), 60)
-    await stack.post(f"{job_id}/pause")
-    await stack.until(job_id, "paused")
+    job_id = (await paused_within(stack, "train_step")).id
     with pytest.raises(BadRequest, match=r"stop\.max_cost is 5, and what an hour costs is not"):
         await stack.post(f"{job_id}/resume", ResumeRequest(set=("stop.max_cost=5",)))
     assert (await stack.get(job_id)).status == "paused"
@@ -238,21 +241,9 @@ async def test_a_job_that_ends_as_it_goes_on_keeps_its_best_and_is_evaluated(
 ) -> None:
     """Step 2 did best; the budget is lowered while the job is paused after step 3."""
     stack.fakes.grade = lambda _: Part(value=0.9 if stack.fakes.step == 2 else 0.1)
-    reached = asyncio.Event()
-
-    async def wait_at_4(body: Any) -> None:
-        if body.step == 4 and not reached.is_set():
-            reached.set()
-            await asyncio.sleep(60)
-
-    stack.fakes.fault["train_step"] = wait_at_4
     checkpoints = {"every": 2, "keep_last": 1}
-    id = (
-        await stack.submit(changed(stack.job, evaluation={"every": 2}, checkpoints=checkpoints))
-    ).id
-    await asyncio.wait_for(reached.wait(), 20)
-    await stack.post(f"{id}/pause")
-    await stack.until(id, "paused")
+    job = changed(stack.job, evaluation={"every": 2}, checkpoints=checkpoints)
+    id = (await paused_within(stack, "train_step", job, when=lambda body: body.step == 4)).id
     await stack.post(f"{id}/resume", ResumeRequest(set=("stop.max_tokens=1",)))
     record = await stack.until(id)
     assert (record.status, record.step) == ("succeeded", 3)
@@ -293,40 +284,20 @@ async def test_steps_lowered_below_what_is_trained_pause_the_job_with_a_remedy(
 async def paused_after_training(stack: Stack, step: int) -> str:
     """Returns the id of a job that was paused when the trainer had done the step, and no row of
     it was there yet."""
-    reached = asyncio.Event()
-
-    async def wait(body: Any) -> None:
-        if body.version == step and not reached.is_set():
-            reached.set()
-            await asyncio.Event().wait()
-
-    stack.fakes.fault["publish"] = wait
-    job_id = (await stack.submit()).id
-    await asyncio.wait_for(reached.wait(), 60)
-    await stack.post(f"{job_id}/pause")
-    assert (await stack.until(job_id, "paused")).step == step - 1
-    return job_id
+    paused = await paused_within(stack, "publish", when=lambda body: body.version == step)
+    assert paused.step == step - 1
+    return paused.id
 
 
 async def test_hours_of_an_attempt_without_a_row_are_counted(stack: Stack) -> None:
-    reached = asyncio.Event()
-
-    async def wait(_: Any) -> None:
-        if not reached.is_set():
-            reached.set()
-            await asyncio.sleep(60)
-
-    stack.fakes.fault["train_step"] = wait
-    id = (await stack.submit(changed(stack.job, steps=1, data={"eval": None}))).id
-    await asyncio.wait_for(reached.wait(), 20)
-    await stack.post(f"{id}/pause")
-    paused = await stack.until(id, "paused")
+    job = changed(stack.job, steps=1, data={"eval": None})
+    paused = await paused_within(stack, "train_step", job)
     folder = RunFolder(Path(paused.run_dir))
     assert folder.hours() > 0
     folder.write_spent(5.0, 0.0)
     folder.write_spent(4.0, 0.0)  # of a worker that was superseded
-    await stack.post(f"{id}/resume", ResumeRequest())
-    record = await stack.until(id)
+    await stack.post(f"{paused.id}/resume", ResumeRequest())
+    record = await stack.until(paused.id)
     assert metrics(record, 1)["total/hours"] == pytest.approx(5.0, abs=0.1)
     assert folder.hours() >= metrics(record, 1)["total/hours"]
 

@@ -17,19 +17,11 @@ from services.orchestrator.queue import keys
 from services.orchestrator.queue.leases import Lease, LeaseLost
 from services.orchestrator.queue.store import Store
 from services.orchestrator.queue.working import MAX_LEFT, MAX_TRIES
-from shared.job import Job
 from shared.wire import Obstacle
+from tests.support.job_records import JOB
 
 RUNS = Path("/runs")
-JOB = Job.model_validate(
-    {
-        "name": "demo",
-        "model": "m/m",
-        "steps": 1000,
-        "data": {"train": "x"},
-        "rewards": [{"grader": "length"}],
-    }
-)
+LONG_JOB = JOB.model_copy(update={"steps": 1000})
 SLOTS = {"t1": ("s1", "s2"), "t2": ("s3",), "t3": ("s2", "s4")}
 """Trainers and their samplers. Orchestrators that were set up differently share `s2`."""
 
@@ -176,7 +168,7 @@ class Driver:
 
     async def submit(self) -> None:
         priority = self.choose.choice((-3, 0, 0, 0, 100))
-        job = JOB.model_copy(update={"priority": priority})
+        job = LONG_JOB.model_copy(update={"priority": priority})
         record = await self.store.submit(job, RUNS, None)
         model = self.model
         model.num_submitted += 1
@@ -272,7 +264,7 @@ class Driver:
             changed = None
             if self.choose.random() < 0.3:
                 job.priority = self.choose.choice((-1, 5))
-                changed = JOB.model_copy(update={"priority": job.priority})
+                changed = LONG_JOB.model_copy(update={"priority": job.priority})
             await self.store.resume(job.id, changed)
             job.status, job.tries, job.begun = "queued", 0, False
 
@@ -346,7 +338,7 @@ async def test_of_many_orchestrators_none_gets_what_another_one_has(redis_url: s
     """Each has all trainers; whoever has a job holds its trainer and samplers alone."""
     stores = [Store(redis_url) for _ in range(4)]
     await stores[0].open()
-    ids = {(await stores[0].submit(JOB, RUNS, None)).id for _ in range(24)}
+    ids = {(await stores[0].submit(LONG_JOB, RUNS, None)).id for _ in range(24)}
     held: set[str] = set()
     done: list[str] = []
 

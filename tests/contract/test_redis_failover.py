@@ -12,19 +12,9 @@ import redis.asyncio as redis
 
 from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.store import Store
-from shared.job import Job
+from tests.support.job_records import JOB
 from tests.support.link import Link
 from tests.support.running import running_redis
-
-JOB = Job.model_validate(
-    {
-        "name": "demo",
-        "model": "m/m",
-        "steps": 8,
-        "data": {"train": "x"},
-        "rewards": [{"grader": "length"}],
-    }
-)
 
 
 def path_of(client: Any) -> Path:

@@ -45,16 +45,8 @@ from tests.support.rollout_bench import RolloutBench
 
 pytestmark = pytest.mark.slow
 
-job = orchestrator_stack.job  # a fixture
+job, store = orchestrator_stack.job, orchestrator_stack.store  # fixtures
 URL = "http://127.0.0.1:8001"
-
-
-@pytest.fixture
-async def store(redis_url: str) -> AsyncGenerator[Store]:
-    store = Store(redis_url)
-    await store.open()
-    yield store
-    await store.close()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import httpx2 as httpx
 import pytest
@@ -167,6 +168,12 @@ class Counting(httpx.AsyncBaseTransport):
             self.open -= 1
 
 
+def polled_for(client: Client, step: int = 1) -> asyncio.Task[Checkpoint]:
+    """A call whose result is polled for from the start."""
+    work = client.call("POST", "/checkpoints", request(step), Checkpoint, deadline_s=60, wait_s=0)
+    return asyncio.create_task(work)
+
+
 async def test_many_operations_are_waited_for_on_few_connections(settings: Settings) -> None:
     service = Service("rollout", settings)
     begun = asyncio.Semaphore(0)
@@ -181,12 +188,7 @@ async def test_many_operations_are_waited_for_on_few_connections(settings: Setti
     transport = Counting(httpx.ASGITransport(app=service.app))
     client = Client("rollout", "http://localhost", transport=transport)
 
-    def ask(step: int) -> asyncio.Task[Checkpoint]:
-        body = CheckpointRequest(job_id="j", step=step)
-        work = client.call("POST", "/checkpoints", body, Checkpoint, deadline_s=60, wait_s=0)
-        return asyncio.create_task(work)
-
-    tasks = [ask(step) for step in range(50)]
+    tasks = [polled_for(client, step) for step in range(50)]
     for _ in tasks:
         await begun.acquire()
     while transport.polls < 1 or transport.open > 4:
@@ -202,11 +204,10 @@ async def test_many_operations_are_waited_for_on_few_connections(settings: Setti
     await client.close()
 
 
-async def test_who_polls_for_a_result_is_told_when_there_is_room_for_more(
-    settings: Settings,
-) -> None:
-    busy = [3]
-    service = Service("rollout", settings, busy=lambda: busy[0])
+def held_up(settings: Settings, busy: Callable[[], int]) -> tuple[Counting, Client, asyncio.Event]:
+    """Returns a client of a service that is as busy as that, its transport, and the event that the
+    service's operations wait for."""
+    service = Service("rollout", settings, busy=busy)
     end = asyncio.Event()
 
     async def work(request: CheckpointRequest) -> Checkpoint:
@@ -215,14 +216,18 @@ async def test_who_polls_for_a_result_is_told_when_there_is_room_for_more(
 
     service.operation("POST", "/checkpoints", work)
     transport = Counting(httpx.ASGITransport(app=service.app))
-    client = Client("rollout", "http://localhost", transport=transport)
+    return transport, Client("rollout", "http://localhost", transport=transport), end
+
+
+async def test_who_polls_for_a_result_is_told_when_there_is_room_for_more(
+    settings: Settings,
+) -> None:
+    busy = [3]
+    transport, client, end = held_up(settings, lambda: busy[0])
     heard: list[int] = []
     client.poller.busy_below = lambda: 3 if not heard else None
     client.poller.heard = heard.append
-    body = CheckpointRequest(job_id="j", step=1)
-    task = asyncio.create_task(
-        client.call("POST", "/checkpoints", body, Checkpoint, deadline_s=60, wait_s=0)
-    )
+    task = polled_for(client)
     while not transport.polls:
         await asyncio.sleep(0.01)
     assert not heard
@@ -239,22 +244,10 @@ async def test_who_knows_that_there_is_room_is_told_again_only_of_a_change(
     settings: Settings,
 ) -> None:
     busy = [2]
-    service = Service("rollout", settings, busy=lambda: busy[0])
-    end = asyncio.Event()
-
-    async def work(request: CheckpointRequest) -> Checkpoint:
-        await end.wait()
-        return Checkpoint(step=request.step, path="/x", size_bytes=1)
-
-    service.operation("POST", "/checkpoints", work)
-    transport = Counting(httpx.ASGITransport(app=service.app))
-    client = Client("rollout", "http://localhost", transport=transport)
+    transport, client, end = held_up(settings, lambda: busy[0])
     heard: list[int] = []
     client.poller.busy_below, client.poller.heard = lambda: 3, heard.append
-    body = CheckpointRequest(job_id="j", step=1)
-    task = asyncio.create_task(
-        client.call("POST", "/checkpoints", body, Checkpoint, deadline_s=60, wait_s=0)
-    )
+    task = polled_for(client)
     while not heard:
         await asyncio.sleep(0.01)
     await asyncio.sleep(5 * BUSY_CHECK_S)

@@ -28,40 +28,19 @@ from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import Store
 from services.orchestrator.queue.working import MAX_TRIES
 from shared.errors import BadRequest, Conflict, NotFound
-from shared.job import DataSpec, Job
+from shared.job import DataSpec
 from shared.presence import Presence, tell_nobody
 from shared.wire import JobSummary, Obstacle, UploadedFile
+from tests.support import orchestrator_stack
+from tests.support.job_records import JOB
 from tests.support.link import Link
 
 TRAINER = "http://trainer"
 RUNS = Path("/runs")
-JOB = Job.model_validate(
-    {
-        "name": "demo",
-        "model": "m/m",
-        "steps": 8,
-        "data": {"train": "x"},
-        "rewards": [{"grader": "length"}],
-    }
-)
 REDIS = Presence("Redis", tell_nobody)
 
-
-@pytest.fixture
-async def store(redis_url: str) -> AsyncGenerator[Store]:
-    store = Store(redis_url)
-    await store.open()
-    yield store
-    await store.close()
-
-
-@pytest.fixture
-async def other(redis_url: str) -> AsyncGenerator[Store]:
-    """Another orchestrator's."""
-    store = Store(redis_url)
-    await store.open()
-    yield store
-    await store.close()
+# fixtures: of one orchestrator, and of another
+store, other = orchestrator_stack.store, orchestrator_stack.store
 
 
 @pytest.fixture
@@ -793,7 +772,7 @@ async def test_a_record_of_an_older_version_is_listed_and_filtered_too(
     await store.open()
     wanted = Wanted(metadata={"team": "math"}, openai=True)
     (listed,) = (await store.list(None, 10, wanted)).jobs
-    assert (listed.id, listed.model, listed.metadata) == (job_id, "m/m", {"team": "math"})
+    assert (listed.id, listed.model, listed.metadata) == (job_id, JOB.model, {"team": "math"})
     with pytest.raises(
         Conflict, match=f"file '{file.id}' is in use by job '{job_id}', which is que"
     ):

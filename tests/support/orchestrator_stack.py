@@ -1,7 +1,7 @@
 """The orchestrator's own application over real Redis and HTTP, with fake services behind it: what
 its contract tests share.
 
-Test modules take the fixtures `job` and `stack` from here by name.
+Test modules take the fixtures `job`, `stack` and `store` from here by name.
 """
 
 from __future__ import annotations
@@ -83,6 +83,15 @@ def job(tmp_path: Path) -> Job:
             "evaluation": {"every": 4},
         }
     )
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncGenerator[Store]:
+    """An orchestrator's view of the queue, without the orchestrator."""
+    store = Store(redis_url)
+    await store.open()
+    yield store
+    await store.close()
 
 
 @contextlib.asynccontextmanager

@@ -280,16 +280,7 @@ class RolloutBench:
             "b": np.zeros(2, np.float32),
         }
         save_file(values, folder / "model.safetensors")
-        return FolderWeights(
-            job_id=job,
-            attempt=fence[0],
-            epoch=fence[1],
-            version=version,
-            method="disk",
-            path=str(folder),
-            digest=digest_of(folder),
-            size_bytes=0,
-        )
+        return folder_weights(folder, version, job, fence)
 
     def publish_adapter(
         self,
@@ -355,3 +346,17 @@ class RolloutBench:
     async def raw(self, method: str, path: str, **options: Any) -> httpx.Response:
         async with httpx.AsyncClient(transport=self.transport, base_url="http://localhost") as http:
             return await http.request(method, path, **options)
+
+
+def folder_weights(folder: Path, version: int, job: str, fence: tuple[int, int]) -> FolderWeights:
+    """Returns what a trainer publishes of weights in a folder."""
+    return FolderWeights(
+        job_id=job,
+        attempt=fence[0],
+        epoch=fence[1],
+        version=version,
+        method="disk",
+        path=str(folder),
+        digest=digest_of(folder),
+        size_bytes=0,
+    )

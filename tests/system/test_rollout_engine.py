@@ -30,7 +30,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shared.client import Client
-from shared.digest import digest_of
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.packed import Logprobs, TokenIds
 from shared.ports import free_port
@@ -52,6 +51,7 @@ from shared.wire import (
     SessionRecord,
     Span,
 )
+from tests.support.rollout_bench import folder_weights
 from tests.support.running import lives
 from tests.support.tiny_models import save_tiny_qwen2
 
@@ -119,16 +119,7 @@ class Running:
             {name: tensor for name, tensor in tensors.items() if name != drop},
             folder / "model.safetensors",
         )
-        return FolderWeights(
-            job_id=job,
-            attempt=fence[0],
-            epoch=fence[1],
-            version=version,
-            method="disk",
-            path=str(folder),
-            digest=digest_of(folder),
-            size_bytes=0,
-        )
+        return folder_weights(folder, version, job, fence)
 
 
 def start(folder: Path, **settings: str) -> Running:

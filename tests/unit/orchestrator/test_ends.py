@@ -19,19 +19,10 @@ from services.orchestrator.record.journal import Journal
 from services.orchestrator.record.note import Note
 from services.orchestrator.record.noting import note_ends
 from shared.errors import Conflict, HoneError
-from shared.job import Job
 from shared.plan.prices import Price
 from shared.wire import MetricsRow
+from tests.support.job_records import JOB
 
-JOB = Job.model_validate(
-    {
-        "name": "demo",
-        "model": "m/m",
-        "steps": 8,
-        "data": {"train": "x"},
-        "rewards": [{"grader": "length"}],
-    }
-)
 ENDED = Note(created_at=1.0, finished_at=2.0, status="failed", error="no such model")
 
 

@@ -18,16 +18,8 @@ from services.orchestrator.record.folder import RunFolder
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Prompt, Rollout, RolloutGroup, Score, Span
+from tests.support.job_records import JOB
 
-JOB = Job.model_validate(
-    {
-        "name": "demo",
-        "model": "m/m",
-        "steps": 1,
-        "data": {"train": "x"},
-        "rewards": [{"grader": "length"}],
-    }
-)
 LEARNED = finished.digest_of(JOB)
 MESSAGES = ({"role": "user", "content": "3 5 15"},)
 PROMPT = Prompt(index=3, content=MESSAGES, row={"target": math.nan})
@@ -69,7 +61,7 @@ def test_a_group_comes_back_as_it_went_at_its_place_only(folder: RunFolder) -> N
 @pytest.mark.parametrize(
     ("changes", "same"),
     [
-        ({"steps": 9}, True),
+        ({"steps": 10}, True),
         ({"evaluation": {"every": 3}}, True),
         ({"seed": 1}, False),
         ({"sampling": {"temperature": 0.5}}, False),
@@ -122,7 +114,11 @@ def test_a_group_takes_the_place_of_one_that_older_weights_sampled(folder: RunFo
     assert folder.groups(12)[0][0, 3].versions == {3}
 
 
-async def test_groups_that_come_while_one_is_written_are_written_together() -> None:
+async def written_while_one_is(
+    *, failing: int | None = None
+) -> tuple[list[list[Place]], list[BaseException | None]]:
+    """Adds the group at place 0, and those at 1 to 3 while it is written. Returns the places of
+    each write, of which the one numbered `failing` fails, and what each `add` raised."""
     writes: list[list[Place]] = []
     begun, go_on = threading.Event(), threading.Event()
 
@@ -130,26 +126,7 @@ async def test_groups_that_come_while_one_is_written_are_written_together() -> N
         writes.append(list(groups))
         begun.set()
         assert go_on.wait(20)
-
-    keeping = Keeping(write)
-    first = asyncio.create_task(keeping.add((0, 0), made(0)))
-    await asyncio.to_thread(begun.wait, 20)
-    others = [asyncio.create_task(keeping.add((0, place), made(0))) for place in (1, 2, 3)]
-    await asyncio.sleep(0)
-    go_on.set()
-    await asyncio.gather(first, *others)
-    assert writes == [[(0, 0)], [(0, 1), (0, 2), (0, 3)]]
-
-
-async def test_groups_whose_write_fails_are_not_taken_for_written() -> None:
-    writes: list[list[Place]] = []
-    begun, go_on = threading.Event(), threading.Event()
-
-    def write(groups: Mapping[Place, FinishedGroup]) -> None:
-        writes.append(list(groups))
-        begun.set()
-        assert go_on.wait(20)
-        if len(writes) == 2:
+        if len(writes) == failing:
             raise Failed("the disk is full")
 
     keeping = Keeping(write)
@@ -158,8 +135,18 @@ async def test_groups_whose_write_fails_are_not_taken_for_written() -> None:
     others = [asyncio.create_task(keeping.add((0, place), made(0))) for place in (1, 2, 3)]
     await asyncio.sleep(0)
     go_on.set()
-    ended = await asyncio.gather(first, *others, return_exceptions=True)
-    assert [isinstance(error, Failed) for error in ended] == [False, True, False, False]
+    return writes, await asyncio.gather(first, *others, return_exceptions=True)
+
+
+async def test_groups_that_come_while_one_is_written_are_written_together() -> None:
+    writes, errors = await written_while_one_is()
+    assert errors == [None] * 4
+    assert writes == [[(0, 0)], [(0, 1), (0, 2), (0, 3)]]
+
+
+async def test_groups_whose_write_fails_are_not_taken_for_written() -> None:
+    writes, errors = await written_while_one_is(failing=2)
+    assert [isinstance(error, Failed) for error in errors] == [False, True, False, False]
     assert writes == [[(0, 0)], [(0, 1), (0, 2), (0, 3)], [(0, 1), (0, 2), (0, 3)]]
 
 

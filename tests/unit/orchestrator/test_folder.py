@@ -12,18 +12,9 @@ import pytest
 from services.orchestrator.record.folder import BatchExists, RunFolder
 from services.orchestrator.record.retention import first_needed
 from shared.errors import Conflict, Failed, NotFound
-from shared.job import CheckpointSpec, Job, RolloutsSpec
+from shared.job import CheckpointSpec, RolloutsSpec
 from shared.wire import Batch, MetricsRow, Prompt, Rollout, RolloutGroup, Score, Span
-
-JOB = Job.model_validate(
-    {
-        "name": "demo",
-        "model": "m/m",
-        "steps": 1,
-        "data": {"train": "x"},
-        "rewards": [{"grader": "length"}],
-    }
-)
+from tests.support.job_records import JOB
 
 
 def make_batch(step: int = 1, text: str = "3*5") -> Batch:
@@ -64,8 +55,8 @@ def test_the_name_points_at_the_newest_run(tmp_path: Path) -> None:
 def test_a_folder_of_a_job_that_learns_something_else_is_refused_by_name(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "demo-1")
     folder.create(JOB)
-    folder.create(JOB.model_copy(update={"steps": 9}))
-    assert json.loads((folder.path / "job.json").read_text())["steps"] == 9, "that may change"
+    folder.create(JOB.model_copy(update={"steps": 10}))
+    assert json.loads((folder.path / "job.json").read_text())["steps"] == 10, "that may change"
     rewards = (JOB.rewards[0].model_copy(update={"source": "x" * 100, "file": "r.py"}),)
     with pytest.raises(Conflict) as refusal:
         folder.create(JOB.model_copy(update={"rewards": rewards, "seed": 1}))

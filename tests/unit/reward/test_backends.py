@@ -92,17 +92,6 @@ async def test_a_package_that_does_not_work_inside_is_named_before_anything_runs
         await sandbox.execute(ExecuteRequest(code="1"))
 
 
-FACTS = {
-    "exit": 0,
-    "limit": None,
-    "cpu_s": 0.1,
-    "overflow": False,
-    "stdout": "a",
-    "stderr": "",
-    "result": '{"end": "ok", "value": 5}',
-}
-
-
 class _Aio:
     """A function with `.aio`, as Modal's client has them."""
 
