@@ -20,9 +20,9 @@ RANGE = re.compile(r"bytes=(?:(?P<first>\d{1,18})-(?P<last>\d{1,18})?|-\d{1,18})
 """From a byte to another one, from a byte on, or the last so many: one of these."""
 
 DOWNLOADED: openapi.Responses = {
-    200: openapi.other("the file", BYTES),
-    206: openapi.other("the part of the file that `Range` asked for", BYTES),
-    416: openapi.other("`Range` begins beyond the end of the file", "text/plain"),
+    200: openapi.without_model("the file", BYTES),
+    206: openapi.without_model("the part of the file that `Range` asked for", BYTES),
+    416: openapi.without_model("`Range` begins beyond the end of the file", "text/plain"),
 }
 
 

@@ -58,7 +58,7 @@ def add_health_routes(
         return Readiness(ready=ready, dependencies=dependencies)
 
     metrics_text: openapi.Responses = {
-        200: openapi.other("metrics as text", "text/plain", schema=openapi.TEXT)
+        200: openapi.without_model("metrics as text", "text/plain", schema=openapi.TEXT)
     }
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=metrics_text)

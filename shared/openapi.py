@@ -86,8 +86,10 @@ def any_answer() -> Responses:
     }
 
 
-def other(description: str, *media_types: str, schema: dict[str, Any] = BINARY) -> dict[str, Any]:
-    """Returns a response that is no JSON."""
+def without_model(
+    description: str, *media_types: str, schema: dict[str, Any] = BINARY
+) -> dict[str, Any]:
+    """Returns a response that no model describes."""
     return {
         "description": description,
         "content": {media_type: {"schema": schema} for media_type in media_types},

@@ -13,10 +13,10 @@ import typer
 from pydantic import BaseModel
 from rich.text import Text
 
+from hone.first_job.lengths import Lengths, fitted
+from hone.first_job.looking import READERS, Reward, Row, Source, look
+from hone.first_job.writing import Draft, content, job_text, own_text
 from hone.shell import Output, OutputOption, command, show
-from hone.starting.lengths import Lengths, fitted
-from hone.starting.looking import READERS, Reward, Row, Source, look
-from hone.starting.writing import Draft, content, job_text, own_text
 from shared.errors import BadRequest
 from shared.job_file import load_job
 

@@ -59,7 +59,7 @@ class TrainerView(Protocol):
     def list_checkpoints(self) -> CheckpointList: ...
 
 
-async def _up() -> str | None:
+async def _always_ready() -> str | None:
     return None  # HTTP starts once the ranks have met, and ends with any of them
 
 
@@ -77,7 +77,7 @@ def create_service(
     async def of_use() -> str | None:
         return problem(trainer.state().job_id)
 
-    readiness: dict[str, Check] = {"ranks": _up, "job": of_use}
+    readiness: dict[str, Check] = {"ranks": _always_ready, "job": of_use}
     service = Service("trainer", settings, readiness=readiness, version_info=lambda: versions)
     for name, description, read in GAUGES:
         service.gauge(name, description).set_function(lambda read=read: read(trainer.state()))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.loop import members
-from services.orchestrator.loop.loading import Push
+from services.orchestrator.loop.sampler_loading import Push
 from services.orchestrator.loop.samplers import Samplers
 from services.orchestrator.loop.syncing import prove
 from shared.config import Settings

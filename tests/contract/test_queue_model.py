@@ -16,7 +16,7 @@ import redis.asyncio as redis
 from services.orchestrator.queue import keys
 from services.orchestrator.queue.leases import Lease, LeaseLost
 from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.working import MAX_LEFT, MAX_TRIES
+from services.orchestrator.queue.worker_side import MAX_LEFT, MAX_TRIES
 from shared.wire import Obstacle
 from tests.support.job_records import JOB
 

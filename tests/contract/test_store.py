@@ -26,7 +26,7 @@ from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.working import MAX_TRIES
+from services.orchestrator.queue.worker_side import MAX_TRIES
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import DataSpec
 from shared.presence import Presence, tell_nobody

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.loop import admission
-from services.orchestrator.loop.loading import Push
+from services.orchestrator.loop.sampler_loading import Push
 from services.orchestrator.loop.samplers import Samplers
 from shared.config import Settings
 from shared.presence import tell_nobody

@@ -61,7 +61,7 @@ def add_routes(service: Service, store: Store) -> None:
 
 def _add_events(service: Service, store: Store) -> None:
     followers = Followers(store)
-    stream = openapi.other("", EVENT_STREAM, schema=openapi.TEXT)
+    stream = openapi.without_model("", EVENT_STREAM, schema=openapi.TEXT)
     either: openapi.Responses = {200: {"content": stream["content"]}}
 
     @service.app.get("/v1/jobs/{job_id}/events", response_model=EventList, responses=either)

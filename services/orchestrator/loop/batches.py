@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from services.orchestrator.loop.clock import Stages
 from services.orchestrator.loop.decisions import MustPause
+from services.orchestrator.loop.group_writer import GroupWriter
 from services.orchestrator.loop.groups import (
     GradedGroup,
     missing_share,
@@ -19,7 +20,6 @@ from services.orchestrator.loop.groups import (
     to_batch,
     too_many_missing,
 )
-from services.orchestrator.loop.keeping import Keeping
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.loop.seeds import group_seed
@@ -63,7 +63,7 @@ class _OnDisk:
     """A step's groups on disk: those `found` when its sampling began, and those that come."""
 
     found: dict[Place, FinishedGroup]
-    keeping: Keeping
+    writer: GroupWriter
 
 
 async def warn_nobody(_message: str) -> None:
@@ -128,8 +128,8 @@ class Batches:
         found, damaged = await asyncio.to_thread(self.folder.groups, step)
         for sentence in damaged:
             await self.warn(f"step {step}: {sentence}; what it held is sampled again")
-        keeping = Keeping(functools.partial(self.folder.write_groups, step))
-        on_disk = _OnDisk(found, keeping)
+        writer = GroupWriter(functools.partial(self.folder.write_groups, step))
+        on_disk = _OnDisk(found, writer)
         sample_round = functools.partial(self._sample_round, step, count, on_disk)
         groups_P = await sample_round(0, self.job.sampling.prompts_per_step)
         kept, dropped = await refill(groups_P, self.job, self.max_missing, sample_round)
@@ -150,7 +150,7 @@ class Batches:
             count.stages.through("generate")
             graded = GradedGroup(prompt, group, await self._score(prompt, group))
             count.stages.through("reward")
-            await self._keep(on_disk.keeping, place, graded)
+            await self._keep(on_disk.writer, place, graded)
             count.stages.through("keep")
             return graded
 
@@ -173,7 +173,7 @@ class Batches:
         scores = found.scores if is_whole else await self._score(prompt, found.group)
         return GradedGroup(prompt, found.group, scores)
 
-    async def _keep(self, keeping: Keeping, place: Place, graded: GradedGroup) -> None:
+    async def _keep(self, writer: GroupWriter, place: Place, graded: GradedGroup) -> None:
         """Stores the group, unless all of it went wrong: that is asked for again."""
         group = FinishedGroup(
             learned=self._learned,
@@ -182,7 +182,7 @@ class Batches:
             scores=graded.scores,
         )
         if group.versions and group.has_samples:
-            await keeping.add(place, group)
+            await writer.add(place, group)
 
     def _bounds(self, step: int) -> tuple[int, int]:
         """Returns the oldest and the newest version that may sample for the step."""

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.discovery import Registered, sampler_urls
-from services.orchestrator.loop.loading import Push, give_model, load
 from services.orchestrator.loop.replica import Length, Replica
+from services.orchestrator.loop.sampler_loading import Push, give_model, load
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.loop.transport import transport_to
 from shared import tracing

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.orchestrator.loop.discovery import Registered, is_one, none_registered
 from services.orchestrator.loop.gpus import Gpus
-from services.orchestrator.loop.loading import Push
+from services.orchestrator.loop.sampler_loading import Push
 from services.orchestrator.loop.samplers import Samplers
 from services.orchestrator.loop.transport import transport_to
 from services.orchestrator.loop.trial import Trial, trial

@@ -15,9 +15,9 @@ from collections import OrderedDict
 from services.orchestrator.loop.admission import Admission
 from services.orchestrator.loop.discovery import Registered, none_registered
 from services.orchestrator.loop.group_requests import GroupRequests
-from services.orchestrator.loop.loading import Push, load
 from services.orchestrator.loop.members import Members
 from services.orchestrator.loop.replica import Length, Replica
+from services.orchestrator.loop.sampler_loading import Push, load
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import HoneError, Unavailable

@@ -10,8 +10,8 @@ from typing import Any
 from services.orchestrator.loop import canary
 from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.gpus import Gpus
-from services.orchestrator.loop.loading import Push
 from services.orchestrator.loop.peers import Peers
+from services.orchestrator.loop.sampler_loading import Push
 from services.orchestrator.record.journal import Journal
 from shared.client import Client
 from shared.errors import Conflict, Failed, HoneError

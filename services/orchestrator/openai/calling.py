@@ -44,10 +44,12 @@ PASSED_ON = ("content-type", "x-hone-session")
 
 PASSED_BACK = ("content-type", "retry-after")
 
-_STREAM = openapi.other("", "text/event-stream", schema=openapi.TEXT)
+_STREAM = openapi.without_model("", "text/event-stream", schema=openapi.TEXT)
 ANSWERS: openapi.Responses = {
     200: {"content": _STREAM["content"]},
-    "default": openapi.other("an error of the sampler's, in OpenAI's shape", codec.JSON, schema={}),
+    "default": openapi.without_model(
+        "an error of the sampler's, in OpenAI's shape", codec.JSON, schema={}
+    ),
 }
 
 

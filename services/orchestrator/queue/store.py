@@ -1,6 +1,6 @@
 """Jobs in Redis. Truth is a job's hash; every change is one atomic script (scripts.py), which a
 retry does not repeat. The keys are in keys.py; how Redis is reached, in connection.py; what workers
-do, in working.py.
+do, in worker_side.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from services.orchestrator.queue.records import (
 )
 from services.orchestrator.queue.registrations import Registrations
 from services.orchestrator.queue.removals import Removals
-from services.orchestrator.queue.working import PAUSED_ON_REQUEST, Working
+from services.orchestrator.queue.worker_side import PAUSED_ON_REQUEST, WorkerSide
 from services.orchestrator.record.found import FoundRun
 from services.orchestrator.record.note import Note
 from shared.errors import BadRequest, Conflict, NotFound
@@ -55,7 +55,7 @@ KEY_TTL_S = 24 * 3600
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
 
-class Store(Working):
+class Store(WorkerSide):
     """All of the orchestrator's state, and what its API does with it; `samplers` are those that
     registered, `loans` those that evaluations use, `slots` what is known of all trainers, and
     `removals` the uploaded files that were removed. Every method raises StoreUnavailable when Redis

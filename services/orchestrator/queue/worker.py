@@ -24,7 +24,7 @@ from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.slots import Slot
 from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.working import MAX_LEFT
+from services.orchestrator.queue.worker_side import MAX_LEFT
 from services.orchestrator.record.noting import note_end
 from shared.config import Settings
 from shared.errors import HoneError, NotFound, Unavailable

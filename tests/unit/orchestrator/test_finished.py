@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.loop.keeping import Keeping
+from services.orchestrator.loop.group_writer import GroupWriter
 from services.orchestrator.record import finished
 from services.orchestrator.record.finished import FinishedGroup, Place
 from services.orchestrator.record.folder import RunFolder
@@ -129,10 +129,10 @@ async def written_while_one_is(
         if len(writes) == failing:
             raise Failed("the disk is full")
 
-    keeping = Keeping(write)
-    first = asyncio.create_task(keeping.add((0, 0), made(0)))
+    writer = GroupWriter(write)
+    first = asyncio.create_task(writer.add((0, 0), made(0)))
     await asyncio.to_thread(begun.wait, 20)
-    others = [asyncio.create_task(keeping.add((0, place), made(0))) for place in (1, 2, 3)]
+    others = [asyncio.create_task(writer.add((0, place), made(0))) for place in (1, 2, 3)]
     await asyncio.sleep(0)
     go_on.set()
     return writes, await asyncio.gather(first, *others, return_exceptions=True)
@@ -159,8 +159,8 @@ async def test_what_was_sampled_is_on_disk_when_the_work_that_was_cancelled_has_
         time.sleep(0.05)
         written.extend(groups)
 
-    keeping = Keeping(write)
-    adding = [asyncio.create_task(keeping.add((0, place), made(0))) for place in range(3)]
+    writer = GroupWriter(write)
+    adding = [asyncio.create_task(writer.add((0, place), made(0))) for place in range(3)]
     await asyncio.to_thread(begun.wait, 20)
     for task in adding:
         task.cancel()

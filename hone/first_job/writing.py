@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from hone.starting.lengths import Lengths
-from hone.starting.looking import Layout, Reward, Source
+from hone.first_job.lengths import Lengths
+from hone.first_job.looking import Layout, Reward, Source
 
 if TYPE_CHECKING:
     from shared.prompts.reading import Content

@@ -26,7 +26,7 @@ trainer, after which a job is left to no other one: it probably ends its trainer
 PAUSED_ON_REQUEST = "paused on request"
 
 
-class Working:
+class WorkerSide:
     """The worker's side of `Store`, which says what every method raises besides."""
 
     def __init__(self, connection: Connection) -> None:

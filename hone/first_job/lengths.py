@@ -34,7 +34,7 @@ def fitted(prompts: Sequence[int], answers: Sequence[int], window: int) -> Lengt
     """Returns bounds for prompts and right answers of these lengths: a completion may be twice as
     long as the longest answer."""
     longest, answer = max(prompts), max(answers, default=0)
-    wanted = min(_up(2 * answer), MOST) if answer else USUAL
+    wanted = min(_rounded_up(2 * answer), MOST) if answer else USUAL
     room = window - longest
     if room < min(wanted, window // LEAST_SHARE):
         room = max(window // LEAST_SHARE, 1)
@@ -45,11 +45,11 @@ def fitted(prompts: Sequence[int], answers: Sequence[int], window: int) -> Lengt
         longest=longest,
         answer=answer,
         max_tokens=max_tokens,
-        max_model_len=min(_up(max(fitting, default=0) + max_tokens), window),
+        max_model_len=min(_rounded_up(max(fitting, default=0) + max_tokens), window),
         num_prompts=len(prompts),
         num_overlong=len(prompts) - len(fitting),
     )
 
 
-def _up(length: int) -> int:
+def _rounded_up(length: int) -> int:
     return math.ceil(length / STEP) * STEP

@@ -9,7 +9,7 @@ from services.orchestrator.loop.tasks import to_the_end
 from services.orchestrator.record.finished import FinishedGroup, Place
 
 
-class Keeping:
+class GroupWriter:
     """Of one step. While one write waits for the disk, what comes meanwhile is gathered for the
     next. `write` is called in a thread, and by one at a time."""
 
