@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
 import modal
 
 from deploy.modal.common import DAY_S, SETTINGS
+from shared.errors import Failed, HoneError
 
 APP = f"{SETTINGS.modal_name}-trainer"
 LAST = "work"
-
 
 OF_MODAL = (
     modal.exception.AuthError,
@@ -37,13 +39,27 @@ class Call:
 NONE = Call(is_running=False)
 
 
+@contextlib.contextmanager
+def own_errors() -> Generator[None]:
+    """Is entered by the Function while it works: whatever it raises has a class of Hone's. Modal
+    raises it again where somebody asks for the call, and raises there errors of its own: a
+    TimeoutError for a call that runs, those of OF_MODAL for a question that it cannot answer."""
+    try:
+        yield
+    except HoneError:
+        raise
+    except Exception as error:  # the last resort of the process: the class is all that changes
+        raise Failed(f"{type(error).__name__}: {error}") from error
+
+
 async def start() -> None:
     call = await modal.Function.from_name(APP, "work").spawn.aio()
     await _kept().put.aio(LAST, (call.object_id, time.time()))
 
 
 async def last() -> Call:
-    """Raises one of OF_MODAL where Modal does not say how it is."""
+    """Raises one of OF_MODAL where Modal does not say how it is. What the call itself raised is
+    never taken for that: see `own_errors`."""
     known = await _kept().get.aio(LAST)
     if known is None:
         return NONE
@@ -58,7 +74,9 @@ async def last() -> Call:
         return NONE if time.time() - called_at > DAY_S else Call(False, str(error))
     except OF_MODAL:
         raise
-    except Exception as error:  # Modal raises what it raised, and errors of its own about that
+    except HoneError as error:
+        return Call(is_running=False, failure=error.detail)
+    except Exception as error:  # Modal's, about a container that did not come as far as `work`
         return Call(is_running=False, failure=f"{type(error).__name__}: {error}")
     return NONE
 

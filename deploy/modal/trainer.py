@@ -13,7 +13,7 @@ from typing import Any
 
 import modal
 
-from deploy.modal import cluster, inside
+from deploy.modal import calls, cluster, inside
 from deploy.modal.common import (
     CACHES,
     DATA,
@@ -58,6 +58,11 @@ def in_cluster(function: Any) -> Any:
 def work() -> None:
     """Trains until no job waits or runs. Ends if a service elsewhere does not answer: `watch` of
     the orchestrator's app, which has no GPU, wakes it and calls this again, or pauses the jobs."""
+    with calls.own_errors():
+        _work()
+
+
+def _work() -> None:
     node = cluster.own_node()
     if node.number:
         cluster.follow(node, node.environment())
