@@ -1,12 +1,16 @@
 """A trainer on several machines, which Modal calls a cluster: each of its containers runs the
 trainer's Function. The first one has the training loop, the others train for as long as it lives.
 
+Of the first node's machine nothing may be left that could end a connection, so the others' kernels
+ask it now and then whether it is there.
+
 If a container fails, Modal starts all of them again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -20,6 +24,7 @@ from pathlib import Path
 import modal
 
 from deploy.modal.common import SETTINGS
+from deploy.supervisor import TRAINER_STOP_DEADLINE_S
 from shared.errors import Failed, Unavailable
 
 RANKS_PORT, LIFE_PORT = 29500, 29501
@@ -30,7 +35,10 @@ FIRST_S = 300.0
 """Seconds for which a node waits for the first one. Modal starts them at once."""
 
 LOOK_S = 1.0
-STOP_S = 30.0
+
+SILENT_S, PROBE_S, NUM_PROBES = 15, 10, 4
+"""The first node is gone if for SILENT_S seconds, and then to NUM_PROBES probes PROBE_S seconds
+apart, it has answered nothing: after 55 s."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +105,11 @@ def _running(command: list[str], environment: dict[str, str]) -> Generator[subpr
         yield process
     finally:
         process.terminate()
-        try:
-            process.wait(STOP_S)
+        try:  # as on the first node: they finish the checkpoint that they write
+            process.wait(TRAINER_STOP_DEADLINE_S)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
 
 
 def _first(node: Node) -> socket.socket:
@@ -115,13 +124,22 @@ def _first(node: Node) -> socket.socket:
             time.sleep(LOOK_S)
         else:
             connection.settimeout(LOOK_S)
+            _probe(connection)
             return connection
+
+
+def _probe(connection: socket.socket) -> None:
+    """Has the kernel end the connection once the other machine is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
 
 
 def _has_ended(first: socket.socket) -> bool:
     try:
         return first.recv(1) == b""
-    except TimeoutError:
-        return False
+    except TimeoutError as error:
+        return error.errno == errno.ETIMEDOUT  # the kernel's; that of LOOK_S has no number
     except OSError:  # it was lost
         return True

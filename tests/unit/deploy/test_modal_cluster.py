@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deploy.modal import cluster
 from deploy.modal.cluster import Node
+from services.trainer.processes import launcher
 from shared.errors import Failed, Unavailable
 from shared.ports import free_port
 
@@ -95,3 +101,77 @@ def test_a_node_without_a_first_one_ends(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(cluster, "FIRST_S", 0.1)
     with pytest.raises(Failed, match="node 0 does not answer at ::1"):
         cluster.follow(NODE, {})
+
+
+class SlowRanks:
+    """Are at a checkpoint when they are to end: they take `needed_s` seconds more."""
+
+    def __init__(self, needed_s: float) -> None:
+        self._needed_s = needed_s
+        self.done: list[str] = []
+
+    def poll(self) -> None:
+        return None
+
+    def terminate(self) -> None:
+        self.done.append("asked to end")
+
+    def wait(self, timeout: float | None = None) -> None:
+        if "killed" not in self.done and timeout is not None and timeout < self._needed_s:
+            raise subprocess.TimeoutExpired("ranks", timeout)
+        self.done.append("ended")
+
+    def kill(self) -> None:
+        self.done.append("killed")
+
+
+@pytest.mark.parametrize(
+    ("needed_s", "done"),
+    [
+        (launcher.SAVE_S + 2 * launcher.STOP_S, ["asked to end", "ended"]),
+        (301.0, ["asked to end", "killed", "ended"]),
+    ],
+)
+def test_a_nodes_ranks_may_finish_their_checkpoint_and_take_no_longer(
+    needed_s: float, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowRanks(needed_s)
+    monkeypatch.setattr(cluster, "LIFE_PORT", free_port())
+    monkeypatch.setattr(cluster.subprocess, "Popen", lambda *_, **__: slow)
+    monkeypatch.setattr(cluster, "_has_ended", lambda _: True)
+    with cluster.leading(Node(0, NODE.addresses)):
+        cluster.follow(NODE, {})
+    assert slow.done == done
+
+
+def test_a_first_node_whose_machine_vanishes_is_noticed_within_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "LIFE_PORT", free_port())
+    with cluster.leading(Node(0, NODE.addresses)), cluster._first(NODE) as first:
+        assert first.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        silent_s, probe_s, num_probes = (
+            first.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert (silent_s, probe_s, num_probes) == (15, 10, 4)
+        assert silent_s + probe_s * num_probes == 55
+
+
+def test_a_look_that_ends_without_a_word_is_no_lost_connection() -> None:
+    class Connection:
+        def __init__(self, error: OSError) -> None:
+            self._error = error
+
+        def recv(self, _: int) -> bytes:
+            raise self._error
+
+    def has_ended(error: OSError) -> bool:
+        connection: Any = Connection(error)
+        return cluster._has_ended(connection)
+
+    vanished = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+    assert type(vanished) is TimeoutError, "as that of the look, which has no number"
+    assert has_ended(TimeoutError("timed out")) is False
+    assert has_ended(vanished) is True
+    assert has_ended(ConnectionResetError(errno.ECONNRESET, "reset")) is True
