@@ -7,12 +7,13 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from deploy.modal import inside
 from deploy.modal.common import RETRIES, SETTINGS
 from services.orchestrator.app import create_service
+from services.orchestrator.queue.known_slots import KNOWN_S
 from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.store import Store
 from shared import logs
@@ -20,6 +21,7 @@ from shared.config import Settings
 from shared.environment import load_settings
 from shared.errors import BadRequest, Conflict, NotFound, Unavailable
 from shared.logs import get_logger
+from shared.wire import JobSummary
 
 REFRESH_S = 5.0
 """Seconds for which what other containers wrote may be unseen."""
@@ -63,41 +65,67 @@ async def has_work(store: Store) -> bool:
 
 async def bring_trainer(store: Store, urls: Sequence[str], start_trainer: StartTrainer) -> None:
     """Starts the trainer if there is work for it, once the services at `urls` answer: until then
-    its GPUs would be paid for nothing. If one does not answer, the jobs are paused and say so."""
+    its GPUs would be paid for nothing. If one does not answer, the jobs that wait are paused and
+    say so."""
     if not await has_work(store):
         return
     try:
         await inside.wake(urls)
     except Unavailable as error:
-        await pause_all(store, error.detail)
+        await _pause(store, [job.id async for job in _waiting(store)], error.detail)
     else:
         await start_trainer()
 
 
-async def give_up(store: Store, why: str, forget: Forget) -> None:
-    """Pauses the jobs because the trainer's Function failed for the reason `why`: started again and
-    again it would cost again and again. Once none is left the failure is forgotten, so that a job
-    that is resumed starts it."""
-    await pause_all(
-        store,
-        f"the trainer's Function failed on Modal, {RETRIES + 1} times in a row: {why}. "
-        f"`modal app logs {SETTINGS.modal_name}-trainer` says more; `hone resume JOB` tries again",
+def gone_s(settings: Settings) -> float:
+    """Returns the seconds after which Redis has nothing more of a trainer that has ended: neither
+    a lease of it, nor the note that it is there."""
+    return max(settings.lease_s, KNOWN_S)
+
+
+async def give_up(store: Store, why: str, called_at: float, forget: Forget) -> None:
+    """Pauses the jobs of the trainer's Function, which was called at `called_at` and failed for the
+    reason `why`: for them it would be started, and cost, again and again. Then the failure is
+    forgotten, so that any other job starts it, and one that is resumed.
+
+    Its jobs are the one that it had; if it came to none, all that waited for it as it was called,
+    unless there is another trainer. What another trainer has stays as it is."""
+    others = {slot.trainer for slot in await store.slots.others("") if slot.away is None}
+    cut_off = await store.cut_off()
+    if had := [id for id, trainer in cut_off.items() if trainer not in others]:
+        await _pause(store, had, _failed(why, "it had this job"))
+    elif not others:
+        waited = [job.id async for job in _waiting(store) if job.created_at < called_at]
+        because = "it came to no job, and there is no other trainer to run this one"
+        await _pause(store, waited, _failed(why, because))
+    await forget()
+
+
+def _failed(why: str, because: str) -> str:
+    return (
+        f"the trainer's Function failed on Modal, {RETRIES + 1} times in a row: {why}. This job is "
+        f"paused because {because}. `modal app logs {SETTINGS.modal_name}-trainer` says more; "
+        "`hone resume JOB` tries again"
     )
-    if not await has_work(store):
-        await forget()
 
 
-async def pause_all(store: Store, why: str) -> None:
-    """Pauses the jobs that wait for the trainer, or had it, for the reason `why`."""
+async def _waiting(store: Store) -> AsyncGenerator[JobSummary]:
+    """Yields the jobs that no worker has."""
     for status in ("queued", "running"):
         after: str | None = None
         while True:
             page = await store.list(after, PAGE, Wanted(status=status))
             for job in page.jobs:
-                with contextlib.suppress(Conflict, NotFound):  # it was cancelled, or deleted
-                    await store.pause(job.id, why)
+                if job.place is not None:
+                    yield job
             if (after := page.next_after) is None:
                 break
+
+
+async def _pause(store: Store, ids: Sequence[str], why: str) -> None:
+    for id in ids:
+        with contextlib.suppress(Conflict, NotFound):  # it was cancelled, or deleted
+            await store.pause(id, why)
 
 
 class JobsApi:

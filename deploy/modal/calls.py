@@ -30,10 +30,12 @@ OF_MODAL = (
 
 @dataclass(frozen=True)
 class Call:
-    """`failure` is why it ended, if it failed: Modal has retried it then, and gave up."""
+    """`failure` is why it ended, if it failed: Modal has retried it then, and gave up. `called_at`
+    is in Unix seconds."""
 
     is_running: bool
     failure: str | None = None
+    called_at: float = 0.0
 
 
 NONE = Call(is_running=False)
@@ -67,17 +69,17 @@ async def last() -> Call:
     try:
         await modal.FunctionCall.from_id(id).get.aio(timeout=0)
     except TimeoutError:
-        return Call(is_running=True)
+        return Call(is_running=True, called_at=called_at)
     except modal.exception.OutputExpiredError:
         return NONE
     except modal.exception.FunctionTimeoutError as error:  # of a long job, or of a start
-        return NONE if time.time() - called_at > DAY_S else Call(False, str(error))
+        return NONE if time.time() - called_at > DAY_S else Call(False, str(error), called_at)
     except OF_MODAL:
         raise
     except HoneError as error:
-        return Call(is_running=False, failure=error.detail)
+        return Call(False, error.detail, called_at)
     except Exception as error:  # Modal's, about a container that did not come as far as `work`
-        return Call(is_running=False, failure=f"{type(error).__name__}: {error}")
+        return Call(False, f"{type(error).__name__}: {error}", called_at)
     return NONE
 
 

@@ -7,6 +7,7 @@ from the Secret `hone-redis`, and the Volume of the run folders.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import modal
@@ -57,16 +58,18 @@ def api() -> Any:
 )
 async def watch() -> None:
     """Starts the trainer if a job waits: one that nobody asks about goes on, too, when the
-    trainer's Function has come to its end. Where it failed, the jobs are paused."""
-    from deploy.modal.api import bring_trainer, give_up, open_store
+    trainer's Function has come to its end. Where it failed, its jobs are paused."""
+    from deploy.modal.api import bring_trainer, give_up, gone_s, open_store
     from deploy.modal.places import places
     from shared.environment import load_settings
 
-    store = open_store(load_settings())
+    settings = load_settings()
+    store = open_store(settings)
     try:
         call = await calls.last()
         if call.failure:
-            await give_up(store, call.failure, calls.forget)
+            await asyncio.sleep(gone_s(settings))
+            await give_up(store, call.failure, call.called_at, calls.forget)
         elif not call.is_running:
             urls = ",".join(places().values()).split(",")
             await bring_trainer(store, urls, calls.start)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,31 +178,103 @@ async def test_the_trainer_is_started_once_the_services_that_it_calls_answer(
         await store.close()
 
 
-async def test_a_trainer_that_failed_pauses_jobs_and_starts_for_one_that_is_resumed(
-    redis_url: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
+class FailedTrainer:
+    """A trainer's Function that was called at `called_at`, failed, and was looked at by `watch`."""
 
-    async def last() -> Call:
-        return Call(is_running=False, failure="RuntimeError: no CUDA")
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, redis_url: str) -> None:
+        self.called_at = 0.0
+        self.num_forgotten = 0
+        monkeypatch.setenv("HONE_REDIS_URL", redis_url)
+        monkeypatch.setattr(api, "gone_s", lambda _: 0.0)
+        own = SimpleNamespace(last=self._last, forget=self._forget)
+        monkeypatch.setattr(orchestrator, "calls", own)
 
-    async def forget() -> None:
-        done.append("forgotten")
+    async def _last(self) -> Call:
+        return Call(False, "RuntimeError: no CUDA", self.called_at)
 
-    monkeypatch.setenv("HONE_REDIS_URL", redis_url)
-    monkeypatch.setattr(orchestrator, "calls", SimpleNamespace(last=last, forget=forget))
+    async def _forget(self) -> None:
+        self.num_forgotten += 1
+
+    async def is_seen(self) -> None:
+        await orchestrator.watch.local()
+
+
+@pytest.fixture
+def failed(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> FailedTrainer:
+    return FailedTrainer(monkeypatch, redis_url)
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncGenerator[Store]:
     store = Store(redis_url)
     await store.open()
-    try:
-        id = (await store.submit(job, tmp_path, None)).id
-        await orchestrator.watch.local()
-        paused = await store.get(id)
-        assert (paused.status, done) == ("paused", ["forgotten"])
-        assert paused.error and "4 times in a row: RuntimeError: no CUDA" in paused.error
-        await store.resume(id)
-        assert await api.has_work(store)
-    finally:
-        await store.close()
+    yield store
+    await store.close()
+
+
+async def shown(store: Store, *ids: str) -> list[str]:
+    return [(await store.get(id)).status for id in ids]
+
+
+FAILED = (
+    "the trainer's Function failed on Modal, 4 times in a row: RuntimeError: no CUDA. This job is "
+    "paused because"
+)
+
+
+async def test_a_trainer_that_failed_pauses_the_job_that_it_had_and_no_other(
+    store: Store, failed: FailedTrainer, job: Job, tmp_path: Path
+) -> None:
+    begun, halted = [(await store.submit(job, tmp_path, None)).id for _ in range(2)]
+    for _ in range(2):
+        assert await store.take("modal", "modal:8002", lease_s=0.05)
+        await asyncio.sleep(0.1)
+        await store.pause(begun)
+    assert await shown(store, begun, halted) == ["paused", "running"]
+    await store.resume(begun)
+    lease = await store.take("modal", "modal:8002", lease_s=60)
+    assert lease and lease.job_id == halted
+    await store.halt(lease, None)  # as an orchestrator does that is asked to stop
+    failed.called_at = time.time() + 60
+    await failed.is_seen()
+    assert await shown(store, begun, halted) == ["queued", "paused"]
+    error = (await store.get(halted)).error
+    assert error and error.startswith(f"{FAILED} it had this job. `modal app logs hone-trainer`")
+    assert failed.num_forgotten == 1
+
+
+async def test_a_trainer_that_came_to_no_job_pauses_those_that_it_was_called_for(
+    store: Store, failed: FailedTrainer, job: Job, tmp_path: Path
+) -> None:
+    first, meanwhile = [(await store.submit(job, tmp_path, None)).id for _ in range(2)]
+    failed.called_at = (await store.get(meanwhile)).created_at
+    await failed.is_seen()
+    assert await shown(store, first, meanwhile) == ["paused", "queued"]
+    error = (await store.get(first)).error
+    assert error and f"{FAILED} it came to no job, and there is no other trainer" in error
+    assert failed.num_forgotten == 1
+    await store.resume(first)
+    assert await api.has_work(store)
+
+
+async def test_a_trainer_that_failed_leaves_alone_what_another_one_has_or_can_run(
+    store: Store, failed: FailedTrainer, job: Job, tmp_path: Path
+) -> None:
+    runs, cut_off, waits = [(await store.submit(job, tmp_path, None)).id for _ in range(3)]
+    assert await store.take("a", "a:8002", lease_s=60)
+    assert await store.take("b", "b:8002", lease_s=0.05)
+    await asyncio.sleep(0.1)
+    await store.slots.note("b/host", "b:8002", [], None)
+    failed.called_at = time.time() + 60
+    await failed.is_seen()
+    assert await shown(store, runs, cut_off, waits) == ["running", "running", "queued"]
+    assert not (await store.get(runs)).pause_requested
+    assert failed.num_forgotten == 1
+
+
+def test_a_trainer_that_ended_is_judged_once_nothing_of_it_is_in_redis() -> None:
+    assert api.gone_s(Settings(lease_s=30.0)) == 30.0
+    assert api.gone_s(Settings(lease_s=5.0)) == 10.0
 
 
 @pytest.mark.slow

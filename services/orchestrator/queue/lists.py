@@ -121,6 +121,17 @@ return cjson.encode({obstacles = obstacles, places = places})
 takes no job (a `job` has it or one of its samplers, an `evaluation` has these, or it is `away`);
 and `places`, 1 for the job that is taken next, of those of the jobs that wait."""
 
+CUT_OFF = (
+    SHARED
+    + """
+local found = {}
+for _, id in ipairs(begun_waiting()) do found[id] = field(id, 'trainer') or '' end
+return cjson.encode(found)
+"""
+)
+"""Returns the jobs that were begun and that no worker has now, with the trainer that each was given
+last, as JSON."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -150,6 +161,7 @@ class Lists:
         self._call = connection.call
         self._list = connection.client.register_script(LIST)
         self._waiting = connection.client.register_script(WAITING)
+        self._cut_off = connection.client.register_script(CUT_OFF)
 
     async def page(self, after: str | None, limit: int, wanted: Wanted) -> JobList:
         """Returns up to `limit` of the jobs `wanted`, newest first, older than job `after`. Those
@@ -181,6 +193,10 @@ class Lists:
             next_after=page.get("next_after"),
             unreadable=tuple(unreadable),
         )
+
+    async def cut_off(self) -> dict[str, str]:
+        """Returns, by id, the trainer of each job that was begun and that no worker has now."""
+        return json.loads(await self._call(self._cut_off))
 
     async def with_places(self, records: Sequence[S]) -> list[S]:
         """Returns the records; those of jobs that wait, as queued ones do and running ones whose

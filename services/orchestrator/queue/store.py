@@ -216,6 +216,11 @@ class Store(WorkerSide):
         records cannot be read are named. Raises NotFound if `after` is neither."""
         return await self._lists.page(after, limit, wanted or Wanted())
 
+    async def cut_off(self) -> dict[str, str]:
+        """Returns, by id, the trainer of each job that was begun and that no worker has now. One
+        that was resumed has not begun since."""
+        return await self._lists.cut_off()
+
     async def cancel(self, job_id: str) -> JobState:
         """Returns the state of the job, which is cancelled now if it was queued or paused and soon
         if it runs. Cancelling twice is cancelling once. Raises Conflict if it has ended
