@@ -16,10 +16,15 @@ M_MMAP_THRESHOLD = -3
 LARGE_BYTES = 1 << 20
 """Of a block that is mapped by itself, and so goes back to the system when it is freed."""
 
-WORTH_BYTES = 128 << 20
-"""What a micro-batch takes where that is worth its time: the system clears each block that it
-gives, which takes up to a fifth of the time of the passes with a hidden size of 512, and less with
-a larger one."""
+WORTH_BYTES, WORTH_HIDDEN = 128 << 20, 512
+"""What a micro-batch takes, and the hidden size, from which on that is worth its time. The system
+clears each block that it gives: with a hidden size of 128 the passes then take twice as long, with
+512 nothing was measured, because a wider model computes longer on each byte."""
+
+
+def is_worth_giving_back(pass_bytes: int, hidden: int) -> bool:
+    """Whether large blocks should be given back, for micro-batches that take `pass_bytes`."""
+    return pass_bytes >= WORTH_BYTES and hidden >= WORTH_HIDDEN
 
 
 @functools.cache

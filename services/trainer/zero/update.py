@@ -215,13 +215,13 @@ class Updater:
         return Update(loss, sum(norms) / len(norms), values, num_updates=len(norms))
 
     def _spare_host_memory(self, minibatches: list[Minibatch]) -> None:
-        """Has activations given back as soon as they are freed, where they are large and on a
-        CPU."""
+        """Has activations given back as soon as they are freed, where that is worth its time."""
         if self._device.type != "cpu" or self._planned is None:
             return
         batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
         tokens = max(batch.input_ids_BT.numel() for batch in batches)
-        if self._planned.pass_bytes(self._job, tokens) >= host_memory.WORTH_BYTES:
+        pass_bytes = self._planned.pass_bytes(self._job, tokens)
+        if host_memory.is_worth_giving_back(pass_bytes, self._planned.model.hidden):
             host_memory.give_back_large_blocks()
 
     def _train(

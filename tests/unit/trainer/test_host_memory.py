@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from services.trainer.zero.host_memory import WORTH_BYTES
+from services.trainer.zero.host_memory import is_worth_giving_back
 from services.trainer.zero.out_of_memory import Planned
 from shared.plan.memory import Ranks
 from tests.support.plan_models import job, model
@@ -53,12 +53,17 @@ def test_large_blocks_that_are_freed_are_not_kept() -> None:
     assert kept_mib(asks=True) <= 5
 
 
-def test_large_micro_batches_alone_are_worth_the_time() -> None:
+def test_large_micro_batches_of_wide_models_alone_are_worth_the_time() -> None:
     planned = Planned(model("Qwen2.5-0.5B"), Ranks(1, 4, "cpu"))
     lora = job(lora={"rank": 16})
     # a = 4 (4 x 4864 + 2 x 14 x 64 + 2 x 2 x 64 + 4 x 896) + 8 x 896 = 107,520; with 4 x 896 x 24
     # and 12 x 4864 a token takes 251,904 bytes in a layer. In the head it takes 4 x 896 x 24 and
     # 12 x 896 and, of few tokens, 8 for each of 151,936 logits
-    assert planned.pass_bytes(lora, 1000) == 251_904_000 > WORTH_BYTES
-    assert planned.pass_bytes(lora, 500) == 500 * 251_904 < WORTH_BYTES
+    assert planned.pass_bytes(lora, 1000) == 251_904_000
+    assert planned.pass_bytes(lora, 500) == 500 * 251_904
+    assert planned.model.hidden == 896
+    assert is_worth_giving_back(251_904_000, 896)
+    assert not is_worth_giving_back(500 * 251_904, 896)
+    assert is_worth_giving_back(128 * 2**20, 512)
+    assert not is_worth_giving_back(251_904_000, 511)
     assert planned.pass_bytes(lora, 10) == 8 * 10 * 151_936 + 10 * (86_016 + 10_752)
