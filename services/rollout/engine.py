@@ -190,7 +190,7 @@ class Engine(Protocol):
         ...
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        """Loads an adapter beside those that it has, while it samples. Raises Failed, code
+        """Loads an adapter beside those that it has, while it samples. Raises Conflict, code
         "no_adapters", and is as it was, if it does not take it."""
         ...
 

@@ -277,7 +277,7 @@ async def test_auto_merges_what_the_engine_does_not_take_and_says_so(
 ) -> None:
     async def refusing(ref: Published) -> None:
         if getattr(ref, "method", None) == "lora":
-            raise Failed("vLLM does not take it", code="no_adapters")
+            raise Conflict("vLLM does not take it", code="no_adapters")
 
     stack.fakes.fault["reload"] = refusing
     job_id = await finished(stack, job.model_copy(update=LORA))

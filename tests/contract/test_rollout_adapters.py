@@ -15,7 +15,7 @@ import pytest
 from services.rollout.engine import NothingReceived
 from services.rollout.weights.adapters import one_call
 from shared.adapters import CONFIG, WEIGHTS
-from shared.errors import Conflict, Failed, StateLost
+from shared.errors import Conflict, Failed, HoneError, StateLost
 from shared.wire import (
     AdapterWeights,
     Canary,
@@ -236,30 +236,34 @@ async def test_flipped_bytes_are_refused_by_the_tensors_name(bench: Bench) -> No
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "kind", "message"),
     [
-        ('{"r": 5, "target_modules": ["w"]}', "has rank 5, expected at most 4, which the engine"),
-        ('{"r": 1}', "adapter_config.json cannot be used: .*target_modules"),
+        (
+            '{"r": 5, "target_modules": ["w"]}',
+            Conflict,
+            "has rank 5, expected at most 4, which the engine",
+        ),
+        ('{"r": 1}', Failed, "adapter_config.json cannot be used: .*target_modules"),
     ],
 )
 async def test_a_rank_that_the_engine_was_not_started_for_is_refused(
-    bench: Bench, config: str, message: str
+    bench: Bench, config: str, kind: type[HoneError], message: str
 ) -> None:
-    with pytest.raises(Failed, match=message):
+    with pytest.raises(kind, match=message):
         await bench.reload(bench.publish_adapter(4, config=config))
 
 
 async def test_an_engine_without_adapters_refuses_them_with_a_code(bench: Bench) -> None:
     await bench.put(ModelRequest(model="tiny"))
-    with pytest.raises(Failed, match="the engine was started without adapters") as refused:
+    with pytest.raises(Conflict, match="the engine was started without adapters") as refused:
         await bench.reload(bench.publish_adapter(3))
     assert refused.value.code == "no_adapters"
 
 
 async def test_an_adapter_that_the_engine_refuses_leaves_the_one_before(bench: Bench) -> None:
     await bench.reload(bench.publish_adapter(3))
-    bench.engine.refuses_adapters = Failed("vLLM does not take adapter", code="no_adapters")
-    with pytest.raises(Failed, match="vLLM does not take adapter"):
+    bench.engine.refuses_adapters = Conflict("vLLM does not take adapter", code="no_adapters")
+    with pytest.raises(Conflict, match="vLLM does not take adapter"):
         await bench.reload(bench.publish_adapter(4))
     assert await text(bench, job_id="job", min_version=3) == "job/v3-0.0"
     assert len(list((bench.copies / "adapters").iterdir())) == 1

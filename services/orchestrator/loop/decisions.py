@@ -89,7 +89,7 @@ RULES = (
     Rule(TooDear, Action.PAUSE, "raise it with `hone resume JOB --set stop.max_cost=...`"),
     Rule(MustPause, Action.PAUSE),
     Rule(Conflict, Action.STOP, codes=_codes("stale", "emptied")),
-    Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order")),
+    Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order", "no_adapters")),
     Rule(Conflict, Action.PAUSE),
     Rule(StateLost, Action.RECOVER, LOOK),
     Rule(Unavailable, Action.PAUSE, "find out why, or raise the deadline", _codes("deadline")),

@@ -40,7 +40,7 @@ from services.rollout.on_vllm.texts import text_of
 from services.rollout.on_vllm.tokenizers import load_tokenizer
 from services.rollout.on_vllm.versions import label
 from shared.config import Settings
-from shared.errors import BadRequest, Failed, HoneError, StateLost
+from shared.errors import BadRequest, Conflict, Failed, HoneError, StateLost
 from shared.threads import in_own_thread
 from shared.wire import (
     BroadcastWeights,
@@ -244,7 +244,7 @@ class VllmEngine:
         except HoneError:
             raise
         except Exception as error:  # vLLM raises what its process did, as a plain Exception
-            raise Failed(
+            raise Conflict(
                 f"vLLM does not take adapter {adapter.name!r}: {' '.join(str(error).split())}",
                 code="no_adapters",
             ) from error

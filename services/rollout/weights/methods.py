@@ -25,7 +25,7 @@ from services.rollout.weights.proofs import (
     proven_adapter,
     proven_digest,
 )
-from shared.errors import BadRequest, Failed
+from shared.errors import BadRequest, Conflict, Failed
 from shared.logs import get_logger
 from shared.wire import (
     AdapterWeights,
@@ -198,7 +198,7 @@ async def shared(ref: SharedWeights, expected: Expected, _: Copies) -> ProvenLat
 
 async def adapter(ref: AdapterWeights, expected: Expected, copies: Copies) -> ProvenAdapter:
     if not expected.max_lora_rank:
-        raise Failed(
+        raise Conflict(
             f"adapter {ref.adapter!r} cannot be loaded: the engine was started without adapters, "
             "or vLLM has none for the model's architecture, or on a GPU for its dtype",
             code="no_adapters",
@@ -206,7 +206,7 @@ async def adapter(ref: AdapterWeights, expected: Expected, copies: Copies) -> Pr
     copy = await copies.adapter(ref, seen_folder(ref, expected.roots))
     try:
         found = await asyncio.to_thread(proven_adapter, ref, copy.folder, expected)
-    except Failed:
+    except (Failed, Conflict):
         copies.remove(copy)
         raise
     return ProvenAdapter(copy, found)

@@ -12,7 +12,7 @@ from pathlib import Path
 from services.rollout.weights.adapter_files import adapter_shapes, read_config
 from shared.adapters import CONFIG, adapter_digests
 from shared.digest import KIND, StoredTensor, digest, stored_tensors, tensor_digests
-from shared.errors import Failed
+from shared.errors import Conflict, Failed
 from shared.wire import (
     AdapterWeights,
     Published,
@@ -73,7 +73,7 @@ def proven_digest(ref: Published, found: Path, expected: Expected) -> str:
 
 def proven_adapter(ref: AdapterWeights, found: Path, expected: Expected) -> str:
     """Returns the digest of the adapter in the folder `found`. Raises Failed as `proven_digest`
-    does, and for a rank that the engine does not take (code "no_adapters")."""
+    does, and Conflict for a rank that the engine does not take (code "no_adapters")."""
     try:
         stored, digests = stored_tensors(found), adapter_digests(found)
     except Failed as error:
@@ -84,7 +84,7 @@ def proven_adapter(ref: AdapterWeights, found: Path, expected: Expected) -> str:
     check_digest(ref, digests)
     config = read_config(found)
     if config.r > expected.max_lora_rank:
-        raise Failed(
+        raise Conflict(
             f"adapter {ref.adapter!r} has rank {config.r}, expected at most "
             f"{expected.max_lora_rank}, which the engine was started for; it was not loaded",
             code="no_adapters",
