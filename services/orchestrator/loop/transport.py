@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterable, Generator
 from typing import cast
@@ -17,8 +19,12 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httpx2 as httpx
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.tracing import Trace
 from yarl import URL
 
+from shared.threads import in_own_thread
 from shared.tls import trusted
 from shared.urls import is_direct
 
@@ -79,13 +85,56 @@ class Transport(httpx.AsyncBaseTransport):
             await self._session.close()
 
     def _open(self) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(
-            ssl=self._verify, limit=MAX_CONNECTIONS, keepalive_timeout=UNUSED_S
+        connector = _Connector(
+            ssl=self._verify,
+            limit=MAX_CONNECTIONS,
+            keepalive_timeout=UNUSED_S,
+            resolver=_Resolver(),
         )
         self._session = aiohttp.ClientSession(
             connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
         )
         return self._session
+
+
+class _Connector(aiohttp.TCPConnector):
+    """The time for connecting is for all of it, as httpx has it: the look-up of the name and each
+    of its addresses. aiohttp's `sock_connect` is for one address, without the look-up, and its
+    `connect` is also for waiting until one of MAX_CONNECTIONS is free, which has no limit."""
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        async with asyncio.timeout(timeout.sock_connect):
+            return await super()._create_connection(req, traces, timeout)
+
+
+class _Resolver(AbstractResolver):
+    """Looks names up in threads of its own: `getaddrinfo` cannot be ended, and the pool's threads
+    write the job's files. aiohttp looks up a name once at a time, for all who wait for it."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        look_up = functools.partial(
+            socket.getaddrinfo, host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+        )
+        found: list[ResolveResult] = []
+        for its_family, _, proto, _, (address, its_port, *rest) in await in_own_thread(look_up):
+            scope = f"%{rest[1]}" if rest and rest[1] else ""  # of a link-local address
+            found.append(
+                ResolveResult(
+                    hostname=host,
+                    host=f"{address}{scope}",
+                    port=int(its_port),
+                    family=its_family,
+                    proto=proto,
+                    flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+                )
+            )
+        return found
+
+    async def close(self) -> None: ...
 
 
 class _Answer(httpx.AsyncByteStream):

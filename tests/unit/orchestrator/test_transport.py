@@ -8,12 +8,18 @@ import contextlib
 import gzip
 import hashlib
 import random
+import socket
 import ssl
+import threading
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx2 as httpx
 import pytest
 
+from services.orchestrator.loop import transport as transport_module
 from services.orchestrator.loop.transport import Transport, transport_to
 from shared.ports import free_port
 
@@ -235,3 +241,82 @@ async def test_an_answer_that_is_left_before_its_end_leaves_no_connection() -> N
                 assert piece.startswith(b"x")
                 break
         await asyncio.wait_for(ended.wait(), 5)
+
+
+async def test_a_name_that_is_not_found_in_time_is_a_host_not_connected_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One thread waits for it, whoever asks and however often, and none of the pool."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    is_found, looked_up = threading.Event(), list[str]()
+
+    def hang(host: str, *_: Any, **__: Any) -> list[Any]:
+        looked_up.append(host)
+        is_found.wait(30)
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    transport = Transport(ssl.create_default_context())
+    timeout = httpx.Timeout(10.0, connect=0.2)
+    try:
+        async with httpx.AsyncClient(transport=transport, timeout=timeout) as client:
+            began = time.monotonic()
+            for _ in range(2):
+                both = [client.get("http://trainer.test:8002/") for _ in range(2)]
+                errors = await asyncio.gather(*both, return_exceptions=True)
+                assert [type(error) for error in errors] == [httpx.ConnectTimeout] * 2
+            assert await asyncio.to_thread(lambda: "the pool is free") == "the pool is free"
+            assert time.monotonic() - began < 5
+    finally:
+        is_found.set()
+    assert looked_up == ["trainer.test"]
+
+
+async def test_a_name_leads_to_its_host() -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(answer(b"fine"))
+
+    async with served(handler) as client:
+        port = client.base_url.port
+        assert (await client.get(f"http://localhost:{port}/")).text == "fine"
+
+
+async def test_the_time_for_connecting_is_for_all_addresses_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def found(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
+        # Addresses for documentation (RFC 5737): nothing answers there.
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (f"192.0.2.{n}", port))
+            for n in range(1, 9)
+        ]
+
+    async def silent(*_: Any, **__: Any) -> None:
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", silent)
+    transport = Transport(ssl.create_default_context())
+    timeout = httpx.Timeout(10.0, connect=0.3)
+    async with httpx.AsyncClient(transport=transport, timeout=timeout) as client:
+        began = time.monotonic()
+        with pytest.raises(httpx.ConnectTimeout):
+            await client.get("http://trainer.test:8002/")
+    assert time.monotonic() - began < 1.2
+
+
+async def test_a_request_waits_for_a_free_connection_however_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport_module, "MAX_CONNECTIONS", 1)
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await request_of(reader)
+            await asyncio.sleep(0.5)
+            writer.write(answer(b"fine"))
+
+    async with served(slow, connect=0.2) as client:
+        answers = await asyncio.gather(client.get("/"), client.get("/"))
+    assert [each.text for each in answers] == ["fine", "fine"]
