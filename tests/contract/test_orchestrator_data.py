@@ -27,21 +27,9 @@ from shared.job import Job
 from shared.wire import DryRun, SubmitRequest
 from tests.support.model_folders import make_model_folder
 from tests.support.orchestrator_stack import Stack, job, stack  # noqa: F401
+from tests.support.uploading import ROWS, upload
 
 pytestmark = pytest.mark.slow
-
-ROWS = b'{"question": "w3 w4", "answer": 1}\n{"question": "w5", "answer": 2}\n'
-
-
-async def upload(
-    http: httpx.AsyncClient, content: bytes = ROWS, name: str = "rows.jsonl", **headers: str
-) -> httpx.Response:
-    return await http.post(
-        "/v1/files",
-        files={"file": (name, content)},
-        data={"purpose": "fine-tune"},
-        headers={key.replace("_", "-"): value for key, value in headers.items()},
-    )
 
 
 def with_data(job: Job, **data: Any) -> Job:  # noqa: F811

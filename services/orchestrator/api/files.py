@@ -4,16 +4,18 @@ OpenAI's clients find their `error` too."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import unicodedata
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast, get_args
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from fastapi import Query, Request
 from starlette.datastructures import FormData, UploadFile
 
 from services.orchestrator.api.pages import page_of
-from services.orchestrator.data.uploads import Quota, Uploads
+from services.orchestrator.data.uploads import Quota, Uploads, new_id
+from services.orchestrator.loop.tasks import to_the_end
 from services.orchestrator.queue.store import Store
 from shared.config import Settings
 from shared.downloads import DOWNLOADED, DownloadedFile
@@ -33,6 +35,7 @@ MAX_PARTS = 8
 MAX_FILENAME_CHARS = 255
 
 Order = Literal["asc", "desc"]
+T = TypeVar("T")
 
 FORM_ROOM_BYTES = 1 << 16
 """What a form has beside its file."""
@@ -75,10 +78,12 @@ def _add_upload(service: Service, settings: Settings, uploads: Uploads, store: S
                 raise _too_large(file.size, settings)
             key = request.headers.get("idempotency-key")
             name = _filename(file)
-            add = functools.partial(uploads.add, file.file, name, purpose, key)
-            stored = await in_own_thread(add)  # it may take long: jobs write by the pool's threads
-        if key:  # a file of this id may have been removed before
-            await store.removals.undo(stored.id)
+            id = new_id(key)
+            add = functools.partial(uploads.add, file.file, name, purpose, id)
+            async with _alone_with(uploads, id):
+                stored = await _written(add)
+                if key:  # a file of this id may have been removed before
+                    await store.removals.undo(id)
         return stored
 
 
@@ -124,9 +129,29 @@ def _add_removal(service: Service, uploads: Uploads, store: Store) -> None:
     @service.app.delete("/v1/files/{file_id}")
     async def delete_file(file_id: str) -> FileDeleted:
         """Removes a file that no job needs any more."""
-        await store.removals.add(await asyncio.to_thread(uploads.get, file_id))
-        await asyncio.to_thread(uploads.remove, file_id)
+        await asyncio.to_thread(uploads.get, file_id)
+        async with _alone_with(uploads, file_id):
+            await store.removals.add(await asyncio.to_thread(uploads.get, file_id))
+            await _written(functools.partial(uploads.remove, file_id))
         return FileDeleted(id=file_id)
+
+
+@contextlib.asynccontextmanager
+async def _alone_with(uploads: Uploads, id: str) -> AsyncGenerator[None]:
+    """Lets nobody else store or remove the file meanwhile: else an upload that is sent again would
+    undo what is noted of a removal under way, or answer with a file that is removed just then."""
+    held = contextlib.ExitStack()
+    try:
+        await _written(functools.partial(held.enter_context, uploads.alone_with(id)))
+        yield
+    finally:
+        await _written(held.close)
+
+
+async def _written(act: Callable[[], T]) -> T:
+    """Returns what `act` returns, which may take long: jobs write by the pool's threads. A request
+    that is ended meanwhile waits for it, and has the file to itself as long."""
+    return await to_the_end(in_own_thread(act))
 
 
 def _beyond(

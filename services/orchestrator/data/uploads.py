@@ -2,6 +2,7 @@
 
     <runs_dir>/.files/file-<24 hex>/file.json    what it is, as `GET /v1/files/{id}` shows it
                                     content.csv  its bytes, with the ending of its name
+                      .lock-file-<24 hex>        locked by who stores or removes that file
 
 Orchestrators that share `runs_dir` share them.
 """
@@ -9,7 +10,6 @@ Orchestrators that share `runs_dir` share them.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -23,7 +23,6 @@ from typing import IO, BinaryIO
 
 from services.orchestrator.record.writing import writing
 from shared import codec, disk
-from shared.digest import digest_of_file
 from shared.errors import BadRequest, Busy, Conflict, NotFound, TooLarge
 from shared.job import UPLOADED
 from shared.logs import get_logger
@@ -36,11 +35,14 @@ LOCK = ".files.lock"
 """Beside the folder of files: whoever takes room for one has it locked."""
 
 LOCK_S = 10.0
-"""Seconds to wait for it. Nobody has it for longer than it takes to look at all files."""
+"""Seconds to wait for it, which nobody has for longer than it takes to look at all files, or for
+the lock of a file, which who writes it has until it is on disk."""
 
 LOOK_AT_LOCK_S = 0.02
 
 GIB = 1 << 30
+
+BLOCK_BYTES = 1 << 20
 
 REMOVE_SOME = "remove some by DELETE /v1/files/{id}, or raise it"
 
@@ -80,25 +82,37 @@ class Uploads:
         self._root = runs_dir / ".files"
         self._quota = quota
 
-    def add(
-        self, content: BinaryIO, filename: str, purpose: Purpose, key: str | None
-    ) -> UploadedFile:
-        """Stores a file, which is on disk when this returns. With an idempotency `key` it is stored
-        once. Raises Conflict for a key that came with another file before, BadRequest for one
-        without content, TooLarge beyond the quota, Busy where others keep it waiting, Failed if the
-        disk cannot take it."""
+    @contextlib.contextmanager
+    def alone_with(self, id: str) -> Generator[None]:
+        """Lets nobody else, at any orchestrator, store or remove the file of this id meanwhile.
+        Raises NotFound for what cannot be one, Busy where others keep it waiting, Failed if the
+        disk cannot take the lock."""
+        lock = self._folder(id).with_name(f".lock-{id}")
+        with contextlib.ExitStack() as held:
+            with writing("folder", self._root):
+                disk.make_folder(self._root)
+                held.enter_context(_locked(lock))
+            held.callback(lock.unlink, missing_ok=True)
+            yield
+
+    def add(self, content: BinaryIO, filename: str, purpose: Purpose, id: str) -> UploadedFile:
+        """Stores a file of this id (`new_id`), which is on disk when this returns. Only
+        `alone_with` it. One that is there is left as it is. Raises Conflict if that is another
+        file, BadRequest for one without content, TooLarge beyond the quota, Busy where others keep
+        it waiting, Failed if the disk cannot take it."""
         size = _size_of(content)
         if not size:
             raise BadRequest(f"the file {filename!r} is empty; expected at least one row")
-        digest = hashlib.sha256(key.encode()).hexdigest()[:24] if key else secrets.token_hex(12)
         made = UploadedFile(
-            id=f"file-{digest}",
+            id=id,
             bytes=size,
             created_at=int(time.time()),
             filename=filename,
             purpose=purpose,
         )
         with writing("folder", self._root):
+            if self._folder(id).exists():
+                return self._same(made, content)
             disk.make_folder(self._root)
             aside = self._take_room(made)
             try:
@@ -132,7 +146,7 @@ class Uploads:
         return sorted(found, key=lambda file: (file.created_at, file.id))
 
     def remove(self, id: str) -> None:
-        """Raises NotFound."""
+        """Removes the file. Only `alone_with` it. Raises NotFound."""
         folder = self._folder(id)
         aside = self._root / f"{REMOVED}{id}.{secrets.token_hex(4)}"
         with writing("folder", self._root):
@@ -146,8 +160,10 @@ class Uploads:
     def _take_room(self, made: UploadedFile) -> Path:
         """Returns a folder aside in which the file's bytes have their size already, so that they
         count from now on. Raises TooLarge."""
+        for left in self._root.glob(f".{made.id}.*"):  # by a crash: nobody else writes this file
+            shutil.rmtree(left, ignore_errors=True)
         aside = self._root / f".{made.id}.{secrets.token_hex(4)}"
-        with self._alone():
+        with _locked(self._root.parent / LOCK):
             self._sweep()
             self._check_room(made)
             aside.mkdir()
@@ -158,49 +174,28 @@ class Uploads:
     def _written(self, aside: Path, made: UploadedFile, content: BinaryIO) -> UploadedFile:
         path = aside / _content_name(made.filename)
         with path.open("r+b") as file:
-            shutil.copyfileobj(content, file, 1 << 20)
+            shutil.copyfileobj(content, file, BLOCK_BYTES)
             file.flush()
             os.fsync(file.fileno())
         disk.write_file(aside / "file.json", codec.encode(made))
-        try:
-            aside.rename(self._root / made.id)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-            return self._same(made, path)
+        aside.rename(self._root / made.id)
         disk.flush(self._root)
         return made
 
     def _check_room(self, made: UploadedFile) -> None:
-        """Raises TooLarge if the file is too much beside those that there are and those under way.
-        One that is there, or under way by the same key, is no file more."""
-        if self._quota is None or (self._root / made.id).exists():
+        """Raises TooLarge if the file is too much beside those that there are and those under
+        way."""
+        if self._quota is None:
             return
-        own = f".{made.id}."
-        under_way = self._root.glob(f"{UNFINISHED}*")
-        others = [folder for folder in under_way if not folder.name.startswith(own)]
-        sizes = [_content_size(folder) for folder in (*self._root.glob("file-*"), *others)]
+        under_way = [*self._root.glob(f"{UNFINISHED}*")]  # first: one that ends is never missed
+        sizes = [_content_size(folder) for folder in (*under_way, *self._root.glob("file-*"))]
         self._quota.check(len(sizes), sum(sizes), made.bytes)
 
-    @contextlib.contextmanager
-    def _alone(self) -> Generator[None]:
-        """Lets no other upload, of any orchestrator, take room meanwhile. Raises Busy."""
-        path, until = self._root.parent / LOCK, time.monotonic() + LOCK_S
-        with path.open("ab") as lock:
-            while not _is_locked(lock):
-                if time.monotonic() >= until:
-                    raise Busy(
-                        f"others have had {str(path)!r} locked for {LOCK_S:g} s; send the file "
-                        "again, and if it stays so, look for an orchestrator that hangs"
-                    )
-                time.sleep(LOOK_AT_LOCK_S)
-            yield
-
-    def _same(self, made: UploadedFile, path: Path) -> UploadedFile:
+    def _same(self, made: UploadedFile, content: BinaryIO) -> UploadedFile:
         """Returns the file that is stored under the same key already."""
         stored = self.get(made.id)
         again = made.model_copy(update={"created_at": stored.created_at})
-        if again != stored or digest_of_file(path) != digest_of_file(self.content(made.id)):
+        if again != stored or not _has_bytes(self.path_of(stored), content):
             raise Conflict(
                 f"the Idempotency-Key was used for file {made.id!r} ({stored.filename!r}, "
                 f"{stored.bytes} bytes) with other content; use a new key",
@@ -222,6 +217,12 @@ class Uploads:
                     get_logger().info("unfinished upload removed", folder=folder.name)
 
 
+def new_id(key: str | None) -> str:
+    """Returns the id for a file that is uploaded: with an idempotency key always the same."""
+    digest = hashlib.sha256(key.encode()).hexdigest()[:24] if key else secrets.token_hex(12)
+    return f"file-{digest}"
+
+
 def _size_of(content: BinaryIO) -> int:
     at = content.tell()
     size = content.seek(0, os.SEEK_END)
@@ -241,6 +242,32 @@ def _last_written(folder: Path) -> float:
     return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
 
 
+def _has_bytes(path: Path, content: BinaryIO) -> bool:
+    """Returns whether the content, from where it is read on, is the file's."""
+    with path.open("rb") as file:
+        while (block := file.read(BLOCK_BYTES)) == content.read(BLOCK_BYTES):
+            if not block:
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Lets nobody else, in no process, have a lock on this path meanwhile. Raises Busy."""
+    until = time.monotonic() + LOCK_S
+    while True:
+        with path.open("ab") as lock:
+            if _is_locked(lock) and _is_at(path, lock):
+                yield
+                return
+        if time.monotonic() >= until:
+            raise Busy(
+                f"others have had {str(path)!r} locked for {LOCK_S:g} s; ask again, and if it "
+                "stays so, look for an orchestrator that hangs"
+            )
+        time.sleep(LOOK_AT_LOCK_S)
+
+
 def _is_locked(file: IO[bytes]) -> bool:
     """Locks the file, until it is closed, if nobody else has; returns whether it did."""
     try:
@@ -248,6 +275,13 @@ def _is_locked(file: IO[bytes]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    """Returns whether the path is still that file's: who had it locked may have removed it."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    return False
 
 
 def _content_name(filename: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from services.orchestrator.data import uploads as uploads_module
-from services.orchestrator.data.uploads import Quota, Uploads
-from shared.errors import BadRequest, Busy, TooLarge
+from services.orchestrator.data.uploads import Quota, Uploads, new_id
+from shared.errors import BadRequest, Busy, Conflict, TooLarge
 from shared.wire import UploadedFile
 
 KIB_10 = 10 * 1024 / 2**30
@@ -35,7 +36,7 @@ class Interrupted(io.BytesIO):
 
 def add(uploads: Uploads, content: bytes | io.BytesIO, key: str | None = None) -> UploadedFile:
     file = content if isinstance(content, io.BytesIO) else io.BytesIO(content)
-    return uploads.add(file, "rows.jsonl", "fine-tune", key)
+    return uploads.add(file, "rows.jsonl", "fine-tune", new_id(key))
 
 
 def folders(runs_dir: Path) -> list[str]:
@@ -56,11 +57,58 @@ def test_a_file_that_is_being_written_counts_for_the_quota(tmp_path: Path) -> No
     assert folders(tmp_path) == [file.id]
 
 
-def test_an_upload_that_is_sent_again_meanwhile_needs_no_room_of_its_own(tmp_path: Path) -> None:
-    uploads, files = Uploads(tmp_path, Quota(1, KIB_10)), list[UploadedFile]()
-    again = Interrupted(b"x" * 6000, lambda: files.append(add(uploads, b"x" * 6000, "key")))
-    assert [add(uploads, again, "key")] == files
-    assert folders(tmp_path) == [files[0].id]
+def test_an_upload_that_is_sent_again_needs_no_room(tmp_path: Path) -> None:
+    uploads = Uploads(tmp_path, Quota(1, KIB_10))
+    file = add(uploads, b"x" * 6000, "key")
+    found = list[list[str]]()
+    again = Interrupted(b"x" * 6000, lambda: found.append(folders(tmp_path)))
+    assert add(uploads, again, "key") == file
+    with pytest.raises(Conflict, match="with other content"):
+        add(uploads, b"x" * 5999 + b"y", "key")
+    with pytest.raises(Conflict, match="with other content"):
+        add(uploads, b"x" * 6001, "key")
+    assert found == [[file.id]] and folders(tmp_path) == [file.id]
+
+
+def test_one_at_a_time_stores_or_removes_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads, order = Uploads(tmp_path), list[int]()
+    first, second, other = new_id("1"), new_id("1"), new_id("2")
+    assert first == second != other
+    most, inside = 0, 0
+
+    def work(number: int) -> None:
+        nonlocal most, inside
+        for _ in range(20):
+            with uploads.alone_with(first):
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0.0005)
+                inside -= 1
+                order.append(number)
+
+    monkeypatch.setattr(uploads_module, "LOOK_AT_LOCK_S", 0.0)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (most, len(order)) == (1, 80)
+    monkeypatch.setattr(uploads_module, "LOCK_S", 0.0)
+    busy = pytest.raises(Busy, match=r"others have had '.*\.lock-file-.*' locked")
+    with uploads.alone_with(first), uploads.alone_with(other), busy, uploads.alone_with(second):
+        raise AssertionError("somebody else has it")
+    assert folders(tmp_path) == []
+
+
+def test_what_a_crash_left_of_an_upload_goes_as_it_is_sent_again(tmp_path: Path) -> None:
+    uploads, id = Uploads(tmp_path, Quota(1, KIB_10)), new_id("key")
+    left = tmp_path / f".files/.{id}.abcd"
+    left.mkdir(parents=True)
+    (left / "content.jsonl").write_bytes(b"x" * 6000)
+    assert add(uploads, b"x" * 6000, "key").id == id
+    assert folders(tmp_path) == [id]
 
 
 def test_what_a_crash_left_counts_for_an_hour(tmp_path: Path) -> None:
@@ -84,16 +132,11 @@ def test_nobody_waits_while_contents_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads_module, "LOCK_S", 0.0)
-    uploads, digest = Uploads(tmp_path), uploads_module.digest_of_file
+    uploads = Uploads(tmp_path)
     file = add(uploads, b"x", "key")
-
-    def comparing(path: Path) -> str:
-        add(uploads, b"y")
-        return digest(path)
-
-    monkeypatch.setattr(uploads_module, "digest_of_file", comparing)
-    assert add(uploads, b"x", "key") == file
-    assert len(uploads.list()) == 3
+    again = Interrupted(b"x", lambda: add(uploads, b"y"))
+    assert add(uploads, again, "key") == file
+    assert len(uploads.list()) == 2
 
 
 def test_an_upload_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

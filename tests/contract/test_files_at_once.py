@@ -1,0 +1,108 @@
+"""Uploads and removals of one file at once."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from services.orchestrator.app import create_service
+from services.orchestrator.queue.removals import Removals
+from services.orchestrator.queue.store import Store
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.job import Job
+from shared.wire import UploadedFile
+from tests.support import orchestrator_stack
+from tests.support.uploading import upload
+
+pytestmark = pytest.mark.slow
+
+job = orchestrator_stack.job  # a fixture
+
+
+def training_on(file_id: str, job: Job) -> Job:
+    return Job.model_validate(job.model_dump(mode="json") | {"data": {"train": file_id}})
+
+
+async def test_uploads_of_one_key_at_once_take_the_room_of_one(
+    settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = settings.model_copy(update={"max_files": 1, "max_files_gib": 8 * 1024 / 2**30})
+    transport = httpx.ASGITransport(app=create_service(full, Store(redis_url)).app)
+    seen, copy = list[list[str]](), shutil.copyfileobj
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.2)
+        seen.append([path.name for path in (full.runs_dir / ".files").glob("*file-*.*")])
+        copy(*arguments)
+
+    monkeypatch.setattr(shutil, "copyfileobj", slowly)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        same = (upload(http, b"x" * 6000, idempotency_key="k") for _ in range(4))
+        answers = await asyncio.gather(*same)
+        (file,) = (await http.get("/v1/files")).json()["data"]
+    assert [answer.json() for answer in answers] == [file] * 4
+    (written,) = seen
+    assert len(written) == 1
+
+
+async def test_a_removal_waits_for_an_upload_of_the_same_file(
+    settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no job would be refused that is submitted with it while it goes."""
+    reached, go, undo = asyncio.Event(), asyncio.Event(), Removals.undo
+
+    async def late(self: Removals, file_id: str) -> None:
+        reached.set()
+        await go.wait()
+        await undo(self, file_id)
+
+    store = Store(redis_url)
+    await store.open()
+    transport = httpx.ASGITransport(app=create_service(settings, store).app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        id = (await upload(http, idempotency_key="k")).json()["id"]
+        monkeypatch.setattr(Removals, "undo", late)
+        again = asyncio.create_task(upload(http, idempotency_key="k"))
+        await reached.wait()
+        removal = asyncio.create_task(http.delete(f"/v1/files/{id}"))
+        await asyncio.sleep(0.3)
+        go.set()
+        assert ((await again).status_code, (await removal).status_code) == (200, 200)
+        assert (await http.get(f"/v1/files/{id}")).status_code == 404
+    with pytest.raises(BadRequest, match="was removed"):
+        await store.submit(training_on(id, job), settings.runs_dir, None)
+    await store.close()
+
+
+async def test_an_upload_waits_for_a_removal_of_the_same_file(
+    settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it answers with is there then, and jobs can name it."""
+    reached, go, note = asyncio.Event(), asyncio.Event(), Removals.add
+
+    async def noted(self: Removals, file: UploadedFile) -> None:
+        await note(self, file)
+        reached.set()
+        await go.wait()
+
+    store = Store(redis_url)
+    await store.open()
+    transport = httpx.ASGITransport(app=create_service(settings, store).app)
+    monkeypatch.setattr(Removals, "add", noted)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        id = (await upload(http, idempotency_key="k")).json()["id"]
+        removal = asyncio.create_task(http.delete(f"/v1/files/{id}"))
+        await reached.wait()
+        again = asyncio.create_task(upload(http, idempotency_key="k"))
+        await asyncio.sleep(0.3)
+        go.set()
+        assert ((await again).status_code, (await removal).status_code) == (200, 200)
+        assert (await http.get(f"/v1/files/{id}")).status_code == 200
+    assert (await store.submit(training_on(id, job), settings.runs_dir, None)).status
+    await store.close()
