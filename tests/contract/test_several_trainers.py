@@ -6,19 +6,23 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio as redis
 
 from services.orchestrator.loop import run
-from services.orchestrator.queue import slots, worker
+from services.orchestrator.queue import known_slots, slots, worker, worker_side
 from services.orchestrator.queue.resources import resource
 from shared.client import Client
 from shared.config import Settings
+from shared.errors import Unavailable
 from shared.job import Job
 from shared.wire import EventList, JobRecord, JobState, Obstacle, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
+from tests.support.link import Link
 from tests.support.orchestrator_stack import orchestrator, orchestrator_client
 
 pytestmark = pytest.mark.slow
@@ -195,6 +199,58 @@ async def test_a_job_that_was_cut_off_goes_back_to_its_own_trainer(
             stack = Several(first, second, both, client)
             ended = [await stack.until(id, "succeeded") for id in ids]
         assert [record.trainer for record in ended] == had
+
+
+async def test_after_redis_was_away_a_job_goes_on_with_the_trainer_that_has_it(
+    settings: Settings, redis_url: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the other orchestrator is the first to be back, and has nothing to do."""
+    for module in (known_slots, worker_side):
+        monkeypatch.setattr(module, "KNOWN_S", 5.0)
+    monkeypatch.setattr(worker, "NOTE_S", 0.2)
+    monkeypatch.setattr(worker, "PAUSE_S", 0.1)
+    settings = settings.model_copy(update={"lease_s": 1.5})
+    server, paths = Path(redis_url.removeprefix("unix://")), (tmp_path / "a", tmp_path / "b")
+    raw = redis.from_url(redis_url)
+    fakes = FakeServices(settings), FakeServices(settings)
+    gates = [blocked(each) for each in fakes]
+    async with (
+        fakes[0].running(settings) as one,
+        fakes[1].running(settings) as other,
+        Link(server, paths[0]) as first_link,
+        Link(server, paths[1]) as second_link,
+        orchestrator_client(one, f"unix://{paths[0]}") as first_client,
+        orchestrator_client(other, f"unix://{paths[1]}"),
+    ):
+        stack = Several(*fakes, one, first_client)
+        job_id = (await stack.submit(job)).id
+        had = (await stack.until(job_id, "running")).trainer
+        has, idle, late, early = (
+            (*fakes, first_link, second_link)
+            if had == resource(one.trainer_url)
+            else (*fakes[::-1], second_link, first_link)
+        )
+        for link in (early, late):
+            link.cut()
+        async with asyncio.timeout(30):
+            while await raw.keys("hone:slot:*"):
+                await asyncio.sleep(0.1)
+            early.mend()
+            while not await raw.keys("hone:slot:*"):
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(1)  # and then at most two until the other one asks Redis again
+        late.mend()
+        for gate in gates:
+            gate.set()
+        async with asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(Unavailable):
+                    record = await stack.until(job_id, "succeeded")
+                    break
+    await raw.aclose()
+    assert (record.trainer, record.attempts) == (had, 2)
+    assert [body.step for body in has.trained] == list(range(1, job.steps + 1))
+    assert idle.trained == []
 
 
 @contextlib.asynccontextmanager

@@ -103,6 +103,53 @@ async def test_a_job_that_was_cut_off_is_left_to_its_own_trainer_if_that_is_read
     assert (await take(store, "one:1")).job_id == (queued if taken_by_another else cut)
 
 
+async def test_after_redis_was_away_a_cut_off_job_is_left_to_its_trainer_for_a_while(
+    store: Store, other: Store, raw: Any
+) -> None:
+    async def note(name: str) -> None:
+        await store.slots.note(f"{name}/a", name, ["s:" + name[0]], None)
+
+    async def later(seconds: int) -> None:
+        for field, at in (await raw.hgetall("hone:noting")).items():
+            await raw.hset("hone:noting", field, int(at) - 1000 * seconds)
+
+    cut, queued = await submit(store), await submit(store)
+    for name in ("one:1", "two:1"):
+        await note(name)
+    await store.halt(await take(store, "one:1"), None)
+    await raw.delete("hone:slot:one:1/a", "hone:slot:two:1/a")
+    await later(11)
+    assert await other.take("b", "two:1", 30) is None
+    await note("two:1")
+    assert await other.take("b", "two:1", 30) is None
+    await later(9)
+    await note("two:1")
+    assert await other.take("b", "two:1", 30) is None
+    await later(2)
+    await note("two:1")
+    first = await take(other, "two:1")
+    assert first.job_id == cut, "its trainer did not come"
+    await store.halt(first, None)
+    await later(11)
+    await note("one:1")
+    assert (await take(store, "one:1")).job_id == queued, "the other job's trainer is there"
+
+
+@pytest.mark.parametrize("away", [None, "no answer"])
+async def test_a_trainer_that_comes_back_after_redis_has_its_job_first(
+    store: Store, other: Store, raw: Any, away: str | None
+) -> None:
+    cut, queued = await submit(store), await submit(store)
+    await store.slots.note("one:1/a", "one:1", ["s:1"], None)
+    await store.halt(await take(store, "one:1"), None)
+    await raw.delete("hone:slot:one:1/a")
+    await raw.hset("hone:noting", "last", 0)
+    assert await other.take("b", "two:1", 30) is None
+    await store.slots.note("one:1/a", "one:1", ["s:1"], away)
+    assert (await take(other, "two:1")).job_id == (cut if away else queued)
+    assert (await take(store, "one:1")).job_id == (queued if away else cut)
+
+
 async def test_notes_of_trainers_are_read_only_where_a_job_of_another_one_waits(
     store: Store, raw: Any
 ) -> None:

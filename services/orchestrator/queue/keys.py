@@ -17,6 +17,8 @@
     hone:sampler:<name>          string  the registration, as JSON; expires
     hone:slots                   set     names of workers that noted which trainer they have
     hone:slot:<trainer>/<host>   string  the note of the worker on that host, as JSON; expires
+    hone:noting                  hash    Unix milliseconds: `last`, of the newest note; `since`, of
+                                         the first one after a time without any
     hone:loan:<attempt>          string  the evaluation that has samplers by that attempt; expires
     hone:key:<idempotency key>   string  job id and fingerprint of its submission, for a day
     hone:call:<call>             string  answer of a script's call, for a retry of the same call
@@ -56,6 +58,7 @@ SAMPLERS = "hone:samplers"
 SAMPLER = "hone:sampler:"
 SLOTS = "hone:slots"
 SLOT = "hone:slot:"
+NOTING = "hone:noting"
 LOAN = "hone:loan:"
 KEY = "hone:key:"
 CALL = "hone:call:"
@@ -72,6 +75,7 @@ TYPES = {
     ATTEMPTS: "string",
     SAMPLERS: "set",
     SLOTS: "set",
+    NOTING: "hash",
 }
 """What Redis calls the type of each key that is there once."""
 

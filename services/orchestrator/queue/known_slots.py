@@ -18,11 +18,19 @@ KNOWN_S = 10.0
 """Seconds for which a note lasts: as long as an orchestrator takes to start again. So long others
 count with it, and a job that was cut off is left to its own trainer, if that is free: no other has
 what the job did last. A note that lasts longer would count as another orchestrator's where it
-starts again by another host name, as a container does."""
+starts again by another host name, as a container does.
+
+Where no worker could note anything for so long, as while Redis was away, all notes are gone. So for
+as long again a job that was cut off is left to a trainer without a note: its worker may be about to
+note it, and another trainer would do again what was done since the newest checkpoint. (Nothing else
+is lost there: the batches since are replayed from the run folder.)"""
 
 NOTE = (
     SHARED
     + """
+local now, last = now_ms(), tonumber(redis.call('HGET', NOTING, 'last'))
+if last and now > last + call.known_ms then redis.call('HSET', NOTING, 'since', now) end
+redis.call('HSET', NOTING, 'last', now)
 redis.call('SADD', SLOTS, call.name)
 redis.call('SET', SLOT .. call.name, call.note, 'PX', call.known_ms)
 return ''

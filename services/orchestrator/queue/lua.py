@@ -21,7 +21,8 @@ local STORE = '{keys.STORE}'
 local ATTEMPTS, LEASE = '{keys.ATTEMPTS}', '{keys.LEASE}'
 local KEY, DELETED, REMOVED = '{keys.KEY}', '{keys.DELETED}', '{keys.REMOVED}'
 local SAMPLERS, SAMPLER = '{keys.SAMPLERS}', '{keys.SAMPLER}'
-local SLOTS, SLOT, LOAN = '{keys.SLOTS}', '{keys.SLOT}', '{keys.LOAN}'
+local SLOTS, SLOT, NOTING = '{keys.SLOTS}', '{keys.SLOT}', '{keys.NOTING}'
+local LOAN = '{keys.LOAN}'
 local function job(id) return '{keys.JOB}' .. id end
 local function events(id) return job(id) .. '{keys.EVENTS}' end
 local function checkpoints(id) return job(id) .. '{keys.CHECKPOINTS}' end
@@ -38,6 +39,11 @@ if call.store and redis.call('GET', STORE) ~= call.store then return 'emptied' e
 local function field(id, name) return redis.call('HGET', job(id), name) end
 local function set(id, ...) redis.call('HSET', job(id), ...) end
 local function asked(id, what) return field(id, what .. '_requested') == '1' end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
 
 -- Whether there is a job of that id: its key exists and is a hash.
 local function is_job(id) return redis.call('TYPE', job(id)).ok == 'hash' end

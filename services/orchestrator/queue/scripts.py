@@ -62,10 +62,8 @@ SUBMIT = once("""
   end
   for name, value in pairs(call.fields) do set(call.id, name, value) end
   redis.call('ZADD', JOBS, call.now, call.id)
-  local time = redis.call('TIME')
-  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
   local last_ms = tonumber(redis.call('GET', SUBMITTED) or '0')
-  local submitted_ms = string.format('%.0f', math.max(now_ms, last_ms + 1))
+  local submitted_ms = string.format('%.0f', math.max(now_ms(), last_ms + 1))
   redis.call('SET', SUBMITTED, submitted_ms)
   set(call.id, 'submitted_ms', submitted_ms)
   enqueue(call.id)
@@ -111,33 +109,50 @@ TAKE = once("""
     end
   end
 
-  -- Trainers that are about to take a job themselves.
+  -- Of each trainer that was noted, whether it is about to take a job itself.
   local function ready_trainers()
     local ready = {}
     for _, slot in ipairs(known_slots()) do
-      if not slot.away and not are_taken(slot.trainer .. ' ' .. slot.samplers) then
-        ready[slot.trainer] = true
-      end
+      local is_free = not slot.away and not are_taken(slot.trainer .. ' ' .. slot.samplers)
+      ready[slot.trainer] = ready[slot.trainer] or is_free
     end
     return ready
   end
 
-  local own, others, ready = {}, {}, nil
+  -- Whether a trainer that was not noted is not there. After a time in which no worker noted
+  -- anything, its worker may just not have come to it.
+  local function are_all_known()
+    local last, since = unpack(redis.call('HMGET', NOTING, 'last', 'since'))
+    local now, known_ms = now_ms(), tonumber(call.known_ms)
+    if not last then return true end
+    local is_back = since and now >= tonumber(since) and now < since + known_ms
+    return now <= last + known_ms and not is_back
+  end
+
+  local own, others, ready, is_expected = {}, {}, nil, false
   for _, id in ipairs(begun_waiting()) do
     local trainer = field(id, 'trainer')
     if trainer == call.trainer then
       own[#own + 1] = id
     else
       ready = ready or ready_trainers()
-      if not ready[trainer] then others[#others + 1] = id end
+      if ready[trainer] == nil and not are_all_known() then
+        is_expected = true
+      elseif not ready[trainer] then
+        others[#others + 1] = id
+      end
     end
   end
-  return first_of(own) or first_of(others) or first_of(redis.call('ZRANGE', QUEUE, 0, -1)) or ''
+  local found = first_of(own) or first_of(others)
+  if found or is_expected then return found or '' end
+  return first_of(redis.call('ZRANGE', QUEUE, 0, -1)) or ''
 """)
-"""call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries, paused (the
-reason of a pause on request). Gives the trainer, the samplers and a job that waits to the caller:
-one that was cut off, of these first one that had this trainer, and none whose own trainer is free
-and there; else the first in the queue. A job whose worker went before it did what was asked for is
+"""call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries, known_ms, paused
+(the reason of a pause on request). Gives the trainer, the samplers and a job that waits to the
+caller: one that was cut off, of these first one that had this trainer, and none whose own trainer
+is free and there; else the first in the queue. While workers have noted nothing for known_ms, and
+for as long after, a trainer that was not noted may be there, and nothing new begins beside its
+job. A job whose worker went before it did what was asked for is
 cancelled or paused instead, and one that was cut off too often pauses. Returns attempt and job id;
 '' if any of the resources is taken or nothing waits.
 Attempts are at least the Unix seconds, so that none is given twice even if Redis is emptied."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from services.orchestrator.queue import scripts
 from services.orchestrator.queue.connection import Connection
+from services.orchestrator.queue.known_slots import KNOWN_S
 from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
 
 MAX_TRIES = 20
@@ -41,7 +42,8 @@ class WorkerSide:
     ) -> Lease | None:
         """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits: one
         that was cut off, if possible of this trainer, before others begin; else the first in the
-        queue, by priority and age. One whose own trainer is free is left to that."""
+        queue, by priority and age. One whose own trainer is free is left to that, also where that
+        is not known yet (`KNOWN_S`)."""
         answer = await self._call(
             self._take,
             owner=owner,
@@ -49,6 +51,7 @@ class WorkerSide:
             samplers=" ".join(samplers),
             lease_ms=int(lease_s * 1000),
             max_tries=MAX_TRIES,
+            known_ms=int(KNOWN_S * 1000),
             paused=PAUSED_ON_REQUEST,
         )
         if not answer:
