@@ -146,9 +146,10 @@ class _Container:
 
 
 @pytest.fixture
-def modal(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+def modal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNamespace:
     """The stand-in; `asked` are the images and containers made, `rewrite` changes what comes
     back."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a container's own goes with it
     fake = types.SimpleNamespace(asked=[], containers=[], rewrite=lambda line: line, refusals=[])
 
     class Image:
