@@ -154,7 +154,7 @@ class Client:
                     await response.aread()
                     raise self._error(response)
                 fields: dict[str, str] = {}
-                async for line in response.aiter_lines():
+                async for line in _lines(response):
                     name, _, value = line.partition(":")
                     if line and name:
                         value = value.removeprefix(" ")
@@ -272,6 +272,16 @@ class Client:
         return Unavailable(
             f"cannot reach the {self.name} service at {self.url}: {why}", code="unreachable"
         )
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[str]:
+    """Yields the lines of a stream of events. What else ends a line of text, as U+2028 does, stands
+    in an event's JSON as it is."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r").decode()
 
 
 @dataclass(frozen=True)

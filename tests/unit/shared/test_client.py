@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncGenerator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -131,3 +132,22 @@ async def test_a_proxy_is_asked_for_names_of_the_world_and_not_for_those_of_a_st
         proxy.shutdown()
     assert {httpx.URL(url).host for url in asked} == {"trainer.test"}
     assert {httpx.URL(url).path for url in asked} > {"/state"}
+
+
+async def test_an_event_comes_whole_also_with_what_ends_lines_of_other_texts() -> None:
+    text = "a\u2028b\u0085c\u2029d"
+    stream = f"id: 1-0\nevent: log\ndata: {text}\n\n: waiting\n\ndata: {text}\r\n\r\nid: 2-0\n"
+    data = stream.encode()
+
+    class Pieces(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncGenerator[bytes]:
+            for position in range(len(data)):
+                yield data[position : position + 1]
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, stream=Pieces())
+
+    transport = httpx.MockTransport(answer)
+    async with Client("orchestrator", "http://localhost", transport=transport) as client:
+        found = [event async for event in client.events("/events")]
+    assert found == [("1-0", "log", text), ("", "message", text)]
