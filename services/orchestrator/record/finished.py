@@ -111,6 +111,11 @@ def _stored(path: Path) -> FinishedGroups | str:
 
 
 def forget(rollouts: Path, step: int) -> None:
+    """Removes the step's groups."""
+    shutil.rmtree(_folder(rollouts, step), ignore_errors=True)
+
+
+def forget_up_to(rollouts: Path, step: int) -> None:
     """Removes the step's groups, and those of earlier steps."""
     for other, folder in _step_folders(rollouts):
         if other <= step:

@@ -196,7 +196,7 @@ class RunFolder:
         with writing("run folder", self.path):
             if not batch.graded:
                 disk.write_file(ungraded, data)
-                finished.forget(self._rollouts, batch.step)
+                finished.forget(self._rollouts, batch.step)  # earlier ones may still be sampled
                 return
             try:
                 disk.create_file(path, data)
@@ -208,7 +208,7 @@ class RunFolder:
                         f"another batch of step {batch.step} is stored in {str(path)!r}"
                     ) from error
             ungraded.unlink(missing_ok=True)
-            finished.forget(self._rollouts, batch.step)
+            finished.forget_up_to(self._rollouts, batch.step)
 
     def batch(self, step: int) -> Batch:
         """Returns the scored batch of `step`, else the ungraded one; raises NotFound naming the

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.orchestrator.record.finished import FinishedGroup
 from services.orchestrator.record.folder import BatchExists, RunFolder
 from services.orchestrator.record.retention import first_needed
 from shared.errors import Conflict, Failed, NotFound
@@ -183,6 +184,24 @@ def test_a_batch_waits_under_another_name_until_it_is_graded(tmp_path: Path) -> 
     assert folder.batch(3) == make_batch(3) and folder.batch_steps() == [3]
     folder.write_batch(waiting)  # by a worker that was superseded
     assert folder.batch(3) == make_batch(3)
+
+
+def test_a_batch_that_waits_leaves_an_earlier_step_that_is_sampled_its_groups(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "demo-1")
+    folder.create(JOB)
+    made = make_batch(0)
+    group = FinishedGroup(
+        learned="x", prompt=made.prompts[0], group=made.groups[0], scores=made.scores[0]
+    )
+    for step in (3, 4):
+        folder.write_groups(step, {(0, 0): group})
+    folder.write_batch(make_batch(4).model_copy(update={"graded": False}))
+    assert [len(folder.groups(step)[0]) for step in (3, 4)] == [1, 0]
+    folder.write_groups(2, {(0, 0): group})
+    folder.write_batch(make_batch(3))
+    assert [len(folder.groups(step)[0]) for step in (2, 3)] == [0, 0], "steps are trained in order"
 
 
 def test_batches_before_a_step_are_removed(tmp_path: Path) -> None:
