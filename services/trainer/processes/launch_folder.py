@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -122,6 +123,7 @@ def _budget_key(request: TrainerJob) -> list[Any]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    aside = path.with_name("." + path.name)
+    # Ranks run out of memory, and fail, at the same moment: each has a name of its own.
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     aside.write_bytes(data)
     aside.replace(path)

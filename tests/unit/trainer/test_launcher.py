@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -213,3 +214,13 @@ def test_rank_0_that_is_asked_to_end_does_not_end_as_if_it_were_done(monkeypatch
     http.start()
     ranks.stop_on_signal(cast(Any, server), http, stopping, cast(Any, None))
     assert (left, server.should_exit, stopping.is_set()) == ([143], True, True)
+
+
+def test_ranks_that_run_out_of_memory_at_once_are_both_heard(tmp_path):
+    folder, request = LaunchFolder(tmp_path), job_request("a")
+    with ThreadPoolExecutor() as ranks:
+        for _ in range(200):
+            ends = [ranks.submit(folder.remember_budget, request, tokens) for tokens in (64, 64)]
+            assert [end.exception() for end in ends] == [None, None]
+    assert folder.budget(request) == 64
+    assert [path.name for path in tmp_path.iterdir()] == ["budget.json"]
