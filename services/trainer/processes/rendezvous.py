@@ -17,8 +17,9 @@ from pathlib import Path
 
 from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from services.trainer.processes.channel import Notes
 from shared.config import Settings
-from shared.errors import Failed
+from shared.errors import Failed, Unavailable
 from shared.logs import get_logger
 
 MEET_S = 1800.0
@@ -137,10 +138,8 @@ def _join(host: str, port: int, place: Place, last_failure: str | None) -> Store
                 )
             if store.add(_key(place.rank), 1) == 1:
                 return store
-            store.set(
-                f"note-{place.rank}",
-                f"rank {place.rank} was started again: {last_failure or 'its node was'}",
-            )
+            why = f"rank {place.rank} was started again: {last_failure or 'its node was'}"
+            Notes(store, place.rank, place.num_ranks).leave(Unavailable(why))
         except RuntimeError as error:  # what a store raises when its server goes away
             get_logger().warning("node 0 went away", reason=str(error).splitlines()[0])
         time.sleep(POLL_S)

@@ -11,9 +11,10 @@ import pytest
 from torch.distributed import HashStore
 
 from services.trainer.processes import heartbeat, rendezvous
+from services.trainer.processes.channel import Notes
 from services.trainer.processes.rendezvous import Place, meet
 from shared.config import Settings
-from shared.errors import Failed
+from shared.errors import Failed, Unavailable
 from shared.ports import free_port
 
 
@@ -84,8 +85,10 @@ def test_a_rank_that_begins_anew_tells_the_life_before_and_waits_for_the_next(tm
         lives = [pool.submit(meet, *node(port, rank), tmp_path, None) for rank in range(2)]
         one, two = (life.result(20) for life in lives)
         again = pool.submit(meet, *node(port, 1), tmp_path, "rank 1 was killed by SIGKILL")
-        note = one.notes.get("note-1").decode()
-        assert note == "rank 1 was started again: rank 1 was killed by SIGKILL"
+        one.notes.wait(["note-1"])
+        note = Notes(one.notes, 0, 2).standing()  # as rank 0 looks for them
+        assert isinstance(note, Unavailable)
+        assert note.detail == "rank 1 was started again: rank 1 was killed by SIGKILL"
         assert not again.done()
         lives.clear()
         del one, two  # node 0's ranks end, and its store with them
