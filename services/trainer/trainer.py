@@ -220,6 +220,7 @@ class Trainer:
                 code="out_of_order",
             )
         if known:
+            self._ranks.from_rank_0(self._runs.keep)  # which may have failed when it was written
             return known if self._ranks.rank == 0 else None
         with ExitStack() as stack:
             self._ranks.together(lambda: stack.enter_context(self._seams.writing()))

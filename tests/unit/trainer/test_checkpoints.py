@@ -360,6 +360,17 @@ def test_nodes_tell_their_volume_before_each_goes_on_with_what_the_other_wrote(t
     ]
 
 
+def test_a_checkpoint_whose_commit_failed_is_committed_when_it_is_asked_for_again(tmp_path):
+    told = tmp_path / "told"
+    fails_once = f"echo commit >> {told}; test $(wc -l < {told}) -gt 1"
+    trainer, _ = make_trainer(tmp_path, runs_commit=f"sh -c '{fails_once}'")
+    trainer.load_job(job_request())
+    with pytest.raises(Failed, match="the checkpoint cannot be committed"):
+        trainer.write_checkpoint(checkpoint(0))
+    assert trainer.write_checkpoint(checkpoint(0)).step == 0
+    assert told.read_text().splitlines() == ["commit", "commit"]
+
+
 def test_a_rank_that_cannot_write_its_share_is_an_error_on_all_and_leaves_nothing(tmp_path):
     trainers = two_ranks(tmp_path)
     on_both(trainers, "load_job", job_request())
