@@ -30,6 +30,13 @@ NUM_TICKS = 20
 EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h."""
 
+SAY_S = 1.0
+"""Seconds to log something in: a log that takes nothing (a pipe that nobody reads, a full disk) may
+be what the loop stands still for."""
+
+WATCHING, LOGGING = "watchdog", "watchdog-log"
+"""Names of threads."""
+
 
 def limit_s(settings: Settings) -> float:
     """Returns the seconds for which the event loop may stand still."""
@@ -42,7 +49,7 @@ def watch(
     """Returns the thread that calls `end` once nothing ran in the loop for `limit_s` seconds. It
     logs where all threads are when half of that is over, and ends with the loop."""
     thread = threading.Thread(
-        target=_watch, args=(loop, limit_s / NUM_TICKS, end), name="watchdog", daemon=True
+        target=_watch, args=(loop, limit_s / NUM_TICKS, end), name=WATCHING, daemon=True
     )
     thread.start()
     return thread
@@ -69,10 +76,17 @@ def _watch(loop: asyncio.AbstractEventLoop, tick_s: float, end: Callable[[int], 
 
 
 def _say(message: str, seconds: float) -> None:
+    """Logs it, and returns within SAY_S."""
+    saying = threading.Thread(target=_log, args=(message, seconds), name=LOGGING, daemon=True)
+    saying.start()
+    saying.join(SAY_S)
+
+
+def _log(message: str, seconds: float) -> None:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = {
-        names.get(ident, str(ident)): "".join(traceback.format_stack(frame))
+        name: "".join(traceback.format_stack(frame))
         for ident, frame in sys._current_frames().items()
-        if ident != threading.get_ident()
+        if (name := names.get(ident, str(ident))) not in (WATCHING, LOGGING)
     }
     get_logger().error(message, seconds=round(seconds, 1), stacks=stacks)

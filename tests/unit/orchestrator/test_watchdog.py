@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -44,6 +45,19 @@ def test_a_loop_that_stands_still_ends_the_process_and_says_where(
     said = capsys.readouterr().out
     assert said.count("the event loop stands still") == 2
     assert "time.sleep(LIMIT_S * 2)" in said and "MainThread" in said
+
+
+def test_a_log_that_takes_nothing_does_not_keep_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(watchdog, "SAY_S", 0.01)
+    monkeypatch.setattr(watchdog, "get_logger", lambda: Mock(error=lambda *_, **__: go_on.wait(20)))
+    codes: list[int] = []
+    thread = run(stands_still, codes)
+    thread.join(5)
+    go_on.set()
+    assert codes == [watchdog.EXIT_CODE]
 
 
 def test_a_busy_loop_goes_on_and_the_thread_ends_with_it() -> None:
