@@ -207,8 +207,10 @@ class Worker:
             finally:
                 await stop(work)
             await asyncio.gather(beat, return_exceptions=True)  # no lease is left of an ended job
-            await run.close()
-            self._is_stopping = False
+            try:
+                await run.close()
+            finally:
+                self._is_stopping = False
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
         resume = f"then `hone resume {lease.job_id}` goes on from there"

@@ -114,6 +114,28 @@ async def test_a_trainer_whose_work_cannot_be_stopped_is_noted_no_more(
     await stop(noting)
 
 
+async def test_a_trainer_is_noted_again_after_work_that_could_not_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where Redis was emptied before the job's samplers were known."""
+    monkeypatch.setattr(worker_module, "NOTE_S", 0.0)
+    monkeypatch.setattr(worker_module, "POLL_S", 0.0)
+    emptied = StoreEmptied("it was emptied")
+    run = Mock(run=AsyncMock(side_effect=LeaseLost("a")), close=AsyncMock(side_effect=emptied))
+    monkeypatch.setattr(worker_module, "Run", Mock(return_value=run))
+    monkeypatch.setattr(worker_module.heartbeat, "keep", AsyncMock(side_effect=emptied))
+    store = Mock(get=AsyncMock())
+    store.slots.note = AsyncMock()
+    worker = Worker(store, Settings())
+    worker._slot = Mock(was_looked_at=True, away=None)
+    with pytest.raises(StoreEmptied):
+        await worker._work(Lease("a", 1, "trainer", 30.0), 0.0)
+    noting = asyncio.create_task(worker._note_slot())
+    await _turns(20)
+    assert store.slots.note.await_count > 0
+    await stop(noting)
+
+
 async def test_noting_a_trainer_and_heartbeats_go_on_after_an_unexpected_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
