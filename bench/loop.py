@@ -23,6 +23,10 @@ the last one, which writes a checkpoint. A ratio is taken within a repeat, and t
 median of the repeats. From Hone's own step metrics is the share of its steps that is neither
 generation, grading, training nor sync: groups and batch onto the disk, the step's row and event,
 and what is between them. A side of TRL's that cannot run is left out, with its last line.
+
+Beside the ratio stands the most that it could be here: as if a step were nothing but the products
+of its tokens with the model's weights, at the rate of one such product alone. On a CPU a model of
+40 million parameters is near that: whoever trains it, the cores do the same work.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,6 +67,7 @@ STALENESS = {"Hone": 0, AHEAD: 1}
 
 STAGES = ("generate", "reward", "train", "sync")
 MOST_OVERHEAD = 0.05
+NUM_PRODUCTS = 50
 LEAST_RATIO = 2.0
 
 
@@ -98,11 +104,15 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             num_parameters = write_task(Path(folder), task)
             turns, missing = alternate(Path(folder), task, args.steps, args.repeats)
+        least_s = products_s(task, num_parameters)
         for side, why in missing.items():
             print(f"{name}: {side} could not run: {why}")
         print(f"\n{name}: seconds of a step (medians of {args.repeats})\n{breakdown(turns)}\n")
-        figures += compare(name, task, turns)
-        facts["tasks"][name] = asdict(task) | {"num_parameters": num_parameters}
+        figures += compare(name, task, turns, least_s)
+        facts["tasks"][name] = asdict(task) | {
+            "num_parameters": num_parameters,
+            "products_s": least_s,
+        }
         facts["missing"] |= missing
         facts["turns"][name] = {side: [asdict(one) for one in turns[side]] for side in turns}
     return finish("loop", figures, **facts)
@@ -265,7 +275,7 @@ def trl(generation: str, folder: Path, task: Task) -> Generator[Trl]:
 # --- figures -------------------------------------------------------------------------------------
 
 
-def compare(name: str, task: Task, turns: Turns) -> list[Figure]:
+def compare(name: str, task: Task, turns: Turns, least_s: float) -> list[Figure]:
     """Returns the figures of one model, those with a goal first."""
     rates = {
         side: [task.num_samples / turn.step_s for turn in of_side]
@@ -283,12 +293,37 @@ def compare(name: str, task: Task, turns: Turns) -> list[Figure]:
         ),
         repeated(f"{name}: share of a step beside its work", overheads, "", MOST_OVERHEAD, "max"),
         repeated(f"{name}: {AHEAD}, to the better TRL", ratios(rates[AHEAD], better), "x"),
+        repeated(
+            f"{name}: nothing but the products of a step, to the better TRL",
+            [task.num_samples / least_s / rate for rate in better],
+            "x",
+        ),
         *[
             repeated(f"{name}: Hone to {side}", ratios(rates["Hone"], rates[side]), "x")
             for side in trls
         ],
         *[repeated(f"{name}: {side}", rates[side], "samples/s") for side in rates],
     ]
+
+
+def products_s(task: Task, num_parameters: int) -> float:
+    """Returns the seconds that the products of a step's completion tokens with the weights take on
+    this machine, in float32: 2 operations per token and weight to sample them, and 6 to train on
+    them (arXiv 2001.08361, 2.1). The rate is that of a product of the model's own shape."""
+    import torch
+
+    num_tokens = task.num_samples * task.max_tokens
+    tokens, weights = (
+        torch.randn(num_tokens, task.hidden_size),
+        torch.randn(task.hidden_size, task.intermediate_size),
+    )
+    seconds = []
+    for _ in range(NUM_PRODUCTS):
+        began = time.perf_counter()
+        torch.mm(tokens, weights)
+        seconds.append(time.perf_counter() - began)
+    rate = 2 * num_tokens * weights.numel() / min(seconds)
+    return 8 * num_parameters * num_tokens / rate
 
 
 def overhead(turn: Turn) -> float:
