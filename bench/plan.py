@@ -7,7 +7,8 @@ process of its own, above what it held before the model was loaded (the interpre
 DeepSpeed). The rank loads a random model of Qwen2.5's shape (39 million parameters, vocabulary
 32,000), as a job's, and does two updates: one of short sequences, from which on there are Adam's
 moments, and one of two micro-batches that are full to the last token. On this machine's CPU, so the
-peak is the process's largest resident size. What the numbers say of a GPU follows as far as the
+peak is the process's largest resident size, with memory given back as where it is short
+(`services/trainer/zero/host_memory.py`). What the numbers say of a GPU follows as far as the
 same tensors are there. The goal of each is 0.8 to 1.2.
 """
 

@@ -3,10 +3,12 @@ for."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
-from services.trainer.zero.host_memory import is_worth_giving_back
+from services.trainer.zero.host_memory import is_worth_giving_back, room_bytes
 from services.trainer.zero.out_of_memory import Planned
 from shared.plan.memory import Ranks
 from tests.support.plan_models import job, model
@@ -53,7 +55,7 @@ def test_large_blocks_that_are_freed_are_not_kept() -> None:
     assert kept_mib(asks=True) <= 5
 
 
-def test_large_micro_batches_of_wide_models_alone_are_worth_the_time() -> None:
+def test_large_micro_batches_are_given_back_where_memory_is_short() -> None:
     planned = Planned(model("Qwen2.5-0.5B"), Ranks(1, 4, "cpu"))
     lora = job(lora={"rank": 16})
     # a = 4 (4 x 4864 + 2 x 14 x 64 + 2 x 2 x 64 + 4 x 896) + 8 x 896 = 107,520; with 4 x 896 x 24
@@ -61,9 +63,20 @@ def test_large_micro_batches_of_wide_models_alone_are_worth_the_time() -> None:
     # 12 x 896 and, of few tokens, 8 for each of 151,936 logits
     assert planned.pass_bytes(lora, 1000) == 251_904_000
     assert planned.pass_bytes(lora, 500) == 500 * 251_904
-    assert planned.model.hidden == 896
-    assert is_worth_giving_back(251_904_000, 896)
-    assert not is_worth_giving_back(500 * 251_904, 896)
-    assert is_worth_giving_back(128 * 2**20, 512)
-    assert not is_worth_giving_back(251_904_000, 511)
+    gib = 2**30
+    assert is_worth_giving_back(251_904_000, 4 * gib, 19 * gib)
+    assert not is_worth_giving_back(251_904_000, 4 * gib, 20 * gib), "2.5 x 4 are half of it"
+    assert not is_worth_giving_back(500 * 251_904, 4 * gib, 8 * gib)
+    assert is_worth_giving_back(128 * 2**20, 4 * gib, 8 * gib)
     assert planned.pass_bytes(lora, 10) == 8 * 10 * 151_936 + 10 * (86_016 + 10_752)
+
+
+def test_a_container_has_the_room_that_it_may_use(tmp_path: Path) -> None:
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    second, first = tmp_path / "memory.max", tmp_path / "limit_in_bytes"
+    assert room_bytes((second, first)) == host
+    second.write_text("max\n")
+    first.write_text(f"{2**62}\n")
+    assert room_bytes((second, first)) == host
+    second.write_text("104857600\n")
+    assert room_bytes((second, first)) == 104_857_600
