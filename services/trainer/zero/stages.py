@@ -12,19 +12,23 @@ of the last two at stage 0: see `start` and `step`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from torch import nn
+from torch import Tensor, nn
 
 from shared.errors import BadRequest
 from shared.job import Job, MemorySpec, TrainingSpec
 
 MAX_BUCKET = 200_000_000
 """Elements that are reduced or gathered at a time, and so the size of DeepSpeed's own buffers."""
+
+NORM_PIECE = 1 << 22
+"""Elements of a gradient whose norm is taken at a time."""
 
 LINEAR = torch.nn.functional.linear
 """torch's own. ZeRO-3 puts another in its place, for good, whose results differ in the last bit."""
@@ -166,15 +170,22 @@ def step(zero: Any, max_grad_norm: float) -> float | None:
         zero.step()
         return float(zero.get_global_grad_norm()) if zero.was_step_applied() else None
     parameters = [parameter for parameter in zero.module.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(
-        [parameter.grad for parameter in parameters if parameter.grad is not None]
-    )
+    norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if not torch.isfinite(norm):
         zero.zero_grad()
         return None
     torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     zero.step()
     return float(norm)
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the L2 norm of all of them, summed in float64 as DeepSpeed does at the other stages:
+    in float32, that of 50 million normal numbers comes out 0.4 % too small on a CPU."""
+    # In pieces, for each is copied to float64 on the way.
+    pieces = [piece for gradient in gradients for piece in gradient.flatten().split(NORM_PIECE)]
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+    return torch.linalg.vector_norm(torch.stack(norms)).float()
 
 
 def config(job: Job, dtype: torch.dtype, num_trainable: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from services.trainer.zero.out_of_memory import (
     knobs,
     usage,
 )
-from services.trainer.zero.stages import config
+from services.trainer.zero.stages import config, step
 from shared.errors import BadRequest
 from shared.plan.memory import Ranks
 from shared.wire import Example
@@ -30,6 +30,31 @@ def settings(memory: dict | None = None, dtype: torch.dtype = torch.float32) -> 
     return config(
         a_job("m", memory=memory, training={"max_grad_norm": 0.5}), dtype, num_trainable=1001
     )
+
+
+class StageZero:
+    """DeepSpeed's engine at stage 0, as far as `step` asks it."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self.module = torch.nn.ParameterList([torch.zeros_like(gradient)])
+        self.module[0].grad = gradient
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    def step(self) -> None:
+        pass
+
+
+def test_at_stage_0_the_norm_keeps_what_is_small_beside_a_few_large_elements():
+    """64 squares of 2^12 and n of 1 add up to 2^30 + n, with n = 2^20 + 2^8 to (2^15 + 16)^2. To
+    2^24, which is what each lane of a processor begins with, float32 adds 1 in vain."""
+    ones = 2**20 + 2**8
+    gradient = torch.cat([torch.full((64,), 4096.0), torch.ones(ones)])
+    norm = step(StageZero(gradient), max_grad_norm=16392.0)
+    assert norm == pytest.approx(32784, rel=1e-7)
+    assert gradient[0].item() == pytest.approx(2048, rel=1e-6)  # scaled down to half the norm
+    assert gradient[-1].item() == pytest.approx(0.5, rel=1e-6)
 
 
 def test_nothing_is_compiled_before_a_job_asks_for_it():
