@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +161,18 @@ def test_redis_asks_the_orchestrator_for_a_password_and_its_probes_have_it() -> 
     assert "--from-literal=redis-password=" in PAGE.read_text()
 
 
-def test_a_registry_is_written_into_both_variants_by_one_command() -> None:
-    base, cpu = (
-        yaml.safe_load((BASE.parent / variant / OF_KUSTOMIZE).read_text())["images"]
-        for variant in ("base", "cpu")
-    )
-    assert {it["name"] for it in cpu} <= {it["newName"] for it in base}
-    command = "sed -i s,registry.example.org,YOUR_REGISTRY, deploy/kubernetes/*/kustomization.yaml"
-    assert command in PAGE.read_text()
+def test_a_registry_is_written_into_both_variants_by_one_command(tmp_path: Path) -> None:
+    ((script, files),) = re.findall(r"sed -i (\S+) (deploy/\S+)", PAGE.read_text())
+    base, cpu = (BASE.parent / variant / OF_KUSTOMIZE for variant in ("base", "cpu"))
+    assert {base, cpu} == {*ROOT.glob(files)}
+    copies = [tmp_path / "base", tmp_path / "cpu"]
+    for file, copy in zip((base, cpu), copies, strict=True):
+        copy.write_text(file.read_text())
+    subprocess.run(["sed", "-i", script, *copies], check=True)
+    in_base, in_cpu = (yaml.safe_load(copy.read_text())["images"] for copy in copies)
+    pushed = {image["newName"] for image in (*in_base, *in_cpu)}
+    assert {name.partition("/")[0] for name in pushed} == {"YOUR_REGISTRY"}
+    assert {image["name"] for image in in_cpu} <= {image["newName"] for image in in_base}
 
 
 def test_a_new_sampler_waits_for_the_gpu_of_the_one_that_it_replaces() -> None:
