@@ -50,7 +50,7 @@ def check_trainers(text: str) -> None:
     """Raises ValueError for what HONE_TRAINER_URL must not be."""
     urls = trainer_urls(text)
     for url in urls or (text,):
-        _check_url(url, "http://host:8002, with semicolons between several")
+        check_url(url, "http://host:8002, with semicolons between several")
     _check_apart([{url} for url in urls])
 
 
@@ -59,7 +59,7 @@ def check_samplers(text: str, trainers: str) -> None:
     groups = sampler_places(text)
     for place in (place for group in groups for place in group or (text,)):
         if place != REGISTERED:
-            _check_url(place.removeprefix(DNS_PREFIX), "http://host:8001", shown=place)
+            check_url(place.removeprefix(DNS_PREFIX), "http://host:8001", shown=place)
             if place.startswith(DNS_PREFIX) and not urlsplit(place).port:
                 raise ValueError(f"{place!r} has no port; expected for example {place}:8001")
     if len(groups) != (num_trainers := len(trainer_urls(trainers))):
@@ -70,7 +70,9 @@ def check_samplers(text: str, trainers: str) -> None:
     _check_apart([set(group) for group in groups])
 
 
-def _check_url(text: str, example: str, shown: str | None = None) -> None:
+def check_url(text: str, example: str, shown: str | None = None) -> None:
+    """Raises ValueError, with an `example` of what was expected, for what is no URL. `shown` is how
+    the setting has it, where that is more than the URL."""
     try:
         url = urlsplit(text)
         is_url = url.scheme in ("http", "https") and url.hostname and url.port != 0

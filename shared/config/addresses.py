@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import Field, ValidationInfo, field_validator
 
 from shared.config.base import FromEnvironment
-from shared.urls import check_samplers, check_trainers, sampler_places, trainer_urls
+from shared.urls import check_samplers, check_trainers, check_url, sampler_places, trainer_urls
 
 PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003, "redis": 6379}
 
@@ -47,6 +47,13 @@ class Addresses(FromEnvironment):
 
     reward_port: int = Field(default=PORTS["reward"], ge=0, le=65535)
     """Port that the reward service listens on."""
+
+    @field_validator("orchestrator_url", "reward_url")
+    @classmethod
+    def _one(cls, value: str, info: ValidationInfo) -> str:
+        service = str(info.field_name).removesuffix("_url")
+        check_url(value, f"http://host:{PORTS[service]}")
+        return value
 
     @field_validator("trainer_url")
     @classmethod

@@ -160,3 +160,14 @@ def test_trainers_and_samplers_that_do_not_belong_together_are_refused(
     monkeypatch.setenv("HONE_ROLLOUT_URL", samplers)
     with pytest.raises(BadRequest, match=said):
         load_settings()
+
+
+@pytest.mark.parametrize(("service", "port"), [("orchestrator", 8000), ("reward", 8003)])
+@pytest.mark.parametrize("url", ["localhost:8000", "10.0.0.1:8000", "http://", ""])
+def test_an_address_that_is_no_url_is_refused_with_an_example(
+    monkeypatch: pytest.MonkeyPatch, service: str, port: int, url: str
+) -> None:
+    monkeypatch.setenv(f"HONE_{service.upper()}_URL", url)
+    said = f"{url!r} is no URL; expected for example http://host:{port}"
+    with pytest.raises(BadRequest, match=f"'HONE_{service.upper()}_URL': .*{said}"):
+        load_settings()
