@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -76,12 +76,10 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
     if fault["type"] == "extra_forbidden":
         _, parent = _followed(model, fault["loc"][:-1])
         owner = _model_in(parent)
-        hint = (
-            f"; {nearest(str(path[-1])[:MAX_SHOWN_CHARS], list(owner.model_fields))}"
-            if owner
-            else ""
-        )
-        detail = f"unknown key {key!r}{hint}"
+        name = str(path[-1])[:MAX_SHOWN_CHARS]
+        here = nearest(name, list(owner.model_fields)) if owner else ""
+        hint = _elsewhere(name, model) or here
+        detail = f"unknown key {key!r}" + (f"; {hint}" if hint else "")
     elif fault["type"] == "union_tag_not_found":
         detail = f"{key!r} is missing; it says which kind this is"
     elif fault["type"] == "union_tag_invalid":
@@ -93,6 +91,24 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
         "pointer": "/" + "/".join(str(part)[:MAX_SHOWN_CHARS] for part in path),
         "detail": start + detail,
     }
+
+
+def _elsewhere(name: str, model: type[BaseModel]) -> str | None:
+    """Returns where else in the body a key of this name is: beside the sections, or in some."""
+    if name in model.model_fields:
+        return f"did you mean {name!r}, which is in no section?"
+    owners = {key: _keys(field.annotation) for key, field in model.model_fields.items()}
+    found = [f"{key}.{name}" for key, names in owners.items() if name in names]
+    return f"did you mean {' or '.join(map(repr, found))}?" if found else None
+
+
+def _keys(annotation: Any) -> Collection[str]:
+    """Returns the keys of a section; none of what may be anything but a section."""
+    kinds = _kinds(annotation)
+    kind = kinds[0] if len(kinds) == 1 else None
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind.model_fields.keys()
+    return ()
 
 
 def refused(key: str, fault: dict[str, Any]) -> str:

@@ -70,6 +70,16 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
             "unknown key 'training.lerning_rate'; did you mean 'learning_rate'?",
         ),
         ("training.lr=1", "unknown key 'training.lr'; did you mean 'learning_rate'?"),
+        (
+            "training.zero_stage=3",
+            "unknown key 'training.zero_stage'; did you mean 'memory.zero_stage'?",
+        ),
+        ("learning_rate=1", "'learning_rate'; did you mean 'training.learning_rate'?"),
+        (
+            "rollouts.every=1",
+            "'rollouts.every'; did you mean 'evaluation.every' or 'checkpoints.every'?",
+        ),
+        ("sampling.seed=1", "'sampling.seed'; did you mean 'seed', which is in no section?"),
         ("sampling.stop=x", "'sampling.stop': got 'x'; expected a list"),
         ("sampling.stop=['']", "'sampling.stop.0': got ''; string should have at least 1"),
         ("data=3", "'data': got 3; expected a table (in JSON, an object)"),
