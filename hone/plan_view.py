@@ -82,7 +82,8 @@ def _remedies(plan: Plan) -> Iterator[str]:
             learned = "; this changes what is learned" if change.learned else ""
             yield f"    {_set(change)}: {change.why}{learned}"
     if plan.enough:
-        yield f"  or as it is on {' or '.join(plan.enough)}"
+        start = "or as it is" if plan.changes else "as it is it fits"
+        yield f"  {start} on {' or '.join(plan.enough)}"
     if not plan.fits and not plan.changes and not plan.enough:
         yield "  no change of the job, and none of the GPUs known here, is enough"
 

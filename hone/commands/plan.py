@@ -43,7 +43,7 @@ def plan(
     machine."""
     job = load_job(file, overrides or [])
     settings = load_settings()
-    pools = parse_gpus(gpus) if gpus else planned_gpus(settings)
+    pools = parse_gpus(gpus) if gpus is not None else planned_gpus(settings)
     known = Known(prompt_tokens, measured_in(measured) if measured else None)
     try:
         model = find_model(job.model, job.model_revision)

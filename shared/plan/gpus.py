@@ -17,6 +17,7 @@ from shared.explain import closest
 GIVEN = re.compile(r"(?:(\d{1,4})\s*[xX]\s*)?([A-Za-z][\w.+-]*)")
 EXPECTED = 'expected a count and a name, such as 1xA100-80GB, "1xH100,2xA10G" or cpu'
 MAX_GPUS = 1024
+CPU = "cpu"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Gpu:
 
     @property
     def is_cpu(self) -> bool:
-        return self.name == "cpu"
+        return self.name == CPU
 
     @property
     def has_rates(self) -> bool:
@@ -55,7 +56,7 @@ class Pool:
     gpu: Gpu
 
     def __str__(self) -> str:
-        return "cpu" if self.gpu.is_cpu else f"{self.count}x{self.gpu.name}"
+        return CPU if self.gpu.is_cpu else f"{self.count}x{self.gpu.name}"
 
 
 TABLE = {
@@ -91,7 +92,7 @@ def parse_gpus(text: str, where: str = "--gpus") -> tuple[Pool, ...]:
     what was expected, and the nearest name; `where` is what the text was given by."""
     given = f"{where} {text!r}"
     parts = [part.strip() for part in text.split(",")]
-    if parts == ["cpu"]:
+    if text.strip().lower() == CPU:
         return (Pool(1, cpu()),)
     if not 1 <= len(parts) <= 2:
         raise BadRequest(
@@ -104,6 +105,10 @@ def _pool(part: str, given: str) -> Pool:
     found = GIVEN.fullmatch(part)
     if found is None:
         raise BadRequest(f"{given}: {part!r} is no GPU; {EXPECTED}")
+    if found[2].lower() == CPU:
+        raise BadRequest(
+            f"{given}: {CPU!r} is this machine without GPUs; expected it alone, without a count"
+        )
     count = int(found[1] or 1)
     if not 1 <= count <= MAX_GPUS:
         raise BadRequest(f"{given}: {count} GPUs; expected from 1 to {MAX_GPUS}")
@@ -162,7 +167,7 @@ def cpu(meminfo: Path = Path("/proc/meminfo"), cpuinfo: Path = Path("/proc/cpuin
     """Returns this host in the place of a GPU: its memory, and whether it multiplies bfloat16."""
     kib = re.search(r"^MemTotal:\s+(\d+) kB", _text(meminfo), re.MULTILINE)
     multiplies = re.search(r"\b(avx512_bf16|amx_tile)\b", _text(cpuinfo)) is not None
-    return Gpu("cpu", int(kib[1]) / (1 << 20) if kib else 0.0, has_bfloat16=multiplies)
+    return Gpu(CPU, int(kib[1]) / (1 << 20) if kib else 0.0, has_bfloat16=multiplies)
 
 
 def _text(path: Path) -> str:

@@ -254,7 +254,8 @@ def config_on_hub(model: str, revision: str | None, *, online: bool = True) -> C
         response = httpx2.get(url, headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True)
     except httpx2.HTTPError as error:
         why = f"{hub} cannot be reached ({type(error).__name__})"
-        raise CannotPlan(f"{here}, and {why}") from error
+        remedy = "name a folder that has the model, or a mirror of the Hub by HF_ENDPOINT"
+        raise CannotPlan(f"{here}, and {why}; {remedy}") from error
     if response.status_code != 200:
         what = f"{hub} answers {response.status_code} for its config.json"
         raise CannotPlan(f"{here}, and {what}; a gated model needs HF_TOKEN")

@@ -65,6 +65,11 @@ def test_overrides_and_prompt_lengths_are_taken(job_file: Path) -> None:
     assert (found["steps"], found["prompt_tokens"], found["completion_tokens"]) == (7, 9, 64)
 
 
+def test_gpus_that_are_given_as_nothing_are_refused(job_file: Path) -> None:
+    said = run(job_file, "--gpus", "", code=2)
+    assert "--gpus '': '' is no GPU; expected a count and a name" in said
+
+
 def test_without_gpus_it_is_planned_for_those_that_are_set(
     job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +89,8 @@ def test_a_job_that_does_not_fit_says_what_to_change(tmp_path: Path, job_file: P
     assert "does not fit on 1xA100-80GB" in shown
     assert "it fits with --set memory.offload_optimizer=true" in shown
     assert "or as it is on 4xA100-80GB" in shown
+    shown = run(job_file, "--gpus", "1xT4")
+    assert "it fits with" not in shown and "\n  as it is it fits on " in shown
 
 
 @pytest.mark.parametrize(

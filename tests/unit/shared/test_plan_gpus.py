@@ -19,6 +19,7 @@ from shared.plan.gpus import cpu, parse_gpus, pools_of
         ("2 x L40S", ["2xL40S"]),
         ("1xH100, 2xA10G", ["1xH100", "2xA10G"]),
         ("cpu", ["cpu"]),
+        ("CPU", ["cpu"]),
     ],
 )
 def test_gpus_are_a_count_and_a_name(text: str, pools: list[str]) -> None:
@@ -36,6 +37,8 @@ def test_gpus_are_a_count_and_a_name(text: str, pools: list[str]) -> None:
         ("1xH100,", "'' is no GPU"),
         ("0xH100", "0 GPUs; expected from 1 to 1024"),
         ("1xH100,1xL4,1xT4", "has 3 kinds; expected one, or two with the trainer's first"),
+        ("1xH100,cpu", "'cpu' is this machine without GPUs; expected it alone, without a count"),
+        ("4xcpu", "'cpu' is this machine without GPUs; expected it alone"),
         ("2xquantum", "there is no GPU 'quantum' in the table; the known ones are A10, A100-40GB"),
     ],
 )

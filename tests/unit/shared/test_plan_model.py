@@ -175,7 +175,11 @@ def test_the_hub_is_asked_for_the_configuration_alone(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("response", "message"),
     [
-        (httpx2.ConnectError("no route"), r"https://huggingface.co cannot be reached \(ConnectErr"),
+        (
+            httpx2.ConnectError("no route"),
+            r"https://huggingface.co cannot be reached \(ConnectError\); "
+            "name a folder that has the model, or a mirror of the Hub by HF_ENDPOINT",
+        ),
         (httpx2.Response(404), "answers 404 for its config.json; a gated model needs HF_TOKEN"),
         (httpx2.Response(200, text="<html>"), "as its config.json is no JSON"),
         (httpx2.Response(200, json=[1]), "is no JSON object"),
