@@ -29,12 +29,14 @@ def test_hone_is_compared_with_the_better_trl_of_each_repeat_by_hand() -> None:
         "TRL": [Turn([4.0], {}), Turn([8.0], {}), Turn([4.0], {})],
         "TRL with vLLM": [Turn([5.0], {}), Turn([5.0], {}), Turn([10.0], {})],
     }
-    figures = {figure.name: figure for figure in compare("0.6M", TASK, turns)}
+    figures = {figure.name: figure for figure in compare("0.6M", TASK, turns, least_s=1.0)}
     first = figures["0.6M: samples per second, Hone to the better TRL"]
     assert (first.value, first.spread, first.ok) == (2.0, (1.0, 5.0), True)
     assert figures["0.6M: Hone to TRL with vLLM"].spread == (2.5, 5.0)
     assert figures["0.6M: Hone, a step ahead, to the better TRL"].spread == (2.0, 5.0)
     assert figures["0.6M: TRL"].value == 2.5
+    most = figures["0.6M: nothing but the products of a step, to the better TRL"]
+    assert (most.value, most.spread) == (4.0, (4.0, 5.0)), "10 per second at most"
 
 
 def test_what_is_not_a_steps_work_is_its_overhead_by_hand() -> None:
