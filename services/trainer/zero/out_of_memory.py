@@ -74,6 +74,12 @@ class Planned:
         """Returns what a micro-batch of so many tokens takes while it is trained on."""
         return pass_bytes(self.model, job, self.ranks, tokens)
 
+    def peak_bytes(self, job: Job, tokens: int) -> int:
+        """Returns what a rank takes whose largest micro-batch has so many tokens, which may be far
+        fewer than the job allows."""
+        memory = job.memory.model_copy(update={"micro_batch_tokens": tokens})
+        return round(self.memory(job.model_copy(update={"memory": memory})).peak_gib * GIB)
+
     def sentence(self, job: Job) -> str:
         """Returns what was planned for a rank, part by part."""
         memory = self.memory(job)

@@ -220,10 +220,10 @@ class Updater:
             return
         batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
         tokens = max(batch.input_ids_BT.numel() for batch in batches)
-        pass_bytes = self._planned.pass_bytes(self._job, tokens)
-        planned_bytes = int(self._planned.memory(self._job).peak_gib * 2**30)
         if host_memory.is_worth_giving_back(
-            pass_bytes, planned_bytes * dist.get_world_size(), host_memory.room_bytes()
+            self._planned.pass_bytes(self._job, tokens),
+            self._planned.peak_bytes(self._job, tokens) * dist.get_world_size(),
+            host_memory.room_bytes(),
         ):
             host_memory.give_back_large_blocks()
 

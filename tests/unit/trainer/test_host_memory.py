@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from services.trainer.zero.host_memory import is_worth_giving_back, room_bytes
 from services.trainer.zero.out_of_memory import Planned
 from shared.plan.memory import Ranks
@@ -63,6 +65,8 @@ def test_large_micro_batches_are_given_back_where_memory_is_short() -> None:
     # 12 x 896 and, of few tokens, 8 for each of 151,936 logits
     assert planned.pass_bytes(lora, 1000) == 251_904_000
     assert planned.pass_bytes(lora, 500) == 500 * 251_904
+    more = planned.peak_bytes(lora, 2000) - planned.peak_bytes(lora, 1000)
+    assert more == pytest.approx(251_904_000, abs=2**21), "of the tokens that there are"
     gib = 2**30
     assert is_worth_giving_back(251_904_000, 4 * gib, 19 * gib)
     assert not is_worth_giving_back(251_904_000, 4 * gib, 20 * gib), "2.5 x 4 are half of it"
