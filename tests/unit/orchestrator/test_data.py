@@ -16,7 +16,7 @@ import pytest
 from services.orchestrator.data.choosing import Problem
 from services.orchestrator.data.order import InStream, InTable, shuffled_within
 from services.orchestrator.data.sources import KINDS, Ask, open_source
-from services.orchestrator.data.uploads import Uploads
+from services.orchestrator.data.uploads import Uploads, new_id
 from services.orchestrator.loop.decisions import MustPause
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from shared.config import Settings
@@ -117,7 +117,7 @@ def test_a_file_is_read_without_a_word_to_anybody(
 def test_rows_in_the_job_and_uploaded_files_are_sources_too(settings: Settings) -> None:
     inline = load({"train": ROWS, **MAPPED}, settings)
     with Path(write(settings.runs_dir.parent / "rows.jsonl")).open("rb") as content:
-        file = Uploads(settings.runs_dir).add(content, "my.jsonl", "fine-tune", None)
+        file = Uploads(settings.runs_dir).add(content, "my.jsonl", "fine-tune", new_id(None))
     uploaded = load({"train": file.id, "eval": ROWS[:3], **MAPPED}, settings)
     assert inline.for_step(2) == uploaded.for_step(2)
     assert inline.versions == {} and set(uploaded.versions) == {"train"}
@@ -216,7 +216,7 @@ def test_an_uploaded_file_that_came_to_another_host_is_brought_in(
     settings: Settings, tmp_path: Path
 ) -> None:
     with Path(write(tmp_path / "rows.jsonl")).open("rb") as content:
-        file = Uploads(settings.runs_dir).add(content, "my.jsonl", "fine-tune", None)
+        file = Uploads(settings.runs_dir).add(content, "my.jsonl", "fine-tune", new_id(None))
     (settings.runs_dir / ".files").rename(tmp_path / "elsewhere")
     with pytest.raises(NotFound, match="no uploaded file"):
         load({"train": file.id, **MAPPED}, settings)
@@ -227,7 +227,7 @@ def test_an_uploaded_file_that_came_to_another_host_is_brought_in(
 
 def test_an_uploaded_file_whose_name_says_no_format_is_refused(settings: Settings) -> None:
     uploads = Uploads(settings.runs_dir)
-    file = uploads.add(io.BytesIO(b'{"prompt": "x"}\n'), "rows.txt", "fine-tune", None)
+    file = uploads.add(io.BytesIO(b'{"prompt": "x"}\n'), "rows.txt", "fine-tune", new_id(None))
     with pytest.raises(
         BadRequest, match=r"\(rows\.txt\); expected one uploaded with a name ending in"
     ):
