@@ -85,6 +85,7 @@ async def test_a_paused_job_goes_on_with_other_memory_settings_and_steps(stack: 
         ("training.learning_rate=1", "'training.learning_rate=1' changes what is learned"),
         ("steps=2", "steps: got 2, but 3 are done"),
         ("memory.micro_batch_token=1", "unknown key 'memory.micro_batch_token'"),
+        ("evaluation.sets.more.source=/no/rows.jsonl", "no dataset file at '/no/rows.jsonl'"),
     ):
         with pytest.raises(BadRequest, match=sentence):
             await stack.post(f"{job_id}/resume", ResumeRequest(set=(wrong,)))

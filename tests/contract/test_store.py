@@ -28,7 +28,7 @@ from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import Store
 from services.orchestrator.queue.worker_side import MAX_TRIES
 from shared.errors import BadRequest, Conflict, NotFound
-from shared.job import DataSpec
+from shared.job import DataSpec, EvaluationSpec, HeldOutSpec
 from shared.presence import Presence, tell_nobody
 from shared.wire import JobSummary, Obstacle, UploadedFile
 from tests.support import orchestrator_stack
@@ -828,13 +828,19 @@ async def test_a_record_of_an_older_version_is_listed_and_filtered_too(
 
 async def test_a_file_is_removed_or_submitted_with_but_not_both(store: Store) -> None:
     file, other = uploaded("a"), uploaded("b")
-    job_id = await submit(store, data=DataSpec(train="x", eval=file.id))
-    with pytest.raises(Conflict, match=f"in use by job '{job_id}', which is queued"):
-        await store.removals.add(file)
+    held_out = EvaluationSpec(sets={"hard": HeldOutSpec(source=file.id)})
+    changes: tuple[Any, ...] = (
+        {"data": DataSpec(train="x", eval=file.id)},
+        {"evaluation": held_out},
+    )
+    for named in changes:
+        job_id = await submit(store, **named)
+        with pytest.raises(Conflict, match=f"in use by job '{job_id}', which is queued"):
+            await store.removals.add(file)
+        await store.cancel(job_id)
     await store.removals.add(other)
     with pytest.raises(BadRequest, match=f"'{other.id}' was removed while the job was submitted"):
         await submit(store, data=DataSpec(train=other.id))
-    await store.cancel(job_id)
     await store.removals.add(file)
     await store.removals.add(file)
     await store.removals.undo(other.id)

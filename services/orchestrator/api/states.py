@@ -7,8 +7,10 @@ from typing import Annotated
 
 from fastapi import Query, Request
 
+from services.orchestrator.api.checking import CHECKING
 from services.orchestrator.api.pages import METADATA, metadata_of
 from services.orchestrator.loop.costs import price_for
+from services.orchestrator.loop.prompts import load_held_out
 from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
@@ -83,4 +85,6 @@ def _add_changing(service: Service, settings: Settings, store: Store) -> None:
         if job.steps < max(record.step, 1):
             raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
         await asyncio.to_thread(price_for, job, settings)
+        if job.evaluation.sets != record.job.evaluation.sets:
+            await CHECKING.run(lambda: load_held_out(job, settings))
         return await store.resume(job_id, job)

@@ -32,7 +32,8 @@ SUMMARY = tuple(JobSummary.model_fields)
 def fields_of(job: Job) -> dict[str, Any]:
     """Returns the fields of a record that say what the job is, and what of it lists show and are
     filtered by."""
-    sources = [one for one in (job.data.train, job.data.eval) if isinstance(one, str)]
+    held_out = [each.source for each in job.evaluation.sets.values()]
+    sources = [one for one in (job.data.train, job.data.eval, *held_out) if isinstance(one, str)]
     return {
         "job": job.model_dump_json(),
         "name": job.name,
