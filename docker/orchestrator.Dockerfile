@@ -21,7 +21,8 @@ RUN groupadd --gid 10001 hone \
 COPY --from=build /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:${PATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp HF_HOME=/models \
-    HONE_HOST=0.0.0.0 HONE_RUNS_DIR=/runs HONE_DATA_DIRS=/data
+    HONE_HOST=0.0.0.0 HONE_RUNS_DIR=/runs HONE_DATA_DIRS=/data \
+    HONE_MODEL_DIRS=/models,/data
 USER 10001:10001
 COPY --from=hone /opt/hone /opt/venv
 WORKDIR /tmp

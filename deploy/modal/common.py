@@ -156,6 +156,7 @@ def _environment() -> dict[str, str]:
         "VLLM_CACHE_ROOT": f"{CACHES}/vllm",
         "HONE_RUNS_DIR": RUNS,
         "HONE_DATA_DIRS": DATA,
+        "HONE_MODEL_DIRS": f"{DATA},{CACHES}",
         "HONE_SANDBOX": "modal",
         "HONE_RUNS_COMMIT": f"sync {RUNS}",
         "HONE_RUNS_REFRESH": "python -m deploy.modal.refresh",

@@ -61,6 +61,12 @@ class EveryService(FromEnvironment):
     any file that the orchestrator can read while it listens on this machine only, and none
     otherwise, or if an API key submits the job; a file that is not allowed can be uploaded."""
 
+    model_dirs: Annotated[tuple[Path, ...] | None, NoDecode, Listed] = None
+    """Folders below which the model folders lie that jobs and evaluations may name, with commas
+    between several. Those below `runs_dir`, as checkpoints are, may be named besides. None: any
+    folder while the orchestrator listens on this machine only, and no other otherwise, or if an API
+    key asks. What is no folder is a Hugging Face id."""
+
     max_file_mib: int = Field(default=512, gt=0)
     """Largest uploaded file, in MiB. The default is OpenAI's. `max_body_mib` bounds it too."""
 

@@ -209,6 +209,31 @@ async def test_a_file_of_the_host_is_read_for_the_token_and_for_no_key(
     assert "below these folders" not in allowed.text
 
 
+async def test_a_models_folder_is_named_by_the_token_and_by_no_key(
+    http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    model = str(tmp_path / "models" / "private")
+    job = {
+        "name": "mine",
+        "model": model,
+        "steps": 1,
+        "data": {"train": [{"prompt": "1"}], "eval": [{"prompt": "1"}]},
+        "rewards": [{"name": "r", "grader": "exact_match"}],
+    }
+    evaluation = {"id": "e-1", "models": [{"name": "m", "model": model}], "job": job}
+    key = bearer(await create(http, "bot", "full"))
+    for path, body in (
+        ("/v1/jobs/dry_run", {"job": job}),
+        ("/v1/jobs/plan", {"job": job}),
+        ("/v1/evaluations", evaluation),
+    ):
+        refused = await http.post(path, json=body, headers=key)
+        assert refused.status_code == 422
+        assert "as HONE_MODEL_DIRS is not set" in refused.json()["detail"]
+        answered = await http.post(path, json=body, headers=bearer(ROOT))
+        assert "there is no folder" in answered.json()["detail"]
+
+
 @pytest.mark.parametrize("name", ["", "A", "-a", "a_b", "../x", "a" * 41, "a\n"])
 async def test_a_name_that_could_be_no_file_is_refused(http: httpx.AsyncClient, name: str) -> None:
     made = await http.post("/v1/keys", json={"name": name}, headers=bearer(ROOT))

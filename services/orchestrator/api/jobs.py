@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from services.orchestrator.api.checking import CHECKING
 from services.orchestrator.api.rows import check_rows
+from services.orchestrator.data.allowed import named_model_folder
 from services.orchestrator.data.preview import preview
 from services.orchestrator.loop.colocation import check_colocation
 from services.orchestrator.loop.costs import price_for
@@ -20,7 +21,6 @@ from shared.errors import BadRequest, Failed, Unavailable
 from shared.explain import sentences
 from shared.job import Job
 from shared.model_check import check_model_folder
-from shared.models import model_folder
 from shared.plan.model import CannotPlan, find_model
 from shared.plan.planning import Known, make_plan, planned_gpus
 from shared.rendering import Made
@@ -53,6 +53,7 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
     async def plan(request: SubmitRequest) -> Plan:
         """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's
         GPUs. Nothing of the job but its model is looked at."""
+        await asyncio.to_thread(named_model_folder, request.job.model, settings)
         try:
             return await asyncio.to_thread(_planned, request.job, settings)
         except CannotPlan as error:
@@ -97,7 +98,7 @@ async def _trial(job: Job, first: tuple[Prompt, ...], settings: Settings) -> tup
 
 
 def _checked_data(job: Job, settings: Settings) -> tuple[Prompts, tuple[Prompt, ...]]:
-    if folder := model_folder(job.model):
+    if folder := named_model_folder(job.model, settings):
         check_model_folder(folder, job.max_model_len)
     prompts = load_prompts(job, settings)
     return prompts, check_rows(job, prompts)

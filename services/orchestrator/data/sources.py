@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.orchestrator.data.allowed import may_name
 from services.orchestrator.data.tables import (
     ArrowTable,
     InlineTable,
@@ -23,10 +24,8 @@ from shared import volume
 from shared.config import Settings
 from shared.digest import digest_of_file
 from shared.errors import BadRequest, NotFound, Unavailable
-from shared.gate import caller
 from shared.job import UPLOADED, DataSpec, Source
 from shared.models import HUB_ID
-from shared.urls import is_loopback
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -135,12 +134,9 @@ def _file(ask: Ask) -> Table:
 
 
 def _check_allowed(ask: Ask, path: Path) -> None:
-    """Raises BadRequest for a file that jobs may not read: without HONE_DATA_DIRS, whoever has
-    HONE_TOKEN, or is on this machine if there is none, may name any, and a key none."""
+    """Raises BadRequest for a file that jobs may not read."""
     folders = ask.settings.data_dirs
-    if folders is None and is_loopback(ask.settings.host) and caller.get() is None:
-        return
-    if not any(path.is_relative_to(folder.resolve()) for folder in folders or ()):
+    if not may_name(path, folders, ask.settings):
         shown = ", ".join(map(str, folders or ())) or "none, as HONE_DATA_DIRS is not set"
         raise BadRequest(
             f"{ask.key} is {ask.text!r}, and jobs may read files below these folders only: "

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.orchestrator.data.allowed import named_model_folder
 from services.orchestrator.loop.estimates import differences, estimates, of_all
 from services.orchestrator.loop.evaluation import Answers, sample_held_out, set_metrics
 from services.orchestrator.loop.peers import Peers
@@ -27,7 +28,6 @@ from shared.errors import BadRequest, Conflict, Failed, Unavailable
 from shared.job import Job
 from shared.logs import get_logger
 from shared.model_check import check_model_folder
-from shared.models import model_folder
 from shared.presence import Presence, tell_nobody
 from shared.wire import (
     EvaluatedModel,
@@ -102,7 +102,8 @@ class Comparison:
                 "the job has no held-out problems; expected data.eval, or evaluation.sets"
             )
         for model in self.request.models:
-            if folder := model_folder(model.model):
+            folder = await asyncio.to_thread(named_model_folder, model.model, self.settings)
+            if folder:
                 await asyncio.to_thread(check_model_folder, folder, job.max_model_len)
         sets = await asyncio.to_thread(load_held_out, job, self.settings)
         peers = Peers(job, self.settings.slots[0])

@@ -1,0 +1,43 @@
+"""Which files and folders of the orchestrator's host a job may name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.gate import caller
+from shared.models import HUB_ID, model_folder
+from shared.urls import is_loopback
+
+
+def may_name(path: Path, folders: Sequence[Path] | None, settings: Settings) -> bool:
+    """Returns whether the resolved path is below one of the `folders`. Without any, whoever has
+    HONE_TOKEN, or is on this machine if there is none, may name each path, and a key none."""
+    if folders is None and is_loopback(settings.host) and caller.get() is None:
+        return True
+    return any(path.is_relative_to(folder.resolve()) for folder in folders or ())
+
+
+def named_model_folder(model: str, settings: Settings) -> Path | None:
+    """Returns the folder that a job's model names, None for a Hugging Face id. Raises BadRequest as
+    `model_folder` does, and for a folder that jobs may not name, there or not."""
+    if "\0" not in model and not HUB_ID.fullmatch(model):
+        _check_model(model, Path(model).resolve(), settings)
+    folder = model_folder(model)
+    if folder:  # one of the working directory looks like a Hugging Face id
+        _check_model(model, folder, settings)
+    return folder
+
+
+def _check_model(model: str, path: Path, settings: Settings) -> None:
+    folders = settings.model_dirs
+    if path.is_relative_to(settings.runs_dir.resolve()) or may_name(path, folders, settings):
+        return
+    allowed = ", ".join(map(str, (settings.runs_dir, *(folders or ()))))
+    unset = ", as HONE_MODEL_DIRS is not set" if folders is None else ""
+    raise BadRequest(
+        f"'model': got {model!r:.80}, and jobs may name model folders below these only: {allowed}"
+        f"{unset}; a Hugging Face id may always be named"
+    )
