@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from services.orchestrator.api import (
     evaluations,
@@ -63,6 +63,8 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
     service = Service(
         "orchestrator", settings, readiness={"redis": check_redis}, lifespan=lifespan, keys=named
     )
+    if workers:
+        _add_gauges(service, workers)
     jobs.add_routes(service, settings, store)
     states.add_routes(service, settings, store)
     history.add_routes(service, store)
@@ -76,6 +78,15 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
     graders.add_routes(service, settings)
     calling.add_routes(service, settings, store)
     return service
+
+
+def _add_gauges(service: Service, workers: Sequence[Worker]) -> None:
+    service.gauge("running_jobs", "Jobs that its workers have").set_function(
+        lambda: sum(worker.has_job for worker in workers)
+    )
+    service.gauge("queued_jobs", "Jobs in Redis that wait to begin").set_function(
+        lambda: workers[0].num_queued
+    )
 
 
 async def _work(worker: Worker, draining: Draining) -> None:

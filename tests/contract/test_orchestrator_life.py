@@ -173,3 +173,22 @@ async def test_a_job_that_has_not_ended_is_not_deleted(stack: Stack) -> None:
     await stack.post(f"{queued}/cancel")
     assert (await stack.http.delete(f"/v1/jobs/{queued}")).status_code == 200
     blocked.set()
+
+
+async def test_prometheus_hears_how_many_jobs_run_and_wait(stack: Stack) -> None:
+    blocked = asyncio.Event()
+    stack.fakes.fault["train_step"] = lambda _: blocked.wait()
+    ids = [(await stack.submit()).id for _ in range(3)]
+    await until_said(stack, "hone_orchestrator_queued_jobs 2.0")
+    await until_said(stack, "hone_orchestrator_running_jobs 1.0")
+    blocked.set()
+    for job_id in ids:
+        await stack.until(job_id)
+    await until_said(stack, "hone_orchestrator_queued_jobs 0.0")
+    await until_said(stack, "hone_orchestrator_running_jobs 0.0")
+
+
+async def until_said(stack: Stack, metric: str) -> None:
+    async with asyncio.timeout(30):
+        while metric not in (await stack.http.get("/metrics")).text:
+            await asyncio.sleep(0.1)

@@ -33,10 +33,11 @@ if last and now > last + call.known_ms then redis.call('HSET', NOTING, 'since', 
 redis.call('HSET', NOTING, 'last', now)
 redis.call('SADD', SLOTS, call.name)
 redis.call('SET', SLOT .. call.name, call.note, 'PX', call.known_ms)
-return ''
+return tostring(redis.call('ZCARD', QUEUE))
 """
 )
-"""call: name, note (JSON: trainer, samplers, perhaps away), known_ms. Returns ''."""
+"""call: name, note (JSON: trainer, samplers, perhaps away), known_ms. Returns how many jobs wait to
+begin."""
 
 OTHERS = (
     SHARED
@@ -67,20 +68,19 @@ class KnownSlots:
         self._note = connection.client.register_script(NOTE)
         self._others = connection.client.register_script(OTHERS)
 
-    async def note(
-        self, name: str, trainer: str, samplers: Sequence[str], away: str | None
-    ) -> None:
+    async def note(self, name: str, trainer: str, samplers: Sequence[str], away: str | None) -> int:
         """Notes for KNOWN_S seconds that the worker of this name has the trainer and the samplers,
-        and why they take no job, if so."""
+        and why they take no job, if so. Returns how many jobs wait to begin."""
         note = {"trainer": trainer, "samplers": " ".join(samplers)}
         away_too = {"away": away} if away else {}
         # Not in ASCII: a lone surrogate, which Redis cannot decode from its escape, becomes `?`.
-        await self._call(
+        answer = await self._call(
             self._note,
             name=name,
             note=json.dumps(note | away_too, ensure_ascii=False),
             known_ms=int(KNOWN_S * 1000),
         )
+        return int(answer)
 
     async def others(self, name: str) -> list[KnownSlot]:
         """Returns what all workers but that of this name noted of late."""

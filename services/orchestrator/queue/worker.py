@@ -43,7 +43,8 @@ GOODBYE_S = 2.0
 
 class Worker:
     """`settings` name one trainer and its samplers. If they are away and there are `others`, or
-    another orchestrator has one, jobs are left to these."""
+    another orchestrator has one, jobs are left to these. `num_queued` is how many jobs wait to
+    begin, as of two seconds ago."""
 
     def __init__(self, store: Store, settings: Settings, *, others: bool = False) -> None:
         self._store = store
@@ -51,10 +52,15 @@ class Worker:
         self._slot = Slot(settings, store.samplers.urls)
         self._others = others
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.num_queued = 0
         self._lease: Lease | None = None
         self._redis = Presence("Redis", self._tell)
         self._news: str | None = None
         self._is_stopping = False  # the work on a job, which may hang
+
+    @property
+    def has_job(self) -> bool:
+        return self._lease is not None
 
     async def run_forever(self) -> None:
         """Works until cancelled. While Redis is away it waits; a job that this interrupted is taken
@@ -124,7 +130,9 @@ class Worker:
                 continue
             away = None if self._lease else slot.away
             try:
-                await self._store.slots.note(slot.name, slot.trainer, slot.samplers, away)
+                self.num_queued = await self._store.slots.note(
+                    slot.name, slot.trainer, slot.samplers, away
+                )
             except (Unavailable, StoreEmptied):
                 pass  # the worker says so
             except Exception:  # the last resort of a task that nobody waits for: noted again soon

@@ -1,11 +1,11 @@
 """What a step's metrics are called and how they are computed. Names are TRL's where TRL has the
-thing.
+thing; docs/observability.md has those that are not.
 
 | metric                         | meaning                                                     |
 |--------------------------------|-------------------------------------------------------------|
 | reward, reward_std             | mean and standard deviation over all rollouts               |
 | group_reward_std               | mean of the groups' standard deviations                     |
-| rewards/<name>/mean            | mean of one reward, where it applies                        |
+| rewards/<name>/mean, .../std   | of one reward, where it applies                             |
 | frac_reward_zero_std           | share of groups without signal: they teach nothing          |
 | dropped_groups                 | groups without signal in whose place others were sampled    |
 | resampled_groups               | groups sampled again: their weights' version was not asked  |
@@ -14,11 +14,13 @@ thing.
 | timed_out_rollouts             | share that was not done by HONE_GENERATE_DEADLINE_S         |
 | overlong_prompts               | share of groups whose prompt was cut, or refused, as long   |
 | mixed_rollouts                 | share sampled by weights of more than one version           |
-| completions/mean_length        | tokens that were sampled; also max_length                   |
+| completions/mean_length        | tokens that were sampled; also min_length, max_length       |
+| completions/                   | the same of those that ended by themselves; also            |
+|   mean_terminated_length       | min_terminated_length, max_terminated_length                |
 | completions/clipped_ratio      | share cut off by max_tokens                                 |
 | staleness                      | steps between the oldest weights that sampled and those     |
 |                                | trained; of each token: the trainer's staleness/mean, ...   |
-| num_examples, num_tokens       | what was trained on                                         |
+| num_examples, num_tokens       | what the step trained on (TRL's num_tokens is of all steps) |
 | skipped_problems               | problems that the step does not take, with [difficulty]     |
 | total/tokens, total/hours      | sampled to train on, and taken, since the job began         |
 | total/cost                     | each attempt's hours by the price of one, where known       |
@@ -49,7 +51,7 @@ from services.orchestrator.loop.advantages import has_signal
 from services.orchestrator.loop.groups import is_graded, missing_share
 from services.orchestrator.loop.pipeline import Step
 from shared.job import Job
-from shared.wire import RolloutGroup, Score
+from shared.wire import Rollout, RolloutGroup, Score
 
 
 def step_metrics(step: Step, job: Job) -> dict[str, float]:
@@ -98,6 +100,8 @@ def reward_metrics(scores_PG: Sequence[Sequence[Score]], job: Job) -> dict[str, 
         applicable = [value for value in parts if value is not None]
         if applicable:
             metrics[f"rewards/{name}/mean"] = statistics.fmean(applicable)
+        if len(applicable) > 1:
+            metrics[f"rewards/{name}/std"] = statistics.stdev(applicable)
     return metrics
 
 
@@ -117,11 +121,20 @@ def _completion_metrics(step: Step) -> dict[str, float]:
         for rollout in group.rollouts
         if not rollout.went_wrong
     ]
-    lengths = [rollout.num_sampled for rollout in rollouts]
+    ended = [rollout for rollout in rollouts if rollout.finish_reason == "stop"]
     return {
-        "completions/mean_length": statistics.fmean(lengths),
-        "completions/max_length": max(lengths),
+        **_lengths("length", rollouts),
+        **(_lengths("terminated_length", ended) if ended else {}),
         "completions/clipped_ratio": statistics.fmean(
             rollout.finish_reason == "length" for rollout in rollouts
         ),
+    }
+
+
+def _lengths(what: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    lengths = [rollout.num_sampled for rollout in rollouts]
+    return {
+        f"completions/mean_{what}": statistics.fmean(lengths),
+        f"completions/min_{what}": min(lengths),
+        f"completions/max_{what}": max(lengths),
     }

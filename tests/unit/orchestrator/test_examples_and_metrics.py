@@ -93,6 +93,7 @@ def test_reward_metrics_leave_missing_rewards_out_and_count_them() -> None:
     )  # of 1, 0 and 1, unbiased as TRL's
     assert metrics["group_reward_std"] == pytest.approx(0.5**0.5)
     assert metrics["rewards/right/mean"] == pytest.approx(2 / 3)
+    assert metrics["rewards/right/std"] == pytest.approx((1 / 3) ** 0.5)
 
 
 def test_nothing_graded_has_no_reward_rather_than_zero() -> None:
@@ -127,6 +128,10 @@ def test_step_metrics_carry_lengths_staleness_and_time() -> None:
     metrics = step_metrics(make_step(), JOB)
     assert metrics["completions/mean_length"] == pytest.approx(12 / 4)
     assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 4)
+    # The one of 4 tokens was cut off; those of 2, 3 and 3 ended by themselves.
+    assert metrics["completions/mean_terminated_length"] == pytest.approx(8 / 3)
+    lengths = ("min_length", "max_length", "min_terminated_length", "max_terminated_length")
+    assert [metrics[f"completions/{name}"] for name in lengths] == [2, 4, 2, 3]
     assert (metrics["staleness"], metrics["entropy"], metrics["time/train"]) == (1, 0.7, 0.2)
     assert (metrics["skipped_steps"], metrics["dropped_groups"]) == (0, 0)
 
