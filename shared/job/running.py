@@ -145,6 +145,10 @@ class WandbSpec(Section):
     entity: str | None = None
     """User or team that owns the project. None: the default of the key."""
 
+    name: str | None = Field(default=None, min_length=1, max_length=128)
+    """What the run is called there, up to 128 characters. None: the job's id. Its own id is that in
+    any case."""
+
     mode: Literal["online", "offline"] = "online"
     """"offline" writes to the run folder only, and needs no key."""
 

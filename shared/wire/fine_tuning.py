@@ -50,7 +50,7 @@ class FineTuningMethod(Wire):
 
 
 class WandbIntegration(Wire):
-    """Where metrics are logged besides. `name` is taken and has no effect: the job's id is it."""
+    """Where metrics are logged besides: `[wandb]` of a job."""
 
     project: str
     name: str | None = None

@@ -192,6 +192,21 @@ async def test_what_cannot_be_is_refused_as_openai_does(client: openai.AsyncOpen
     assert (await client.fine_tuning.jobs.list()).data == [], "nothing half-done stays"
 
 
+async def test_a_job_asked_for_again_with_its_key_is_the_same(client: openai.AsyncOpenAI):
+    file, key = await upload(client, 2), {"Idempotency-Key": "mine"}
+    method: Any = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
+    asked: Any = {"model": "owner/model", "training_file": file, "method": method}
+    ids = [
+        (await client.fine_tuning.jobs.create(**asked, extra_headers=headers)).id
+        for headers in (key, key, {})
+    ]
+    assert ids[0] == ids[1] != ids[2]
+    with pytest.raises(openai.ConflictError, match="'mine' was used for job"):
+        await client.fine_tuning.jobs.create(**asked, seed=1, extra_headers=key)
+    for job_id in (ids[0], ids[2]):
+        await ended(client, job_id)
+
+
 async def test_no_request_that_cannot_be_shown_is_taken(stack: Stack, client: openai.AsyncOpenAI):
     with pytest.raises(openai.UnprocessableEntityError, match=r"'hone\.request'"):
         await create(client, extra_body={"hone": {"request": {"x": 1}}})

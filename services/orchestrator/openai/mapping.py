@@ -59,7 +59,7 @@ def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
         "request": request.model_dump(mode="json", exclude={"metadata"}),
     }
     for integration in request.integrations or ():
-        document["wandb"] = integration.wandb.model_dump(mode="json", exclude={"name"})
+        document["wandb"] = integration.wandb.model_dump(mode="json")
     return _laid_over(document, request.hone)
 
 

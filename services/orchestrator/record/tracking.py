@@ -109,7 +109,7 @@ def _begin(job: Job, job_id: str, run_dir: Path) -> WandbRun:
         entity=spec.entity,
         mode=spec.mode,
         tags=list(spec.tags),
-        name=job_id,
+        name=spec.name or job_id,
         id=job_id,
         resume="allow",
         dir=str(run_dir),

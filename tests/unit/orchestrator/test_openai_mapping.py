@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.openai import mapping
-from shared.job import Job
+from shared.job import Job, WandbSpec
 from shared.wire import CreateFineTuningJob, JobRecord
 
 GRADER = {
@@ -59,12 +59,20 @@ def test_each_knob_goes_where_the_table_says():
         "learning_rate_multiplier": 0.5,
         "n_epochs": 3,
     }
-    asked = request(knobs, suffix="My  Model!", seed=11, metadata={"team": "a"})
+    wandb = {"project": "p", "name": "mine", "tags": ["a"]}
+    asked = request(
+        knobs,
+        suffix="My  Model!",
+        seed=11,
+        metadata={"team": "a"},
+        integrations=[{"type": "wandb", "wandb": wandb}],
+    )
     job = job_of(asked)
     assert (job.sampling.prompts_per_step, job.sampling.group_size) == (6, 12)
     assert (job.evaluation.every, job.evaluation.samples) == (7, 3)
     assert job.training.learning_rate == 5e-6
     assert (job.name, job.seed, job.metadata) == ("my-model", 11, {"team": "a"})
+    assert job.wandb == WandbSpec(project="p", name="mine", tags=("a",))
     # three passes over 20 rows, 6 at a time
     assert mapping.steps(asked, 20, 6) == 10
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +86,15 @@ async def test_a_job_without_a_wandb_section_begins_no_run(tmp_path: Path) -> No
     tracker.log(1, {})
     await tracker.finish(True)
     assert tracker.trouble is None
+
+
+def test_a_run_has_the_jobs_id_and_the_name_that_the_job_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    wandb = SimpleNamespace(init=lambda **given: asked.append(given), Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for spec in ({"project": "p"}, {"project": "p", "name": "mine"}):
+        job = Job.model_validate(make_job().model_dump() | {"wandb": spec})
+        tracking._begin(job, "job-1", tmp_path)
+    assert [(one["id"], one["name"]) for one in asked] == [("job-1", "job-1"), ("job-1", "mine")]

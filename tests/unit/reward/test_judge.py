@@ -297,7 +297,7 @@ def test_the_last_object_that_is_inside_no_other_one_counts() -> None:
 
 
 MESSAGES: list[dict[str, Any]] = [
-    {"role": "developer", "content": "Grade."},
+    {"role": "developer", "content": {"type": "output_text", "text": "Grade."}},
     {
         "role": "user",
         "content": {
@@ -319,11 +319,12 @@ async def test_score_model_gives_the_number_and_label_model_whether_the_label_pa
         type="score_model",
         name="s",
         input=MESSAGES,
-        sampling_params={"max_completions_tokens": 9},
+        sampling_params={"max_completions_tokens": 9, "reasoning_effort": "max"},
     )
     assert (await grade(score, "four"))[0].value == 0.75
     assert server.bodies[0]["messages"][1] == {"role": "user", "content": "four for 2 + 2"}
     assert server.bodies[0]["max_completion_tokens"] == 9
+    assert server.bodies[0]["reasoning_effort"] == "max"
     assert server.bodies[0]["messages"][2]["content"].endswith('{"result": <number from 0 to 1>}')
     server.mood = "label"
     label = bound(

@@ -28,7 +28,9 @@ class JudgeSampling(Params):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     max_completions_tokens: int | None = Field(default=None, ge=1)
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     response_format: dict[str, Any] | None = None
 
     def sent(self) -> dict[str, Any]:

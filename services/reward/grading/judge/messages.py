@@ -16,7 +16,7 @@ from shared.wire import ScoreItem
 
 
 class Content(Params):
-    type: Literal["input_text"] = "input_text"
+    type: Literal["input_text", "output_text"] = "input_text"
     text: str
 
 
