@@ -96,6 +96,12 @@ def without_model(
     }
 
 
+def text(description: str, media_type: str, example: str) -> dict[str, Any]:
+    """Returns a response that is text."""
+    content = {media_type: {"schema": TEXT, "example": example}}
+    return {"description": description, "content": content}
+
+
 def problem_responses() -> Responses:
     """Returns the responses that every route can give beside its own."""
     kinds: dict[int | str, list[type[HoneError]]] = {}

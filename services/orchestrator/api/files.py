@@ -52,7 +52,8 @@ UPLOAD_BODY: dict[str, Any] = {
                         "file": {"type": "string", "format": "binary"},
                         "purpose": {"type": "string", "enum": [*PURPOSES]},
                     },
-                }
+                },
+                "example": {"purpose": "fine-tune", "file": "the bytes of rows.jsonl"},
             }
         },
     }

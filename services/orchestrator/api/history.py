@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from shared.wire import (
     MetricsRow,
     RolloutList,
 )
+from shared.wire.examples import EXAMPLES
 
 EVENT_STREAM = "text/event-stream"
 
@@ -61,7 +63,9 @@ def add_routes(service: Service, store: Store) -> None:
 
 def _add_events(service: Service, store: Store) -> None:
     followers = Followers(store)
-    stream = openapi.without_model("", EVENT_STREAM, schema=openapi.TEXT)
+    (event,) = EXAMPLES["EventList"]["events"]
+    shown = _sse(event["id"], event["type"], json.dumps(event)) + _sse("", "end", "{}")
+    stream = openapi.text("", EVENT_STREAM, shown)
     either: openapi.Responses = {200: {"content": stream["content"]}}
 
     @service.app.get("/v1/jobs/{job_id}/events", response_model=EventList, responses=either)
