@@ -10,6 +10,7 @@ import pytest
 
 from services.orchestrator.queue.leases import Lease
 from services.orchestrator.queue.store import Store
+from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict
@@ -18,6 +19,7 @@ from shared.wire import JobRecord, Part, ResumeRequest, ScoreItem, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import Stack, orchestrator, until_ended
+from tests.support.slow_disk import SlowDisk
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +71,33 @@ async def test_a_paused_job_frees_the_worker_and_goes_on_where_it_was(stack: Sta
     # the other job took the fake trainer from it: steps 1 to 4 are trained again from disk, and
     # only 5 to 8 sampled
     assert stack.fakes.calls["generate"] - sampled == 4 * 6 + 2 * 4
+
+
+@pytest.mark.parametrize(
+    "name", ["create", "start_at", "write_batch", "append_sync", "append_metrics", "write_summary"]
+)
+async def test_a_job_is_paused_only_once_nothing_of_it_is_written_any_more(
+    stack: Stack, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever goes on with it may be another worker, and what is written late would undo its rows
+    or its batches."""
+    disk, write = SlowDisk(), getattr(RunFolder, name)
+
+    def slow(*args: Any) -> Any:
+        disk.write(name)
+        return write(*args)
+
+    monkeypatch.setattr(RunFolder, name, slow)
+    job_id = (await stack.submit()).id
+    await disk.until_begun()
+    assert (await stack.post(f"{job_id}/pause")).pause_requested
+    await asyncio.sleep(2.0)  # a heartbeat has heard of it
+    assert (await stack.get(job_id)).status == "running"
+    disk.goes_on.set()
+    await stack.until(job_id, "paused")
+    await stack.post(f"{job_id}/resume")
+    assert (await stack.until(job_id)).status == "succeeded"
+    assert [row.step for row in stack.folder(job_id).metrics()] == list(range(9))
 
 
 async def test_a_paused_job_goes_on_with_other_memory_settings_and_steps(stack: Stack) -> None:

@@ -14,6 +14,7 @@ from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.loop.stopping import REPLAYED, Spent, over_budget, reason_to_stop
 from services.orchestrator.loop.syncing import sync_weights
+from services.orchestrator.loop.tasks import to_disk
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.journal import Journal
 from services.orchestrator.record.retention import WRITTEN, best_step, first_needed
@@ -118,7 +119,7 @@ class AfterStep:
         if not any(name.startswith("eval/") for name in before):
             found |= await self._evaluate(number)
         row = MetricsRow(step=number, metrics=found | before)
-        await asyncio.to_thread(self.folder.replace_metrics, row)
+        await to_disk(self.folder.replace_metrics, row)
         await self.say_again(row)
         return checkpoint
 
@@ -137,7 +138,7 @@ class AfterStep:
         checkpoint = await self.peers.checkpoint(number, () if best is None else (best,))
         metrics[WRITTEN] = time.monotonic() - start
         await self.journal.checkpoint(checkpoint)
-        await asyncio.to_thread(self.folder.prune_batches, first_needed(self.job, number))
+        await to_disk(self.folder.prune_batches, first_needed(self.job, number))
         return checkpoint
 
     async def _evaluate(self, version: int, *, serves: bool = True) -> dict[str, float]:
@@ -147,7 +148,7 @@ class AfterStep:
         start = time.monotonic()
         if not serves:  # a budget ended the job between two syncs
             synced = await sync_weights(self.peers, self.job, version, self.journal)
-            await asyncio.to_thread(self.folder.append_sync, synced.row())
+            await to_disk(self.folder.append_sync, synced.row())
         held_out = await asyncio.to_thread(self.prompts.held_out)
         with tracing.span("eval", version=version):
             metrics = await evaluate(self.job, held_out, self.peers, version)
@@ -165,8 +166,8 @@ class AfterStep:
         """Writes the step's row, then says so: the store knows of nothing that is not on disk."""
         start = time.monotonic()
         row = MetricsRow(step=number, metrics=metrics)
-        await asyncio.to_thread(self.folder.append_metrics, row)
-        await asyncio.to_thread(self.folder.write_spent, self.spent.hours, self.spent.cost)
+        await to_disk(self.folder.append_metrics, row)
+        await to_disk(self.folder.write_spent, self.spent.hours, self.spent.cost)
         self.tracker.log(number, metrics)
         await self.journal.row(row, self.job.steps, eta_s, currency=self._currency)
         if self.tracker.trouble:

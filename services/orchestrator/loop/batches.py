@@ -23,7 +23,7 @@ from services.orchestrator.loop.groups import (
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.loop.seeds import group_seed
-from services.orchestrator.loop.tasks import all_of
+from services.orchestrator.loop.tasks import all_of, to_disk
 from services.orchestrator.loop.verdicts import verdicts_of
 from services.orchestrator.record.finished import FinishedGroup, Place, digest_of
 from services.orchestrator.record.folder import RunFolder
@@ -104,7 +104,7 @@ class Batches:
             )
         if reason := too_many_missing(batch, self.max_missing):
             ungraded = batch.model_copy(update={"graded": False})
-            await asyncio.to_thread(self.folder.write_batch, ungraded)
+            await to_disk(self.folder.write_batch, ungraded)
             raise MustPause(reason)
         return Sampled(batch, count.stages.seconds, count.num_resampled, count.stages.span)
 
@@ -114,7 +114,7 @@ class Batches:
             return
         verdicts = verdicts_of(batch, self.job)
         if self.prompts.history.note(batch.step, verdicts):
-            await asyncio.to_thread(self.folder.append_verdicts, batch.step, verdicts)
+            await to_disk(self.folder.append_verdicts, batch.step, verdicts)
 
     def _stored(self, step: int) -> Batch | None:
         return self.folder.batch(step) if step in self.folder.batch_steps() else None
@@ -125,7 +125,7 @@ class Batches:
         return stored.model_copy(update={"scores": tuple(scores_PG), "graded": True})
 
     async def _sample(self, step: int, count: _Count) -> Batch:
-        found, damaged = await asyncio.to_thread(self.folder.groups, step)
+        found, damaged = await to_disk(self.folder.groups, step)
         for sentence in damaged:
             await self.warn(f"step {step}: {sentence}; what it held is sampled again")
         writer = GroupWriter(functools.partial(self.folder.write_groups, step))

@@ -11,7 +11,7 @@ from typing import Any
 from services.orchestrator.loop.doing import Doing
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.syncing import sync_weights
-from services.orchestrator.loop.tasks import stop
+from services.orchestrator.loop.tasks import stop, to_disk
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.journal import Journal
 from shared import tracing
@@ -52,7 +52,7 @@ class Loading:
         state = await self._load_both()
         self.doing.begin("bringing the weights to the sampler", f"step {state.step + 1}")
         synced = await sync_weights(self.peers, self.record.job, state.step, self.journal)
-        await asyncio.to_thread(self.folder.append_sync, synced.row())
+        await to_disk(self.folder.append_sync, synced.row())
         await self.journal.loaded(state)
         return state
 

@@ -34,7 +34,7 @@ from services.orchestrator.loop.clock import Stopwatch, gap_s
 from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.syncing import sync_weights
-from services.orchestrator.loop.tasks import stop
+from services.orchestrator.loop.tasks import stop, to_disk
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.journal import Journal
 from shared import tracing
@@ -96,7 +96,7 @@ class Pipeline:
 
     async def _train(self, sampled: Sampled, watch: Stopwatch) -> Step:
         batch = sampled.batch
-        await asyncio.to_thread(self.folder.write_batch, batch)
+        await to_disk(self.folder.write_batch, batch)
         await self.batches.note(batch)
         advantages_PG = batch_advantages(batch, self.job)
         examples = to_examples(batch.groups, advantages_PG)
@@ -106,7 +106,7 @@ class Pipeline:
         watch.lap("train")
         if serves := syncs_after(self.job, batch.step):
             synced = await sync_weights(self.peers, self.job, batch.step, self.journal)
-            await asyncio.to_thread(self.folder.append_sync, synced.row())
+            await to_disk(self.folder.append_sync, synced.row())
         watch.lap("sync")
         return Step(
             batch,

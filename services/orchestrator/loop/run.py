@@ -36,7 +36,7 @@ from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from services.orchestrator.loop.stopping import Spent, reason_to_stop
-from services.orchestrator.loop.tasks import stop, to_the_end
+from services.orchestrator.loop.tasks import stop, to_disk, to_the_end
 from services.orchestrator.loop.waits import watch
 from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.leases import Lease, LeaseLost
@@ -185,7 +185,7 @@ class Run:
                 f"{state.step} or more: `hone resume JOB --set steps={state.step}`"
             )
         pipeline = self._pipeline(after.prompts)
-        done = await asyncio.to_thread(self._folder.start_at, state.step)
+        done = await to_disk(self._folder.start_at, state.step)
         if done is not None:
             (row, *_) = await asyncio.to_thread(self._folder.metrics, done - 1)
             await after.say_again(row)
@@ -211,7 +211,7 @@ class Run:
             rows = await asyncio.to_thread(self._folder.metrics)
         versions = await self._peers.versions()
         summary = summarize(self._record, rows, checkpoint, train_s, versions, ended.why)
-        await asyncio.to_thread(self._folder.write_summary, summary)
+        await to_disk(self._folder.write_summary, summary)
         return summary
 
     async def _steps(self, pipeline: Pipeline, last: int, after: AfterStep) -> Ended | None:
@@ -247,10 +247,8 @@ class Run:
     async def _begin(self) -> AfterStep:
         """Makes the run folder, and checks what the job names: its data and its rewards."""
         check_colocation(self._job, self._settings)
-        await asyncio.to_thread(
-            self._folder.create, self._job, self._record.data, self._store.identity
-        )
-        await asyncio.to_thread(self._folder.write_note, await self._store.note(self._record.id))
+        await to_disk(self._folder.create, self._job, self._record.data, self._store.identity)
+        await to_disk(self._folder.write_note, await self._store.note(self._record.id))
         spent = await self._begin_spending()
         self._doing.begin("checking data and rewards", "the model is loaded")
         with self._peers.waits.on("data", "reading the prompts"):
@@ -329,7 +327,7 @@ class Run:
         if (spent := self._spent) is None:
             return
         try:
-            await asyncio.to_thread(self._folder.write_spent, spent.hours, spent.cost)
+            await to_disk(self._folder.write_spent, spent.hours, spent.cost)
         except (HoneError, OSError, ValueError) as error:  # what becomes of the job matters more
             get_logger().warning("hours not noted", job=self._record.id, reason=str(error))
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 PATIENCE_S = 0.5
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 async def stop(*tasks: asyncio.Task[Any]) -> None:
     """Returns once every task has ended, by being cancelled as often as it takes: a single
     cancellation that arrives together with a library's own time-out can be swallowed by it. What
-    the tasks raise stays with them."""
+    the tasks raise stays with them. A cancellation meanwhile is raised once they have ended."""
     waiting = {task for task in tasks if not task.done()}
+    cancelled: asyncio.CancelledError | None = None
     while waiting:
         for task in waiting:
             task.cancel()
-        _, waiting = await asyncio.wait(waiting, timeout=PATIENCE_S)
+        try:
+            await asyncio.wait(waiting, timeout=PATIENCE_S)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        waiting = {task for task in waiting if not task.done()}
+    if cancelled:
+        raise cancelled
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
@@ -35,6 +43,12 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     if cancelled:
         raise cancelled
     return task.result()
+
+
+async def to_disk(write: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Returns what `write` returns, which has a thread. A cancellation meanwhile is raised once it
+    has ended: what nobody waits for would still write while another worker has the job."""
+    return await to_the_end(asyncio.to_thread(write, *args, **kwargs))
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

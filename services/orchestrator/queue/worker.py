@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from services.orchestrator.loop.outcome import Outcome
 from services.orchestrator.loop.run import Run
-from services.orchestrator.loop.tasks import stop, to_the_end
+from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import heartbeat
 from services.orchestrator.queue.connection import StoreEmptied
 from services.orchestrator.queue.known_slots import NOTE_S
@@ -209,16 +209,14 @@ class Worker:
             await note_end(self._store, lease.job_id)
         finally:
             self._is_stopping = True
-            work.cancel()
-            try:  # though cancelled again meanwhile: a heartbeat that went on would keep the job
-                await to_the_end(stop(beat))
-            finally:
-                await stop(work)
-            await asyncio.gather(beat, return_exceptions=True)  # no lease is left of an ended job
             try:
-                await run.close()
+                await stop(work, beat)
             finally:
-                self._is_stopping = False
+                try:
+                    await asyncio.gather(beat, return_exceptions=True)  # an ended job has no lease
+                    await run.close()
+                finally:
+                    self._is_stopping = False
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
         resume = f"then `hone resume {lease.job_id}` goes on from there"

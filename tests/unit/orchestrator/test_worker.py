@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from services.orchestrator.loop import tasks
 from services.orchestrator.loop.outcome import Outcome
-from services.orchestrator.loop.tasks import stop
+from services.orchestrator.loop.tasks import all_of, stop, to_disk
 from services.orchestrator.queue import worker as worker_module
 from services.orchestrator.queue.connection import StoreEmptied
 from services.orchestrator.queue.heartbeat import NoHeartbeat
@@ -20,6 +22,8 @@ from services.orchestrator.queue.worker import Worker
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.note import Note
 from shared.config import Settings
+from shared.errors import NotFound
+from tests.support.slow_disk import SlowDisk
 
 
 @pytest.mark.parametrize("end", [Worker.leave, Worker._give_back])
@@ -112,6 +116,45 @@ async def test_a_trainer_whose_work_cannot_be_stopped_is_noted_no_more(
     await _turns(20)
     assert store.slots.note.await_count > num_noted
     await stop(noting)
+
+
+async def test_a_lease_is_given_back_only_once_nothing_is_written_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever ends a worker cancels it again and again; a disk may be slower than that."""
+    monkeypatch.setattr(tasks, "PATIENCE_S", 0.01)
+    disk = SlowDisk()
+
+    class Writing:
+        close = AsyncMock()
+        doing = Mock(return_value="writing")
+
+        def __init__(self, *_: object) -> None: ...
+
+        async def run(self) -> Outcome:
+            await all_of([to_disk(disk.write, "group")])
+            raise AssertionError
+
+    monkeypatch.setattr(worker_module, "Run", Writing)
+    lease = Lease("a", 1, "trainer", 30.0)
+    halted = AsyncMock(side_effect=lambda *_: disk.written.append("lease given back"))
+    store = Mock(halt=halted, get=AsyncMock(), beat=AsyncMock(return_value=None))
+    store.note = AsyncMock(side_effect=NotFound("a"))
+    worker = Worker(store, Settings())
+    worker._lease = lease
+    working = asyncio.create_task(worker._work(lease, time.monotonic()))
+
+    async def end() -> None:
+        await stop(working)
+        await worker.leave()
+
+    await disk.until_begun()
+    ending = asyncio.create_task(end())
+    await asyncio.wait({ending}, timeout=0.1)
+    disk.goes_on.set()
+    await ending
+    assert disk.written == ["group", "lease given back"]
+    Writing.close.assert_awaited_once()
 
 
 async def test_a_trainer_is_noted_again_after_work_that_could_not_be_closed(
