@@ -11,7 +11,7 @@ import pytest
 import redis.asyncio as redis
 
 from services.orchestrator.loop.run import Run
-from services.orchestrator.queue import keys
+from services.orchestrator.queue import keys, worker
 from services.orchestrator.queue.leases import Lease
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
@@ -20,6 +20,7 @@ from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.note import Note
 from shared.client import Client
 from shared.config import Settings
+from shared.errors import Conflict
 from shared.job import Job
 from shared.wire import (
     JobRecord,
@@ -189,12 +190,48 @@ async def test_another_workers_batch_ends_the_work_and_not_the_job(stack: Stack)
             folder = stack.folder(stack.fakes.job.job_id)
             folder.write_batch(folder.batch(3).model_copy(update={"step": 4}))
 
-    stack.settings.__dict__["lease_s"] = 3.0
+    stack.settings.__dict__["lease_s"] = 3600.0
     stack.fakes.fault["generate"] = slip_in
     record = await stack.until((await stack.submit()).id)
-    assert record.status == "succeeded" and record.attempts >= 2
+    assert (record.status, record.attempts) == ("succeeded", 2), "nobody waited for the lease"
     stored = stack.folder(record.id).batch(4)
     assert stored.groups == stack.folder(record.id).batch(3).groups, "what was there first"
+    (why,) = [each.message for each in await stack.events(record.id) if each.level == "warning"]
+    assert why.startswith("another batch of step 4 is stored in ")
+
+
+async def test_a_job_goes_on_at_once_after_a_service_knew_a_newer_attempt(stack: Stack) -> None:
+    """As where another stack, with a Redis of its own, used the trainer for a moment."""
+
+    async def refuse(body: Any) -> None:
+        if body.step == 3:
+            del stack.fakes.fault["train_step"]
+            raise Conflict("attempt 1 of job 'a' was superseded by 2", code="stale")
+
+    stack.settings.__dict__["lease_s"] = 3600.0
+    stack.fakes.fault["train_step"] = refuse
+    record = await stack.until((await stack.submit()).id)
+    assert (record.status, record.attempts) == ("succeeded", 2)
+    messages = [each.message for each in await stack.events(record.id) if each.type == "status"]
+    assert messages == ["queued", "running", "queued", "running", "succeeded"]
+
+
+async def test_a_job_that_is_superseded_again_and_again_pauses(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another stack has the trainer for good: they would take it from each other."""
+    monkeypatch.setattr(worker, "MAX_TRIES", 3)
+
+    async def refuse(_: Any) -> None:
+        raise Conflict("attempt 1 of job 'a' was superseded by 2", code="stale")
+
+    stack.fakes.fault["train_step"] = refuse
+    record = await stack.until((await stack.submit()).id, "paused")
+    assert (record.attempts, record.step) == (3, 0)
+    assert record.error == (
+        "attempt 1 of job 'a' was superseded by 2; look for another stack that uses the same "
+        f"trainer or samplers, then `hone resume {record.id}` goes on from there"
+    )
 
 
 async def test_a_job_that_cannot_be_read_is_paused_and_the_next_one_runs(

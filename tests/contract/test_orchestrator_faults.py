@@ -4,6 +4,7 @@ weights that do not arrive, full disks, deadlines, workers that were superseded.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -359,19 +360,22 @@ async def test_nothing_that_was_asked_for_before_a_rewind_is_joined_after_it(sta
 # --- workers that were superseded, and jobs that are stopped
 
 
-async def test_a_superseded_worker_stops_without_a_word(stack: Stack) -> None:
-    """Another worker has the trainer by the time that this one trains step 3."""
+async def test_a_superseded_worker_stops_and_gives_back_the_lease_that_it_has(
+    stack: Stack,
+) -> None:
+    """Another attempt has the trainer by the time that this one trains step 3."""
 
     def supersede() -> None:
         attempt, epoch = stack.fakes.fence
         stack.fakes.fence = (attempt + 1, epoch)
 
-    stack.settings.__dict__["lease_s"] = 2.0
+    stack.settings.__dict__["lease_s"] = 3600.0
     stack.fakes.fault["train_step"] = first(1, lambda body: body.step == 3, supersede)
     job_id = (await stack.submit()).id
     record = await stack.until(job_id)
     assert (record.status, record.recoveries) == ("succeeded", 0), "by the next attempt"
-    assert record.attempts >= 2 and await warnings(stack, job_id) == []
+    (why,) = await warnings(stack, job_id)
+    assert record.attempts >= 2 and re.fullmatch(r"got \(.*\), superseded by \(.*\)", why)
     assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
 
 

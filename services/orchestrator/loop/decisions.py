@@ -48,6 +48,9 @@ class SyncFailed(Failed):
 class Action(Enum):
     STOP = "stop"
     """Without a word: another worker has the job, or the store is away or another one."""
+    GIVE_BACK = "give back"
+    """Something newer than this attempt was met. If the lease is still this worker's, whoever takes
+    the job next need not wait until it expires."""
     RECOVER = "recover"
     """Load the job into trainer and sampler again, and go on from what the trainer has."""
     PAUSE = "pause"
@@ -84,11 +87,12 @@ MEMORY = "free memory on its device, or change [memory] with `hone resume JOB --
 
 RULES = (
     Rule(LeaseLost, Action.STOP),
-    Rule(BatchExists, Action.STOP),
+    Rule(BatchExists, Action.GIVE_BACK),
     Rule(StoreUnavailable, Action.STOP),
     Rule(TooDear, Action.PAUSE, "raise it with `hone resume JOB --set stop.max_cost=...`"),
     Rule(MustPause, Action.PAUSE),
-    Rule(Conflict, Action.STOP, codes=_codes("stale", "emptied")),
+    Rule(Conflict, Action.STOP, codes=_codes("emptied")),
+    Rule(Conflict, Action.GIVE_BACK, codes=_codes("stale")),
     Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order", "no_adapters")),
     Rule(Conflict, Action.PAUSE),
     Rule(StateLost, Action.RECOVER, LOOK),
@@ -136,4 +140,6 @@ def _matches(rule: Rule, error: Exception) -> bool:
 def _sentence(error: Exception) -> str:
     if isinstance(error, HoneError):
         return error.detail
+    if isinstance(error, BatchExists):
+        return str(error)
     return f"a bug in Hone: {type(error).__name__}: {error}"

@@ -139,6 +139,8 @@ class Run:
             if decision.action is not Action.RECOVER:
                 if decision.action is Action.FAIL:
                     return Outcome("failed", decision.why)
+                if decision.action is Action.GIVE_BACK:
+                    return Outcome("queued", decision.why)
                 lost_services = isinstance(error, Unavailable | StateLost)
                 return Outcome("paused", decision.why, lost_services=lost_services)
             why = decision.why

@@ -24,7 +24,7 @@ from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.slots import Slot
 from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.worker_side import MAX_LEFT
+from services.orchestrator.queue.worker_side import MAX_LEFT, MAX_TRIES
 from services.orchestrator.record.noting import note_end
 from shared.config import Settings
 from shared.errors import HoneError, NotFound, Unavailable
@@ -228,6 +228,13 @@ class Worker:
             )
             get_logger().warning("trainer away, job given back", job=lease.job_id, reason=why)
             await self._store.leave(lease, why, too_often)
+        elif outcome.status == "queued":
+            get_logger().warning("attempt superseded", job=lease.job_id, reason=outcome.why)
+            too_often = (
+                f"{outcome.why}; look for another stack that uses the same trainer or samplers, "
+                f"{resume}"
+            )
+            await self._store.leave(lease, str(outcome.why), too_often, max_tries=MAX_TRIES)
         elif outcome.status == "paused":
             get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
             await self._store.halt(lease, f"{outcome.why}, {resume}")

@@ -80,16 +80,18 @@ class WorkerSide:
         cancelled. Raises LeaseLost."""
         await self._by_worker(self._halt, lease, why=why, paused=PAUSED_ON_REQUEST)
 
-    async def leave(self, lease: Lease, because: str, too_often: str) -> None:
-        """The same without a reason to pause, for another trainer to take the job up. It counts as
-        taken up in vain; after MAX_LEFT such attempts in a row the job pauses, because it was left
-        `too_often`. Raises LeaseLost."""
+    async def leave(
+        self, lease: Lease, because: str, too_often: str, *, max_tries: int = MAX_LEFT
+    ) -> None:
+        """The same without a reason to pause, for another attempt to take the job up. It counts as
+        taken up in vain; after `max_tries` such attempts in a row the job pauses, because it was
+        left `too_often`. Raises LeaseLost."""
         await self._by_worker(
             self._halt,
             lease,
             left_because=because,
             left_too_often=too_often,
-            max_left=MAX_LEFT,
+            max_left=max_tries,
             paused=PAUSED_ON_REQUEST,
         )
 

@@ -9,6 +9,7 @@ from services.orchestrator.loop.decisions import (
     PAUSES_S,
     RULES,
     Action,
+    Decision,
     MustPause,
     SyncFailed,
     decide,
@@ -34,6 +35,7 @@ from shared.errors import (
 )
 
 STOP, RECOVER, PAUSE, FAIL = Action.STOP, Action.RECOVER, Action.PAUSE, Action.FAIL
+GIVE_BACK = Action.GIVE_BACK
 
 EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (BadRequest, "bad_request"): FAIL,
@@ -45,7 +47,7 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (TooLarge, "too_large"): FAIL,
     (Conflict, "conflict"): PAUSE,
     (Conflict, "body_differs"): PAUSE,
-    (Conflict, "stale"): STOP,
+    (Conflict, "stale"): GIVE_BACK,
     (Conflict, "emptied"): STOP,
     (Conflict, "out_of_order"): RECOVER,
     (Conflict, "no_adapters"): RECOVER,
@@ -82,7 +84,7 @@ def test_no_class_and_no_code_is_left_out() -> None:
 
 def test_errors_of_the_orchestrator_itself_are_decided_too() -> None:
     assert decide(LeaseLost("job")).action is STOP
-    assert decide(BatchExists("another batch")).action is STOP
+    assert decide(BatchExists("another batch")) == Decision(GIVE_BACK, "another batch")
     assert decide(StoreUnavailable("Redis is away")).action is STOP
     assert decide(Unreadable("schema 7")).action is RECOVER
     assert decide(MustPause("step 3: 80%")).action is PAUSE
