@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from hone import evaluating
+from services.orchestrator.loop.comparison import Comparison
 from services.orchestrator.queue import keys
-from services.orchestrator.queue.leases import LeaseLost
+from services.orchestrator.queue.leases import Lease, LeaseLost
 from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
 from shared.job import Job
 from shared.job_file import parse_job
@@ -182,6 +183,22 @@ async def test_an_evaluation_whose_lease_is_lost_stops(
     monkeypatch.setattr(stack.store.loans, "beat", lost)
     with pytest.raises(Unavailable, match="no longer lent to the evaluation"):
         await evaluating
+
+
+async def test_a_result_is_kept_where_redis_is_emptied_as_the_evaluation_ends(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All was sampled and graded while the samplers were lent."""
+    stack.fakes.skills = {GOOD: 1.0}
+    give_back = Comparison._give_back
+
+    async def emptied(comparison: Comparison, lease: Lease) -> None:
+        await stack.store._redis.flushall()
+        await give_back(comparison, lease)
+
+    monkeypatch.setattr(Comparison, "_give_back", emptied)
+    (held_out,) = (await evaluate(stack)).sets
+    assert held_out.models[0].metrics["reward"].mean == 1
 
 
 async def test_two_evaluations_do_not_share_samplers(stack: Stack) -> None:

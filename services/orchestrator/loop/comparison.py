@@ -19,6 +19,7 @@ from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import HeldOut, load_held_out
 from services.orchestrator.loop.tasks import stop, to_the_end
 from services.orchestrator.queue import heartbeat
+from services.orchestrator.queue.connection import StoreEmptied
 from services.orchestrator.queue.leases import Lease, LeaseLost
 from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.resources import resource
@@ -136,7 +137,7 @@ class Comparison:
     async def _give_back(self, lease: Lease) -> None:
         try:
             await self.store.loans.end(lease)
-        except Unavailable as error:  # it expires
+        except (StoreEmptied, Unavailable) as error:  # it is gone, or expires: the result is valid
             get_logger().warning("samplers not given back", reason=error.detail)
 
     async def _compare(
