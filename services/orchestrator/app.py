@@ -41,13 +41,14 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
         with contextlib.suppress(HoneError):  # the worker waits until it can check, and says why
             await store.check(settings.runs_dir)
         noting = asyncio.create_task(note_ends(store))
+        removing = asyncio.create_task(files.finish_removals(settings, store))
         leaving = [asyncio.create_task(_work(worker, service.draining)) for worker in workers]
         try:
             yield
         finally:
             service.draining.begin()
             left = await asyncio.gather(*leaving, return_exceptions=True)
-            await stop(noting)
+            await stop(noting, removing)
             await store.close()
             for error in filter(None, left):
                 raise error

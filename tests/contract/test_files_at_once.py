@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import shutil
 import time
 from typing import Any
@@ -11,14 +12,15 @@ import httpx2 as httpx
 import pytest
 
 from services.orchestrator.app import create_service
+from services.orchestrator.data.uploads import Uploads, new_id
 from services.orchestrator.queue.removals import Removals
 from services.orchestrator.queue.store import Store
 from shared.config import Settings
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Failed
 from shared.job import Job
 from shared.wire import UploadedFile
 from tests.support import orchestrator_stack
-from tests.support.uploading import upload
+from tests.support.uploading import ROWS, upload
 
 pytestmark = pytest.mark.slow
 
@@ -106,3 +108,37 @@ async def test_an_upload_waits_for_a_removal_of_the_same_file(
         assert (await http.get(f"/v1/files/{id}")).status_code == 200
     assert (await store.submit(training_on(id, job), settings.runs_dir, None)).status
     await store.close()
+
+
+async def test_a_removal_that_a_crash_broke_off_is_finished_at_the_next_start(
+    settings: Settings, redis_url: str
+) -> None:
+    """Else its file would be listed, and no job could be submitted with it. One of the same key
+    that was uploaded after the removal stays."""
+    store, uploads = Store(redis_url), Uploads(settings.runs_dir)
+    await store.open()
+    broken_off, again, other = (
+        uploads.add(io.BytesIO(ROWS), "rows.jsonl", "fine-tune", new_id(key)) for key in "abc"
+    )
+    await store.removals.add(broken_off)
+    await store.removals.add(again.model_copy(update={"created_at": again.created_at - 1}))
+    app = create_service(settings, store, works=False).app
+    async with app.router.lifespan_context(app), asyncio.timeout(20):
+        while len(found := uploads.list()) == 3 or await store.removals.created_at(again.id):
+            await asyncio.sleep(0.02)
+        assert {file.id for file in found} == {again.id, other.id}
+
+
+async def test_a_file_that_could_not_be_removed_can_be_used_as_before(
+    settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise Failed("cannot write to folder '.files': Input/output error; check HONE_RUNS_DIR")
+
+    monkeypatch.setattr(Uploads, "remove", refused)
+    store = Store(redis_url)
+    transport = httpx.ASGITransport(app=create_service(settings, store).app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        id = (await upload(http)).json()["id"]
+        assert (await http.delete(f"/v1/files/{id}")).status_code == 500
+    assert await store.removals.created_at(id) is None

@@ -19,9 +19,10 @@ from services.orchestrator.loop.tasks import to_the_end
 from services.orchestrator.queue.store import Store
 from shared.config import Settings
 from shared.downloads import DOWNLOADED, DownloadedFile
-from shared.errors import BadRequest, TooLarge, Unauthorized
+from shared.errors import BadRequest, HoneError, NotFound, TooLarge, Unauthorized
 from shared.explain import nearest
 from shared.job import UPLOADED
+from shared.logs import get_logger
 from shared.service import Service
 from shared.threads import in_own_thread
 from shared.wire import FileDeleted, FileList, Purpose, UploadedFile
@@ -133,8 +134,35 @@ def _add_removal(service: Service, uploads: Uploads, store: Store) -> None:
         await asyncio.to_thread(uploads.get, file_id)
         async with _alone_with(uploads, file_id):
             await store.removals.add(await asyncio.to_thread(uploads.get, file_id))
-            await _written(functools.partial(uploads.remove, file_id))
+            try:
+                await _written(functools.partial(uploads.remove, file_id))
+            except HoneError:
+                await store.removals.undo(file_id)
+                raise
         return FileDeleted(id=file_id)
+
+
+async def finish_removals(settings: Settings, store: Store) -> None:
+    """Removes the files that jobs can name no more and that are there still: an orchestrator died
+    in between."""
+    uploads = Uploads(settings.runs_dir)
+    try:
+        for file in await in_own_thread(uploads.list):
+            if await store.removals.created_at(file.id) is not None:
+                await _finish_removal(uploads, store, file.id)
+    except HoneError as error:
+        get_logger().warning("removals of files not finished", reason=error.detail)
+
+
+async def _finish_removal(uploads: Uploads, store: Store, id: str) -> None:
+    """One that was uploaded again since stays."""
+    with contextlib.suppress(NotFound):  # another orchestrator was about to remove it
+        async with _alone_with(uploads, id):
+            file, removed = uploads.get(id), await store.removals.created_at(id)
+            if removed == file.created_at:
+                await _written(functools.partial(uploads.remove, id))
+            elif removed is not None:
+                await store.removals.undo(id)
 
 
 @contextlib.asynccontextmanager
