@@ -22,7 +22,7 @@ from services.trainer.disk import checkpoints
 from services.trainer.disk.folders import sweep
 from services.trainer.disk.resume import Found, newest_whole
 from services.trainer.disk.saving import RunsVolume, save_checkpoint
-from services.trainer.disk.weights import Publisher
+from services.trainer.disk.weights import Publisher, volume_dir
 from services.trainer.engine import Engine, OutOfMemory, Update
 from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.schedule import learning_rate
@@ -119,6 +119,7 @@ class Trainer:
         self._loaded = self._resumed(request, model, engine, found)
         if self._ranks.rank == 0:
             sweep(folder)
+            sweep(volume_dir(self._settings.runs_dir, request.job_id))
             self._seams.remember_job(request)
         seconds = round(time.monotonic() - started, 2)
         get_logger().info(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import secrets
 import shutil
 import signal
 from collections.abc import Iterator
@@ -24,15 +25,15 @@ on is left over."""
 @contextlib.contextmanager
 def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[Path]:
     """Yields an empty folder that becomes `target` at the end, replacing it; after an error nothing
-    of it is left.
+    of it is left. Of several who write the same target each has a folder of its own: a trainer
+    that was superseded as it wrote goes on until it is done.
 
     `size_bytes` is what will be written, checked against the free space first. `durable` waits for
     the disk. Raises Failed with the path, what was needed and what there was.
     """
-    aside = target.parent / (ASIDE + target.name)
+    aside = _aside(target)
     try:
         disk.make_folder(aside.parent)
-        shutil.rmtree(aside, ignore_errors=True)
         free_bytes = shutil.disk_usage(aside.parent).free
         if free_bytes < size_bytes:
             raise _disk_full(target, size_bytes, free_bytes)
@@ -54,8 +55,7 @@ def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[P
 
 def discard(folder: Path) -> None:
     """Removes `folder`, if it is there, so that no half of it is ever seen under its name."""
-    aside = folder.parent / (ASIDE + "old-" + folder.name)
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = _aside(folder)
     with contextlib.suppress(FileNotFoundError):
         folder.replace(aside)
     shutil.rmtree(aside, ignore_errors=True)
@@ -89,7 +89,7 @@ def _is_unused(file: Path) -> bool:
 
 def sweep(folder: Path) -> None:
     """Removes what a killed process left aside in `folder`. Only for one that no process writes
-    into."""
+    into, but one that was superseded: what it writes is not written then."""
     for leftover in folder.glob(ASIDE + "*") if folder.is_dir() else ():
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -102,6 +102,10 @@ def files_in(folder: Path) -> list[Path]:
 def size_of(folder: Path) -> int:
     """Returns the bytes of the files in `folder` and below."""
     return sum(file.stat().st_size for file in files_in(folder))
+
+
+def _aside(folder: Path) -> Path:
+    return folder.parent / f"{ASIDE}{folder.name}.{secrets.token_hex(4)}"
 
 
 def _disk_full(target: Path, size_bytes: int, free_bytes: int) -> Failed:

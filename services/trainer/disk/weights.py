@@ -299,7 +299,7 @@ class Publisher:
             deltas=Deltas(settings.shm_dir / job_id),
             adapters=Adapters(settings.shm_dir / job_id),
             volume=Folders(
-                settings.runs_dir.resolve() / job_id / "weights",
+                volume_dir(settings.runs_dir, job_id),
                 durable=True,
                 commit=settings.runs_commit,
             ),
@@ -323,6 +323,11 @@ class Publisher:
         self._places.deltas.forget()
         self._places.adapters.forget()
         self._places.memory.free()
+
+
+def volume_dir(runs_dir: Path, job_id: str) -> Path:
+    """Returns where a job's versions lie on the shared volume."""
+    return runs_dir.resolve() / job_id / "weights"
 
 
 def files_to_fetch(job_id: str, written: Written) -> tuple[WeightFile, ...]:
