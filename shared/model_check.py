@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -73,6 +73,44 @@ def window_of(config: Config) -> int | None:
             return None
     window: Any = inner.get("max_position_embeddings")
     return window if isinstance(window, int) else None
+
+
+def check_rope(model: str, config: Config, max_model_len: int | None) -> None:
+    """Raises BadRequest for a job whose sequences may be longer than the model's RoPE is fixed for.
+
+    Beyond that Transformers chooses the frequencies of all rows of a micro-batch by the longest one
+    (its `dynamic_rope_update`), so that a completion's log-probs would depend on what it is trained
+    beside. vLLM chooses those of longrope (arXiv 2402.13753) by `max_model_len`, once for all.
+    """
+    inner: Config = config.get("text_config") or config
+    for rope in _ropes(inner):
+        held: Any = inner.get("max_position_embeddings")
+        match kind := rope.get("rope_type", rope.get("type")):
+            case "longrope" | "su":
+                key = "original_max_position_embeddings"
+                original, most = inner.get(key) or rope.get(key) or held, held
+            case "dynamic":
+                key = "max_position_embeddings"
+                original, most = held, (held or 0) * (rope.get("factor") or 1)
+            case _:
+                continue
+        if original and (max_model_len or most) > original:
+            got = f"'max_model_len' is {max_model_len}" if max_model_len else "no 'max_model_len'"
+            raise BadRequest(
+                f"{got}, and the model {model!r} has RoPE of type {kind!r}, which is the same for "
+                f"sequences of any length up to {original} tokens only ({key} in its config.json); "
+                f"expected max_model_len = {original} or less"
+            )
+
+
+def _ropes(config: Config) -> Iterator[Config]:
+    """Yields the model's RoPE parameters: one for all layers, or one for each type of layer."""
+    for key in STRETCHED:
+        found: Any = config.get(key)
+        if isinstance(found, dict):
+            rope = cast(Config, found)
+            yield rope
+            yield from (each for each in rope.values() if isinstance(each, dict))
 
 
 def _check_architecture(folder: Path, config: Config) -> None:

@@ -80,7 +80,9 @@ class Job(Section):
 
     max_model_len: int | None = Field(default=None, gt=0)
     """Most tokens of prompt and completion together. None: what the model was made for. A lower
-    bound lets the sampler's cache hold more sequences."""
+    bound lets the sampler's cache hold more sequences. A model with RoPE of type "longrope" or
+    "dynamic" has to have one of at most the length that it was pretrained with: beyond that the
+    trainer's log-probs would depend on which sequences share a micro-batch."""
 
     max_staleness: int = Field(default=0, ge=0, le=64)
     """Most steps by which the weights that sampled a batch may be older than those it trains. 0

@@ -43,6 +43,7 @@ train = "rows.jsonl"
 [[rewards]]
 grader = "math"
 """
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 ROWS = [{"prompt": f"w{number} w4", "answer": str(number)} for number in range(3, 9)]
 
 
@@ -237,6 +238,10 @@ SUBMITTED = (
     ),
     Case("`max_tokens` as large as the model's window", job(sampling={"max_tokens": 32})),
     Case("`max_model_len` above the model's", job(max_model_len=64)),
+    Case(
+        "no `max_model_len` for a model whose RoPE is another for long sequences",
+        model("ntk", nothing, max_position_embeddings=32, rope_parameters=DYNAMIC),
+    ),
     Case("`group_size = 1`", job(sampling={"group_size": 1})),
     Case("a model folder that is not there", job(model="./no/model")),
     Case(

@@ -20,7 +20,7 @@ from shared.config import Settings
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.explain import sentences
 from shared.job import Job
-from shared.model_check import check_model_folder
+from shared.model_check import check_model_folder, check_rope, read_config
 from shared.plan.model import CannotPlan, find_model
 from shared.plan.planning import Known, make_plan, planned_gpus
 from shared.rendering import Made
@@ -100,6 +100,7 @@ async def _trial(job: Job, first: tuple[Prompt, ...], settings: Settings) -> tup
 def _checked_data(job: Job, settings: Settings) -> tuple[Prompts, tuple[Prompt, ...]]:
     if folder := named_model_folder(job.model, settings):
         check_model_folder(folder, job.max_model_len)
+        check_rope(job.model, read_config(folder), job.max_model_len)
     prompts = load_prompts(job, settings)
     return prompts, check_rows(job, prompts)
 

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import torch
@@ -26,6 +26,7 @@ from transformers.utils.hub import cached_file, cached_files
 from shared import dtype as dtypes
 from shared.errors import BadRequest, HoneError, from_problem
 from shared.job import Job
+from shared.model_check import check_rope, read_config
 from shared.models import EXPECTED, model_folder
 
 HUB_TIMEOUT_S = 10.0
@@ -51,15 +52,18 @@ TOKENIZER_FILES = (
 
 def check_model(job: Job) -> None:
     """Raises BadRequest if `job.model` is neither a model folder here nor a model on the Hugging
-    Face hub.
+    Face hub, or has a RoPE that is not fixed for all sequences of the job."""
+    folder = model_folder(job.model) or _configuration(job).parent
+    check_rope(job.model, read_config(folder), job.max_model_len)
+
+
+def _configuration(job: Job) -> Path:
+    """Returns the configuration of a model on the hub, fetched if it is not in the cache.
 
     transformers would retry an unreachable hub for half a minute, on every rank; this asks once.
     """
-    if model_folder(job.model):
-        return
     with contextlib.suppress(OSError, ValueError):  # not in the cache: the hub is asked next
-        cached_file(job.model, "config.json", revision=job.model_revision, local_files_only=True)
-        return
+        return _cached_configuration(job, local_files_only=True)
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         httpx2.head(hub, timeout=HUB_TIMEOUT_S)
@@ -70,12 +74,17 @@ def check_model(job: Job) -> None:
             f"({type(error).__name__}: {error}); {EXPECTED}"
         ) from error
     try:
-        cached_file(job.model, "config.json", revision=job.model_revision)
+        return _cached_configuration(job)
     except (OSError, ValueError) as error:
         raise BadRequest(
             f"{hub} has no model {job.model!r} for this token: {str(error).splitlines()[0]}; "
             f"{EXPECTED}"
         ) from error
+
+
+def _cached_configuration(job: Job, **options: bool) -> Path:
+    found = cached_file(job.model, "config.json", revision=job.model_revision, **options)
+    return Path(cast(str, found))
 
 
 def model_files(job: Job) -> list[Path]:

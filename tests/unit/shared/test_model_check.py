@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from shared.architectures import ARCHITECTURES
 from shared.errors import BadRequest
-from shared.model_check import check_model_folder, plain_shapes
+from shared.model_check import check_model_folder, check_rope, plain_shapes
 from tests.support.model_folders import CONFIG, make_model_folder, shapes
 
 WEIGHTS = "model.safetensors"
@@ -110,6 +110,52 @@ def test_more_tokens_than_the_model_holds_are_refused(tmp_path: Path) -> None:
     stretched = {"max_position_embeddings": 64, "rope_scaling": {"type": "yarn", "factor": 4}}
     configured(**stretched)(folder)
     check_model_folder(folder, max_model_len=256)
+
+
+LONG = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+PHI = {"max_position_embeddings": 64, "original_max_position_embeddings": 8, "rope_scaling": LONG}
+NTK = {
+    "max_position_embeddings": 8,
+    "rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "max_model_len", "said"),
+    [
+        (PHI, None, r"no 'max_model_len', and the model 'phi' has RoPE of type 'longrope'"),
+        (
+            PHI,
+            9,
+            r"'max_model_len' is 9, .* up to 8 tokens only \(original_max_position_embeddings",
+        ),
+        ({"text_config": PHI}, 9, "expected max_model_len = 8 or less"),
+        (NTK, None, r"'dynamic', .* up to 8 tokens only \(max_position_embeddings"),
+        (NTK, 9, "'max_model_len' is 9"),
+    ],
+)
+def test_sequences_beyond_what_rope_is_fixed_for_are_refused(
+    config: dict[str, Any], max_model_len: int | None, said: str
+) -> None:
+    with pytest.raises(BadRequest, match=said):
+        check_rope("phi", config, max_model_len)
+
+
+@pytest.mark.parametrize(
+    ("config", "max_model_len"),
+    [
+        (PHI, 8),
+        (PHI | {"max_position_embeddings": 8}, None),
+        (NTK, 8),
+        ({"max_position_embeddings": 8, "rope_scaling": {"type": "dynamic", "alpha": 9.0}}, None),
+        ({"max_position_embeddings": 8, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 32),
+        ({"max_position_embeddings": 8, "rope_scaling": None}, None),
+    ],
+)
+def test_sequences_that_rope_is_fixed_for_are_taken(
+    config: dict[str, Any], max_model_len: int | None
+) -> None:
+    check_rope("phi", config, max_model_len)
 
 
 def listed(module: str, path: str, *names: str) -> dict[str, Any]:

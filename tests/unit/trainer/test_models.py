@@ -1,15 +1,19 @@
 """What is no model is said quickly and in words."""
 
 import importlib.util
+import json
 
 import httpx2
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from services.trainer.zero import models
 from services.trainer.zero.models import check_model, choose_dtype, copy_tokenizer
 from shared.errors import BadRequest
 from tests.support.engine_ranks import a_job
+from tests.support.model_folders import CONFIG, make_model_folder
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_fakes import job_request
 
@@ -37,6 +41,41 @@ def test_an_id_the_hub_does_not_know_is_one_sentence(monkeypatch):
     )
     with pytest.raises(BadRequest, match=sentence):
         check_model(job_request(model="nobody/nothing").job)
+
+
+ROPES = {
+    "dynamic": {"max_position_embeddings": 8, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "longrope": {
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 8,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.0],
+            "long_factor": [2.0, 2.0],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_depends_on_the_longest_row_only_beyond_the_original_window(kind):
+    rope = LlamaRotaryEmbedding(LlamaConfig(hidden_size=16, num_attention_heads=4, **ROPES[kind]))
+
+    def sine_of_position_1(longest: int) -> float:
+        _, sine_BTH = rope(torch.zeros(1), torch.arange(longest)[None])
+        return sine_BTH[0, 1, 1].item()  # of the second frequency, which is 0.01
+
+    original = sine_of_position_1(8)
+    assert sine_of_position_1(2) == original
+    assert sine_of_position_1(9) < 0.9 * original
+
+
+def test_a_model_whose_rope_depends_on_the_longest_row_is_refused(tmp_path):
+    folder = make_model_folder(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(CONFIG | ROPES["dynamic"]))
+    check_model(a_job(folder, max_model_len=8))
+    with pytest.raises(BadRequest, match="RoPE of type 'dynamic'"):
+        check_model(a_job(folder, max_model_len=9))
 
 
 def test_a_tokenizer_is_copied_byte_for_byte_and_nothing_else_is(tmp_path):
