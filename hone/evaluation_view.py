@@ -20,7 +20,8 @@ SHOWN = {
 """Metrics and their headings; pass@k stand after the reward."""
 
 NOTE = (
-    "± is the 95 % confidence interval over problems; * marks a difference that is outside it. "
+    "± is the 95 % confidence interval over problems; * marks a difference that is outside it, and "
+    "where 16 problems or fewer differ is so by an exact test as well (p < 0.05). "
     "Differences are over the same problems, which is why they can be surer than the two rows look."
 )
 
@@ -76,11 +77,19 @@ def shown(metric: str, estimate: Estimate | None, *, signed: bool = False) -> st
     text = f"{estimate.mean:{sign}.{digits}f}"
     if estimate.low is None or estimate.high is None:
         return text
-    star = "*" if signed and (estimate.low > 0 or estimate.high < 0) else ""
+    star = "*" if signed and is_clear(estimate) else ""
     below, above = estimate.mean - estimate.low, estimate.high - estimate.mean
     if not math.isclose(below, above, rel_tol=1e-6):
         return f"{text} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]{star}"
     return f"{text} ± {above:.{digits}f}{star}"
+
+
+def is_clear(difference: Estimate) -> bool:
+    """Returns whether a difference is significant at 5 %: its interval does not contain 0, and the
+    exact test, where there is one, agrees."""
+    low, high, p_value = difference.low, difference.high, difference.p_value
+    apart = low is not None and high is not None and (low > 0 or high < 0)
+    return apart and (p_value is None or p_value < 0.05)
 
 
 def _warnings(held_out: SetReport) -> list[str]:

@@ -33,11 +33,15 @@ class EvaluationRequest(Wire):
 
 class Estimate(Wire):
     """The mean over `num_problems` problems, and its 95 % confidence interval; of one problem, and
-    of equal values, there is none."""
+    of equal values, there is none.
+
+    `p_value` is that of a difference on few problems, by an exact permutation test: None where
+    more than 16 of them differ, and of what is no difference."""
 
     mean: float
     low: float | None = None
     high: float | None = None
+    p_value: float | None = None
     num_problems: int
 
 

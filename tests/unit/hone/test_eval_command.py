@@ -205,6 +205,16 @@ def test_a_metric_without_interval_or_value_is_shown_as_such() -> None:
     assert evaluation_view.shown("reward", unsure, signed=True) == "+0.100 ± 0.200"
 
 
+def test_a_star_takes_the_exact_test_too_where_few_problems_differ() -> None:
+    def shown(**found: float) -> str:
+        estimate = Estimate(mean=0.02, num_problems=200, **found)
+        return evaluation_view.shown("pass@1", estimate, signed=True)
+
+    assert shown(low=0.0004, high=0.0396, p_value=2 / 16) == "+0.020 ± 0.020"
+    assert shown(low=0.0004, high=0.0396, p_value=2 / 64) == "+0.020 ± 0.020*"
+    assert shown(low=0.0004, high=0.0396) == "+0.020 ± 0.020*"
+
+
 def test_a_command_has_its_place_among_the_others() -> None:
     assert "eval" in {registered.name for registered in shell.app.registered_commands}
     with pytest.raises(BadRequest):

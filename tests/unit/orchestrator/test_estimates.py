@@ -111,6 +111,30 @@ def test_a_difference_is_over_the_same_problems() -> None:
     assert unpaired.high - unpaired.mean > 8 * (found.high - found.mean)
 
 
+@pytest.mark.parametrize(
+    ("differing", "p_value"),
+    [
+        ((1.0,) * 4, 2 / 16),  # all the one way or all the other
+        ((-1.0,) * 6, 2 / 64),
+        ((1.0,) * 7 + (-1.0,), 2 * (1 + 8) / 256),  # at most 1 of 8 the other way
+        ((1.0,) * 9 + (-1.0,), 2 * (1 + 10) / 1024),
+        ((0.1, 0.2, -0.3), 1.0),  # the sum is 0, rounding apart
+        ((0.5, 0.25, -0.25), 6 / 8),  # 2 of 8 sums are 0; others are 0.5 or 1 from it
+        ((0.5, 0.5, 0.25), 2 / 8),
+        ((), 1.0),
+        ((1.0,) * 17, None),
+    ],
+)
+def test_few_differing_problems_have_an_exact_p_value(
+    differing: tuple[float, ...], p_value: float | None
+) -> None:
+    unlike = [{"reward": 1.0 + value} for value in differing]
+    to = [{"reward": 1.0}] * (len(differing) + 100)
+    found = differences([*unlike, *to[len(differing) :]], to)["reward"]
+    assert found.p_value == (p_value and pytest.approx(p_value, abs=1e-12))
+    assert estimates(to)["reward"].p_value is None, "no difference"
+
+
 def test_a_difference_leaves_out_problems_that_one_model_has_no_value_for() -> None:
     found = differences(
         [{"reward": 1.0}, {"reward": 1.0, "pass@2": 1.0}, {}],
