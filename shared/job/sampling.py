@@ -71,9 +71,9 @@ class SamplingSpec(Section):
     seeded sequence by itself, which takes time."""
 
     refills: int = Field(default=0, ge=0, le=10)
-    """Rounds per step in which groups without signal (all rewards equal) are replaced by groups of
-    further prompts: the dynamic sampling of DAPO, arXiv 2503.14476. 0 replaces none, because each
-    round costs sampling time."""
+    """Rounds per step in which groups without signal (all rewards equal, or all completions cut off
+    with `advantages.mask_truncated`) are replaced by groups of further prompts: the dynamic
+    sampling of DAPO, arXiv 2503.14476. 0 replaces none, because each round costs sampling time."""
 
 
 class DifficultySpec(Section):

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from shared.job import AdvantageSpec, Job, RewardSpec
-from shared.wire import Batch, Score
+from shared.wire import Batch, Rollout, Score
 
 EPSILON = 1e-6
 """Added to every standard deviation that something is divided by, as in verl. TRL's 1e-4 shrinks
@@ -49,11 +49,16 @@ def batch_advantages(batch: Batch, job: Job) -> Advantages:
     ):
         signal = has_signal(scores_G, job)
         for index, rollout in enumerate(group.rollouts):
-            if job.advantages.mask_truncated and rollout.finish_reason == "length":
+            if is_masked(rollout, job):
                 advantages_G[index] = None
             elif not signal and advantages_G[index] is not None:
                 advantages_G[index] = without_signal
     return advantages_PG
+
+
+def is_masked(rollout: Rollout, job: Job) -> bool:
+    """Returns whether a completion is left out of training because it was cut off."""
+    return job.advantages.mask_truncated and rollout.finish_reason == "length"
 
 
 def has_signal(scores_G: Sequence[Score], job: Job) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.orchestrator.loop.advantages import Advantages
+from services.orchestrator.loop.advantages import Advantages, is_masked
 from shared.job import Job
 from shared.wire import Batch, Example, RolloutGroup, StepTotals
 
@@ -44,11 +44,7 @@ def step_totals(batch: Batch, job: Job) -> StepTotals:
         for rollout, score in zip(group.rollouts, scores_G, strict=True)
         if score.value is not None
     ]
-    counted = [
-        rollout
-        for rollout in graded
-        if not (job.advantages.mask_truncated and rollout.finish_reason == "length")
-    ]
+    counted = [rollout for rollout in graded if not is_masked(rollout, job)]
     return StepTotals(
         num_sequences=len(graded), num_tokens=sum(rollout.num_sampled for rollout in counted)
     )

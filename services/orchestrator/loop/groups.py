@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from services.orchestrator.loop.advantages import has_signal
+from services.orchestrator.loop.advantages import has_signal, is_masked
 from services.orchestrator.loop.decisions import MustPause
 from shared.errors import Failed
 from shared.job import Job
@@ -32,17 +32,28 @@ class GradedGroup:
     scores: tuple[Score, ...]
 
 
+def teaches(graded: GradedGroup, job: Job) -> bool:
+    """Returns whether any completion of the group is trained on: it has signal, and not all of it
+    was cut off where `mask_truncated` is set."""
+    return has_signal(graded.scores, job) and not all(
+        is_masked(rollout, job)
+        for rollout, score in zip(graded.group.rollouts, graded.scores, strict=True)
+        if score.value is not None
+    )
+
+
 async def refill(
     groups_P: Sequence[GradedGroup],
     job: Job,
     max_missing: float,
     sample_fresh: Callable[[int, int], Awaitable[list[GradedGroup]]],
 ) -> tuple[list[GradedGroup], list[GradedGroup]]:
-    """Returns the groups `[P]`, each without signal replaced by a fresh one, and those replaced.
+    """Returns the groups `[P]`, each that teaches nothing replaced by a fresh one, and those
+    replaced.
 
     `sample_fresh(round, count)` gives up to `count` groups of prompts that the step has not had, in
-    rounds 1 to `refills` at most (the dynamic sampling of DAPO, arXiv 2503.14476). What is still
-    without signal then stays: it is not trained on. Overlong prompts that the job drops are
+    rounds 1 to `refills` at most (the dynamic sampling of DAPO, arXiv 2503.14476). What still
+    teaches nothing then stays: it is not trained on. Overlong prompts that the job drops are
     replaced too, in DROP_ROUNDS at most. Nothing is replaced while more than `max_missing` of the
     rewards are missing, for that says nothing about the prompts.
     """
@@ -52,8 +63,7 @@ async def refill(
         flat = [
             position
             for position, graded in enumerate(kept)
-            if (round <= refills and not has_signal(graded.scores, job))
-            or (drops and graded.group.overlong)
+            if (round <= refills and not teaches(graded, job)) or (drops and graded.group.overlong)
         ]
         if not flat or missing_share([graded.scores for graded in kept]) > max_missing:
             break

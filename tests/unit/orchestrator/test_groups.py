@@ -42,6 +42,16 @@ def graded(name: int, *rewards: float | None, versions: tuple[int, ...] = (3,)) 
     )
 
 
+def cut_off(graded: GradedGroup, count: int) -> GradedGroup:
+    """The group with its first `count` completions cut off by the limit of tokens."""
+    rollouts = tuple(
+        rollout.model_copy(update={"finish_reason": "length" if index < count else "stop"})
+        for index, rollout in enumerate(graded.group.rollouts)
+    )
+    group = graded.group.model_copy(update={"rollouts": rollouts})
+    return GradedGroup(graded.prompt, group, graded.scores)
+
+
 class Fresh:
     """Gives the groups of each round in turn, and remembers what was asked."""
 
@@ -73,6 +83,20 @@ async def test_rounds_are_bounded_and_what_has_no_signal_then_stays() -> None:
     assert fresh.asked == [(1, 2)] and names(kept) == [10, 11] and names(dropped) == [0, 1]
     none = Fresh()
     assert (await refill(flat, refilling(0), 0.5, none))[0] == flat and none.asked == []
+
+
+async def test_a_group_that_was_all_cut_off_is_replaced_where_these_are_masked() -> None:
+    job = refilling(1)
+    masks = job.model_copy(
+        update={"advantages": job.advantages.model_copy(update={"mask_truncated": True})}
+    )
+    cut, half = cut_off(graded(0, 0.0, 0.5), 2), cut_off(graded(1, 0.0, 0.5), 1)
+    ungraded = cut_off(graded(2, 0.0, 0.5, None), 2)  # the third is not cut off, and not graded
+    fresh = Fresh([graded(10, 0.0, 1.0), graded(11, 0.0, 1.0)])
+    kept, dropped = await refill([cut, half, ungraded], masks, 0.5, fresh)
+    assert (names(kept), names(dropped), fresh.asked) == ([10, 1, 11], [0, 2], [(1, 2)])
+    none = Fresh()
+    assert (await refill([cut], job, 0.5, none), none.asked) == (([cut], []), [])
 
 
 async def test_a_data_set_that_runs_out_of_prompts_replaces_what_it_can() -> None:
