@@ -26,8 +26,9 @@ from shared.wire import Part, ScoreItem
 
 MAX_KEPT = 64
 
-MAX_VALUE = 1e100
-"""Of what a grader gives: a sum of weighted values, and their squares, are finite numbers."""
+MAX_VALUE = 1e30
+"""Of what a grader gives: by weights of up to 1e6, an advantage that no deviation divides is still
+a number in float32, which ends at 3.4e38."""
 
 Tell = Callable[[int, Part], None]
 """Takes an item's position and its part."""

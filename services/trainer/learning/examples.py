@@ -18,6 +18,8 @@ from shared.wire import Example
 UNKNOWN = -1
 """The version of weights of which nothing is known."""
 
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
 
 def integers(packed: TokenIds) -> NDArray[np.int32]:
     return np.frombuffer(packed.data, "<i4")
@@ -120,6 +122,8 @@ def _wrong_ids(example: Example, vocab_size: int) -> str | None:
 
 
 def _not_finite(example: Example) -> str | None:
+    if abs(example.advantage) > MAX_FLOAT32:
+        return f"has advantage {example.advantage:g}, expected at most {MAX_FLOAT32:g}, a float32"
     positions = sampled_positions(example)
     for name in ("old_logprobs", "advantages"):
         packed = getattr(example, name)

@@ -249,6 +249,7 @@ def bad_example(**fields) -> Example:
             bad_example(advantages=Logprobs(struct.pack("<2f", 1, math.inf))),
             "has advantages inf at completion token 1",
         ),
+        (bad_example(advantage=-4e38), r"has advantage -4e\+38, expected at most 3\.40282e\+38"),
         (
             bad_example(kept_counts=(1, 2), kept_ids=(1, 2)),
             "has 2 kept_ids, expected 3, the sum of its kept_counts",
