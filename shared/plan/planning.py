@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.config import Settings
+from shared.errors import BadRequest
 from shared.job import Job
 from shared.plan import rates
 from shared.plan.gpus import Pool, parse_gpus, visible_gpus
@@ -40,8 +41,8 @@ def planned_gpus(settings: Settings) -> tuple[Pool, ...]:
 def make_plan(
     job: Job, model: Model, settings: Settings, pools: tuple[Pool, ...], known: Known | None = None
 ) -> Plan:
-    """Returns what the job needs on these GPUs. Raises BadRequest for prices that cannot be
-    read."""
+    """Returns what the job needs on these GPUs. Raises BadRequest for prices that cannot be read,
+    and for prompts and completions that the model does not hold."""
     known = known or Known()
     needs = _needs(job, model, settings, known)
     best, *others = placements(needs, pools)
@@ -68,15 +69,34 @@ def make_plan(
 
 
 def _needs(job: Job, model: Model, settings: Settings, known: Known) -> Needs:
-    prompt = known.prompt_tokens
-    if prompt is None:
-        room = (job.max_model_len or model.max_len) - job.sampling.max_tokens
-        prompt = max(1, min(PROMPT_TOKENS, room))
+    room = _room(job, model)
+    if known.prompt_tokens is None:
+        prompt = min(PROMPT_TOKENS, room)
+    elif known.prompt_tokens > room and job.sampling.overlong_prompts == "error":
+        raise BadRequest(
+            f"prompts of {known.prompt_tokens} tokens leave no room for sampling.max_tokens "
+            f"{job.sampling.max_tokens}: the model holds {room + job.sampling.max_tokens} tokens "
+            "of both together; lower sampling.max_tokens, or set sampling.overlong_prompts to "
+            '"drop" or "truncate"'
+        )
+    else:
+        prompt = min(known.prompt_tokens, room)
     completion = job.sampling.max_tokens
     if known.measured is not None:
         completion = max(1, round(known.measured.completion_tokens))
     is_longest = known.prompt_tokens is not None and known.is_longest
     return Needs(job, model, prompt, completion, settings, is_longest)
+
+
+def _room(job: Job, model: Model) -> int:
+    """Returns the most tokens of a prompt. Raises BadRequest for completions that leave none."""
+    holds, completion = job.max_model_len or model.max_len, job.sampling.max_tokens
+    if completion >= holds:
+        raise BadRequest(
+            f"sampling.max_tokens is {completion}, and the model holds {holds} tokens of prompt "
+            f"and completion together; expected at most {holds - 1}, and room for the prompts"
+        )
+    return holds - completion
 
 
 def _cost(job: Job, placement: Placement, price: Price | None) -> Cost | None:

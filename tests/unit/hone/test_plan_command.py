@@ -65,6 +65,11 @@ def test_overrides_and_prompt_lengths_are_taken(job_file: Path) -> None:
     assert (found["steps"], found["prompt_tokens"], found["completion_tokens"]) == (7, 9, 64)
 
 
+def test_prompts_longer_than_the_model_holds_are_refused(job_file: Path) -> None:
+    said = run(job_file, "--gpus", "cpu", "--prompt-tokens", "40000", code=2)
+    assert "prompts of 40000 tokens leave no room for sampling.max_tokens 512" in said
+
+
 def test_gpus_that_are_given_as_nothing_are_refused(job_file: Path) -> None:
     said = run(job_file, "--gpus", "", code=2)
     assert "--gpus '': '' is no GPU; expected a count and a name" in said

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shared.config import Settings
+from shared.errors import BadRequest
 from shared.job import Job
 from shared.plan.gpus import parse_gpus
 from shared.plan.planning import Known, make_plan
@@ -78,6 +79,24 @@ def test_prompts_of_an_unknown_length_are_said_to_be_guessed() -> None:
     short = job(max_model_len=600)
     plan = make_plan(short, model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"))
     assert plan.prompt_tokens == 88
+
+
+def test_what_the_model_does_not_hold_is_no_plan() -> None:
+    short = {"max_tokens": 512}
+    with pytest.raises(BadRequest, match=r"prompts of 512 tokens leave no room for .* holds 1023"):
+        planned("Qwen2.5-0.5B", "1xH100", job(max_model_len=1023, sampling=short))
+    dropped = job(max_model_len=1023, sampling={**short, "overlong_prompts": "drop"})
+    assert planned("Qwen2.5-0.5B", "1xH100", dropped).prompt_tokens == 511
+    assert planned("Qwen2.5-0.5B", "1xH100", job(max_model_len=1024, sampling=short)).fits
+    for known in (None, Known(prompt_tokens=1)):
+        with pytest.raises(BadRequest, match=r"max_tokens is 512, .* expected at most 511"):
+            make_plan(
+                job(max_model_len=512, sampling=short),
+                model("Qwen2.5-0.5B"),
+                Settings(),
+                parse_gpus("1xH100"),
+                known,
+            )
 
 
 def test_the_samplers_share_leaves_room_for_the_weights_that_stay() -> None:
