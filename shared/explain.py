@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, RootModel, ValidationError
+from pydantic.fields import FieldInfo
 
 MAX_FAULTS = 20
 """Listed of one body."""
@@ -78,7 +79,7 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
         owner = _model_in(parent)
         name = str(path[-1])[:MAX_SHOWN_CHARS]
         here = nearest(name, list(owner.model_fields)) if owner else ""
-        hint = _elsewhere(name, model) or here
+        hint = _elsewhere(name, model, fault["loc"][:-1]) or here
         detail = f"unknown key {key!r}" + (f"; {hint}" if hint else "")
     elif fault["type"] == "union_tag_not_found":
         detail = f"{key!r} is missing; it says which kind this is"
@@ -93,22 +94,29 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
     }
 
 
-def _elsewhere(name: str, model: type[BaseModel]) -> str | None:
-    """Returns where else in the body a key of this name is: beside the sections, or in some."""
-    if name in model.model_fields:
-        return f"did you mean {name!r}, which is in no section?"
-    owners = {key: _keys(field.annotation) for key, field in model.model_fields.items()}
-    found = [f"{key}.{name}" for key, names in owners.items() if name in names]
-    return f"did you mean {' or '.join(map(repr, found))}?" if found else None
+def _elsewhere(name: str, model: type[BaseModel], at: tuple[int | str, ...]) -> str | None:
+    """Returns where else a key of this name is, in the body or in the part of it around `at`, the
+    innermost that has one: beside its sections, or in some."""
+    for depth in range(len(at), -1, -1):
+        path, annotation = _followed(model, at[:depth])
+        keys = _fields(annotation)
+        start = "".join(f"{part}." for part in path)
+        if name in keys:
+            return f"did you mean {start + name!r}, which is in no section?"
+        owners = {key: _fields(field.annotation) for key, field in keys.items()}
+        found = [f"{start}{key}.{name}" for key, names in owners.items() if name in names]
+        if found:
+            return f"did you mean {' or '.join(map(repr, found))}?"
+    return None
 
 
-def _keys(annotation: Any) -> Collection[str]:
+def _fields(annotation: Any) -> Mapping[str, FieldInfo]:
     """Returns the keys of a section; none of what may be anything but a section."""
     kinds = _kinds(annotation)
     kind = kinds[0] if len(kinds) == 1 else None
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return kind.model_fields.keys()
-    return ()
+        return kind.model_fields
+    return {}
 
 
 def refused(key: str, fault: dict[str, Any]) -> str:

@@ -71,3 +71,38 @@ def test_a_table_of_names_is_looked_through() -> None:
 
 def test_each_way_a_value_may_be_points_to_the_value() -> None:
     assert {pointer for pointer, _ in faults(Job, {"limit": "many"})} == {"/limit"}
+
+
+def test_a_key_of_another_section_is_looked_for_around_the_one_it_is_in() -> None:
+    """A job file is the sections themselves; in a body of HTTP they are below `job`."""
+
+    class First(Strict):
+        here: int = 0
+
+    class Second(Strict):
+        there: int = 0
+
+    class Sections(Strict):
+        seed: int = 0
+        first: First = First()
+        seconds: tuple[Second, ...] = ()
+        second: Second = Second()
+
+    class Body(Strict):
+        job: Sections = Sections()
+
+    def told(body: dict[str, Any]) -> str:
+        ((_, detail),) = faults(Body, body)
+        return detail
+
+    assert told({"job": {"first": {"there": 1}}}) == (
+        "unknown key 'job.first.there'; did you mean 'job.second.there'?"
+    )
+    assert told({"job": {"seconds": [{"here": 1}]}}) == (
+        "unknown key 'job.seconds.0.here'; did you mean 'job.first.here'?"
+    )
+    assert told({"job": {"first": {"seed": 1}}}) == (
+        "unknown key 'job.first.seed'; did you mean 'job.seed', which is in no section?"
+    )
+    assert told({"job": {"there": 1}}).endswith("did you mean 'job.second.there'?")
+    assert told({"seed": 1}) == "unknown key 'seed'; did you mean 'job.seed'?"
