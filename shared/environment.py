@@ -16,7 +16,7 @@ from pydantic import SecretStr, ValidationError
 
 from shared.config import PREFIX, Settings
 from shared.errors import BadRequest
-from shared.explain import nearest, sentences
+from shared.explain import closest, sentences
 from shared.urls import is_loopback
 
 _TOKEN = re.compile(r"[!-~]{8,}")
@@ -31,11 +31,7 @@ def load_settings() -> Settings:
     or a bad value, for a file of a secret that cannot be read, for a token that is none, and for a
     host beyond loopback without a token."""
     secrets = secret_variables()
-    valid = [PREFIX + name.upper() for name in Settings.model_fields]
-    valid += [variable + FILE for variable in secrets.values()]
-    for name in os.environ:
-        if name.startswith(PREFIX) and name not in valid:
-            raise BadRequest(f"unknown setting {name!r} in the environment; {nearest(name, valid)}")
+    _check_names(secrets)
     try:
         settings = Settings(**_from_files(secrets))
     except ValidationError as error:
@@ -57,6 +53,21 @@ def load_settings() -> Settings:
             "set HONE_TOKEN, or HONE_HOST=127.0.0.1"
         )
     return settings
+
+
+def _check_names(secrets: dict[str, str]) -> None:
+    """Raises BadRequest for all variables with the prefix that are no settings."""
+    valid = [PREFIX + name.upper() for name in Settings.model_fields]
+    valid += [variable + FILE for variable in secrets.values()]
+    after = [name.removeprefix(PREFIX) for name in valid]  # the prefix makes all names alike
+    told: list[str] = []
+    for name in os.environ:
+        if name.startswith(PREFIX) and name not in valid:
+            near = closest(name.removeprefix(PREFIX), after)
+            meant = f"; did you mean {PREFIX + near!r}?" if near else ";"
+            told.append(f"unknown setting {name!r} in the environment{meant}")
+    if told:
+        raise BadRequest(f"{' '.join(told)} `hone explain settings` lists all")
 
 
 def secret_variables() -> dict[str, str]:

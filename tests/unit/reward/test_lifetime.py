@@ -171,7 +171,7 @@ def test_a_misspelt_setting_is_one_sentence_and_code_2() -> None:
     assert (ended.returncode, ended.stderr) == (
         2,
         "unknown setting 'HONE_SANDBOX_SLOT' in the environment; did you mean "
-        "'HONE_SANDBOX_SLOTS'?\n",
+        "'HONE_SANDBOX_SLOTS'? `hone explain settings` lists all\n",
     )
 
 

@@ -20,6 +20,19 @@ def test_a_misspelt_setting_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -
         load_settings()
 
 
+def test_each_unknown_setting_is_named_and_where_all_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HONE_GPU", "1")
+    monkeypatch.setenv("HONE_FOO", "1")  # alike HONE_HOST in nothing but the prefix
+    with pytest.raises(BadRequest) as raised:
+        load_settings()
+    assert raised.value.detail == (
+        "unknown setting 'HONE_GPU' in the environment; did you mean 'HONE_GPUS'? "
+        "unknown setting 'HONE_FOO' in the environment; `hone explain settings` lists all"
+    )
+
+
 def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HONE_TRAINER_RANKS", "none")
     with pytest.raises(
