@@ -134,8 +134,10 @@ def layout_of(
     rows: Sequence[Row], name: str, prompt: str | None = None, answer: str | None = None
 ) -> Layout:
     """Returns what the columns of `rows` are for. Raises BadRequest where no column is known to be
-    the prompt, or a given one is not there."""
+    the prompt, a given one is not there, or none is."""
     columns = tuple(dict.fromkeys(itertools.chain.from_iterable(rows[:100])))
+    if not columns:
+        raise BadRequest(f"the rows of {name} have no columns; expected one with the prompt")
     for given in filter(None, (prompt, answer)):
         if given not in columns:
             raise BadRequest(
@@ -229,7 +231,14 @@ def _json(path: Path) -> Iterator[Row]:
 
 def _csv(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        yield from csv.DictReader(lines)
+        rows = csv.DictReader(lines)
+        for row in rows:
+            if None in row:  # the key of what is beyond the header
+                raise BadRequest(
+                    f"{str(path)!r}, line {rows.line_num}: it has more values than the header has "
+                    f"columns, {len(rows.fieldnames or ())}"
+                )
+            yield row
 
 
 def _row(text: str, where: str) -> Row:

@@ -170,6 +170,15 @@ def test_three_questions_are_asked_at_a_terminal(
         (["--model", "a/b", "--reward", "code"], "the reward code needs a column with tests"),
         (["--model", "a/b", "--data", "odd.csv"], "is known to be the prompt: a, b; --prompt"),
         (["--model", "a/b", "--data", "torn.json"], "line 2 is not JSON"),
+        (["--model", "a/b", "--data", "bare.jsonl"], "the rows of bare.jsonl have no columns"),
+        (
+            ["--model", "a/b", "--data", "bare.jsonl", "--prompt", "q"],
+            "the rows of bare.jsonl have no columns",
+        ),
+        (
+            ["--model", "a/b", "--data", "wide.csv"],
+            "'wide.csv', line 3: it has more values than the header has columns, 2",
+        ),
     ],
 )
 def test_what_cannot_become_a_job_is_a_sentence(
@@ -177,6 +186,8 @@ def test_what_cannot_become_a_job_is_a_sentence(
 ) -> None:
     write(here / "train.jsonl", [{"question": "w3?", "answer": "#### 4"}])
     (here / "odd.csv").write_text("a,b\n1,2\n")
+    (here / "bare.jsonl").write_text("{}\n{}\n")
+    (here / "wide.csv").write_text("prompt,answer\nw3,4\nw4,5,6\n")
     (here / "torn.json").write_text('{"prompt": 1}\n{"prompt"\n')
     (here / "rows.txt").write_text("x")
     code, shown = run(*arguments)
