@@ -43,6 +43,13 @@ def test_every_command_and_target_in_a_page_exists(page: str) -> None:
     assert set(re.findall(r"(?:`|^ +)make ([\w-]+)", text, re.MULTILINE)) <= targets
 
 
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "SECURITY.md"])
+def test_prose_has_lines_of_at_most_100_columns(page: str) -> None:
+    prose = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.M)
+    lines = [line for line in prose.splitlines() if not re.match(r" *\||    ", line)]
+    assert [line for line in lines if len(line) > 100] == []
+
+
 def test_every_key_that_explain_is_shown_with_exists() -> None:
     keys = {key for page in PAGES for key in EXPLAINED.findall((ROOT / page).read_text())}
     assert {find(key).text != "" for key in keys} == {True}
