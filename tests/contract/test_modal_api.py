@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.modal_control_plane import ControlPlane
 
-job = orchestrator_stack.job  # a fixture
+job, store = orchestrator_stack.job, orchestrator_stack.store  # fixtures
 
 TOKEN = "a-token-of-the-services"
 
@@ -147,7 +147,7 @@ async def test_a_volume_that_is_in_use_is_read_as_it_was(
 
 
 async def test_the_trainer_is_started_once_the_services_that_it_calls_answer(
-    redis_url: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
 
@@ -160,22 +160,17 @@ async def test_the_trainer_is_started_once_the_services_that_it_calls_answer(
         done.append("start")
 
     monkeypatch.setattr(api.inside, "wake", wake)
-    store = Store(redis_url)
-    await store.open()
-    try:
-        await api.bring_trainer(store, ["http://a", "http://b"], start)
-        assert done == [], "no job waits"
-        first = (await store.submit(job, tmp_path, None)).id
-        await api.bring_trainer(store, ["http://a", "http://b"], start)
-        assert done == ["wake http://a,http://b"]
-        paused = await store.get(first)
-        assert (paused.status, paused.error) == ("paused", "http://b does not answer")
-        await store.resume(first)
-        await api.bring_trainer(store, ["http://a", "http://b"], start)
-        assert done[1:] == ["wake http://a,http://b", "start"]
-        assert (await store.get(first)).status == "queued"
-    finally:
-        await store.close()
+    await api.bring_trainer(store, ["http://a", "http://b"], start)
+    assert done == [], "no job waits"
+    first = (await store.submit(job, tmp_path, None)).id
+    await api.bring_trainer(store, ["http://a", "http://b"], start)
+    assert done == ["wake http://a,http://b"]
+    paused = await store.get(first)
+    assert (paused.status, paused.error) == ("paused", "http://b does not answer")
+    await store.resume(first)
+    await api.bring_trainer(store, ["http://a", "http://b"], start)
+    assert done[1:] == ["wake http://a,http://b", "start"]
+    assert (await store.get(first)).status == "queued"
 
 
 class FailedTrainer:
@@ -202,14 +197,6 @@ class FailedTrainer:
 @pytest.fixture
 def failed(monkeypatch: pytest.MonkeyPatch, redis_url: str) -> FailedTrainer:
     return FailedTrainer(monkeypatch, redis_url)
-
-
-@pytest.fixture
-async def store(redis_url: str) -> AsyncGenerator[Store]:
-    store = Store(redis_url)
-    await store.open()
-    yield store
-    await store.close()
 
 
 async def shown(store: Store, *ids: str) -> list[str]:
