@@ -39,7 +39,13 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 ALLOWED = frozenset(
     {
         *("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state"),
-        *("flops_profiler", "comms_logger", "log_level", "timers", "disable_python_gc", "aio"),
+        *("comms_logger", "log_level", "timers", "disable_python_gc", "aio"),
+        "flops_profiler.detailed",
+        "flops_profiler.enabled",
+        "flops_profiler.module_depth",
+        "flops_profiler.profile_step",
+        "flops_profiler.recompute_fwd_factor",
+        "flops_profiler.top_modules",
         "zero_optimization.allgather_bucket_size",
         "zero_optimization.allgather_partitions",
         "zero_optimization.contiguous_gradients",
@@ -52,7 +58,6 @@ ALLOWED = frozenset(
         "zero_optimization.offload_param.buffer_size",
         "zero_optimization.offload_param.device",
         "zero_optimization.offload_param.max_in_cpu",
-        "zero_optimization.offload_param.nvme_path",
         "zero_optimization.offload_param.pin_memory",
         "zero_optimization.overlap_comm",
         "zero_optimization.reduce_bucket_size",
@@ -74,6 +79,8 @@ ALLOWED = frozenset(
 what is logged, and not what is computed. A key stands for all below it."""
 
 INSTEAD = {
+    "flops_profiler.output_file": "a job names no file that is written; the log has it",
+    "zero_optimization.offload_param.nvme_path": "a job names no folder that is written",
     "train_batch_size": "the batch is what /train_step brings",
     "train_micro_batch_size_per_gpu": "use memory.micro_batch_tokens",
     "gradient_accumulation_steps": "use memory.micro_batch_tokens",
