@@ -11,7 +11,7 @@ import pytest
 from services.orchestrator.loop import canary, syncing
 from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.gpus import Gpus
-from services.orchestrator.loop.syncing import candidates, fuller_than
+from services.orchestrator.loop.syncing import candidates
 from shared.client import Client
 from shared.errors import Conflict, Failed
 from shared.job import Job, LoraSpec
@@ -158,17 +158,17 @@ async def test_auto_takes_what_the_sampler_sees_and_says_why(stack: Stack, job: 
     job_id = await finished(stack, job)
     assert [ref.method for ref in stack.fakes.reloads] == ["delta"] * 9
     assert [event.message for event in await stack.events(job_id) if "go by" in event.message] == [
-        'weights go by "delta": it sees no folder of the trainer\'s, and at a learning rate of '
-        "1e-06 few elements change in a step"
+        'weights go by "delta": not every sampler sees the trainer\'s folders, and at a learning '
+        "rate of 1e-06 few elements change in a step"
     ]
     assert await warnings(stack, job_id) == []
 
 
 def test_auto_on_several_hosts_takes_what_needs_none_of_their_folders(job: Job) -> None:
     fast = job.training.model_copy(update={"learning_rate": 1e-4})
-    slow = candidates(job, NO_GPUS, one_sampler=False)
+    slow = candidates(job, NO_GPUS, one_host=False)
     assert [method for method, _ in slow] == ["delta"]
-    faster = candidates(job.model_copy(update={"training": fast}), NO_GPUS, one_sampler=True)
+    faster = candidates(job.model_copy(update={"training": fast}), NO_GPUS, one_host=True)
     assert [method for method, _ in faster] == ["shm", "disk", "http"]
 
 
@@ -187,12 +187,12 @@ def test_auto_on_several_hosts_takes_what_needs_none_of_their_folders(job: Job) 
 def test_auto_goes_from_gpu_to_gpu_only_where_both_sides_can(
     job: Job, trainer: str | None, samplers: Any, method: str | None, why: str
 ) -> None:
-    first, reason = candidates(job, Gpus(trainer, samplers), one_sampler=True)[0]
+    first, reason = candidates(job, Gpus(trainer, samplers), one_host=True)[0]
     assert first == (method or "shm")
     assert why in reason
     spread = job.memory.model_copy(update={"zero_stage": 3})
     spread_job = job.model_copy(update={"memory": spread})
-    assert candidates(spread_job, Gpus(trainer, samplers), one_sampler=True)[0][0] == "shm"
+    assert candidates(spread_job, Gpus(trainer, samplers), one_host=True)[0][0] == "shm"
 
 
 async def test_what_the_gpus_did_not_bring_goes_by_http_from_then_on(
@@ -283,7 +283,7 @@ async def test_auto_merges_what_the_engine_does_not_take_and_says_so(
     job_id = await finished(stack, job.model_copy(update=LORA))
     assert {ref.method for ref in stack.fakes.reloads} == {"shm"}
     assert await chosen(stack, job_id) == [
-        'weights go by "shm": the sampler sees the trainer\'s shared memory'
+        'weights go by "shm": every sampler sees the trainer\'s shared memory'
     ]
     assert await warnings(stack, job_id) == []
 
@@ -294,13 +294,13 @@ async def test_after_an_adapter_that_did_not_arrive_weights_are_merged(
     lying(stack, 1, canary_logprobs=logprobs_of(2))
     job_id = await finished(stack, job.model_copy(update=LORA))
     pushed = [(ref.version, ref.method, ref.again) for ref in stack.fakes.reloads][3:6]
-    assert pushed == [(3, "lora", False), (3, "shm", True), (4, "shm", False)]
+    assert pushed == [(3, "lora", False), (3, "http", True), (4, "http", False)]
     (warning,) = await warnings(stack, job_id)
-    assert warning.endswith('; the weights are pushed again by "shm", as are later ones')
+    assert warning.endswith('; the weights are pushed again by "http", as are later ones')
 
 
 @pytest.mark.parametrize(
-    ("changes", "one_sampler", "methods"),
+    ("changes", "one_host", "methods"),
     [
         (LORA, True, ["lora", "shm", "disk", "delta"]),
         (LORA, False, ["lora", "delta"]),
@@ -308,17 +308,10 @@ async def test_after_an_adapter_that_did_not_arrive_weights_are_merged(
     ],
 )
 def test_auto_tries_an_adapter_first_where_vllm_serves_its_rank(
-    job: Job, changes: dict[str, Any], one_sampler: bool, methods: list[str]
+    job: Job, changes: dict[str, Any], one_host: bool, methods: list[str]
 ) -> None:
-    found = candidates(job.model_copy(update=changes), NO_GPUS, one_sampler=one_sampler)
+    found = candidates(job.model_copy(update=changes), NO_GPUS, one_host=one_host)
     assert [method for method, _ in found] == methods
-
-
-def test_a_failed_method_is_followed_by_one_that_all_samplers_can_take() -> None:
-    assert fuller_than("lora", one_sampler=True) == "shm"
-    assert fuller_than("lora", one_sampler=False) == "http"
-    assert fuller_than("disk", one_sampler=False) == "restart"
-    assert fuller_than("http", one_sampler=True) == "http"
 
 
 async def test_every_sync_is_in_the_run_folder(stack: Stack, job: Job) -> None:

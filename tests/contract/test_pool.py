@@ -19,7 +19,7 @@ from shared.errors import BadRequest, Failed, StateLost
 from shared.job import Job
 from shared.service import request_key
 from tests.support import orchestrator_stack
-from tests.support.fake_samplers import pool_of
+from tests.support.fake_samplers import FakeSampler, pool_of
 from tests.support.pool_stack import Pool, finished, pool_stack
 from tests.support.proxy import round_robin
 
@@ -209,6 +209,38 @@ async def test_a_sampler_that_what_was_sent_did_not_reach_gets_files_from_then_o
     assert methods[:3] == [(0, "nccl"), (1, "nccl"), (2, "nccl")]
     assert set(methods[3:]) <= {(version, "http") for version in (2, 3, 4)}
     assert (first.serving.version, record.recoveries) == (4, 0)
+
+
+async def methods_of(pool: Pool, sampler: FakeSampler) -> list[tuple[int, str]]:
+    """Runs the job; returns the versions that the sampler was given, and how."""
+    methods: list[tuple[int, str]] = []
+
+    async def note(ref: Any) -> None:
+        methods.append((ref.version, ref.method))
+
+    sampler.fault["reload"] = note
+    pool.check_groups(await finished(pool))
+    return methods
+
+
+async def test_several_samplers_of_one_host_take_weights_from_shared_memory(pool: Pool) -> None:
+    _, second = pool.samplers
+    assert await methods_of(pool, second) == [(version, "shm") for version in range(5)]
+
+
+async def test_a_folder_that_one_of_several_samplers_does_not_see_is_left_for_all(
+    pool: Pool,
+) -> None:
+    first, second = pool.samplers
+
+    async def blind(ref: Any) -> None:
+        if ref.method in ("shm", "disk"):
+            raise Failed("'path': got '/w', which is not a folder here", code="not_seen")
+
+    second.fault["reload"] = blind
+    methods = await methods_of(pool, first)
+    assert methods == [(0, "shm"), (0, "disk"), *((version, "delta") for version in range(5))]
+    assert [sampler.serving.version for sampler in pool.samplers] == [4, 4]
 
 
 async def test_a_slow_group_is_asked_of_another_sampler_and_counted_once(pool: Pool) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hone.commands.doctor import examine_stack
 from services.orchestrator.app import create_service
 from services.orchestrator.loop import members
-from services.orchestrator.loop.discovery import is_one, sampler_urls
+from services.orchestrator.loop.discovery import is_one, is_one_host, sampler_urls
 from services.orchestrator.loop.samplers import Samplers
 from services.orchestrator.queue import registrations
 from services.orchestrator.queue.connection import StoreUnavailable
@@ -487,6 +487,10 @@ async def test_where_samplers_are_may_be_said_in_several_ways_at_once() -> None:
         False,
         False,
     ]
+    here, there = "http://127.0.0.1:1", "http://a:1"
+    assert is_one_host((there,)) and is_one_host((here, "http://localhost:2"))
+    assert not is_one_host((here, there))
+    assert not is_one_host((here, "registered")) and not is_one_host(("dns+http://localhost:1",))
     assert resource("registered") == "registered"
     assert Settings(rollout_url="registered,http://a:1").rollout_urls == (
         "registered",

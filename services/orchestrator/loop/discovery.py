@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
 from shared.logs import get_logger
-from shared.urls import DNS_PREFIX, REGISTERED
+from shared.urls import DNS_PREFIX, REGISTERED, is_loopback
 
 Registered = Callable[[], Awaitable[Sequence[str]]]
 """Returns the URLs of the samplers that are registered now."""
@@ -22,6 +22,14 @@ async def none_registered() -> Sequence[str]:
 def is_one(places: Sequence[str]) -> bool:
     """Returns whether there can be no more than one sampler."""
     return len(places) == 1 and places[0] != REGISTERED and not places[0].startswith(DNS_PREFIX)
+
+
+def is_one_host(places: Sequence[str]) -> bool:
+    """Returns whether all samplers that there can be are on one host: one sampler, or several on
+    this one."""
+    return is_one(places) or all(
+        place.startswith("http") and is_loopback(urlsplit(place).hostname or "") for place in places
+    )
 
 
 async def sampler_urls(

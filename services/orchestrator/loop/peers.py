@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from services.orchestrator.loop.discovery import Registered, is_one, none_registered
+from services.orchestrator.loop.discovery import Registered, is_one_host, none_registered
 from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.sampler_loading import Push
 from services.orchestrator.loop.samplers import Samplers
@@ -118,9 +118,9 @@ class Peers:
         self.sync_method = None
 
     @property
-    def one_sampler(self) -> bool:
-        """Whether there can be no more than one."""
-        return is_one(self._settings.rollout_urls)
+    def one_host(self) -> bool:
+        """Whether samplers can be on no more than one."""
+        return is_one_host(self._settings.rollout_urls)
 
     @property
     def gpus(self) -> Gpus:

@@ -19,6 +19,10 @@ NUM_ASKED_WHO = 4
 own. A load balancer between two samplers that chooses at random goes unnoticed once in 16 times,
 and then at the latest when weights are loaded."""
 
+NOT_HERE = frozenset({"not_seen", "no_adapters"})
+"""Codes of samplers that cannot take weights this way, now or later: one that does not see their
+folder, and one whose engine takes no such adapter."""
+
 NUM_LIVES = 3
 """Times that a sampler is given the model, if each time it dies before it says who it is."""
 
@@ -27,12 +31,13 @@ NUM_LIVES = 3
 class Push:
     """A published version: as it goes to all samplers (`ref`), as it goes to one that failed to
     load it (`again`), and what raises unless a sampler serves it (`prove`). `drain`: each sampler
-    finishes its groups before it loads."""
+    finishes its groups before it loads. `is_trial`: whether all can take it so is to be seen."""
 
     ref: WeightsRef
     again: WeightsRef
     prove: Callable[[Client, WeightsRef, ServingWeights], Awaitable[None]]
     drain: bool = False
+    is_trial: bool = False
 
     @property
     def is_sent(self) -> bool:

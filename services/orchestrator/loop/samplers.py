@@ -17,7 +17,7 @@ from services.orchestrator.loop.discovery import Registered, none_registered
 from services.orchestrator.loop.group_requests import GroupRequests
 from services.orchestrator.loop.members import Members
 from services.orchestrator.loop.replica import Length, Replica
-from services.orchestrator.loop.sampler_loading import Push, load
+from services.orchestrator.loop.sampler_loading import NOT_HERE, Push, load
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import HoneError, Unavailable
@@ -107,8 +107,8 @@ class Samplers:
 
     async def push(self, push: Push) -> list[ServingWeights]:
         """Makes all samplers serve a version, and returns what each answered. One that fails is
-        taken out of the pool and brought to the version before it comes back; if all fail, raises
-        the error of the first."""
+        taken out of the pool and brought to the version before it comes back; if all fail, or one
+        cannot take it this way while that is tried, raises its error."""
         self._members.pushed = push
         up = self._members.up()
         if not up:
@@ -125,7 +125,11 @@ class Samplers:
         for replica, answer in zip(up, answers, strict=True):
             if isinstance(answer, ServingWeights):
                 replica.begin(push.ref)
-            elif not served or not self._members.can_do_without(replica, answer):
+            elif (
+                not served
+                or (push.is_trial and getattr(answer, "code", None) in NOT_HERE)
+                or not self._members.can_do_without(replica, answer)
+            ):
                 raise answer
             else:
                 replica.failed_sync = True

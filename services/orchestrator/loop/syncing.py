@@ -11,7 +11,7 @@ from services.orchestrator.loop import canary
 from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.peers import Peers
-from services.orchestrator.loop.sampler_loading import Push
+from services.orchestrator.loop.sampler_loading import NOT_HERE, Push
 from services.orchestrator.record.journal import Journal
 from shared.client import Client
 from shared.errors import Conflict, Failed, HoneError
@@ -43,10 +43,6 @@ FULLER: dict[str, SyncMethod] = {
 
 GIVEN_UP = frozenset({"nccl", "ipc", "lora"})
 """Methods that are given up, until the job is loaded again, once they failed."""
-
-NOT_HERE = frozenset({"not_seen", "no_adapters"})
-"""Codes of samplers that cannot take weights this way, now or later: one that does not see their
-folder, and one whose engine takes no such adapter."""
 
 FEW_CHANGE = 1e-5
 """Largest learning rate at which "auto" takes deltas."""
@@ -95,7 +91,7 @@ async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -
         method = job.weight_sync
     if method is not None:
         return await _sync(peers, job, version, method, journal)
-    for method, why in candidates(job, peers.gpus, one_sampler=peers.one_sampler):
+    for method, why in candidates(job, peers.gpus, one_host=peers.one_host):
         try:
             synced = await _sync(peers, job, version, method, journal)
         except SyncFailed as error:
@@ -110,29 +106,33 @@ async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -
     raise AssertionError("the last candidate needs no folder that a sampler may not see")
 
 
-def candidates(job: Job, gpus: Gpus, *, one_sampler: bool) -> list[tuple[SyncMethod, str]]:
+def candidates(job: Job, gpus: Gpus, *, one_host: bool) -> list[tuple[SyncMethod, str]]:
     """Returns what "auto" tries, in order, and what is known once that works. The last one works
     wherever the sampler reaches the trainer."""
     direct = gpus.method() if job.has_live_weights else None
-    return [*([direct] if direct else []), *_by_files(job, one_sampler=one_sampler)]
+    return [*([direct] if direct else []), *_by_files(job, one_host=one_host)]
 
 
-def _by_files(job: Job, *, one_sampler: bool) -> list[tuple[SyncMethod, str]]:
+def _by_files(job: Job, *, one_host: bool) -> list[tuple[SyncMethod, str]]:
     rate = job.training.learning_rate
-    where = "it sees no folder of the trainer's" if one_sampler else "there may be several samplers"
+    where = (
+        "not every sampler sees the trainer's folders"
+        if one_host
+        else "there may be samplers on several hosts"
+    )
     last: tuple[SyncMethod, str] = (
         ("delta", f"{where}, and at a learning rate of {rate:g} few elements change in a step")
         if rate <= FEW_CHANGE
         else ("http", f"{where}, and at a learning rate of {rate:g} most elements change in a step")
     )
-    alone: list[tuple[SyncMethod, str]] = [
-        ("shm", "the sampler sees the trainer's shared memory"),
-        ("disk", "the sampler sees HONE_RUNS_DIR, and not the trainer's shared memory"),
+    by_folder: list[tuple[SyncMethod, str]] = [
+        ("shm", "every sampler sees the trainer's shared memory"),
+        ("disk", "every sampler sees HONE_RUNS_DIR, and not the trainer's shared memory"),
     ]
     adapter: list[tuple[SyncMethod, str]] = [
         ("lora", "the job trains an adapter, and the engine takes it beside the model")
     ]
-    return [*(adapter if job.served_rank else []), *(alone if one_sampler else []), last]
+    return [*(adapter if job.served_rank else []), *(by_folder if one_host else []), last]
 
 
 async def _sync(
@@ -143,20 +143,13 @@ async def _sync(
     except SyncFailed as error:
         if error.code in NOT_HERE:  # nor would it be the second time
             raise
-        fuller = fuller_than(method, one_sampler=peers.one_sampler)
+        # in the place of an adapter the merged weights
+        fuller = "http" if method == "lora" else FULLER.get(method, method)
         how = "" if fuller == method else f' by "{fuller}"'
         if method in GIVEN_UP:
             peers.sync_method, how = fuller, f"{how}, as are later ones"
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
         return await _push(peers, job, version, fuller, journal, again=True)
-
-
-def fuller_than(method: SyncMethod, *, one_sampler: bool) -> SyncMethod:
-    """Returns what a version is pushed by whose first push failed. In the place of an adapter the
-    merged weights go, by the network where there may be several samplers."""
-    if method == "lora":
-        return "shm" if one_sampler else "http"
-    return FULLER.get(method, method)
 
 
 async def _push(
@@ -171,9 +164,11 @@ async def _push(
     start = time.monotonic()
     published = await _published(peers, version, method)
     fuller = _fuller(published)
+    is_trial = job.weight_sync == "auto" and peers.sync_method is None
     try:
         ref = fuller if again else published
-        answers = await peers.push_weights(Push(ref, fuller, prove, job.drain_before_sync))
+        push = Push(ref, fuller, prove, job.drain_before_sync, is_trial=is_trial)
+        answers = await peers.push_weights(push)
     except SyncFailed:
         raise
     except (Failed, Conflict) as error:
