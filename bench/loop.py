@@ -5,8 +5,10 @@
 A figure is samples per second over whole steps: sampling, grading, the update, and the new weights
 where the next step samples. Hone is a job on the stack that `hone up` starts: four services over
 HTTP, each group and batch on disk before it is trained on, weights proven by digest and canary, a
-row and an event per step. TRL is one process that keeps nothing. It runs twice: with the generation
-of transformers, and with vLLM colocated (`vllm_mode="colocate"`), the same wheel that Hone has.
+row and an event per step. It has two samplers, as `HONE_ROLLOUT_REPLICAS=2 hone up` starts them: on
+two cores they sample faster than one with two threads. TRL is one process that keeps nothing. It
+runs twice: with the generation of transformers, and with vLLM colocated (`vllm_mode="colocate"`),
+the same wheel that Hone has.
 
 Both sides have the same random model, prompts, groups of 8 and completions of 64 tokens exactly
 (nothing ends them, and prompts have one length, so TRL pads nothing), float32, loss "dapo" with the
@@ -68,6 +70,7 @@ STALENESS = {"Hone": 0, AHEAD: 1}
 STAGES = ("generate", "reward", "train", "sync")
 MOST_OVERHEAD = 0.05
 NUM_PRODUCTS = 50
+NUM_SAMPLERS = 2
 LEAST_RATIO = 2.0
 
 
@@ -209,7 +212,8 @@ class Hone:
 @contextlib.contextmanager
 def stack(folder: Path) -> Generator[hone.Client]:
     """The stack that `hone up` starts, on free ports."""
-    os.environ |= on_free_ports() | {
+    os.environ |= on_free_ports(samplers=NUM_SAMPLERS) | {
+        "HONE_ROLLOUT_REPLICAS": str(NUM_SAMPLERS),
         "HONE_RUNS_DIR": str(folder / "runs"),
         "HONE_KV_CACHE_GIB": str(KV_CACHE_GIB),
         "HONE_LOG_LEVEL": "warning",
