@@ -108,10 +108,10 @@ class Job(Section):
     did not arrive, and neither LoRA nor ZeRO-3.
 
     "auto" tries, each time the job is loaded, "lora" for a job with `[lora]`, "ipc" or "nccl" where
-    both sides compute on GPUs that allow it, and else "shm" and then "disk" with a sampler that is
-    alone. If it sees neither folder, and with several samplers, it takes "delta" up to a learning
-    rate of 1e-5, beyond which most elements change at each step, and "http" there. The choice and
-    its reason are an event of the job."""
+    both sides compute on GPUs that allow it, and else "shm" and then "disk" with one sampler, or
+    several that are all on the orchestrator's host. Where one sees neither folder, and on several
+    hosts, it takes "delta" up to a learning rate of 1e-5, beyond which most elements change at each
+    step, and "http" there. The choice and its reason are an event of the job."""
 
     sync_every: int = Field(default=1, ge=1, le=65)
     """Steps between two syncs, from 1 to `max_staleness` + 1. 1: after each step. More save time

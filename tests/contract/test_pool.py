@@ -243,6 +243,32 @@ async def test_a_folder_that_one_of_several_samplers_does_not_see_is_left_for_al
     assert [sampler.serving.version for sampler in pool.samplers] == [4, 4]
 
 
+async def test_a_folder_that_a_sampler_does_not_see_is_left_also_as_another_one_fails(
+    pool: Pool,
+) -> None:
+    first, second = pool.samplers
+
+    async def blind(ref: Any) -> None:
+        if ref.method in ("shm", "disk"):
+            raise Failed("'path': got '/w', which is not a folder here", code="not_seen")
+
+    async def failing(ref: Any) -> None:
+        if ref.method in ("shm", "disk"):
+            raise Failed("vLLM did not load them", code="not_loaded")
+
+    first.fault["reload"], second.fault["reload"] = failing, blind
+    record = await finished(pool)
+    assert [sampler.serving.version for sampler in pool.samplers] == [4, 4]
+    assert record.recoveries == 0 and not await pool.said(record, "did not load")
+
+
+async def test_folders_are_left_while_a_sampler_is_away_that_may_not_see_them(pool: Pool) -> None:
+    first, second = pool.samplers
+    await second.kill()
+    assert await methods_of(pool, first) == [(version, "delta") for version in range(5)]
+    await second.start()
+
+
 async def test_a_slow_group_is_asked_of_another_sampler_and_counted_once(pool: Pool) -> None:
     pool.stack.settings.__dict__["hedge_s"] = 0.2
     _, second = pool.samplers

@@ -79,7 +79,7 @@ async def listed(client: Client) -> list[str]:
 async def test_a_lease_ends_unless_the_sampler_renews_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registrations, "REGISTRATION_S", 0.5)
+    monkeypatch.setattr(registrations, "REGISTRATION_S", 1.5)
     body = Registration(url=URL)
     first = await store.samplers.register("stays", body)
     await store.samplers.register("goes", Registration(url="http://127.0.0.1:8002"))

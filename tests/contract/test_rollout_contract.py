@@ -387,8 +387,9 @@ async def test_a_version_without_a_tensor_is_not_loaded(serving: RolloutBench) -
 
 async def test_weights_from_elsewhere_are_refused(serving: RolloutBench, tmp_path: Path) -> None:
     ref = serving.publish(1).model_copy(update={"path": str(tmp_path / "model")})
-    with pytest.raises(BadRequest, match="loaded only from below"):
+    with pytest.raises(Failed, match="loaded only from below") as refused:
         await serving.reload(ref)
+    assert refused.value.code == "not_seen"
 
 
 async def test_after_a_load_that_failed_halfway_nothing_is_sampled_until_one_succeeds(

@@ -119,8 +119,9 @@ class Peers:
 
     @property
     def one_host(self) -> bool:
-        """Whether samplers can be on no more than one."""
-        return is_one_host(self._settings.rollout_urls)
+        """Whether samplers can be on no more than one, and all are there: one that comes later may
+        see other folders."""
+        return is_one_host(self._settings.rollout_urls) and self._samplers.all_up()
 
     @property
     def gpus(self) -> Gpus:

@@ -96,6 +96,9 @@ class Samplers:
         """Returns the clients of all, whether they are up or away."""
         return [replica.client for replica in self._members.replicas.values()]
 
+    def all_up(self) -> bool:
+        return all(replica.up for replica in self._members.replicas.values())
+
     def one(self) -> Client:
         """Returns the client of a sampler, of one that is up if there is one. Raises Unavailable if
         there is none at all."""
@@ -107,8 +110,8 @@ class Samplers:
 
     async def push(self, push: Push) -> list[ServingWeights]:
         """Makes all samplers serve a version, and returns what each answered. One that fails is
-        taken out of the pool and brought to the version before it comes back; if all fail, or one
-        cannot take it this way while that is tried, raises its error."""
+        taken out of the pool and brought to the version before it comes back; if all fail, raises
+        the error of the first, and of one that cannot take it this way while that is tried."""
         self._members.pushed = push
         up = self._members.up()
         if not up:
@@ -121,15 +124,14 @@ class Samplers:
         finally:
             for replica in up:
                 replica.held = False
+        for answer in answers if push.is_trial else ():
+            if isinstance(answer, HoneError) and answer.code in NOT_HERE:
+                raise answer
         served = [answer for answer in answers if isinstance(answer, ServingWeights)]
         for replica, answer in zip(up, answers, strict=True):
             if isinstance(answer, ServingWeights):
                 replica.begin(push.ref)
-            elif (
-                not served
-                or (push.is_trial and getattr(answer, "code", None) in NOT_HERE)
-                or not self._members.can_do_without(replica, answer)
-            ):
+            elif not served or not self._members.can_do_without(replica, answer):
                 raise answer
             else:
                 replica.failed_sync = True

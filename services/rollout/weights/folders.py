@@ -25,14 +25,15 @@ def seen_folder(ref: AdapterWeights, roots: Sequence[Path]) -> Path | None:
 
 
 def published_folder(ref: FolderWeights | AdapterWeights, roots: Sequence[Path]) -> Path:
-    """Returns the real path of `ref.path`. Raises BadRequest unless it lies below one of `roots`,
-    links resolved, and Failed if there is no such folder."""
+    """Returns the real path of `ref.path`. Raises Failed unless it lies below one of `roots`, links
+    resolved, and is a folder."""
     found = Path(ref.path).resolve()
     allowed = [root.resolve() for root in roots]
     if not any(root in found.parents for root in allowed):
-        raise BadRequest(
+        raise Failed(
             f"'path': got {ref.path!r}; weights are loaded only from below "
-            f"{' or '.join(map(str, allowed))}"
+            f"{' or '.join(map(str, allowed))}",
+            code="not_seen",
         )
     if not found.is_dir():
         raise Failed(

@@ -89,9 +89,9 @@ def _is_unused(file: Path) -> bool:
 
 def sweep(folder: Path) -> None:
     """Removes what a killed process left aside in `folder`. Only for one that no process writes
-    into, but one that was superseded: what it writes is not written then."""
+    into, but one that was superseded: what it writes is moved away first, and fails."""
     for leftover in folder.glob(ASIDE + "*") if folder.is_dir() else ():
-        shutil.rmtree(leftover, ignore_errors=True)
+        discard(leftover)
 
 
 def files_in(folder: Path) -> list[Path]:

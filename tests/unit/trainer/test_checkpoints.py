@@ -278,9 +278,11 @@ def test_what_a_killed_trainer_left_aside_is_swept_when_the_job_is_loaded(tmp_pa
     trained(tmp_path, 1)
     (tmp_path / "runs/a/checkpoints/.tmp-step-000002.0123abcd").mkdir()
     (tmp_path / "runs/a/weights/.tmp-v2.0123abcd").mkdir(parents=True)
+    (tmp_path / "shm/a/.tmp-v2.0123abcd").mkdir(parents=True)
     make_trainer(tmp_path)[0].load_job(job_request())
     assert [path.name for path in (tmp_path / "runs/a/checkpoints").iterdir()] == ["step-000001"]
     assert list((tmp_path / "runs/a/weights").iterdir()) == []
+    assert not (tmp_path / "shm/a").exists()
 
 
 def two_ranks(tmp_path):

@@ -3,6 +3,7 @@ recompute."""
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +155,22 @@ def test_two_who_write_one_folder_do_not_disturb_each_other(tmp_path):
         (late / "state").write_bytes(b"of the superseded one")
     assert sorted(path.name for path in target.iterdir()) == ["model", "state"]
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_a_superseded_trainer_still_writes_as_it_is_swept_does_not_become_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rmtree_beside_a_writer(folder: Path, **_: object) -> None:
+        (folder / "b").unlink()  # and the folder stays: another file came into it meanwhile
+
+    target = tmp_path / "v1"
+    with pytest.raises(Failed), folders.written_aside(target, 1, durable=False) as late:
+        (late / "a").write_text("")
+        (late / "b").write_text("")
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "rmtree", rmtree_beside_a_writer)
+            folders.sweep(tmp_path)
+    assert not target.exists()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
