@@ -130,10 +130,10 @@ async def test_an_emptied_redis_is_refused_and_the_jobs_are_rebuilt_from_their_f
             assert "(3 run folder(s))" in refusal.value.detail
             found = await recover(client)
             shown = [(each.id, each.status, each.step, each.known) for each in found.jobs]
-            assert shown == [
-                ("broken-1", None, 0, False),
-                (ended.id, "succeeded", 8, False),
+            assert shown[0] == ("broken-1", None, 0, False)
+            assert sorted(shown[1:], key=lambda job: job[2]) == [  # ids of one second: any order
                 (cut_off.id, "paused", 2, False),
+                (ended.id, "succeeded", 8, False),
             ]
             assert found.jobs[0].problem is not None and "cannot be read" in found.jobs[0].problem
             assert await listed(client) == {ended.id: "succeeded", cut_off.id: "paused"}
@@ -300,15 +300,15 @@ async def test_a_recovered_job_has_ended_as_it_ended_and_keeps_its_age_and_key(
             ids = {"running": (await submit(client, job, key="mine")).id}
             await asyncio.wait_for(reached.wait(), 20)
             await change(client, ids["running"], "cancel")
-            fakes.fault.clear()
             await until(lambda: status(client, ids["running"]), "cancelled")
+            fakes.fault.clear()
 
             reached = blocking(fakes, 2)
             ids["paused"] = (await submit(client, job)).id
             await asyncio.wait_for(reached.wait(), 20)
             await change(client, ids["paused"], "pause")
-            fakes.fault.clear()
             await until(lambda: status(client, ids["paused"]), "paused")
+            fakes.fault.clear()
             await change(client, ids["paused"], "cancel")
 
             fakes.fault["job"] = refuse

@@ -119,6 +119,7 @@ async def test_a_fault_of_ours_while_a_sampler_comes_back_is_logged_and_tried_ag
 ) -> None:
     _, second = pool.samplers
     load, late = members.load, []
+    came_back = asyncio.Event()
 
     async def failing_twice(replica: Replica, *args: Any, **options: Any) -> Any:
         if options.get("late"):
@@ -128,6 +129,8 @@ async def test_a_fault_of_ours_while_a_sampler_comes_back_is_logged_and_tried_ag
         return await load(replica, *args, **options)
 
     async def train(body: Any) -> None:
+        if body.step == 2:
+            await came_back.wait()
         while body.step == 4 and second.serving.version is None:
             await asyncio.sleep(0.01)
 
@@ -138,6 +141,7 @@ async def test_a_fault_of_ours_while_a_sampler_comes_back_is_logged_and_tried_ag
         await asyncio.sleep(0.01)
     await second.kill()
     await second.start()
+    came_back.set()
     record = await pool.stack.until(job_id)
     assert record.status == "succeeded" and record.recoveries == 0
     pool.check_groups(record)
@@ -262,7 +266,7 @@ async def test_a_folder_that_a_sampler_does_not_see_is_left_also_as_another_one_
     assert record.recoveries == 0 and not await pool.said(record, "did not load")
 
 
-async def test_folders_are_left_while_a_sampler_is_away_that_may_not_see_them(pool: Pool) -> None:
+async def test_folders_are_left_while_a_sampler_came_back_that_may_not_see_them(pool: Pool) -> None:
     first, second = pool.samplers
     await second.kill()
     assert await methods_of(pool, first) == [(version, "delta") for version in range(5)]
