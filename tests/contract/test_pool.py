@@ -247,7 +247,7 @@ async def test_a_folder_that_one_of_several_samplers_does_not_see_is_left_for_al
     assert [sampler.serving.version for sampler in pool.samplers] == [4, 4]
 
 
-async def test_a_folder_that_a_sampler_does_not_see_is_left_also_as_another_one_fails(
+async def test_a_folder_not_seen_by_one_is_left_also_where_another_one_fails(
     pool: Pool,
 ) -> None:
     first, second = pool.samplers

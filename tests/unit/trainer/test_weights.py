@@ -157,7 +157,7 @@ def test_two_who_write_one_folder_do_not_disturb_each_other(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_what_a_superseded_trainer_still_writes_as_it_is_swept_does_not_become_a_version(
+def test_what_is_swept_as_it_is_still_written_does_not_become_a_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rmtree_beside_a_writer(folder: Path, **_: object) -> None:
