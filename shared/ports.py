@@ -4,23 +4,26 @@ is a sentence and not a dead process."""
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 
 from shared.errors import BadRequest
 
+FREE = range(10_000, 32_768)
+"""Below those that Linux gives to connections and to whoever asks for any port: one of them would
+be somebody else's by the time that a service listens on it."""
+
 
 def free_port(in_a_row: int = 1) -> int:
-    """Returns a port that nothing of this machine listens on, nor on those after it: so many in a
-    row."""
+    """Returns a port, drawn at random, that nothing of this machine listens on, nor on those after
+    it: so many in a row."""
     while True:
+        port = FREE[secrets.randbelow(len(FREE) - in_a_row)]
         with contextlib.ExitStack() as probes:
-            first = probes.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
             try:
-                for number in range(1, in_a_row):
+                for number in range(in_a_row):
                     probes.enter_context(socket.socket()).bind(("127.0.0.1", port + number))
-            except (OSError, OverflowError):  # one is taken, or beyond the last
+            except OSError:  # one is taken
                 continue
             return port
 
