@@ -215,6 +215,11 @@ async def test_a_sampler_that_what_was_sent_did_not_reach_gets_files_from_then_o
     assert (first.serving.version, record.recoveries) == (4, 0)
 
 
+async def blind(ref: Any) -> None:
+    if ref.method in ("shm", "disk"):
+        raise Failed("'path': got '/w', which is not a folder here", code="not_seen")
+
+
 async def methods_of(pool: Pool, sampler: FakeSampler) -> list[tuple[int, str]]:
     """Runs the job; returns the versions that the sampler was given, and how."""
     methods: list[tuple[int, str]] = []
@@ -237,10 +242,6 @@ async def test_a_folder_that_one_of_several_samplers_does_not_see_is_left_for_al
 ) -> None:
     first, second = pool.samplers
 
-    async def blind(ref: Any) -> None:
-        if ref.method in ("shm", "disk"):
-            raise Failed("'path': got '/w', which is not a folder here", code="not_seen")
-
     second.fault["reload"] = blind
     methods = await methods_of(pool, first)
     assert methods == [(0, "shm"), (0, "disk"), *((version, "delta") for version in range(5))]
@@ -251,10 +252,6 @@ async def test_a_folder_not_seen_by_one_is_left_also_where_another_one_fails(
     pool: Pool,
 ) -> None:
     first, second = pool.samplers
-
-    async def blind(ref: Any) -> None:
-        if ref.method in ("shm", "disk"):
-            raise Failed("'path': got '/w', which is not a folder here", code="not_seen")
 
     async def failing(ref: Any) -> None:
         if ref.method in ("shm", "disk"):
