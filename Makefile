@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up down test soak faults gpu compose-test check format lock clean
+.PHONY: help setup demo up down test soak faults gpu compose-test check format docs lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +41,9 @@ gpu: $(VENV)/.ready ## the tests that need a GPU
 soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 	$(BIN)/python -m pytest -m soak
 
-faults: $(VENV)/.ready ## break one part of a running job after another, 80 times (SEED=0)
+faults: $(VENV)/.ready ## break one part of a running job after another, 80 times; 5 outages (SEED=0)
 	$(BIN)/python -m tests.faults --seed $(SEED)
+	$(BIN)/python -m tests.faults.outages
 
 compose-test: $(VENV)/.ready ## the stack of compose.cpu.yaml on a Docker daemon (OPTIONS=...)
 	$(BIN)/python -m tests.compose $(OPTIONS)
@@ -57,6 +58,9 @@ check: $(VENV)/.ready ## lint, types and the fast tests (a few minutes)
 format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.ready ## write docs/graders.md anew, from the graders' docstrings
+	$(BIN)/python -m deploy.grader_page
 
 lock: $(VENV)/.ready ## pin requirements/ again from pyproject.toml
 	sh requirements/lock.sh

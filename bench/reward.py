@@ -19,7 +19,9 @@ The CPU time of a program is that of all processes together, this one included: 
 host has to share, and depends less than a rate on what else runs.
 `imports` is a program with the twenty imports that solutions of programming problems begin with,
 which the sandbox has made already. `/score` is 512 completions over HTTP to a service of its own,
-against the same programs given to a sandbox here.
+against the same programs given to a sandbox here. The pairs of `bench/answers/` are right or
+wrong by construction; the two error rates say how many `math` takes for the other. The last figures
+are what hostile completions do to others (`reward_stalls.py`).
 """
 
 from __future__ import annotations
@@ -31,8 +33,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -41,13 +41,20 @@ from statistics import median
 
 import structlog
 
+from bench import answers
 from bench.report import Figure, finish, table
+from bench.reward_stalls import running_service, stalls
+from services.reward import graders
+from services.reward.grading import registry
+from services.reward.grading.limited.pool import LimitedPool
+from services.reward.grading.registry import GraderTools
+from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox import visible
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.slots import Slot
 from shared.client import Client
+from shared.config import Settings
 from shared.job import RewardSpec
-from shared.ports import free_port
 from shared.wire import ExecuteRequest, ScoreItem, ScoreRequest, ScoreResult
 
 AT_ONCE = (1, 2, 8)
@@ -108,6 +115,8 @@ async def main() -> int:
         figures = await short_program(sandbox, forks, rounds, seconds)
         figures += await with_imports(sandbox, rounds, seconds)
         figures += await score_end_to_end(sandbox, rounds)
+        figures += await answer_errors(sandbox)
+        figures += await stalls()
     finally:
         await asyncio.gather(
             sandbox.close(), *(forks.get_nowait().close() for _ in range(forks.qsize()))
@@ -189,25 +198,12 @@ async def with_imports(sandbox: LocalSandbox, rounds: int, seconds: float) -> li
 async def score_end_to_end(sandbox: LocalSandbox, rounds: int) -> list[Figure]:
     """Returns how 512 completions over HTTP compare to their programs given to a sandbox of as many
     slots."""
-    port = free_port()
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HONE_REWARD_PORT": str(port),
-        "HONE_SANDBOX_SLOTS": str(max(AT_ONCE)),
-    }
-    service = subprocess.Popen(
-        [sys.executable, "-m", "services.reward"], env=environment, stderr=subprocess.DEVNULL
-    )
     scored: list[float] = []
     ran: list[float] = []
-    try:
-        async with Client("reward", f"http://127.0.0.1:{port}") as client:
-            for number in range(rounds + 1):  # the first warms up
-                scored.append(await score_once(client, number))
-                ran.append(await run_once(sandbox, number))
-    finally:
-        service.terminate()
-        service.wait()
+    async with running_service(max(AT_ONCE)) as (client, _):
+        for number in range(rounds + 1):  # the first warms up
+            scored.append(await score_once(client, number))
+            ran.append(await run_once(sandbox, number))
     return [
         Figure("/score, 512 items", median(scored[1:]), "1/s"),
         Figure("the same programs in the sandbox", median(ran[1:]), "1/s"),
@@ -217,6 +213,26 @@ async def score_end_to_end(sandbox: LocalSandbox, rounds: int) -> list[Figure]:
             "x",
             SCORE_GOAL,
         ),
+    ]
+
+
+async def answer_errors(sandbox: LocalSandbox) -> list[Figure]:
+    """Returns how many wrong answers `math` takes for right ones, and the other way round."""
+    settings = Settings()
+    tools = GraderTools(settings, sandbox, FunctionWorkers(sandbox), LimitedPool())
+    graders.load()
+    math_grader = registry.bind(RewardSpec(grader="math"), tools)
+    given = {True: 0, False: 0}
+    mistaken = {True: 0, False: 0}
+    for pair in answers.pairs():
+        item = ScoreItem(prompt="", completion=pair.completion, row={"answer": pair.wanted})
+        (part,) = await math_grader.grade([item])
+        given[pair.is_right] += 1
+        mistaken[pair.is_right] += part.value != float(pair.is_right)
+    await tools.limited.close()
+    return [
+        Figure("wrong answers that earn 1", 100 * mistaken[False] / given[False], "%", 0.0, "max"),
+        Figure("right answers that earn 0", 100 * mistaken[True] / given[True], "%", 0.0, "max"),
     ]
 
 

@@ -64,7 +64,7 @@ async def serve(folder: Path) -> None:
     )
     fetcher = Fetcher(settings.trainer_url, token=None, patience_s=1.0)
     copies = Copies(settings.shm_dir / "sampler", fetcher)
-    sampler = Sampler(VllmStarter(settings), (settings.runs_dir,), copies, max_num_seqs=512)
+    sampler = Sampler(VllmStarter(settings), (settings.runs_dir,), copies)
     service = create_service(settings, sampler)
     async with serving([service]) as (url,):
         await sampler.put_model(ModelRequest(**_spec(folder).model_dump()))

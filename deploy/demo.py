@@ -121,6 +121,7 @@ def _stack(num_samplers: int) -> Generator[str]:
     try:
         yield state["urls"]["orchestrator"]
     finally:
+        print("stopping the stack", flush=True)
         local.down(folder)
 
 
@@ -135,7 +136,7 @@ def _train(client: Client, job: Job, console: Console, started: float) -> bool:
     """Submits the job and follows it to its end; returns whether it succeeded."""
     record = client.submit(job)
     with Follower(console) as follower:
-        for event in client.events(record.id, follow=True):
+        for event in client.events(record.id, follow=True, progress=follower.progress):
             follower.show(event)
     record = client.get(record.id)
     if record.status != "succeeded":
@@ -147,11 +148,6 @@ def _train(client: Client, job: Job, console: Console, started: float) -> bool:
 
 def _show(client: Client, record: JobRecord, console: Console, wall_s: float) -> None:
     summary = record.summary or {}
-    picture = plot_learning_curve(
-        list(client.metrics(record.id).rows),
-        Path(record.run_dir) / "learning_curve.png",
-        record.name,
-    )
     rollouts = client.rollouts(record.id)
     one_per_prompt = rollouts.model_copy(
         update={"rollouts": rollouts.rollouts[:: record.job.sampling.group_size]}
@@ -171,11 +167,14 @@ def _show(client: Client, record: JobRecord, console: Console, wall_s: float) ->
         highlight=False,
     )
     console.print(f"checkpoint      {summary['checkpoint']}", highlight=False)
-    console.print(f"learning curve  {picture}", highlight=False)
     console.print(
         f"summary         {Path(record.run_dir).parent / record.name / 'summary.json'}",
         highlight=False,
     )
+    console.print("drawing the learning curve; a machine's first picture takes half a minute")
+    rows = list(client.metrics(record.id).rows)
+    picture = plot_learning_curve(rows, Path(record.run_dir) / "learning_curve.png", record.name)
+    console.print(f"learning curve  {picture}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 from deploy.slots import SERVICES
 from deploy.supervisor import STOP_DEADLINE_S, TRAINER_STOP_DEADLINE_S, running
+from shared import disk
 from shared.errors import BadRequest, Failed, HoneError
 
 DOWN_DEADLINE_S = TRAINER_STOP_DEADLINE_S + 2 * STOP_DEADLINE_S
@@ -33,14 +34,14 @@ def up(folder: Path, *, quiet: bool = False, services: Sequence[str] = SERVICES)
     once every one is ready. Raises HoneError with the reason if one is not, with everything stopped
     again."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        disk.own_folder(folder)
     except OSError as error:
         raise BadRequest(
             f"no folder can be made at {str(folder)!r}: {error.strerror}; --dir names another"
         ) from error
     command = [sys.executable, "-m", "deploy.supervisor", str(folder), *services]
     errors = folder / "supervisor.err"
-    with errors.open("wb") as stderr:
+    with open(errors, "wb", opener=_for_this_user) as stderr:
         supervisor = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -78,6 +79,10 @@ def up(folder: Path, *, quiet: bool = False, services: Sequence[str] = SERVICES)
         raise
     why = errors.read_text(errors="replace").strip()[-2000:]
     raise Failed(f"the supervisor ended with exit code {supervisor.wait()}: {why}")
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def down(folder: Path) -> bool:

@@ -55,7 +55,8 @@ def plot_learning_curve(rows: Sequence[MetricsRow], path: Path, title: str) -> P
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(path)
+    # without a suffix matplotlib would add one, and write another file
+    figure.savefig(path, format=path.suffix.lstrip(".") or "png")
     pyplot.close(figure)
     return path
 

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from shared import disk
 from shared.errors import BadRequest
 
 MAX_SOCKET_PATH = 100
@@ -34,20 +35,24 @@ def find_redis_server() -> Path:
 
 
 def socket_path(folder: Path) -> Path:
-    """Returns where the server for data folder `folder` listens."""
+    """Returns where the server for data folder `folder` listens: where its path would be too long,
+    in this user's own folder among temporary files."""
     path = folder / "redis.sock"
     if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
         return path
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"hone-redis-{os.getuid()}-{digest}.sock"
+    return Path(tempfile.gettempdir()) / f"hone-{os.getuid()}" / f"redis-{digest}.sock"
 
 
 def command(folder: Path, socket: Path | None = None) -> list[str]:
     """Returns the command line that serves `folder`, at `socket` or that of `socket_path`,
-    reachable by this user only."""
+    reachable by this user only. Makes the folder of the socket. Raises Failed if that is another
+    user's."""
+    path = socket or socket_path(folder)
+    disk.own_folder(path.parent)
     settings = {
         "port": "0",
-        "unixsocket": str(socket or socket_path(folder)),
+        "unixsocket": str(path),
         "unixsocketperm": "700",
         "dir": str(folder),
         "appendonly": "yes",

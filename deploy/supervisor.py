@@ -25,10 +25,12 @@ from urllib.parse import quote
 
 import httpx2 as httpx
 
-from deploy import devices, redis_server, slots
+from deploy import devices, neighbours, redis_server, slots
 from deploy.child import Child
+from deploy.neighbours import STACK_LINK
 from deploy.slots import SERVICES, Slot
-from shared.config import Settings
+from shared import disk
+from shared.config import PREFIX, Settings
 from shared.environment import load_settings
 from shared.errors import BadRequest, Failed, HoneError
 from shared.ports import check_port
@@ -40,10 +42,7 @@ TRAINER_STOP_DEADLINE_S = 300.0
 """The trainer first finishes a checkpoint that it writes."""
 
 WAITING_S = 3.0
-"""Seconds after which it is said again which service is waited for."""
-
-STACK_LINK = "of-stack"
-"""Beside the weights that a stack has in shared memory: a link to the folder of that stack."""
+"""Seconds after which it is said which service is waited for, and again after twice as many."""
 
 
 class Supervisor:
@@ -67,6 +66,7 @@ class Supervisor:
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
         with self._lock():
             try:
+                self._check_elsewhere()
                 self._check_ports()
                 self._own_shared_memory()
                 self._start_redis()
@@ -126,15 +126,17 @@ class Supervisor:
         killed before they could: what is in memory would stay there until the machine starts
         again."""
         own = self._shm()
-        shutil.rmtree(own, ignore_errors=True)
         try:
+            disk.own_folder(own.parent)
+            shutil.rmtree(own, ignore_errors=True)
             for slot in self._slots():
                 self._shm_of(slot).mkdir(parents=True, exist_ok=True)
             (own / STACK_LINK).symlink_to(self._folder)
-        except OSError as error:
+        except (OSError, Failed) as error:
+            why = error.detail if isinstance(error, Failed) else error.strerror
             raise BadRequest(
-                f"no weights can be put into {str(own)!r}: {error.strerror}; HONE_SHM_DIR names "
-                "another folder in shared memory"
+                f"no weights can be put into {str(own)!r}: {why}; HONE_SHM_DIR names another "
+                "folder in shared memory"
             ) from error
         for other in own.parent.iterdir():
             link = other / STACK_LINK
@@ -148,9 +150,28 @@ class Supervisor:
         return url_at(self._settings.host, port)
 
     def _check_ports(self) -> None:
-        """Raises for a port in use before anything is started."""
+        """Raises for a port in use before anything is started, and says whose it is."""
         for name, port in self._ports().items():
-            check_port(self._settings.host, port, _service(name))
+            try:
+                check_port(self._settings.host, port, _service(name))
+            except BadRequest as error:
+                raise neighbours.told(self._settings, port) or error from error
+
+    def _check_elsewhere(self) -> None:
+        """Raises BadRequest for a service that the orchestrator needs, and that neither is started
+        here nor has an address: at its default one there may be another stack's."""
+        if "orchestrator" not in self._services:
+            return
+        missing = [
+            f"{PREFIX}{name.upper()}_URL"
+            for name in SERVICES
+            if name not in self._services and f"{name}_url" not in self._settings.model_fields_set
+        ]
+        if missing:
+            raise BadRequest(
+                f"{' and '.join(missing)} not set; expected the addresses of the services that are "
+                "not started here: at the default ones there may be those of another stack"
+            )
 
     def _start_redis(self) -> None:
         if not self._has_redis():
@@ -245,12 +266,12 @@ class Supervisor:
                     _say(report, "started", service=name)
 
     def _wait_for(self, name: str, ready: Any, report: IO[str] | None = None) -> None:
-        began = said_at = time.monotonic()
-        deadline = began + START_DEADLINE_S
+        began, say_at_s = time.monotonic(), WAITING_S
         while not ready():
-            if report and time.monotonic() - said_at > WAITING_S:
-                said_at = time.monotonic()
-                _say(report, "waiting", service=name, seconds=round(said_at - began))
+            waited_s = time.monotonic() - began
+            if report and waited_s >= say_at_s:
+                say_at_s *= 2
+                _say(report, "waiting", service=name, seconds=round(waited_s))
             if self._stopping:
                 raise Failed("stopped while starting")
             for child in self._children:
@@ -259,7 +280,7 @@ class Supervisor:
                         f"{child.name} ended with exit code {code} at start: {child.why()} (log: "
                         f"{child.log})"
                     )
-            if time.monotonic() > deadline:
+            if waited_s > START_DEADLINE_S:
                 log = self._folder / "logs" / f"{name}.log"
                 raise Failed(f"{name} was not ready after {START_DEADLINE_S:g} s (log: {log})")
             time.sleep(0.1)
@@ -310,15 +331,18 @@ def running(folder: Path) -> dict[str, Any] | None:
     """Returns the state of the stack that runs in `folder`, or None. What tells is the supervisor's
     lock, not a stale file."""
     try:
-        with (folder / "lock").open("a+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return None
-    except FileNotFoundError:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return None
     except BlockingIOError:
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
             return json.loads((folder / "stack.json").read_text())
         return None
+    finally:
+        os.close(lock)
 
 
 def _service(process: str) -> str:
@@ -352,6 +376,7 @@ def main() -> None:
     """Supervises the stack of the folder that is the first argument, of the services that are the
     others (all, if there are none); a failure goes to the parent as the last line."""
     report = os.fdopen(os.dup(1), "w")
+    os.umask(0o077)  # what the stack leaves is this user's only
     try:
         folder, *services = sys.argv[1:]
         Supervisor(load_settings(), Path(folder), services or SERVICES).run(report)

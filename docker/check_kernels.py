@@ -4,12 +4,12 @@ compiles there, and computes what it should. `check_kernels.py rollout` or `trai
 
 from __future__ import annotations
 
+import ctypes
 import os
-import shutil
+import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 MODULE = """
 #define PY_SSIZE_T_CLEAN
@@ -20,7 +20,9 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "hone_check", NULL, -
 PyMODINIT_FUNC PyInit_hone_check(void) { return PyModule_Create(&module); }
 """
 
-KERNEL = "__global__ void twice(float *x) { x[threadIdx.x] *= 2.0f; }"
+DRIVER = "libcuda.so.1"
+ARCHITECTURE = "9.0a"
+"""What FlashInfer is compiled for here, where no GPU says it: Hopper."""
 
 
 def trainer() -> None:
@@ -36,7 +38,8 @@ def trainer() -> None:
 
 
 def rollout() -> None:
-    """Inductor's kernels for a CPU, Triton's launchers, and CUDA kernels where torch has CUDA."""
+    """Inductor's kernels for a CPU, Triton's launchers, and FlashInfer's sampler where torch has
+    CUDA."""
     import torch
     import vllm  # noqa: F401
     from triton.runtime.build import compile_module_from_src
@@ -45,14 +48,32 @@ def rollout() -> None:
     assert torch.equal(compiled(torch.zeros(4)), torch.ones(4))
     assert compile_module_from_src(MODULE, "hone_check").seven() == 7
     if torch.version.cuda:
-        nvcc = shutil.which("nvcc") or f"{os.environ['CUDA_HOME']}/bin/nvcc"
-        with tempfile.TemporaryDirectory() as folder:
-            source, binary = Path(folder, "twice.cu"), Path(folder, "twice.cubin")
-            source.write_text(KERNEL)
-            subprocess.run(
-                [nvcc, "-arch=sm_80", "-cubin", "-o", str(binary), str(source)], check=True
-            )
-            assert binary.stat().st_size > 0
+        flashinfer()
+
+
+def flashinfer() -> None:
+    """FlashInfer compiles its sampler, and links it up to the functions of NVIDIA's driver, which
+    is the host's: a library without any stands in for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        driver = f"{folder}/libcuda.so"
+        empty = ["-shared", "-o", driver, f"-Wl,-soname,{DRIVER}", "-x", "c", "/dev/null"]
+        subprocess.run(["gcc", *empty], check=True)
+        os.environ |= {
+            "FLASHINFER_WORKSPACE_BASE": folder,
+            "FLASHINFER_CUDA_ARCH_LIST": ARCHITECTURE,
+            "FLASHINFER_EXTRA_LDFLAGS": f"-L{folder}",
+        }
+        from flashinfer.jit.sampling import (  # pyright: ignore[reportMissingImports]
+            gen_sampling_module,
+        )
+
+        module = gen_sampling_module()
+        module.build(verbose=True)
+        ctypes.CDLL(driver)
+        try:
+            ctypes.CDLL(str(module.jit_library_path), mode=os.RTLD_NOW)
+        except OSError as error:
+            assert re.search(r"undefined symbol: cu[A-Z]", str(error)), error
 
 
 if __name__ == "__main__":

@@ -1,30 +1,50 @@
 """Hone's Python API: submit a job, follow it, look at what it did.
 
-import hone
+    import hone
 
-client = hone.Client("http://127.0.0.1:8000")
-record = client.submit(hone.load_job(Path("job.toml"), ["training.learning_rate=1e-5"]))
-for event in client.events(record.id, follow=True):
-    print(event.message)
+    client = hone.Client("http://127.0.0.1:8000")
+    record = client.submit(hone.load_job("job.toml", ["training.learning_rate=1e-5"]))
+    for event in client.events(record.id, follow=True):
+        print(event.message)
+
+`AsyncClient` has the same methods for asynchronous code. Lists that a client returns are iterated,
+counted and indexed as lists are; the job may be a dict, and a path a str. Every error is a
+HoneError, whose `detail` is a sentence:
+
+    BadRequest      the caller is wrong; among them Unauthorized, Forbidden, NotFound
+    Conflict        not possible in the present state, such as cancelling a job that has succeeded
+    Unavailable     nothing answers, or it is starting: ask again
+    Failed          the orchestrator could not do it
+    NotEnded        the time that `wait` was given is over, and the job goes on
 """
 
-from hone.client import Client
-from shared.errors import (
-    BadRequest,
-    Conflict,
-    Failed,
-    Forbidden,
-    HoneError,
-    NotFound,
-    Unauthorized,
-    Unavailable,
-)
-from shared.job import Job
-from shared.job_file import load_job
-from shared.rewards import Outcome, Reward
-from shared.wire import Event, JobRecord, JobSummary
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared.lazily import exporting
+
+if TYPE_CHECKING:
+    from hone.client import AsyncClient, Client, NotEnded
+    from shared.errors import (
+        BadRequest,
+        Conflict,
+        Failed,
+        Forbidden,
+        HoneError,
+        NotFound,
+        Unauthorized,
+        Unavailable,
+    )
+    from shared.job import Job
+    from shared.job_file import load_job
+    from shared.rewards import Outcome, Reward
+    from shared.wire import Event, JobRecord, JobSummary
+else:
+    __getattr__, __dir__ = exporting(__file__, globals())
 
 __all__ = [
+    "AsyncClient",
     "BadRequest",
     "Client",
     "Conflict",
@@ -35,6 +55,7 @@ __all__ = [
     "Job",
     "JobRecord",
     "JobSummary",
+    "NotEnded",
     "NotFound",
     "Outcome",
     "Reward",

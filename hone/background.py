@@ -11,13 +11,19 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from shared.errors import BadRequest
+
 T = TypeVar("T")
+U = TypeVar("U")
 
 CLOSE_S = 1.0
 """How long what still runs has to end."""
+
+INTERRUPTED_S = 12.0
+"""Seconds that interrupted work has to clean up."""
 
 
 class Background:
@@ -28,17 +34,42 @@ class Background:
         )
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns what `work` returns. Interrupted, it leaves the rest of it to be cancelled."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
+    @property
+    def is_closed(self) -> bool:
+        return self._loop.is_closed()
 
-    def iterate(self, stream: AsyncGenerator[T]) -> Iterator[T]:
-        """Yields what `stream` does."""
-        items: SimpleQueue[T | None] = SimpleQueue()
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns what `work` returns. Interrupted, it cancels the work and waits for its end,
+        `INTERRUPTED_S` at most."""
+        if self.is_closed:
+            work.close()
+            raise BadRequest("the client is closed; expected a new one")
+        ended: SimpleQueue[asyncio.Task[T]] = SimpleQueue()
+        begun: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            begun.append(self._loop.create_task(work))
+            begun[0].add_done_callback(ended.put)
+
+        def cancel() -> None:
+            begun[0].cancel()
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            task = ended.get()
+        except BaseException:  # Ctrl-C; raised again
+            self._loop.call_soon_threadsafe(cancel)
+            with contextlib.suppress(Empty):
+                ended.get(timeout=INTERRUPTED_S)
+            raise
+        return task.result()
+
+    def iterate(
+        self, stream: AsyncGenerator[T], told: SimpleQueue[T | U | None] | None = None
+    ) -> Iterator[T | U]:
+        """Yields what `stream` does, and in between what it puts into `told`. Interrupted, it
+        leaves the rest of it to be cancelled."""
+        items = SimpleQueue[T | U | None]() if told is None else told
 
         async def pump() -> None:
             async with contextlib.aclosing(stream):
@@ -64,7 +95,7 @@ class Background:
             if others:
                 await asyncio.wait(others, timeout=CLOSE_S)
 
-        if self._loop.is_closed():
+        if self.is_closed:
             return
         self.run(end())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -16,7 +17,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from shared.wire import Checkpoint
+if TYPE_CHECKING:
+    from shared.wire import Checkpoint
 
 MIB = 1 << 20
 

@@ -1,61 +1,44 @@
-"""The orchestrator as a Python object. Synchronous; the calls, deadlines and retries are those of
+"""The orchestrator as a Python object: `AsyncClient`, and for code that is not asynchronous
+`Client`, which has the same methods. The calls, deadlines and retries are those of
 `shared/client.py`."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
 
-from hone import evaluating, following
+from hone import following
 from hone.background import Background
-from hone.downloading import Download, Downloaded, Progress
 from shared import client as shared_client
-from shared.checkpoints import STATE
-from shared.errors import BadRequest, HoneError, NotFound
-from shared.explain import sentences
-from shared.job import JOB_ID, Job, RewardSpec
-from shared.wire import (
-    TERMINAL,
-    Access,
-    CheckpointFiles,
-    CheckpointList,
-    CreatedKey,
-    CreateKey,
-    DryRun,
-    EvaluatedModel,
-    EvaluationReport,
-    EvaluationRequest,
-    EvaluationState,
-    Event,
-    EventList,
-    GradedRollout,
-    JobDeleted,
-    JobList,
-    JobProgress,
-    JobRecord,
-    JobState,
-    JobStatus,
-    KeyList,
-    KeyRevoked,
-    MetricsList,
-    MetricsRow,
-    Plan,
-    Recovered,
-    RegradeReport,
-    RegradeRequest,
-    ResumeRequest,
-    RolloutList,
-    SubmitRequest,
-    VersionInfo,
-)
+from shared import wire
+from shared.errors import BadRequest, Failed, HoneError, NotFound, Unavailable
+from shared.explain import sentences, shown
+from shared.job import JOB_ID
+from shared.urls import check_url
+
+if TYPE_CHECKING:  # imported where they are used: most calls do without
+    from hone.downloading import Downloaded, Progress
+    from hone.resuming import Resumed
+    from shared.job import Job, RewardSpec
 
 SUBMIT_DEADLINE_S = 1800.0
 REGRADE_DEADLINE_S = 3600.0
@@ -63,18 +46,450 @@ DELETE_DEADLINE_S = 600.0
 CHANGE_DEADLINE_S = 30.0
 PLAN_DEADLINE_S = 30.0
 RECOVER_DEADLINE_S = 600.0
-PING_DEADLINE_S = 1.0
+PING_DEADLINE_S = 10.0
+WITHDRAW_DEADLINE_S = 10.0
+
+URL = "http://127.0.0.1:8000"
+
+_VISIBLE = re.compile(r"[!-~]+")
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class NotEnded(HoneError):
+    """The time that `wait` was given is over, and the job goes on."""
+
+
+class AsyncClient:
+    """Talks to an orchestrator at `url`. A job is named by its id, or by its name for the newest
+    job of that name; one to submit is a `Job`, or a dict of what a job file says. All errors are
+    HoneErrors: BadRequest where the caller is wrong, and Unavailable where nothing answers."""
+
+    def __init__(self, url: str = URL, *, token: str | None = None) -> None:
+        _check_text("the orchestrator's URL", url)
+        if token is not None:
+            _check_text("the token", token, secret=True)
+        try:
+            check_url(url, URL)
+        except ValueError as error:
+            raise BadRequest(f"the orchestrator's URL: {error}") from error
+        self.url = url
+        self._client = shared_client.Client("orchestrator", url, token=token)
+        self._is_known = False
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def ping(self) -> None:
+        """Raises Unavailable at once if nothing answers, and BadRequest if another program than an
+        orchestrator answers."""
+        await self._client.ping(PING_DEADLINE_S)
+        self._is_known = True
+
+    async def submit(
+        self, job: Job | Mapping[str, Any], *, key: str | None = None
+    ) -> wire.JobRecord:
+        """Returns the accepted job's record; accepted, it is on disk. `key` is an idempotency key:
+        the same key and job submit once, however often it is called. Without one, what is
+        interrupted or given up is withdrawn. Raises BadRequest with a sentence for each fault."""
+        if key is not None:
+            _check_text("the idempotency key", key)
+        body, own = wire.SubmitRequest(job=_job(job)), key or secrets.token_hex(12)
+        try:
+            return await self._call(
+                "POST", "/v1/jobs", body, wire.JobRecord, SUBMIT_DEADLINE_S, key=own
+            )
+        except (asyncio.CancelledError, Unavailable):
+            if key is None:
+                with contextlib.suppress(HoneError):  # the first error says more
+                    await self.withdraw(own)
+            raise
+
+    async def withdraw(self, key: str) -> wire.Withdrawn:
+        """Takes back the submission with the idempotency key `key`. A submission that is under way
+        or has yet to arrive is refused. Returns the state of the accepted job, which is cancelled;
+        without a job none was accepted, and none will be."""
+        body = _body(wire.WithdrawRequest, key=key)
+        path = "/v1/jobs/withdraw"
+        call = self._client.call(
+            "POST", path, body, wire.Withdrawn, deadline_s=WITHDRAW_DEADLINE_S, patience_s=0
+        )
+        return await self._checked(call)
+
+    async def dry_run(self, job: Job | Mapping[str, Any]) -> wire.DryRun:
+        """Checks a job as a submission does, and returns what it would send; nothing is submitted.
+        Raises BadRequest with a sentence for each fault."""
+        body = wire.SubmitRequest(job=_job(job))
+        return await self._call("POST", "/v1/jobs/dry_run", body, wire.DryRun, SUBMIT_DEADLINE_S)
+
+    async def plan(self, job: Job | Mapping[str, Any]) -> wire.Plan:
+        """Returns what the orchestrator works out that a job will need and cost. Raises BadRequest
+        for a model whose sizes are not known."""
+        body = wire.SubmitRequest(job=_job(job))
+        return await self._call("POST", "/v1/jobs/plan", body, wire.Plan, PLAN_DEADLINE_S)
+
+    async def get(self, job: str) -> wire.JobRecord:
+        return await self._by_id_or_name(
+            job, lambda job_id: self._get(f"/v1/jobs/{job_id}", wire.JobRecord)
+        )
+
+    async def list(
+        self,
+        limit: int = 1000,
+        *,
+        after: str | None = None,
+        status: wire.JobStatus | None = None,
+        name: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> wire.JobList:
+        """Returns summaries of the newest `limit` jobs, newest first: those older than job `after`,
+        of this status and name, and with this metadata, as far as given."""
+        given = {"after": after, "status": status, "name": name}
+        query = {key: value for key, value in given.items() if value is not None}
+        if not isinstance(metadata, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadRequest(f"metadata is {shown(metadata)}; expected a dict of texts")
+        query |= {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
+        path = f"/v1/jobs?{urlencode({'limit': limit, **query})}"
+        return await self._get(path, wire.JobList)
+
+    async def cancel(self, job: str) -> wire.JobState:
+        """Cancels a queued or paused job now, a running one within seconds."""
+        return await self._post(job, "cancel")
+
+    async def pause(self, job: str) -> wire.JobState:
+        """Pauses a queued job now, a running one within seconds; another job may then run."""
+        return await self._post(job, "pause")
+
+    async def resume(self, job: str, changes: Sequence[str] = ()) -> wire.JobState:
+        """Queues a paused job again; it goes on where it was, with `changes` such as
+        "memory.micro_batch_tokens=4096". Raises BadRequest for one that says what is learned."""
+        from shared.job_file import check_overrides
+
+        check_overrides(changes)
+        return await self._post(job, "resume", wire.ResumeRequest(set=tuple(changes)))
+
+    async def resume_all(self) -> tuple[Resumed, ...]:
+        """Queues every paused job again, oldest first, jobs that a person paused included. Returns
+        what became of each: a job that cannot be resumed does not keep the others back."""
+        from hone import resuming
+
+        return await resuming.resume_all(self)
+
+    async def delete(self, job: str, *, files: bool = False) -> wire.JobDeleted:
+        """Forgets a job that has ended, with its events. `files` removes its run folder and the
+        checkpoints in it as well. Raises Conflict for a job that has not ended."""
+        query = f"files={str(files).lower()}"
+        return await self._by_id_or_name(
+            job,
+            lambda job_id: self._call(
+                "DELETE", f"/v1/jobs/{job_id}?{query}", None, wire.JobDeleted, DELETE_DEADLINE_S
+            ),
+        )
+
+    async def recover(self) -> wire.Recovered:
+        """Rebuilds the records of jobs from their run folders, after Redis lost its data. Doing it
+        again changes nothing."""
+        return await self._call("POST", "/v1/recover", None, wire.Recovered, RECOVER_DEADLINE_S)
+
+    async def metrics(self, job: str, after_step: int = -1) -> wire.MetricsList:
+        """Returns the metrics of all steps after `after_step`."""
+        path = f"/v1/jobs/{(await self.get(job)).id}/metrics?after_step="
+        rows: list[wire.MetricsRow] = []
+        last: int | None = after_step
+        while last is not None:
+            page = await self._get(f"{path}{last}", wire.MetricsList)
+            rows += page.rows
+            last = page.next_after_step
+        return wire.MetricsList(rows=tuple(rows))
+
+    async def rollouts(self, job: str, step: int | None = None) -> wire.RolloutList:
+        """Returns all graded rollouts of `step`, or of the newest step."""
+        path = f"/v1/jobs/{(await self.get(job)).id}/rollouts"
+        query = {} if step is None else {"step": step}
+        found: list[wire.GradedRollout] = []
+        after: int | None = 0
+        while True:
+            page = await self._get(
+                f"{path}?{urlencode({**query, 'after': after})}", wire.RolloutList
+            )
+            found += page.rollouts
+            query, after = {"step": page.step}, page.next_after
+            if after is None:
+                return wire.RolloutList(step=page.step, rollouts=tuple(found))
+
+    async def regrade(
+        self,
+        job: str,
+        first_step: int,
+        last_step: int,
+        rewards: Sequence[RewardSpec],
+        examples: int = 10,
+    ) -> wire.RegradeReport:
+        """Returns what `rewards` would say of the stored rollouts of these steps, both included,
+        with the `examples` rollouts whose reward differs most. Changes nothing."""
+        body = _body(
+            wire.RegradeRequest,
+            first_step=first_step,
+            last_step=last_step,
+            rewards=rewards,
+            num_examples=examples,
+        )
+        path = f"/v1/jobs/{(await self.get(job)).id}/regrade"
+        return await self._call("POST", path, body, wire.RegradeReport, REGRADE_DEADLINE_S)
+
+    async def evaluate(
+        self,
+        job: Job | Mapping[str, Any],
+        models: Sequence[wire.EvaluatedModel],
+        progress: Callable[[wire.EvaluationState], None] = lambda _: None,
+    ) -> wire.EvaluationReport:
+        """Returns what each model gets on the job's held-out problems, by its rewards and its
+        `[evaluation]`; no job is submitted. `progress` hears every second how far it is.
+        Interrupted, the evaluation ends. Raises Conflict while a job has the samplers."""
+        from hone import evaluating
+
+        id = f"eval-{secrets.token_hex(6)}"
+        body = _body(wire.EvaluationRequest, id=id, models=models, job=_job(job))
+        try:
+            return await evaluating.evaluate(self._client, body, progress)
+        except BaseException:  # also a cancellation; raised again once the services are free
+            with contextlib.suppress(HoneError):  # the first error says more
+                await evaluating.end(self._client, body.id)
+            raise
+
+    async def checkpoints(self, job: str) -> wire.CheckpointList:
+        return await self._get(
+            f"/v1/jobs/{(await self.get(job)).id}/checkpoints", wire.CheckpointList
+        )
+
+    async def checkpoint_files(self, job: str, step: int) -> wire.CheckpointFiles:
+        """Returns the files of the checkpoint of `step`, with their sizes and checksums."""
+        path = f"/v1/jobs/{(await self.get(job)).id}/checkpoints/{step}"
+        return await self._get(path, wire.CheckpointFiles)
+
+    async def download(
+        self,
+        job: str,
+        to: str | Path | None = None,
+        *,
+        step: int | None = None,
+        state: bool = False,
+        progress: Progress = lambda _name, _have, _size: None,
+    ) -> Downloaded:
+        """Puts the checkpoint of `step`, or the newest one, into the folder `to`, or one that is
+        named after it: what plain `transformers` loads, and with `state` what training goes on
+        from. One that was cut goes on where it was when it is called again; `progress` hears of
+        each file how many of its bytes there are."""
+        from hone.downloading import download
+
+        job_id = (await self.get(job)).id
+        if step is None:
+            kept = await self.checkpoints(job_id)
+            if not kept:
+                raise NotFound(f"job {job_id!r} has no checkpoint")
+            step = kept[-1].step
+        found = await self.checkpoint_files(job_id, step)
+        folder = Path(to or f"{job_id}-step-{step:06d}")
+        return await download(self._client, job_id, found, folder, progress, state=state)
+
+    async def events(
+        self,
+        job: str,
+        *,
+        after: str = "0",
+        last: int | None = None,
+        follow: bool = False,
+        progress: Callable[[wire.JobProgress], None] | None = None,
+    ) -> AsyncGenerator[wire.Event]:
+        """Yields what happened after event `after`, or only the newest `last` events; with
+        `follow`, what happens from then on as well, until the job has ended or is paused. A dropped
+        connection is taken up again where it broke. `progress` hears every two seconds in which
+        nothing happens what the job is at."""
+        job_id = (await self.get(job)).id
+        if last is not None:
+            for event in (page := await self._newest(job_id, last)):
+                yield event
+            after = page[-1].id if page else after
+            if not follow:
+                return
+        goes_on = following.follow if follow else following.pages
+        async with contextlib.aclosing(goes_on(self._client, job_id, after, progress)) as stream:
+            async for event in stream:
+                yield event
+
+    async def _newest(self, job_id: str, number: int) -> wire.EventList:
+        return await self._get(f"/v1/jobs/{job_id}/events?last={number}", wire.EventList)
+
+    async def wait(self, job: str, *, timeout_s: float | None = None) -> wire.JobRecord:
+        """Returns the record of the job once it has ended or is paused, which its `status` says: a
+        paused job goes on once a person resumes it. Raises NotEnded if neither is so within
+        `timeout_s` seconds."""
+        is_time = isinstance(timeout_s, int | float) and timeout_s >= 0
+        if timeout_s is not None and not is_time:
+            raise BadRequest(f"timeout_s is {shown(timeout_s)}; expected seconds, from 0 on")
+        job_id = (await self.get(job)).id
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._at_rest(job_id)
+        except TimeoutError as error:
+            record = await self.get(job_id)
+            if _is_at_rest(record):
+                return record
+            raise NotEnded(
+                f"job {job_id} is {record.status} at step {record.step} of {record.steps} after "
+                f"{timeout_s:g} s, and goes on"
+            ) from error
+
+    async def create_key(self, name: str, access: wire.Access = "full") -> wire.CreatedKey:
+        """Returns a new API key with its secret, which is shown only this once. Raises Conflict if
+        there is one of the name. Needs HONE_TOKEN, as do the other two."""
+        body = _body(wire.CreateKey, name=name, access=access)
+        return await self._call("POST", "/v1/keys", body, wire.CreatedKey, CHANGE_DEADLINE_S)
+
+    async def keys(self) -> wire.KeyList:
+        """Returns the API keys that are valid, by name."""
+        return await self._get("/v1/keys", wire.KeyList)
+
+    async def revoke_key(self, name: str) -> wire.KeyRevoked:
+        """Revokes an API key: no request with it is answered any more."""
+        _check_text("the key's name", name)
+        path = f"/v1/keys/{quote(name, safe='')}"
+        return await self._call("DELETE", path, None, wire.KeyRevoked, CHANGE_DEADLINE_S)
+
+    async def _at_rest(self, job_id: str) -> wire.JobRecord:
+        newest = await self._newest(job_id, 1)
+        after = newest[-1].id if newest else "0"
+        while not _is_at_rest(record := await self.get(job_id)):
+            async with contextlib.aclosing(following.follow(self._client, job_id, after)) as stream:
+                async for _ in stream:
+                    pass
+        return record
+
+    async def _post(self, job: str, action: str, body: BaseModel | None = None) -> wire.JobState:
+        return await self._by_id_or_name(
+            job,
+            lambda job_id: self._call(
+                "POST", f"/v1/jobs/{job_id}/{action}", body, wire.JobState, CHANGE_DEADLINE_S
+            ),
+        )
+
+    async def _get(self, path: str, answer: type[M]) -> M:
+        return await self._checked(self._client.get(path, answer))
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | None,
+        answer: type[M],
+        deadline_s: float,
+        *,
+        key: str | None = None,
+    ) -> M:
+        return await self._checked(
+            self._client.call(method, path, body, answer, deadline_s=deadline_s, key=key)
+        )
+
+    async def _checked(self, call: Awaitable[M]) -> M:
+        """Returns what the call returns. An error of what is perhaps no orchestrator says what
+        answers there instead."""
+        try:
+            return await call
+        except (BadRequest, Failed):
+            if not self._is_known:
+                with contextlib.suppress(Unavailable):  # the first error says more
+                    await self.ping()
+            raise
+
+    async def _by_id_or_name(self, job: str, call: Callable[[str], Awaitable[M]]) -> M:
+        """Takes `job` for an id, and if there is none for a name. Reads no record for that, so a
+        job whose record cannot be read can be cancelled and removed."""
+        if not isinstance(job, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadRequest(f"the job is {shown(job)}; expected its id or its name")
+        if not re.fullmatch(JOB_ID, job):
+            raise NotFound(f"no job {job!r}; `hone ls` lists them")
+        try:
+            return await call(job)
+        except NotFound:
+            page = await self.list(1, name=job)
+            ids = [*(summary.id for summary in page.jobs), *page.unreadable]
+            if not ids:
+                raise
+            return await call(max(ids))  # ids of one name sort by time
+
+
+def _is_at_rest(record: wire.JobRecord) -> bool:
+    return record.status == "paused" or record.status in wire.TERMINAL
+
+
+def _job(given: Job | Mapping[str, Any]) -> Job:
+    """Returns the job; a dict is taken as a job file in the working directory would be. Raises
+    BadRequest with a sentence for each fault."""
+    from copy import deepcopy
+
+    from shared.job import Job
+    from shared.job_file import make_job
+
+    if isinstance(given, Job):
+        return given
+    if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadRequest(
+            f"the job is {shown(given)}; expected a dict, or a Job, which hone.load_job reads from "
+            "a file"
+        )
+    return make_job(deepcopy({**given}), (), "job")
+
+
+def _check_text(what: str, value: Any, *, secret: bool = False) -> None:
+    """Raises BadRequest for what is no text that a URL or a header can hold. One that is secret is
+    not shown."""
+    if isinstance(value, str) and _VISIBLE.fullmatch(value):
+        return
+    got = "" if secret else f"got {shown(value)}; "
+    raise BadRequest(f"{what}: {got}expected text of visible ASCII characters")
+
+
+def _body(kind: type[M], **fields: Any) -> M:
+    """Returns the body with these fields. Raises BadRequest with a sentence for each fault."""
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        faults = sentences(error, kind)
+        raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """Returns the method of `Client` that waits for what `method` returns."""
+
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.run(lambda client: method(client, *args, **kwargs))
+
+    return call
 
 
 class Client:
-    """Talks to an orchestrator at `url`. A job is named by its id, or by its name for the newest
-    job of that name."""
+    """As `AsyncClient`, but its methods return what those await. What is interrupted by Ctrl-C ends
+    first, for some seconds at most: a submission is withdrawn, an evaluation gives its samplers
+    back."""
 
-    def __init__(self, url: str = "http://127.0.0.1:8000", *, token: str | None = None) -> None:
-        self.url = url
-        self._client = shared_client.Client("orchestrator", url, token=token)
+    def __init__(self, url: str = URL, *, token: str | None = None) -> None:
+        self._asynchronous = AsyncClient(url, token=token)
         self._background = Background()
 
     def __enter__(self) -> Client:
@@ -88,260 +503,61 @@ class Client:
     ) -> None:
         self.close()
 
+    @property
+    def url(self) -> str:
+        return self._asynchronous.url
+
+    def run(self, ask: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
+        """Returns what `ask` returns, given the asynchronous client."""
+        return self._background.run(ask(self._asynchronous))
+
     def close(self) -> None:
-        self._background.run(self._client.close())
-        self._background.close()
+        """Doing it again changes nothing."""
+        if not self._background.is_closed:
+            self._background.run(self._asynchronous.close())
+            self._background.close()
 
-    def ping(self) -> None:
-        """Raises Unavailable at once if nothing answers."""
-        self._background.run(self._client.get("/version", VersionInfo, deadline_s=PING_DEADLINE_S))
-
-    def submit(self, job: Job, *, key: str | None = None) -> JobRecord:
-        """Returns the accepted job's record; accepted, it is on disk. `key` is an idempotency key:
-        the same key and job submit once, however often it is called. Raises BadRequest with a
-        sentence for each fault."""
-        body = SubmitRequest(job=job)
-        return self._call("POST", "/v1/jobs", body, JobRecord, SUBMIT_DEADLINE_S, key=key)
-
-    def dry_run(self, job: Job) -> DryRun:
-        """Checks a job as a submission does, and returns what it would send; nothing is submitted.
-        Raises BadRequest with a sentence for each fault."""
-        body = SubmitRequest(job=job)
-        return self._call("POST", "/v1/jobs/dry_run", body, DryRun, SUBMIT_DEADLINE_S)
-
-    def plan(self, job: Job) -> Plan:
-        """Returns what the orchestrator works out that a job will need and cost. Raises BadRequest
-        for a model whose sizes are not known."""
-        body = SubmitRequest(job=job)
-        return self._call("POST", "/v1/jobs/plan", body, Plan, PLAN_DEADLINE_S)
-
-    def get(self, job: str) -> JobRecord:
-        return self._by_id_or_name(job, lambda job_id: self._get(f"/v1/jobs/{job_id}", JobRecord))
-
-    def list(
-        self,
-        limit: int = 1000,
-        *,
-        after: str | None = None,
-        status: JobStatus | None = None,
-        name: str | None = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> JobList:
-        """Returns summaries of the newest `limit` jobs, newest first: those older than job `after`,
-        of this status and name, and with this metadata, as far as given."""
-        given = {"after": after, "status": status, "name": name}
-        query = {key: value for key, value in given.items() if value is not None}
-        query |= {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
-        path = f"/v1/jobs?{urlencode({'limit': limit, **query})}"
-        return self._get(path, JobList)
-
-    def cancel(self, job: str) -> JobState:
-        """Cancels a queued or paused job now, a running one within seconds."""
-        return self._post(job, "cancel")
-
-    def pause(self, job: str) -> JobState:
-        """Pauses a queued job now, a running one within seconds; another job may then run."""
-        return self._post(job, "pause")
-
-    def resume(self, job: str, changes: Sequence[str] = ()) -> JobState:
-        """Queues a paused job again; it goes on where it was, with `changes` such as
-        "memory.micro_batch_tokens=4096". Raises BadRequest for one that says what is learned."""
-        return self._post(job, "resume", ResumeRequest(set=tuple(changes)))
-
-    def delete(self, job: str, *, files: bool = False) -> JobDeleted:
-        """Forgets a job that has ended, with its events. `files` removes its run folder and the
-        checkpoints in it as well. Raises Conflict for a job that has not ended."""
-        query = f"files={str(files).lower()}"
-        return self._by_id_or_name(
-            job,
-            lambda job_id: self._call(
-                "DELETE", f"/v1/jobs/{job_id}?{query}", None, JobDeleted, DELETE_DEADLINE_S
-            ),
-        )
-
-    def recover(self) -> Recovered:
-        """Rebuilds the records of jobs from their run folders, after Redis lost its data. Doing it
-        again changes nothing."""
-        return self._call("POST", "/v1/recover", None, Recovered, RECOVER_DEADLINE_S)
-
-    def metrics(self, job: str, after_step: int = -1) -> MetricsList:
-        """Returns the metrics of all steps after `after_step`."""
-        path = f"/v1/jobs/{self.get(job).id}/metrics?after_step="
-        rows: list[MetricsRow] = []
-        last: int | None = after_step
-        while last is not None:
-            page = self._get(f"{path}{last}", MetricsList)
-            rows += page.rows
-            last = page.next_after_step
-        return MetricsList(rows=tuple(rows))
-
-    def rollouts(self, job: str, step: int | None = None) -> RolloutList:
-        """Returns all graded rollouts of `step`, or of the newest step."""
-        path = f"/v1/jobs/{self.get(job).id}/rollouts"
-        query = {} if step is None else {"step": step}
-        found: list[GradedRollout] = []
-        after: int | None = 0
-        while True:
-            page = self._get(f"{path}?{urlencode({**query, 'after': after})}", RolloutList)
-            found += page.rollouts
-            query, after = {"step": page.step}, page.next_after
-            if after is None:
-                return RolloutList(step=page.step, rollouts=tuple(found))
-
-    def regrade(
-        self,
-        job: str,
-        first_step: int,
-        last_step: int,
-        rewards: tuple[RewardSpec, ...],
-        examples: int,
-    ) -> RegradeReport:
-        """Returns what `rewards` would say of the stored rollouts of these steps, both included,
-        with the `examples` rollouts whose reward differs most. Changes nothing."""
-        body = RegradeRequest(
-            first_step=first_step, last_step=last_step, rewards=rewards, num_examples=examples
-        )
-        path = f"/v1/jobs/{self.get(job).id}/regrade"
-        return self._call("POST", path, body, RegradeReport, REGRADE_DEADLINE_S)
-
-    def evaluate(
-        self,
-        job: Job,
-        models: Sequence[EvaluatedModel],
-        progress: Callable[[EvaluationState], None] = lambda _: None,
-    ) -> EvaluationReport:
-        """Returns what each model gets on the job's held-out problems, by its rewards and its
-        `[evaluation]`; no job is submitted. `progress` hears every second how far it is.
-        Interrupted, the evaluation ends. Raises Conflict while a job has the samplers."""
-        id = f"eval-{secrets.token_hex(6)}"
-        body = EvaluationRequest(id=id, models=tuple(models), job=job)
-        try:
-            return self._background.run(evaluating.evaluate(self._client, body, progress))
-        except BaseException:  # also Ctrl-C; raised again once the services are free
-            with contextlib.suppress(HoneError):  # the first error says more
-                self._background.run(evaluating.end(self._client, body.id))
-            raise
-
-    def checkpoints(self, job: str) -> CheckpointList:
-        return self._get(f"/v1/jobs/{self.get(job).id}/checkpoints", CheckpointList)
-
-    def checkpoint_files(self, job: str, step: int) -> CheckpointFiles:
-        """Returns the files of the checkpoint of `step`, with their sizes and checksums."""
-        path = f"/v1/jobs/{self.get(job).id}/checkpoints/{step}"
-        return self._get(path, CheckpointFiles)
-
-    def download(
-        self,
-        job: str,
-        to: Path | None = None,
-        *,
-        step: int | None = None,
-        state: bool = False,
-        progress: Progress = lambda _name, _have, _size: None,
-    ) -> Downloaded:
-        """Puts the checkpoint of `step`, or the newest one, into the folder `to`, or one that is
-        named after it: what plain `transformers` loads, and with `state` what training goes on
-        from. One that was cut goes on where it was when it is called again; `progress` hears of
-        each file how many of its bytes there are."""
-        job_id = self.get(job).id
-        if step is None:
-            found = self.checkpoints(job_id).checkpoints
-            if not found:
-                raise NotFound(f"job {job_id!r} has no checkpoint")
-            step = found[-1].step
-        files = self.checkpoint_files(job_id, step).files
-        folder = to or Path(f"{job_id}-step-{step:06d}")
-        path = f"/v1/jobs/{job_id}/checkpoints/{step}/files"
-        wanted = tuple(file for file in files if state or not file.name.startswith(f"{STATE}/"))
-        self._background.run(Download(self._client, path, folder, progress).all(wanted))
-        return Downloaded(step=step, folder=folder, files=wanted)
+    ping = _blocking(AsyncClient.ping)
+    submit = _blocking(AsyncClient.submit)
+    withdraw = _blocking(AsyncClient.withdraw)
+    dry_run = _blocking(AsyncClient.dry_run)
+    plan = _blocking(AsyncClient.plan)
+    get = _blocking(AsyncClient.get)
+    list = _blocking(AsyncClient.list)
+    cancel = _blocking(AsyncClient.cancel)
+    pause = _blocking(AsyncClient.pause)
+    resume = _blocking(AsyncClient.resume)
+    resume_all = _blocking(AsyncClient.resume_all)
+    delete = _blocking(AsyncClient.delete)
+    recover = _blocking(AsyncClient.recover)
+    metrics = _blocking(AsyncClient.metrics)
+    rollouts = _blocking(AsyncClient.rollouts)
+    regrade = _blocking(AsyncClient.regrade)
+    evaluate = _blocking(AsyncClient.evaluate)
+    checkpoints = _blocking(AsyncClient.checkpoints)
+    checkpoint_files = _blocking(AsyncClient.checkpoint_files)
+    download = _blocking(AsyncClient.download)
+    wait = _blocking(AsyncClient.wait)
+    create_key = _blocking(AsyncClient.create_key)
+    keys = _blocking(AsyncClient.keys)
+    revoke_key = _blocking(AsyncClient.revoke_key)
 
     def events(
         self,
         job: str,
         *,
         after: str = "0",
+        last: int | None = None,
         follow: bool = False,
-        progress: Callable[[JobProgress], None] | None = None,
-    ) -> Iterator[Event]:
-        """Yields what happened after event `after`; with `follow`, until the job has ended. A
-        dropped connection is taken up again where it broke. `progress` hears every two seconds in
-        which nothing happens what the job is at."""
-        job_id = self.get(job).id
-        if follow:
-            yield from following.follow(self._client, self._background, job_id, after, progress)
-            return
-        while page := self._get(f"/v1/jobs/{job_id}/events?after={after}", EventList).events:
-            yield from page
-            after = page[-1].id
-
-    def wait(self, job: str, *, paused: bool = False) -> JobRecord:
-        """Returns the record of the job once it has ended; with `paused`, also once it is paused
-        and waits for a person."""
-        record = self.get(job)
-        ends = TERMINAL | ({"paused"} if paused else set[str]())
-        if record.status in ends:
-            return record
-        for event in self.events(record.id, follow=True):
-            if event.data.get("status") == "paused" and paused:
-                record = self.get(record.id)  # an older pause may have ended since
-                if record.status in ends:
-                    return record
-        return self.get(record.id)
-
-    def create_key(self, name: str, access: Access = "full") -> CreatedKey:
-        """Returns a new API key with its secret, which is shown only this once. Raises Conflict if
-        there is one of the name. Needs HONE_TOKEN, as do the other two."""
-        try:
-            body = CreateKey(name=name, access=access)
-        except ValidationError as error:
-            faults = sentences(error, CreateKey)
-            raise BadRequest("; ".join(fault["detail"] for fault in faults)) from error
-        return self._call("POST", "/v1/keys", body, CreatedKey, CHANGE_DEADLINE_S)
-
-    def keys(self) -> KeyList:
-        """Returns the API keys that are valid, by name."""
-        return self._get("/v1/keys", KeyList)
-
-    def revoke_key(self, name: str) -> KeyRevoked:
-        """Revokes an API key: no request with it is answered any more."""
-        path = f"/v1/keys/{quote(name, safe='')}"
-        return self._call("DELETE", path, None, KeyRevoked, CHANGE_DEADLINE_S)
-
-    def _post(self, job: str, action: str, body: BaseModel | None = None) -> JobState:
-        return self._by_id_or_name(
-            job,
-            lambda job_id: self._call(
-                "POST", f"/v1/jobs/{job_id}/{action}", body, JobState, CHANGE_DEADLINE_S
-            ),
+        progress: Callable[[wire.JobProgress], None] | None = None,
+    ) -> Iterator[wire.Event]:
+        """As `AsyncClient.events`; `progress` is called by the thread that asks for events."""
+        told = SimpleQueue[wire.Event | wire.JobProgress | None]()
+        stream = self._asynchronous.events(
+            job, after=after, last=last, follow=follow, progress=told.put if progress else None
         )
-
-    def _get(self, path: str, answer: type[M]) -> M:
-        return self._background.run(self._client.get(path, answer))
-
-    def _call(
-        self,
-        method: str,
-        path: str,
-        body: BaseModel | None,
-        answer: type[M],
-        deadline_s: float,
-        *,
-        key: str | None = None,
-    ) -> M:
-        call = self._client.call(method, path, body, answer, deadline_s=deadline_s, key=key)
-        return self._background.run(call)
-
-    def _by_id_or_name(self, job: str, call: Callable[[str], M]) -> M:
-        """Takes `job` for an id, and if there is none for a name. Reads no record for that, so a
-        job whose record cannot be read can be cancelled and removed."""
-        if not re.fullmatch(JOB_ID, job):
-            raise NotFound(f"no job {job!r}; `hone ls` lists them")
-        try:
-            return call(job)
-        except NotFound:
-            page = self.list(1, name=job)
-            ids = [*(summary.id for summary in page.jobs), *page.unreadable]
-            if not ids:
-                raise
-            return call(max(ids))  # ids of one name sort by time
+        for one in self._background.iterate(stream, told):
+            if isinstance(one, wire.Event):
+                yield one
+            elif progress:
+                progress(one)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from shared.wire import MetricsRow
+if TYPE_CHECKING:
+    from shared.wire import MetricsRow
 
 HEIGHT, WIDTH = 12, 72
 REWARD, HELD_OUT = "·", "●"

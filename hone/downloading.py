@@ -13,10 +13,10 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
-from shared.checkpoints import StoredFile
+from shared.checkpoints import STATE, StoredFile
 from shared.client import Client
 from shared.errors import BadRequest, Failed, Unavailable
-from shared.wire import CheckpointFile
+from shared.wire import CheckpointFile, CheckpointFiles
 
 Progress = Callable[[str, int, int], None]
 """Hears a file's name, how many of its bytes there are, and how many it has."""
@@ -35,6 +35,23 @@ class Downloaded(BaseModel):
     step: int
     folder: Path
     files: tuple[CheckpointFile, ...]
+
+
+async def download(
+    client: Client,
+    job_id: str,
+    checkpoint: CheckpointFiles,
+    folder: Path,
+    progress: Progress,
+    *,
+    state: bool,
+) -> Downloaded:
+    """Puts the files of a job's checkpoint into `folder`; those that training goes on from only
+    with `state`."""
+    path = f"/v1/jobs/{job_id}/checkpoints/{checkpoint.step}/files"
+    wanted = tuple(file for file in checkpoint if state or not file.name.startswith(f"{STATE}/"))
+    await Download(client, path, folder, progress).all(wanted)
+    return Downloaded(step=checkpoint.step, folder=folder, files=wanted)
 
 
 class Download:

@@ -1,45 +1,60 @@
-"""The events of a job as they happen, until it has ended. A dropped connection is taken up again
-where it broke."""
+"""The events of a job: those that there are, and those to come until it has ended or is paused. A
+dropped connection is taken up again where it broke."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
+from typing import TypeAlias
 
-from hone.background import Background
+from shared import codec, wire
 from shared.client import Client
 from shared.errors import Unavailable
-from shared.wire import Event, JobProgress
 
 RECONNECT_S = 60.0
 """How long on end nothing may answer."""
 
 PAUSE_S = 1.0
 
+Hears: TypeAlias = "Callable[[wire.JobProgress], None]"
 
-def follow(
-    client: Client,
-    background: Background,
-    job_id: str,
-    after: str,
-    progress: Callable[[JobProgress], None] | None,
-) -> Iterator[Event]:
+
+async def pages(
+    client: Client, job_id: str, after: str, progress: Hears | None = None
+) -> AsyncGenerator[wire.Event]:
+    """Yields what has happened after event `after`; there is nothing for `progress` to hear."""
+    following: str | None = after
+    while following is not None:
+        path = f"/v1/jobs/{job_id}/events?after={following}"
+        page = await client.get(path, wire.EventList)
+        for event in page:
+            yield event
+        following = page.next_after
+
+
+async def follow(
+    client: Client, job_id: str, after: str, progress: Hears | None = None
+) -> AsyncGenerator[wire.Event]:
     """Yields what happens after event `after`. `progress` hears every two seconds in which nothing
     happens what the job is at, and that the orchestrator does not answer."""
     last, lost_at = after, None
-    path = f"/v1/jobs/{job_id}/events{'?progress=true' if progress else ''}"
+    query = "until_paused=true&progress=true" if progress else "until_paused=true"
     while True:
         try:
-            for id, kind, data in background.iterate(client.events(path, last_id=last)):
-                lost_at = None
-                if kind == "end":
-                    return
-                if kind == "progress":
-                    if progress:
-                        progress(JobProgress.model_validate_json(data))
-                    continue
-                last = id
-                yield Event.model_validate_json(data)
+            stream = client.events(f"/v1/jobs/{job_id}/events?{query}", last_id=last)
+            async with contextlib.aclosing(stream):
+                async for id, kind, data in stream:
+                    lost_at = None
+                    if kind == "end":
+                        return
+                    if kind == "progress":
+                        if progress:
+                            progress(codec.decode(wire.JobProgress, data.encode()))
+                        continue
+                    last = id
+                    yield codec.decode(wire.Event, data.encode())
         except Unavailable:
             lost_at = lost_at or time.monotonic()
             away_s = time.monotonic() - lost_at
@@ -47,5 +62,5 @@ def follow(
                 raise
             if progress:
                 away = f"the orchestrator does not answer, {away_s:.0f} s"
-                progress(JobProgress(message=away, time=time.time()))
-            time.sleep(PAUSE_S)
+                progress(wire.JobProgress(message=away, time=time.time()))
+            await asyncio.sleep(PAUSE_S)

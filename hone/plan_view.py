@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from shared.wire import Change, Cost, Placement, Plan, StepTime
+if TYPE_CHECKING:
+    from shared.wire import Change, Cost, Placement, Plan, StepTime
 
 GIB_PARTS = {
     "trainer": {
@@ -20,6 +22,10 @@ GIB_PARTS = {
     },
     "sampler": {"weights": "weights_gib", "cache": "cache_gib", "overhead": "overhead_gib"},
 }
+
+
+SOURCES = {"tabled": "from data sheets", "measured": "measured"}
+"""Where the time of a step is from, as the plan says it."""
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -47,17 +53,22 @@ def _lines(plan: Plan) -> Iterator[str]:
     trained = (
         "" if plan.num_trainable == plan.num_parameters else f", {plan.num_trainable:,} trained"
     )
-    yield f"{plan.model}: {plan.num_parameters:,} parameters{trained}, {plan.dtype}"
+    yield (
+        f"{plan.model}: {plan.num_parameters:,} parameters{trained}, {plan.dtype}, learning rate "
+        f"{plan.learning_rate:g}"
+    )
     verdict = "fits" if plan.fits else "does not fit"
     yield f"{verdict} on {plan.gpus}: {placement_text(place)}"
     yield from (f"  {why}" for why in place.why_not)
     each = "each process" if place.kind == "cpu" else "each GPU"
-    yield f"  trainer, {each}: {place.trainer.peak_gib:.1f} of {place.trainer_room_gib:.1f} GiB"
+    needed, room = place.trainer.peak_gib, place.trainer_room_gib
+    yield f"  trainer, {each}: needs {needed:.1f} GiB and has {room:.1f}"
     yield f"    {_parts(place, 'trainer')}"
     if place.trainer.host_gib:
         yield f"    and {place.trainer.host_gib:.1f} GiB in the host's memory for each rank"
     least = place.sampler.weights_gib + place.sampler.overhead_gib + place.sampler.least_cache_gib
-    yield f"  sampler, {each}: at least {least:.1f} of {place.sampler_room_gib:.1f} GiB"
+    room = place.sampler_room_gib
+    yield f"  sampler, {each}: needs at least {least:.1f} GiB and has {room:.1f}"
     yield (
         f"    {_parts(place, 'sampler')} (for {place.sampler.sequences} sequences at once, "
         f"{place.sampler.cache_bytes_per_token:,} bytes per token)"
@@ -99,7 +110,7 @@ def placement_text(place: Placement) -> str:
     ranks = "1 rank" if place.trainer_ranks == 1 else f"{place.trainer_ranks} ranks"
     match place.kind:
         case "split":
-            return f"the trainer has {ranks}, and GPUs of their own have {samplers}{over}"
+            return f"the trainer has {ranks} and {samplers}{over}, each on GPUs of its own"
         case "turns":
             return f"{ranks} and {samplers}{over} take turns on the same GPUs"
         case "shared":
@@ -113,8 +124,14 @@ def cost_text(cost: Cost) -> str:
     rate = f"{cost.per_hour:.2f} {cost.currency} per hour: {cost.source}"
     if cost.total is None or cost.hours is None:
         return f"a step costs about {cost.per_step:.4f} {cost.currency} ({rate})"
-    hours = f"{cost.hours:.1f} hours" if cost.hours >= 1 else f"{cost.hours * 60:.0f} minutes"
-    return f"all steps: about {hours}, {cost.total:.2f} {cost.currency} ({rate})"
+    return f"all steps: about {_hours(cost.hours)}, {cost.total:.2f} {cost.currency} ({rate})"
+
+
+def _hours(hours: float) -> str:
+    if hours >= 1:
+        return f"{hours:.1f} hours"
+    minutes = round(hours * 60)
+    return {0: "less than a minute", 1: "1 minute"}.get(minutes, f"{minutes} minutes")
 
 
 def _parts(place: Placement, who: str) -> str:
@@ -125,7 +142,7 @@ def _parts(place: Placement, who: str) -> str:
 
 def _time(time: StepTime) -> str:
     parts = f"sampling {time.sample_s:.1f}, training {time.train_s:.1f}, sync {time.sync_s:.1f}"
-    return f"{time.step_s:.1f} s ({parts}; {time.source})"
+    return f"{time.step_s:.1f} s ({parts}; {SOURCES[time.source]})"
 
 
 def _other(place: Placement) -> str:

@@ -20,15 +20,15 @@ from shared.environment import load_settings
 from shared.errors import Failed, Unavailable
 from shared.ports import free_port
 from shared.processes import ending_with_parent
-from shared.wire import VersionInfo
 
 PING_DEADLINE_S = 1.0
 START_DEADLINE_S = 60.0
+PAUSE_S = 0.2
 
 
 async def _ping(url: str, token: str | None) -> None:
     async with Client("reward", url, token=token) as client:
-        await client.get("/version", VersionInfo, deadline_s=PING_DEADLINE_S)
+        await client.ping(PING_DEADLINE_S)
 
 
 @contextlib.contextmanager
@@ -84,6 +84,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, token: str, log: IO[bytes]
     while process.poll() is None and time.monotonic() < end:
         with contextlib.suppress(Unavailable):
             return asyncio.run(_ping(url, token))
+        time.sleep(PAUSE_S)
     log.seek(0)
     raise Failed(
         "no reward service runs, and none could be started here: "

@@ -8,12 +8,14 @@ the terminal.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from shared.wire import GradedRollout, Part, RegradedRollout, RegradeReport, RolloutList
+if TYPE_CHECKING:
+    from shared.wire import GradedRollout, Part, RegradedRollout, RegradeReport, RolloutList
 
 EXPECTED = ("ok", "wrong")
 """Verdicts that need no explaining."""

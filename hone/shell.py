@@ -5,28 +5,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel
-from rich.console import Console, RenderableType
-from rich.text import Text
+from rich.console import Console
 
-from hone import stack, view
-from hone.client import Client
+from hone import stack
 from shared.errors import HoneError, Unavailable
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None
-)
+if TYPE_CHECKING:  # imported where they are used: `hone --help` does without
+    from pydantic import BaseModel
+    from rich.console import RenderableType
+
+    from hone.client import Client
+    from shared.job import Job
+
+app = typer.Typer(rich_markup_mode=None)
 out = Console(width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True, soft_wrap=True)
+
+FAILED, WRONG, PAUSED, TIMED_OUT, INTERRUPTED = 1, 2, 3, 124, 130
+"""Exit codes: the job did not succeed; bad input, or no service; the job is paused; the time of
+--timeout is over, as `timeout` has it; Ctrl-C."""
 
 SAYING_S = 3.0
 """Seconds after which it is said again that a command waits."""
@@ -68,17 +75,45 @@ def _register(group: typer.Typer, function: Callable[..., Any]) -> Callable[...,
             return function(*args, **kwargs)
         except HoneError as error:
             err.print(f"hone: {error.detail}", markup=False, highlight=False)
-            raise typer.Exit(2) from error
+            raise typer.Exit(WRONG) from error
         except KeyboardInterrupt as error:
-            raise typer.Exit(130) from error
+            raise typer.Exit(INTERRUPTED) from error
 
     return group.command(function.__name__)(run)
+
+
+def job_in(file: Path, overrides: Sequence[str] | None) -> Job:
+    """Returns the job in a file. Says so if its model, which is taken for one on the Hub, was
+    probably to be a folder here."""
+    from shared.job_file import load_job
+
+    job = load_job(file, overrides or [])
+    if said := _misspelt_folder(job.model):
+        err.print(f"warning: {said}", markup=False, highlight=False)
+    return job
+
+
+def _misspelt_folder(model: str) -> str | None:
+    parent, name = Path(model).parent, Path(model).name
+    if len(Path(model).parts) != 2 or Path(model).exists() or not parent.is_dir():
+        return None
+    from shared.explain import closest
+
+    beside = parent.iterdir() if os.access(parent, os.R_OK) else ()
+    near = closest(name, [each.name for each in beside if each.is_dir()])
+    meant = f"; did you mean {str(parent / near)!r}?" if near else ""
+    return (
+        f"there is no folder {model!r} here, and {str(parent)!r} is one; the model is looked for "
+        f"on the Hugging Face Hub{meant}"
+    )
 
 
 @contextlib.contextmanager
 def connect(folder: Path = stack.FOLDER) -> Generator[Client]:
     """Yields a client of the orchestrator: of the stack that was started in `folder`, if the
     environment names none. Raises Unavailable at once if nothing answers."""
+    from hone.client import Client
+
     url, token = stack.orchestrator(folder)
     with Client(url, token=token) as client:
         try:
@@ -115,7 +150,21 @@ def show(
     """Prints `body` as JSON, or what `shown` makes of it for people: text unwrapped, anything else
     as wide as the terminal."""
     if output is Output.json:
-        view.as_json(out, body)
+        as_json(body)
     else:
+        from rich.text import Text
+
         content = shown()
         out.print(content, soft_wrap=isinstance(content, str | Text), highlight=False)
+
+
+def as_json(body: BaseModel | Iterable[BaseModel]) -> None:
+    """Prints one JSON document: an object, or a list of them."""
+    from pydantic import BaseModel
+
+    text = (
+        body.model_dump_json()
+        if isinstance(body, BaseModel)
+        else "[" + ",".join(item.model_dump_json() for item in body) + "]"
+    )
+    out.print(text, soft_wrap=True, markup=False, highlight=False)

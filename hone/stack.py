@@ -5,26 +5,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from shared.config import Settings
-from shared.environment import load_settings
+if TYPE_CHECKING:
+    from shared.config import CallerSettings
 
 FOLDER = Path(".hone")
+
+S = TypeVar("S", bound="CallerSettings")
 
 
 def orchestrator(folder: Path = FOLDER) -> tuple[str, str | None]:
     """Returns the orchestrator's URL and the token to send, or None."""
-    settings = located(load_settings(), folder)
+    from shared.environment import caller_settings  # `hone --help` reads no settings
+
+    settings = located(caller_settings(), folder)
     return settings.orchestrator_url, settings.bearer()
 
 
-def located(settings: Settings, folder: Path = FOLDER) -> Settings:
+def located(settings: S, folder: Path = FOLDER) -> S:
     """Returns the settings, with the URLs of the stack that was started in `folder` for services of
     which the environment does not say where they are."""
     state = _state(folder)
     urls = {f"{service}_url": url for service, url in read(folder).items()}
-    urls = {name: url for name, url in urls.items() if name in Settings.model_fields}
+    urls = {name: url for name, url in urls.items() if name in type(settings).model_fields}
     urls |= state.get("settings", {})
     return settings.model_copy(
         update={name: url for name, url in urls.items() if name not in settings.model_fields_set}

@@ -6,26 +6,25 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hone.plan_view import plan_lines
-from shared.wire import (
-    DryRun,
-    Event,
-    JobProgress,
-    JobRecord,
-    JobSummary,
-    MetricsRow,
-    Obstacle,
-    PreviewedPrompt,
-)
+if TYPE_CHECKING:
+    from shared.wire import (
+        DryRun,
+        Event,
+        JobProgress,
+        JobRecord,
+        JobSummary,
+        MetricsRow,
+        Obstacle,
+        PreviewedPrompt,
+    )
 
 COLUMNS = {
     "reward": "reward",
@@ -87,15 +86,16 @@ def time_split(metrics: dict[str, float]) -> str:
 
 
 def job_list(records: Sequence[JobSummary]) -> Group:
-    """Returns the table of jobs, and below it why no trainer takes the queued ones, and why those
-    are paused that wait for a person."""
+    """Returns the table of jobs, and below it what they wait for, why no trainer takes the queued
+    ones, and why those are paused that wait for a person."""
     paused = [record for record in records if record.status == "paused" and record.error]
     why = [f"{record.id} is paused: {record.error}" for record in paused]
+    waits = [f"{record.id} waits: {record.waits}" for record in records if record.waits]
     none: Mapping[str, Obstacle] = {}
     taken = next((record.waits_for for record in records if record.waits_for), none)
     return Group(
         job_table(records),
-        *(Text(line, style=COLOURS["queued"]) for line in _obstacles(taken)),
+        *(Text(line, style=COLOURS["queued"]) for line in (*_obstacles(taken), *waits)),
         *(Text(line, style=COLOURS["paused"]) for line in why),
     )
 
@@ -139,6 +139,7 @@ def job_details(record: JobRecord) -> Table:
         "waits because": "; ".join(_obstacles(record.waits_for)) or None,
         "trainer": record.trainer,
         "doing": record.doing,
+        "waits for": record.waits,
         "model": record.job.model,
         "run folder": record.run_dir,
         "paused because" if record.status == "paused" else "error": record.error,
@@ -179,11 +180,14 @@ def what_next(record: JobRecord) -> Text:
 
 def dry_run(tried: DryRun) -> Text:
     """Returns what a job would train on, and its first prompts as the model would read them."""
+    from hone.plan_view import plan_lines
+
     train = "a stream of problems" if tried.num_train is None else f"{tried.num_train} problems"
     sources = ", ".join(f"{name} {version}" for name, version in tried.data.items())
     lines = [
         f"job {tried.job.name!r} is valid: {train}, {tried.num_held_out} held out; nothing was "
         "submitted",
+        *(f"warning: {warning}" for warning in tried.warnings),
         f"columns: {', '.join(tried.columns)}",
         *([f"data: {sources}"] if sources else []),
         *([f"tokens are not counted: {tried.not_counted}"] if tried.not_counted else []),
@@ -204,27 +208,18 @@ def _shown(prompt: PreviewedPrompt) -> str:
     return "\n".join(f"{said['role']}: {said.get('content')}" for said in prompt.content)
 
 
-def metrics_table(rows: Iterable[MetricsRow]) -> Table:
-    table = Table("step", *COLUMNS, box=None, pad_edge=False)
+def metrics_table(rows: Iterable[MetricsRow], columns: Mapping[str, str] = COLUMNS) -> Table:
+    """Returns the table of the metrics `columns`, by their headings."""
+    table = Table("step", *columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(
             str(row.step),
             *(
                 f"{row.metrics[name]:.4g}" if name in row.metrics else ""
-                for name in COLUMNS.values()
+                for name in columns.values()
             ),
         )
     return table
-
-
-def as_json(console: Console, body: BaseModel | Iterable[BaseModel]) -> None:
-    """Prints one JSON document: an object, or a list of them."""
-    text = (
-        body.model_dump_json()
-        if isinstance(body, BaseModel)
-        else "[" + ",".join(item.model_dump_json() for item in body) + "]"
-    )
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 class Follower:

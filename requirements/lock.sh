@@ -17,8 +17,10 @@ export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
 mv requirements/cpu.txt.new requirements/cpu.txt
 wc -l requirements/cpu.txt
 sed -n 's/ ;.*//; /==/p' requirements/cpu.txt >requirements/cuda.txt
-.venv/bin/uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+# Without local wheels: a CPU build of torch among them would be taken for PyPI's.
+UV_FIND_LINKS= .venv/bin/uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
     --no-annotate --no-header --extra rollout --extra trainer --extra otel \
     --extra orchestrator --extra reward --extra modal --extra redis pyproject.toml \
+    --constraint requirements/cuda.in \
     --output-file requirements/cuda.txt
 wc -l requirements/cuda.txt

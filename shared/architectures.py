@@ -128,7 +128,6 @@ ARCHITECTURES = frozenset(
         "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForCausalLM",
         "Qwen4ExpForCausalLM",
-        "RecurrentGemmaForCausalLM",
         "RoCBertForCausalLM",
         "RobertaForCausalLM",
         "RobertaPreLayerNormForCausalLM",

@@ -14,7 +14,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -24,13 +24,14 @@ import httpx2 as httpx
 from pydantic import BaseModel
 
 from shared import codec, tracing
-from shared.errors import Busy, HoneError, Unavailable, from_problem
+from shared.errors import BadRequest, Busy, HoneError, Unavailable, from_problem
 from shared.front_door import proxy_headers, sent
 from shared.logs import get_logger, request_id
 from shared.polling import FIRST_PAUSE_S, MAX_PAUSE_S, Poller
 from shared.presence import Presence, Tell, tell_nobody
-from shared.tls import trusted
-from shared.urls import is_direct
+from shared.tls import trusted_by
+from shared.urls import PORTS, is_direct, without_password
+from shared.wire import VersionInfo
 
 WAIT_S = 20
 MAX_FETCHES = 4
@@ -41,6 +42,8 @@ CHUNK_BYTES = 1 << 20
 
 FIRST_REPORT_S, REPORT_S = 3.0, 10.0
 
+HUB = "the Hugging Face Hub"
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -48,7 +51,7 @@ class Client:
     """Calls one service. `name` says which in errors; `binary` sends and asks for msgpack instead
     of JSON. A service that is away (unreachable, or answering 503) for `patience_s` seconds on end
     is given up, however far the deadline. `tell` hears once it is away for some seconds, and when
-    it is back."""
+    it is back. `headers` go with every request."""
 
     def __init__(
         self,
@@ -60,34 +63,34 @@ class Client:
         patience_s: float = 90.0,
         transport: httpx.AsyncBaseTransport | None = None,
         tell: Tell = tell_nobody,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
+        self._shown = without_password(self.url)
         self._patience_s = patience_s
         self._media_type = codec.MSGPACK if binary else codec.JSON
-        headers = {"accept": self._media_type} | (
-            {"authorization": f"Bearer {token}"} if token else {}
-        )
-        headers |= proxy_headers(self.url)
+        own = {"accept": self._media_type} | ({"authorization": f"Bearer {token}"} if token else {})
+        own |= proxy_headers(self.url) | dict(headers or {})
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
         timeout = httpx.Timeout(connect=5.0, read=WAIT_S + 10.0, write=60.0, pool=None)
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            headers=headers,
+            headers=own,
             timeout=timeout,
             limits=limits,
             transport=transport,
             trust_env=not is_direct(urlsplit(self.url).hostname or ""),
-            verify=trusted(),
+            verify=trusted_by(self.url),
         )
         self.poller = Poller(self._http, WAIT_S)
         self._fetching = asyncio.Semaphore(MAX_FETCHES)
         self._presence = Presence(name, tell)
 
     @property
-    def away_since(self) -> float | None:
-        """Unix time since when the service is away, once that was told; None: it is not."""
-        return self._presence.away_since
+    def away(self) -> tuple[str, float] | None:
+        """Who is said to be away, the service or what it needs, and since when (Unix time)."""
+        return self._presence.away
 
     async def __aenter__(self) -> Client:
         return self
@@ -103,6 +106,29 @@ class Client:
     async def close(self) -> None:
         await self.poller.close()
         await self._http.aclose()
+
+    async def ping(self, deadline_s: float) -> None:
+        """Raises Unavailable at once if nothing answers, and BadRequest, which names the setting,
+        for what answers and is another service or none."""
+        named = (
+            f"HONE_{self.name.upper()}_URL is the {self.name} service's, by default "
+            f"http://127.0.0.1:{PORTS[self.name]}"
+        )
+        try:
+            found = await self.call(
+                "GET", "/version", None, VersionInfo, deadline_s=deadline_s, patience_s=0
+            )
+        except Unavailable:
+            raise
+        except HoneError as error:
+            raise BadRequest(
+                f"what answers at {self._shown} is no service of Hone; {named}"
+            ) from error
+        if found.service != self.name:
+            raise BadRequest(
+                f"{self._shown} is the {found.service} service of Hone, not the {self.name} "
+                f"service; {named}"
+            )
 
     async def get(self, path: str, result: type[M], *, deadline_s: float = 30.0) -> M:
         """Returns what `GET path` answers. Raises the service's own HoneError, or Unavailable after
@@ -126,8 +152,9 @@ class Client:
 
         `key` is its Idempotency-Key; without one each call has its own. After `wait_s` seconds (20)
         the operation is polled for, together with all others of this client, so it holds no
-        connection. `patience_s` is in place of the client's. Raises the service's own
-        HoneError, or Unavailable naming the service and what it waited for.
+        connection. `patience_s` is in place of the client's; if it is longer than the deadline,
+        that counts only while the service is there. Raises the service's own HoneError, or
+        Unavailable naming the service and what it waited for.
         """
         ask = _Ask(
             method,
@@ -137,6 +164,7 @@ class Client:
             self._patience_s if patience_s is None else patience_s,
             key or secrets.token_hex(12),
             WAIT_S if wait_s is None else wait_s,
+            patience_s is None or patience_s <= deadline_s,
         )
         return await self._retrying(ask, result)
 
@@ -207,6 +235,7 @@ class Client:
         end = time.monotonic() + ask.deadline_s
         pause_s = FIRST_PAUSE_S
         away_since: float | None = None
+        missed, missed_at = None, 0.0
         while True:
             asked_at = time.monotonic()
             try:
@@ -217,8 +246,10 @@ class Client:
                     return codec.decode(result, response.content, media_type)
                 problem = self._error(response)
             except TimeoutError as error:
+                if missed and watch.heard_at <= missed_at:  # it is away, and not slow
+                    raise missed from error
                 raise Unavailable(
-                    f"{self.name} at {self.url} did not finish {ask.method} {ask.path} within "
+                    f"{self.name} at {self._shown} did not finish {ask.method} {ask.path} within "
                     f"{ask.deadline_s:g} s",
                     code="deadline",
                 ) from error
@@ -227,11 +258,17 @@ class Client:
             if not (isinstance(problem, Unavailable) or problem.code == "no_operation"):
                 raise problem
             if isinstance(problem, Unavailable) and not isinstance(problem, Busy):
-                await self._presence.missed(asked_at, problem.detail)
+                who = HUB if problem.code == "hub_away" else None
+                await self._presence.missed(asked_at, problem.detail, who)
             now = time.monotonic()
             away_since = max(asked_at if away_since is None else away_since, watch.heard_at)
+            if isinstance(problem, Busy):
+                pause_s = max(pause_s, problem.retry_after_s)
             if isinstance(problem, Busy) or problem.code == "no_operation":
-                away_since = now + pause_s  # it is there
+                away_since, missed = now + pause_s, None  # it is there
+            else:
+                missed, missed_at = problem, now
+                end += 0.0 if ask.counts_away else now + pause_s - asked_at
             if now + pause_s >= min(end, away_since + ask.patience_s):
                 raise problem
             watch.waits_for_service(problem.detail)
@@ -265,12 +302,16 @@ class Client:
         except (json.JSONDecodeError, UnicodeDecodeError):
             document = None
         problem = cast(dict[str, Any], document) if isinstance(document, dict) else None
-        return from_problem(response.status_code, problem, f"{self.name} at {self.url}")
+        error = from_problem(response.status_code, problem, f"{self.name} at {self._shown}")
+        after = response.headers.get("retry-after", "")
+        if isinstance(error, Busy) and after.isdecimal():
+            error.retry_after_s = int(after)
+        return error
 
     def _unreachable(self, error: httpx.RequestError) -> Unavailable:
         why = f"{type(error).__name__}: {str(error) or 'connection lost'}"
         return Unavailable(
-            f"cannot reach the {self.name} service at {self.url}: {why}", code="unreachable"
+            f"cannot reach the {self.name} service at {self._shown}: {why}", code="unreachable"
         )
 
 
@@ -295,6 +336,8 @@ class _Ask:
     patience_s: float
     key: str | None = None
     wait_s: int = 0
+    counts_away: bool = True
+    """Whether the time that the service is away counts towards the deadline."""
 
 
 class _Chunks:

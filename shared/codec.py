@@ -87,7 +87,7 @@ def _validated(model: type[M], data: bytes, media_type: str, *, tolerant: bool) 
     except (ValueError, _msgpack.exceptions.UnpackException) as error:
         raise BadRequest(
             f"a body of {len(data)} bytes is not valid {media_type}: "
-            f"{error or type(error).__name__}"
+            f"{str(error) or type(error).__name__}"
         ) from error
 
 

@@ -6,9 +6,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pwd
 import secrets
+import stat
 from collections.abc import Generator
 from pathlib import Path
+
+from shared.errors import Failed
 
 Data = bytes | memoryview
 
@@ -44,6 +48,53 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         flush(folder.parent)
+
+
+def own_folder(path: Path) -> None:
+    """Makes the folder, for this user only. Raises Failed for one that another user may have put
+    there: a link, or a folder of theirs, in a folder that others may write into."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if path.parent.stat().st_mode & 0o022:  # /tmp and /dev/shm let nobody replace another's
+            _make_own(path)
+
+
+def _make_own(path: Path) -> None:
+    """Takes from others what rights they have to write into the folder. Raises Failed for one that
+    is not this user's."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise _not_own(path) from error
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid():
+            raise _not_own(path)
+        if found.st_mode & 0o022:
+            os.fchmod(descriptor, found.st_mode & 0o755)
+    finally:
+        os.close(descriptor)
+
+
+def _not_own(path: Path) -> Failed:
+    found = path.lstat()
+    what = "a folder" if stat.S_ISDIR(found.st_mode) else "no folder"
+    if stat.S_ISLNK(found.st_mode):
+        what = f"a link to {str(path.readlink())!r}"
+    return Failed(
+        f"{str(path)!r} is {what} and belongs to {user_name(found.st_uid)}; expected a folder of "
+        f"{user_name(os.geteuid())}: others could read and change what is put there; remove it"
+    )
+
+
+def user_name(uid: int) -> str:
+    """Returns how sentences call the user."""
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name!r}"
+    except KeyError:
+        return f"the user with the id {uid}"
 
 
 def flush(path: Path) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import SecretStr, ValidationError
 
-from shared.config import PREFIX, Settings
+from shared import config
+from shared.config import PREFIX, CallerSettings
 from shared.errors import BadRequest
 from shared.explain import closest, sentences
 from shared.urls import is_loopback
@@ -25,19 +26,33 @@ _NAME = re.compile(r"^'(\w+)")
 FILE = "_FILE"
 """After the name of a secret's variable: that of a file that holds it."""
 
+S = TypeVar("S", bound=CallerSettings)
 
-def load_settings() -> Settings:
+
+def load_settings() -> config.Settings:
     """Returns the settings in the environment. Raises BadRequest for an unknown `HONE_*` variable
     or a bad value, for a file of a secret that cannot be read, for a token that is none, and for a
     host beyond loopback without a token."""
     secrets = secret_variables()
     _check_names(secrets)
+    return _load(config.Settings, secrets)
+
+
+def caller_settings() -> CallerSettings:
+    """Returns where the services are, and the token. Raises BadRequest as `load_settings` does."""
+    secrets = secret_variables(CallerSettings)
+    if not _has_only(CallerSettings, secrets):
+        return load_settings()
+    return _load(CallerSettings, secrets)
+
+
+def _load(kind: type[S], secrets: dict[str, str]) -> S:
     try:
-        settings = Settings(**_from_files(secrets))
+        settings = kind(**_from_files(secrets))
     except ValidationError as error:
         faults = [
             fault | {"detail": _NAME.sub(_in_environment, fault["detail"])}
-            for fault in sentences(error, Settings)
+            for fault in sentences(error, kind)
         ]
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
     token = settings.bearer()
@@ -57,8 +72,7 @@ def load_settings() -> Settings:
 
 def _check_names(secrets: dict[str, str]) -> None:
     """Raises BadRequest for all variables with the prefix that are no settings."""
-    valid = [PREFIX + name.upper() for name in Settings.model_fields]
-    valid += [variable + FILE for variable in secrets.values()]
+    valid = _names(config.Settings, secrets)
     after = [name.removeprefix(PREFIX) for name in valid]  # the prefix makes all names alike
     told: list[str] = []
     for name in os.environ:
@@ -70,11 +84,22 @@ def _check_names(secrets: dict[str, str]) -> None:
         raise BadRequest(f"{' '.join(told)} `hone explain settings` lists all")
 
 
-def secret_variables() -> dict[str, str]:
+def _names(kind: type[CallerSettings], secrets: dict[str, str]) -> list[str]:
+    names = [PREFIX + name.upper() for name in kind.model_fields]
+    return names + [variable + FILE for variable in secrets.values()]
+
+
+def _has_only(kind: type[CallerSettings], secrets: dict[str, str]) -> bool:
+    """Whether the environment has no other variables of Hone's than these settings."""
+    ours = {name for name in os.environ if name.startswith(PREFIX)}
+    return ours <= {*_names(kind, secrets)}
+
+
+def secret_variables(kind: type[CallerSettings] | None = None) -> dict[str, str]:
     """Returns the variable of each setting that is a secret."""
     return {
         name: PREFIX + name.upper()
-        for name, field in Settings.model_fields.items()
+        for name, field in (kind or config.Settings).model_fields.items()
         if SecretStr in get_args(field.annotation)
     }
 

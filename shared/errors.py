@@ -34,11 +34,14 @@ CODES = {
     "forbidden": "the API key does not allow this; use another one, or HONE_TOKEN",
     "not_found": "there is no such route or thing",
     "no_operation": "the operation polled for is not known here: the service was restarted since",
+    "not_there": "a folder that the job names is not there on the service's host",
+    "foreign": "a proxy or another program answered in place of the service, and refused",
     "too_large": "more than is allowed; the detail says which setting does",
     # Conflict
     "conflict": "not possible in the present state",
     "body_differs": "the same key came before with another body",
     "stale": "a newer attempt or epoch took over; the caller has to stop",
+    "taken": "it has the job of another orchestrator; wait until that has ended, or name another",
     "emptied": "Redis is not the one that had the jobs; `hone recover`, or bring its file back",
     "out_of_order": "another call has to come first; the detail says which",
     # StateLost
@@ -48,6 +51,7 @@ CODES = {
     "unreachable": "no connection, or a proxy answered in place of the service",
     "starting": "the service is starting",
     "draining": "the service is shutting down; the one that follows it will answer",
+    "hub_away": "the Hugging Face Hub cannot be reached, and its model is not in the cache here",
     "deadline": "the caller's own deadline passed; the operation may still be under way",
     "busy": "too much is waiting already",
     "wrong_type": "a key in Redis holds what Hone does not keep there; the detail says what to do",
@@ -56,6 +60,7 @@ CODES = {
     "bug": "an exception that nobody expected; the service's log has the traceback",
     "out_of_memory": "a device ran out of memory",
     "disk_full": "there is no space left to write",
+    "run_folder_gone": "somebody removed the job's run folder; put it back",
     "not_finite": "a loss or gradient is NaN or infinite; the step changed no weight",
     "not_seen": "the folder of the weights is not there on the sampler's side; publish or mount it",
     "digest_differs": "the weights read are not those published and were not loaded; publish again",
@@ -169,7 +174,10 @@ class Busy(Unavailable):
     kind = "busy"
     title = "Busy"
     default_code = "busy"
-    retry_after_s: ClassVar[int] = 1
+
+    def __init__(self, detail: str, *, retry_after_s: int = 1, **how: Any) -> None:
+        super().__init__(detail, **how)
+        self.retry_after_s = retry_after_s
 
 
 class Failed(HoneError):
@@ -199,16 +207,20 @@ def from_problem(status: int, document: dict[str, Any] | None, source: str) -> H
     else of its status.
 
     A 5xx without a document of ours is a proxy's or a dying server's, so Unavailable; 303 and 408
-    are a proxy's that waits no longer. `source` says who answered, for responses that say nothing.
+    are a proxy's that waits no longer. Another 4xx without one has the code "foreign". `source`
+    says who answered, for responses that say nothing.
     """
     document = document or {}
     type_ = str(document.get("type", ""))
+    is_ours = type_.startswith(TYPE_PREFIX)
     detail = str(document.get("detail") or f"{source} answered {status} without saying why")
-    if status in _OF_A_PROXY and not type_.startswith(TYPE_PREFIX):
+    if status in _OF_A_PROXY and not is_ours:
         return Unavailable(detail, code="unreachable")
     by_status = _BY_STATUS.get(status) or (BadRequest if 400 <= status < 500 else Failed)
     kind = _BY_TYPE.get(type_, by_status)
     code, errors = document.get("code"), document.get("errors")
+    if not is_ours and issubclass(kind, BadRequest):
+        code = "foreign"
     return kind(
         detail,
         code=code if isinstance(code, str) else None,

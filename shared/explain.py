@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, RootModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from shared.urls import without_password
+
 MAX_FAULTS = 20
 """Listed of one body."""
 
@@ -21,10 +23,18 @@ MAX_READ_FAULTS = 20_000
 
 MAX_SHOWN_CHARS = 80
 
+UNITS = {"s": "seconds", "mib": "MiB", "gib": "GiB"}
+"""What a key's last part says of its number."""
+
+NO_NUMBER = ("float_parsing", "float_type", "int_parsing", "int_type")
+"""pydantic's names for what is no number."""
+
 
 def nearest(name: str, valid: Sequence[str], what: str = "valid keys") -> str:
     """Returns `did you mean 'x'?` for a near miss, else the list of what is valid."""
     close = closest(name, valid)
+    if not valid:
+        return f"there are no {what}"
     return f"did you mean {close!r}?" if close else f"{what} are {', '.join(sorted(valid))}"
 
 
@@ -79,7 +89,8 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
         owner = _model_in(parent)
         name = str(path[-1])[:MAX_SHOWN_CHARS]
         here = nearest(name, list(owner.model_fields)) if owner else ""
-        hint = _elsewhere(name, model, fault["loc"][:-1]) or here
+        at = fault["loc"][:-1]
+        hint = _elsewhere(name, model, at) or called_here(name, model, at) or here
         detail = f"unknown key {key!r}" + (f"; {hint}" if hint else "")
     elif fault["type"] == "union_tag_not_found":
         detail = f"{key!r} is missing; it says which kind this is"
@@ -110,6 +121,19 @@ def _elsewhere(name: str, model: type[BaseModel], at: tuple[int | str, ...]) -> 
     return None
 
 
+def called_here(name: str, model: type[BaseModel], at: tuple[int | str, ...]) -> str | None:
+    """Returns what is called `name` elsewhere and is another key here, if a model around `at` says
+    so by its `other_names`; its `name_notes` say what is to be known of it."""
+    for depth in range(len(at) + 1):
+        path, annotation = _followed(model, at[:depth])
+        around = _model_in(annotation)
+        if key := getattr(around, "other_names", {}).get(name):
+            here = "".join(f"{part}." for part in path) + key
+            note = getattr(around, "name_notes", {}).get(name)
+            return f"here it is {here!r}" + (f": {note}" if note else "")
+    return None
+
+
 def _fields(annotation: Any) -> Mapping[str, FieldInfo]:
     """Returns the keys of a section; none of what may be anything but a section."""
     kinds = _kinds(annotation)
@@ -126,12 +150,15 @@ def refused(key: str, fault: dict[str, Any]) -> str:
     message = _expected(fault) or fault["msg"].removeprefix("Value error, ")
     if not key:
         return message
+    unit = UNITS.get(key.lower().rpartition("_")[2])
+    message += f"; expected {unit}" if unit and fault["type"] in NO_NUMBER else ""
     return f"{key!r}: got {shown(fault.get('input'))}; {message[0].lower() + message[1:]}"
 
 
 def shown(value: Any) -> str:
     """Returns the beginning of `repr(value)`, which of a large value is never made whole."""
     text = _SHORT.repr(value[:MAX_SHOWN_CHARS] if isinstance(value, bytes) else value)
+    text = without_password(text)
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 

@@ -7,7 +7,6 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
-from shared.environment import load_settings
 from shared.errors import Unavailable
 
 HOSTS = (".modal.run", ".modal.direct")
@@ -18,6 +17,8 @@ def proxy_headers(url: str) -> dict[str, str]:
     """Returns the headers with the proxy token, if the URL is of a host of Modal's."""
     if not (urlsplit(url).hostname or "").endswith(HOSTS):
         return {}
+    from shared.environment import load_settings  # all settings, for those behind that door only
+
     settings = load_settings()
     if settings.modal_key is None or settings.modal_secret is None:
         return {}

@@ -20,6 +20,7 @@ from shared.draining import Draining
 from shared.errors import BadRequest, HoneError, Malformed, NotFound, Unauthorized
 from shared.health import OPEN_PATHS
 from shared.logs import get_logger
+from shared.ownership import HEADER, Ownership, asking, asking_of
 from shared.rendering import problem
 from shared.streams import LINES
 from shared.urls import is_loopback
@@ -75,9 +76,11 @@ class Gate:
         settings: Settings,
         metrics: RequestMetrics,
         draining: Draining,
+        ownership: Ownership,
         keys: Keys | None = None,
     ) -> None:
         self._app = app
+        self._ownership = ownership
         self._keys = keys
         self._token = settings.bearer()
         self._max_body_bytes = settings.max_body_mib << 20
@@ -111,8 +114,10 @@ class Gate:
 
         try:
             _check_single([name.decode("latin-1").lower() for name, _ in scope["headers"]])
-            await self._authorize(scope, headers)
+            is_authorized = await self._authorize(scope, headers)
             self._check(scope["path"], headers)
+            asking.set(asking_of(headers.get(HEADER, "")) if is_authorized else None)
+            self._ownership.hear()
             await self._app(scope, self._bounded(receive), send_with_id)
         except HoneError as error:
             await problem(error)(scope, receive, send_with_id)
@@ -124,7 +129,9 @@ class Gate:
         finally:
             self._note_end(scope, status or 500, time.perf_counter() - start)
 
-    async def _authorize(self, scope: Scope, headers: dict[str, str]) -> None:
+    async def _authorize(self, scope: Scope, headers: dict[str, str]) -> bool:
+        """Returns whether the caller may say whom it asks for: on an open path it may be anybody.
+        Raises Unauthorized, and Forbidden."""
         caller.set(None)
         if self._token is None:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
@@ -133,19 +140,21 @@ class Gate:
                     f"Host is {host!r}; without HONE_TOKEN this service answers only requests to "
                     "127.0.0.1 or localhost"
                 )
-            return
-        if scope["path"] in OPEN_PATHS:
-            return
+            return True
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not given:
+        is_bearer = scheme.lower() == "bearer" and given != ""
+        if is_bearer and hmac.compare_digest(given.encode(), self._token.encode()):
+            return True
+        if scope["path"] in OPEN_PATHS:
+            return False
+        if not is_bearer:
             raise Unauthorized("the header 'Authorization: Bearer <HONE_TOKEN>' is missing")
-        if hmac.compare_digest(given.encode(), self._token.encode()):
-            return
         if self._keys is None:
             raise Unauthorized("the token of the header 'Authorization: Bearer' is wrong")
         key = await self._keys.check(given, scope["method"], scope["path"])
         caller.set(key)
         structlog.contextvars.bind_contextvars(key=key.name)
+        return True
 
     def _check(self, path: str, headers: dict[str, str]) -> None:
         if CONTROL.search(path):

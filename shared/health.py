@@ -17,6 +17,13 @@ from shared.wire import Dependency, Health, Readiness, VersionInfo
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/version"})
 """What is answered without a token."""
 
+
+class Starting(str):
+    """A sentence of a dependency that starts: time alone mends it."""
+
+    __slots__ = ()
+
+
 Check = Callable[[], Awaitable[str | None]]
 """Returns None when the dependency is ready, else a sentence saying what it waits for."""
 
@@ -52,7 +59,9 @@ def add_health_routes(
         ready = not any(details.values())
         response.status_code = 200 if ready else 503
         dependencies = {
-            name: Dependency(ok=detail is None, detail=detail or "ready")
+            name: Dependency(
+                ok=detail is None, detail=detail or "ready", starting=isinstance(detail, Starting)
+            )
             for name, detail in details.items()
         }
         return Readiness(ready=ready, dependencies=dependencies)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +20,14 @@ from typing import Any, TypeGuard
 from pydantic import ValidationError
 
 from shared.errors import BadRequest
-from shared.explain import sentences
+from shared.explain import sentences, shown
 from shared.job import MAY_CHANGE, Job
 
+MAX_FILE_MIB = 64
+"""Largest job file or reward file. A job may hold its problems."""
 
-def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Returns the job in the TOML file `path` with `overrides` ("a.b=c") applied and paths made
     absolute.
 
@@ -30,13 +35,17 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     taken as Hugging Face ids. Raises BadRequest with one sentence per fault, which begins with what
     is at fault: the file, or an override.
     """
+    if not isinstance(path, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadRequest(f"the job file is {shown(path)}; expected a path")
+    check_overrides(overrides)
+    path = Path(path)
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(_text(path))
     except FileNotFoundError as error:
         raise BadRequest(f"no job file at {str(path)!r}") from error
     except OSError as error:
         raise BadRequest(f"the job file {str(path)!r} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of TOML, of UTF-8, or a path with a null byte
         raise BadRequest(f"{path}: not valid TOML: {error}") from error
     of_file = copy.deepcopy(document)
     for override in overrides:
@@ -53,6 +62,15 @@ def make_job(document: dict[str, Any], overrides: Sequence[str], where: str) -> 
     for override in overrides:
         _apply(document, override)
     return _in_file(document, Path(where))
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raises BadRequest for what is no list of texts, such as one text alone."""
+    is_list = isinstance(overrides, list | tuple)
+    if not is_list or not all(isinstance(each, str) for each in overrides):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadRequest(
+            f"the overrides are {shown(overrides)}; expected a list, for example ['steps=2']"
+        )
 
 
 def _in_file(document: dict[str, Any], path: Path) -> Job:
@@ -179,15 +197,33 @@ def _is_list(value: Any) -> TypeGuard[list[Any]]:
 def _source(file: Path, folder: Path) -> str:
     for candidate in (folder / file, file):
         if candidate.is_file():
-            try:
-                return candidate.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise BadRequest(
-                    f"the reward file {str(candidate)!r} cannot be read as text: {error}"
-                ) from error
+            return read_source(candidate)
     raise BadRequest(
         f"no reward file at {str(file)!r}, looked for it in {str(Path.cwd())!r} and {str(folder)!r}"
     )
+
+
+def read_source(path: Path) -> str:
+    """Returns the code in a reward file. Raises BadRequest if it cannot be read as text."""
+    try:
+        return _text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(
+            f"the reward file {str(path)!r} cannot be read as text: {error}"
+        ) from error
+
+
+def _text(path: Path) -> str:
+    """Returns the text of a file or pipe. Raises BadRequest for a device, which may have no end,
+    and for more than `MAX_FILE_MIB`."""
+    with path.open("rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise BadRequest(f"{str(path)!r} is a device; expected a text file")
+        data = file.read((MAX_FILE_MIB << 20) + 1)
+    if len(data) > MAX_FILE_MIB << 20:
+        raise BadRequest(f"{str(path)!r} is larger than {MAX_FILE_MIB} MiB; expected a text file")
+    return data.decode("utf-8-sig")  # an editor may have put a byte order mark before it
 
 
 def _absolute(document: dict[str, Any]) -> None:

@@ -7,24 +7,31 @@ import logging
 import re
 import secrets
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
-from typing import Any
-
-import structlog
+from typing import TYPE_CHECKING, Any
 
 from shared import tracing
-from shared.config import Settings
+
+if TYPE_CHECKING:  # imported where it is used: a command that logs nothing does without
+    import structlog
+
+    from shared.config import Settings
+
+    Logger = structlog.stdlib.BoundLogger
 
 API_KEY = re.compile(r"hone_(?P<name>[a-z0-9-]{1,40})_[A-Za-z0-9_-]{43}")
 """The secret of a named API key. Of one that stands in a log only the name is left."""
 
-Logger = structlog.stdlib.BoundLogger
+_at_first: list[Callable[[], None]] = []
+"""What is to be done before anything is logged."""
 
 
 def configure(service: str, settings: Settings) -> None:
     """Sends all logs of this process, the libraries' warnings included, to stderr, one JSON object
     (or console line) each."""
+    import structlog
+
     hidden = settings.secrets()
 
     def redact(
@@ -65,6 +72,12 @@ def configure(service: str, settings: Settings) -> None:
 def to_stderr() -> None:
     """Sends a command's warnings to stderr, as lines for people: its stdout is for what it was
     asked for."""
+    _at_first.append(_lines_on_stderr)
+
+
+def _lines_on_stderr() -> None:
+    import structlog
+
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -72,6 +85,10 @@ def to_stderr() -> None:
 
 
 def get_logger() -> Logger:
+    import structlog
+
+    while _at_first:
+        _at_first.pop()()
     return structlog.get_logger()
 
 
@@ -79,6 +96,10 @@ def request_id() -> str:
     """Returns the id of the request that is being answered. Outside of one, a new one for a request
     to be made: of the job that is being worked on, if any, so that the logs of all services are
     searched by a job's id."""
+    if "structlog" not in sys.modules:  # nothing was bound
+        return secrets.token_hex(8)
+    import structlog
+
     bound = structlog.contextvars.get_contextvars()
     job = f"{bound['job']}." if "job" in bound else ""
     return bound.get("request_id") or job + secrets.token_hex(8)
@@ -86,11 +107,15 @@ def request_id() -> str:
 
 def of_request(id: str) -> AbstractContextManager[None]:
     """All that is logged within has the id."""
+    import structlog
+
     return structlog.contextvars.bound_contextvars(request_id=id)
 
 
 def of_job(job_id: str) -> None:
     """All that this task logs from now on has the job."""
+    import structlog
+
     structlog.contextvars.bind_contextvars(job=job_id)
 
 

@@ -30,25 +30,35 @@ STRETCHED = ("rope_scaling", "rope_parameters")
 
 SIZE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1}
 
+CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
+"""Dimensions of an attention head that vLLM has on a CPU, in the pinned version."""
+
 Config = Mapping[str, Any]
 Tensors = Mapping[str, StoredTensor]
 
 
 def check_model_folder(folder: Path, max_model_len: int | None = None) -> None:
     """Raises BadRequest that says which file of a model folder is wrong, and what is expected."""
+    config = check_config(folder, max_model_len)
+    tensors = _whole_tensors(folder)
+    if config["architectures"][0] in PLAIN:
+        _check_tensors(folder, config, tensors)
+    _check_tokenizer(folder)
+
+
+def check_config(folder: Path, max_model_len: int | None = None) -> Config:
+    """Returns the model's configuration. Raises BadRequest for one that cannot be trained, or does
+    not hold as many tokens."""
     config = read_config(folder)
     _check_architecture(folder, config)
     _check_window(folder, config, max_model_len)
-    tensors = _whole_tensors(folder)
     if "quantization_config" in config:
         raise _wrong(
             folder / "config.json",
             "it has a quantization_config, and quantized weights cannot be trained; expected a "
             "model in float32, float16 or bfloat16",
         )
-    if config["architectures"][0] in PLAIN:
-        _check_tensors(folder, config, tensors)
-    _check_tokenizer(folder)
+    return config
 
 
 def read_config(folder: Path) -> Config:
@@ -73,6 +83,22 @@ def window_of(config: Config) -> int | None:
             return None
     window: Any = inner.get("max_position_embeddings")
     return window if isinstance(window, int) else None
+
+
+def cpu_limit(config: Config) -> str | None:
+    """Returns why vLLM cannot sample the model on a CPU, as far as that is known; None: it can."""
+    inner: Config = config.get("text_config") or config
+    head, hidden = inner.get("head_dim"), inner.get("hidden_size")
+    heads = inner.get("num_attention_heads")
+    if not head and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        head = hidden // heads
+    if not isinstance(head, int) or "kv_lora_rank" in inner or head in CPU_HEAD_SIZES:
+        return None
+    sizes = ", ".join(map(str, sorted(CPU_HEAD_SIZES)))
+    return (
+        f"its attention heads have {head} dimensions (head_dim in its config.json, else "
+        f"hidden_size by num_attention_heads), and vLLM has them on a CPU of {sizes} only"
+    )
 
 
 def check_rope(model: str, config: Config, max_model_len: int | None) -> None:

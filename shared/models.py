@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+import httpx2
+
 from shared.digest import stored_tensors
-from shared.errors import BadRequest, Failed
+from shared.errors import BadRequest, Failed, Unavailable
 
 HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*")
+MODELS_WITHOUT_OWNER = frozenset(
+    {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "ctrl", "openai-gpt"}
+)
+"""Models that the Hub had before ids had an owner. Any other name without an owner, as OpenAI's
+are, is no model there."""
+
 EXPECTED = (
     "expected a folder with config.json and *.safetensors files, or a Hugging Face id such as "
     "Qwen/Qwen2.5-0.5B-Instruct"
 )
+
+
+def may_be_on_hub(model: str) -> bool:
+    """Whether the Hugging Face hub can have a model of this name."""
+    has_owner = "/" in model or model in MODELS_WITHOUT_OWNER
+    return has_owner and HUB_ID.fullmatch(model) is not None
+
+
+def hub_is_offline() -> bool:
+    """Whether the Hugging Face hub is not to be asked (HF_HUB_OFFLINE)."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+HUB_TIMEOUT_S = 10.0
+
+
+def check_hub(model: str) -> None:
+    """Raises Unavailable if the Hugging Face hub cannot be asked for a model that is not here.
+    Nothing is tried on a host that is not to ask it (HF_HUB_OFFLINE)."""
+    if hub_is_offline():
+        return
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        httpx2.head(hub, timeout=HUB_TIMEOUT_S)
+    except httpx2.HTTPError as error:
+        raise Unavailable(
+            f"{model!r} is neither a folder on this host nor in its Hugging Face cache, and {hub} "
+            f"cannot be reached ({type(error).__name__}: {error}); {EXPECTED}",
+            code="hub_away",
+        ) from error
 
 
 def model_folder(model: str) -> Path | None:
@@ -39,5 +78,7 @@ def model_folder(model: str) -> Path | None:
     if folder.exists():
         raise BadRequest(f"'model': {model!r} is a file; {EXPECTED}")
     if not HUB_ID.fullmatch(model):
-        raise BadRequest(f"'model': there is no folder {model!r} here; {EXPECTED}")
+        raise BadRequest(
+            f"'model': there is no folder {model!r} here; {EXPECTED}", code="not_there"
+        )
     return None

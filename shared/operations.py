@@ -24,7 +24,6 @@ from shared.errors import Conflict, Failed, HoneError, NotFound
 from shared.logs import get_logger
 from shared.wire import WaitRequest, WaitResult
 
-WAIT_PATH = "/operations/wait"
 KEEP_S = 600.0
 """How long the result of an operation is kept, whether or not somebody fetched it."""
 

@@ -14,11 +14,10 @@ import httpx2 as httpx
 
 from shared import codec
 from shared.errors import HoneError
-from shared.operations import WAIT_PATH
-from shared.wire import WaitRequest, WaitResult
+from shared.wire import WAIT_PATH, WaitRequest, WaitResult
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
-"""Between two attempts to reach a service: twice as long each time, up to the most."""
+"""Seconds between two attempts to reach a service: twice as long each time, up to the most."""
 
 GATHER_S = 0.02
 """How long operations are gathered before they are asked for together, while others are asked for

@@ -14,6 +14,15 @@ AWAY_S = 3.0
 not reported."""
 
 
+def since(at: float) -> str:
+    """Returns since when something lasts, and how long, for sentences; `at` is Unix time."""
+    return f"since {_clock(at)} UTC ({time.time() - at:.0f} s)"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(at))
+
+
 async def tell_nobody(_message: str, _away: bool) -> None:
     pass
 
@@ -23,29 +32,30 @@ class Presence:
     now."""
 
     def __init__(self, service: str, tell: Tell) -> None:
-        self._service = service
+        self._service = self._who = f"the {service} service"
         self._tell = tell
         self._since: float | None = None
         self._told = False
 
     @property
-    def away_since(self) -> float | None:
-        """Unix time since when it is said to be away; None: it is not."""
+    def away(self) -> tuple[str, float] | None:
+        """The service that is said to be away, and since when (Unix time); None: it is not."""
         if self._since is None or not self._told:
             return None
-        return time.time() - (time.monotonic() - self._since)
+        return self._who, time.time() - (time.monotonic() - self._since)
 
-    async def missed(self, asked_at: float, reason: str) -> None:
-        """Notes that a call made at `asked_at` (time.monotonic) had no answer, and why."""
+    async def missed(self, asked_at: float, reason: str, who: str | None = None) -> None:
+        """Notes that a call made at `asked_at` (time.monotonic) had no answer, and why. `who` is
+        away in place of the service, which asked for it in vain."""
+        if (who or self._service) != self._who:
+            self._since, self._told, self._who = None, False, who or self._service
         self._since = asked_at if self._since is None else self._since
         away_s = time.monotonic() - self._since
         if self._told or away_s < AWAY_S:
             return
         self._told = True
-        since = time.strftime("%H:%M:%S", time.gmtime(time.time() - away_s))
-        await self._tell(
-            f"the {self._service} service is away since {since} UTC: {reason}; waiting for it", True
-        )
+        clock = _clock(time.time() - away_s)
+        await self._tell(f"{self._who} is away since {clock} UTC: {reason}; waiting for it", True)
 
     async def heard(self) -> None:
         """Notes that the service answered."""
@@ -53,4 +63,4 @@ class Presence:
         self._since, self._told = None, False
         if since is not None and told:
             away_s = round(time.monotonic() - since)
-            await self._tell(f"the {self._service} service is back after {away_s} s", False)
+            await self._tell(f"{self._who} is back after {away_s} s", False)

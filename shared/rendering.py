@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from shared import codec
 from shared.errors import MEDIA_TYPE, BadRequest, Busy, HoneError, Malformed, NotFound, from_problem
@@ -67,7 +68,10 @@ async def refuse_unknown_parameters(request: Request) -> None:
 
 def media_type(request: Request, data: bytes) -> str:
     """Returns the Content-Type of the body `data`. Raises BadRequest for one that is not read here,
-    which keeps out the forms of web pages."""
+    which keeps out the forms of web pages, and for a body that is compressed."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise BadRequest(f"Content-Encoding is {encoding!r}; expected a body as it is")
     given = request.headers.get("content-type", "").partition(";")[0].strip()
     if given in (codec.JSON, codec.MSGPACK) or (not data and not given):
         return given or codec.JSON
@@ -141,6 +145,11 @@ async def answer_http(request: Request, error: Exception) -> Response:
     asked = f"{request.method} {request.url.path}"
     if error.status_code == 404:
         return problem(NotFound(f"no route {asked}"))
+    if error.status_code == 405:
+        methods = sorted(_methods_of(request))
+        detail = f"no route {asked}; this path has {' and '.join(methods)}"
+        document = NotFound(detail).problem() | {"status": 405}
+        return JSONResponse(document, 405, {"allow": ", ".join(methods)}, media_type=MEDIA_TYPE)
     document = {"detail": f"{asked}: {error.detail}"}
     refused = from_problem(error.status_code, document, "service").problem()
     return JSONResponse(
@@ -149,3 +158,9 @@ async def answer_http(request: Request, error: Exception) -> Response:
         error.headers,
         media_type=MEDIA_TYPE,
     )
+
+
+def _methods_of(request: Request) -> set[str]:
+    """Returns the methods that the routes of the request's path have."""
+    here = (route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE)
+    return {method for route in here for method in route.methods}

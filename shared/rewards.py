@@ -2,10 +2,14 @@
 sandbox imports it as well.
 
     class Runs(hone.Reward):
-        def score_batch(self, prompts, completions, tests, **columns):
-            pairs = zip(completions, tests)
-            programs = [{"code": completion, "expression": test} for completion, test in pairs]
-            return [float(run.value is True) for run in self.execute_batch_in_sandbox(programs)]
+        def score_batch(self, prompts, completions, calls, results, **columns):
+            pairs = zip(completions, calls)
+            programs = [{"code": completion, "expression": call} for completion, call in pairs]
+            runs = self.execute_batch_in_sandbox(programs)
+            return [float(run.value == result) for run, result in zip(runs, results)]
+
+`call` is such as "square(3)", and what it comes to is compared here, where it is plain data: inside
+of the sandbox the program says what `==` means.
 
 See docs/rewards.md.
 """

@@ -39,9 +39,10 @@ from shared.errors import HoneError
 from shared.gate import Gate, Keys, RequestMetrics
 from shared.health import Check, add_health_routes, hone_version
 from shared.logs import get_logger
-from shared.operations import WAIT_PATH, Operation, Operations
+from shared.operations import Operation, Operations
+from shared.ownership import Ownership
 from shared.ports import check_port
-from shared.wire import WaitRequest, WaitResult
+from shared.wire import WAIT_PATH, WaitRequest, WaitResult
 
 GRACE_S = 5
 """How long requests that wait for no operation may take after SIGTERM."""
@@ -54,7 +55,7 @@ process."""
 class Service:
     """One HTTP service: `app` is the ASGI application, with the health routes in place. `busy` says
     how much is under way, in the service's own unit; None: its operations. `keys` are taken beside
-    HONE_TOKEN."""
+    HONE_TOKEN. `ownership`: whose it is, if it may be an orchestrator's."""
 
     def __init__(
         self,
@@ -68,9 +69,11 @@ class Service:
             [], contextlib.AbstractAsyncContextManager[None]
         ] = contextlib.nullcontext,
         keys: Keys | None = None,
+        ownership: Ownership | None = None,
     ) -> None:
         self.name = name
         self.settings = settings
+        self.ownership = ownership or Ownership(name)
         self.registry = CollectorRegistry()
         self.draining = Draining(name)
         self.operations = Operations(settings.operation_deadline_s, self.draining)
@@ -216,6 +219,7 @@ class Service:
             settings=self.settings,
             metrics=RequestMetrics(self.registry),
             draining=self.draining,
+            ownership=self.ownership,
             keys=self._keys,
         )
         app.add_exception_handler(HoneError, rendering.answer_error)

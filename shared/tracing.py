@@ -13,13 +13,14 @@ import os
 from collections.abc import Generator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from shared.config import Settings
 from shared.errors import BadRequest
 from shared.extras import how_to_install
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
+
+    from shared.config import Settings
 
 COLLECTORS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 """OpenTelemetry's own variables, which its exporter reads."""

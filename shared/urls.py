@@ -7,6 +7,10 @@ import re
 from urllib.parse import urlsplit
 
 _VISIBLE = re.compile(r"[!-~]{1,1000}")
+_PORT = re.compile(r":(\d{5,})/?$")
+_USER = re.compile(r"://[^/?#\s]*@")
+
+PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003, "redis": 6379}
 
 DNS_PREFIX = "dns+"
 """Before the URL of a name that stands for a sampler at each of its addresses."""
@@ -70,16 +74,24 @@ def check_samplers(text: str, trainers: str) -> None:
     _check_apart([set(group) for group in groups])
 
 
+def without_password(text: str) -> str:
+    """Returns the text, in which no URL has a user or a password."""
+    return _USER.sub("://***@", text)
+
+
 def check_url(text: str, example: str, shown: str | None = None) -> None:
     """Raises ValueError, with an `example` of what was expected, for what is no URL. `shown` is how
     the setting has it, where that is more than the URL."""
     try:
         url = urlsplit(text)
         is_url = url.scheme in ("http", "https") and url.hostname and url.port != 0
-    except ValueError:  # no number, or no address in its brackets
+    except ValueError:  # no number, a number beyond 65535, or no address in its brackets
         is_url = False
     if not is_url or "," in text:
-        raise ValueError(f"{shown or text!r} is no URL; expected for example {example}")
+        port = _PORT.search(text)
+        why = f": port {port[1]} is beyond 65535" if port and int(port[1]) > 65535 else ""
+        named = without_password(shown or text)
+        raise ValueError(f"{named!r} is no URL{why}; expected for example {example}")
 
 
 def _check_apart(groups: list[set[str]]) -> None:

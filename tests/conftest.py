@@ -17,6 +17,9 @@ from tests.support.running import running_redis
 # this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# No test depends on what the Hub has, or waits for it; it is read when its library is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 FIRST_FILES = ("test_demo.py", "test_rollout_engine.py", "test_loop.py", "test_trainer_resume.py")
 """Minutes each: they begin first, so that no worker is left alone with one at the end. The one test
 of the demo is given out with the next file but one: the two that run a whole stack follow each

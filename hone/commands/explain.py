@@ -1,10 +1,10 @@
-"""`hone explain`: what a key of a job or a setting means, its type, bounds and default. All of it
-is read off the models' JSON schema, so OpenAPI says the same."""
+"""`hone explain`: what a key of a job, a setting or a param of a grader means, its type, bounds and
+default. All of it is read off the models' JSON schema, so OpenAPI says the same."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -13,13 +13,15 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
+from hone import graders_here
 from hone.shell import Output, OutputOption, command, show
 from shared.config import PREFIX, Settings
 from shared.errors import NotFound
-from shared.explain import closest
+from shared.explain import called_here, closest
 from shared.job import Job
+from shared.wire import GraderInfo
 
-JOB, SETTINGS = "job", "settings"
+JOB, SETTINGS, GRADERS = "job", "settings", "graders"
 """What the whole of each is asked for by."""
 
 TYPES = {"string": "text", "boolean": "true or false", "object": "table"}
@@ -54,32 +56,47 @@ class Explanation(BaseModel):
 def explain(
     key: Annotated[
         str,
-        typer.Argument(help="a key, a section or a setting: sampling.top_p, sampling, HONE_HOST"),
+        typer.Argument(
+            help="a key, section, setting or grader: sampling.top_p, sampling, HONE_HOST, math"
+        ),
     ] = JOB,
     output: OutputOption = Output.table,
 ) -> None:
-    """Explain a key of a job, or a setting. Without a key, all of a job; `settings` for all
-    settings."""
+    """Explain a key of a job, a setting or a grader.
+
+    Without a key, all of a job; `settings` for all settings, `graders` for all graders."""
     found = find(key)
     show(output, found, lambda: _shown(found))
 
 
 def find(key: str) -> Explanation:
     """Returns what `key` means: dotted, or its last part if no other key ends so; positions in
-    lists are skipped. Raises NotFound with the nearest key."""
+    lists are skipped. What is no key of a job and no setting is looked for among the graders.
+    Raises NotFound with the key that other trainers call so, else the nearest."""
     known = {found.key: found for found in _all_keys()}
     name = ".".join(part for part in key.strip().split(".") if not part.isdecimal())
     if found := known.get(name) or known.get(name.upper()) or known.get(PREFIX + name.upper()):
         return found
-    same = [full for full in known if full.endswith(f".{name}")]
+    if not (same := _ending(name, known)):
+        known |= {found.key: found for found in _with_fields(_graders())}
+        if found := known.get(name):
+            return found
+        same = _ending(name, known)
     if len(same) == 1:
         return known[same[0]]
     if same:
         raise NotFound(f"several keys are called {name!r}: {', '.join(sorted(same))}")
     ends = {full.rpartition(".")[2]: full for full in known}
     near = closest(name, list(known)) or ends.get(closest(name, list(ends)) or "")
-    hint = f"did you mean {near!r}?" if near else "`hone explain` lists the keys of a job"
+    *section, last = name.split(".")
+    hint = called_here(last, Job, tuple(section)) or (
+        f"did you mean {near!r}?" if near else "`hone explain` lists the keys of a job"
+    )
     raise NotFound(f"no key {key!r}; {hint}")
+
+
+def _ending(name: str, known: Iterable[str]) -> list[str]:
+    return [full for full in known if full.endswith(f".{name}")]
 
 
 def _all_keys() -> Iterator[Explanation]:
@@ -89,6 +106,25 @@ def _all_keys() -> Iterator[Explanation]:
         yield whole
         for field in whole.fields:
             yield from _with_fields(field)
+
+
+def _graders() -> Explanation:
+    """Returns the graders of this version of Hone; their params are the fields of each."""
+    listed = tuple(map(_grader, graders_here.listed()))
+    text = "What `grader` of a [[rewards]] can name; the keys of each are those of `params`."
+    return Explanation(
+        key=GRADERS, type="", bounds="", default=None, required=True, text=text, fields=listed
+    )
+
+
+def _grader(info: GraderInfo) -> Explanation:
+    key = f"{GRADERS}.{info.name}"
+    found = _explanation(key, info.params, info.params, required=False, prefix=f"{key}.")
+    texts = [
+        " ".join(info.description.split()),
+        found.text if found.fields else "It has no params.",
+    ]
+    return found.model_copy(update={"type": "grader", "text": "\n".join(texts)})
 
 
 def _with_fields(found: Explanation) -> Iterator[Explanation]:
@@ -155,14 +191,14 @@ def _type(schema: Schema, root: Schema) -> str:
     if choices := target.get("enum") or ([target["const"]] if "const" in target else []):
         return " or ".join(json.dumps(choice) for choice in choices)
     if target.get("type") == "array":
-        inner = _type(target.get("items", {}), root)
+        inner = _type(target.get("items") or target.get("prefixItems", [{}])[0], root)
         return "list of sections" if inner == "section" else f"list of {inner}"
     kind = str(target.get("type", "any value"))
     return FORMATS.get(str(target.get("format"))) or TYPES.get(kind, kind)
 
 
 def _shown(found: Explanation) -> Group:
-    lines = [_entry(found)] if found.key not in (JOB, SETTINGS) else []
+    lines = [_entry(found)] if found.key not in (JOB, SETTINGS, GRADERS) else []
     return Group(*lines, *map(_entry, found.fields))
 
 
@@ -173,6 +209,6 @@ def _entry(found: Explanation) -> Group:
 
 
 def _default(found: Explanation) -> str:
-    if found.type in ("section", "list of sections"):
+    if found.type in ("section", "list of sections", "grader"):
         return ""
     return f"default {'none' if found.default is None else json.dumps(found.default)}"

@@ -20,7 +20,7 @@ from hone.shell import REWARDS_ONLY, Output, OutputOption, command, show
 from shared.client import Client
 from shared.errors import BadRequest, Unavailable
 from shared.job import RewardSpec
-from shared.job_file import load_job
+from shared.job_file import load_job, read_source
 from shared.wire import Score, ScoreItem, ScoreRequest, ScoreResult, VersionInfo
 
 SCORE_DEADLINE_S = 900.0
@@ -89,12 +89,7 @@ def grade(
 def own_reward(file: Path, function: str, params: Sequence[str]) -> RewardSpec:
     """Returns the reward that is `function` in `file`. Raises BadRequest if the file cannot be
     read."""
-    try:
-        source = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(
-            f"the reward file {str(file)!r} cannot be read as text: {error}"
-        ) from error
+    source = read_source(file)
     return RewardSpec(file=str(file), function=function, source=source, params=_params(params))
 
 

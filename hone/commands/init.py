@@ -16,7 +16,7 @@ from rich.text import Text
 from hone.first_job.lengths import Lengths, fitted
 from hone.first_job.looking import READERS, Reward, Row, Source, look
 from hone.first_job.writing import Draft, content, job_text, own_text
-from hone.shell import Output, OutputOption, command, show
+from hone.shell import Output, OutputOption, command, err, show
 from shared.errors import BadRequest
 from shared.job_file import load_job
 
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 REWARDS: tuple[Reward, ...] = get_args(Reward)
 
 JUDGE_MODEL = "gpt-4.1-mini"
+
+WHICH_MODEL = "Which model is trained: a folder, or a Hugging Face id?"
+WHICH_DATA = "Which problems does it train on: a file, or a Hugging Face dataset id?"
+WHAT_GRADES = f"What grades answers: {', '.join(REWARDS[:-1])} or {REWARDS[-1]}?"
 
 
 class Written(BaseModel):
@@ -65,11 +69,10 @@ def init(
     output: OutputOption = Output.table,
 ) -> None:
     """Write a first job for a model and a data file. Asks for what is not given."""
-    model = model or _ask("--model", "Model (a folder, or a Hugging Face id)", _a_model())
-    data = data or _ask("--data", "Data (a file, or a Hugging Face dataset id)", _a_file())
+    model = model or _ask("--model", WHICH_MODEL, _a_model())
+    data = data or _ask("--data", WHICH_DATA, _a_file())
     source = look(data, held_out, prompt, answer)
-    question = f"Reward ({', '.join(REWARDS)}) for {_found(source)}"
-    reward = reward or _ask("--reward", question, source.layout.suggested)
+    reward = reward or _ask("--reward", WHAT_GRADES, source.layout.suggested, _found(source))
     if reward not in REWARDS:
         raise BadRequest(f"--reward {reward!r}: expected one of {', '.join(REWARDS)}")
     draft = Draft(
@@ -90,12 +93,16 @@ def is_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def _ask(flag: str, question: str, default: str | None) -> str:
+def _ask(flag: str, question: str, default: str | None, finding: str = "") -> str:
+    """Returns the answer to a question, before which the `finding` that helps to answer it is
+    shown; without a terminal the default."""
     if not is_terminal():
         if default:
             return default
         raise BadRequest(f"{flag} is not given, and there is no terminal to ask at")
-    return str(typer.prompt(question, default=default, err=True))
+    if finding:
+        err.print(finding, markup=False, highlight=False)
+    return str(typer.prompt(question, default=default, prompt_suffix=" ", err=True))
 
 
 def _a_model() -> str | None:
@@ -141,16 +148,19 @@ def _measured(draft: Draft) -> tuple[Draft, list[str]]:
     notes = [_found(source)]
     folder = model_folder(draft.model)
     if folder is None:
-        return draft, [*notes, f"lengths are not measured: {draft.model!r} is not a folder here"]
+        return draft, [*notes, f"tokens are not counted: {draft.model!r} is not a folder here"]
     check_model_folder(folder)
     try:
         reader = prompt_reader(draft.model, folder)
     except CannotCount as error:
-        return draft, [*notes, f"lengths are not measured: {error}"]
+        return draft, [*notes, f"tokens are not counted: {error}"]
     draft = replace(draft, has_template=reader.template is not None)
     window = window_of(read_config(folder))
-    if window is None or not source.rows:
-        return draft, [*notes, "lengths are not measured"]
+    if not source.rows:
+        return draft, [*notes, f"tokens are not counted: {source.train!r} is not a file here"]
+    if window is None:
+        why = "the model's config.json does not say how many tokens it holds"
+        return draft, [*notes, f"tokens are not counted: {why}"]
     lengths = fitted(
         reader.count([content(draft, row) for row in (*source.rows, *source.held_out)]),
         _answers(reader, source.rows, layout.answer),
@@ -190,8 +200,8 @@ def _told(lengths: Lengths) -> str:
         else ""
     )
     return (
-        f"the model holds {lengths.window} tokens; prompts have up to {lengths.longest}, "
-        f"completions get {lengths.max_tokens}{dropped}"
+        f"the model holds {lengths.window} tokens: the longest prompt has {lengths.longest}, and "
+        f"a completion may have {lengths.max_tokens}{dropped}"
     )
 
 

@@ -1,98 +1,30 @@
-"""Submitting, listing and changing jobs: `hone submit`, `ls`, `get`, `cancel`, `pause`, `resume`,
-`rm`."""
+"""Listing and changing jobs: `hone ls`, `get`, `cancel`, `pause`, `resume`, `rm`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hone import view
-from hone.client import Client
-from hone.commands.logs import follow
-from hone.plan_view import estimate_line
 from hone.shell import (
+    FAILED,
     JobArgument,
-    JobFileArgument,
     Output,
     OutputOption,
-    OverridesOption,
     command,
     connect,
     err,
-    out,
-    saying,
     show,
 )
-from shared.errors import BadRequest, HoneError
-from shared.job import Job
-from shared.job_file import load_job
-from shared.wire import TERMINAL, JobRecord, JobStatus
+from shared.errors import BadRequest
+from shared.wire import TERMINAL, JobStatus
 
-CHECKING = "checking the job's data, model and rewards"
+if TYPE_CHECKING:
+    from hone.resuming import Resumed
 
 NO_JOBS = "no jobs yet; `hone submit JOB.toml` starts one"
-
-
-@command
-def submit(
-    file: JobFileArgument,
-    overrides: OverridesOption = None,
-    following: Annotated[
-        bool, typer.Option("--follow", help="show progress until the job ends")
-    ] = False,
-    key: Annotated[
-        str | None, typer.Option(help="idempotency key: the same key and job submit once")
-    ] = None,
-    dry: Annotated[
-        bool,
-        typer.Option("--dry-run", help="only check the job, and show its first prompts"),
-    ] = False,
-    output: OutputOption = Output.table,
-) -> None:
-    """Submit a job."""
-    job = load_job(file, overrides or [])
-    with connect() as client:
-        if dry:
-            with saying(CHECKING):
-                tried = client.dry_run(job)
-            show(output, tried, lambda: view.dry_run(tried))
-            return
-        if following:
-            submit_and_follow(client, job, output, key=key)
-            return
-        with saying(CHECKING):
-            record = client.submit(job, key=key)
-        if output is Output.json:
-            view.as_json(out, record)
-            return
-        _say_accepted(client, record, job)
-        out.print(f"  hone logs -f {record.id}    to watch it", highlight=False)
-        out.print(f"  hone cancel {record.id}     to stop it", highlight=False)
-
-
-def submit_and_follow(client: Client, job: Job, output: Output, *, key: str | None = None) -> None:
-    """Shows a job from its submission to its end; exits 1 if it did not succeed."""
-    with saying(CHECKING):
-        record = client.submit(job, key=key)
-    if output is Output.table:
-        _say_accepted(client, record, job)
-    follow(client, record.id, output)
-
-
-def _say_accepted(client: Client, record: JobRecord, job: Job) -> None:
-    accepted = f"job {record.id} accepted; results go to {record.run_dir}"
-    out.print(accepted, soft_wrap=True, highlight=False)
-    out.print(f"  {_estimate(client, job)}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _estimate(client: Client, job: Job) -> str:
-    """Returns what the orchestrator expects of the job, in a line. That it cannot say it is no
-    fault of a job that was accepted."""
-    try:
-        return estimate_line(client.plan(job))
-    except HoneError as error:
-        return f"not planned: {error.detail}"
+NONE_PAUSED = "no job is paused"
 
 
 @command
@@ -121,7 +53,7 @@ def ls(
 
 def _pairs(given: list[str]) -> dict[str, str]:
     for one in given:
-        if "=" not in one:
+        if "=" not in one[1:]:
             raise BadRequest(f"--metadata {one!r}: expected NAME=VALUE, for example team=math")
     return dict(one.split("=", 1) for one in given)
 
@@ -157,18 +89,41 @@ def pause(job: JobArgument, output: OutputOption = Output.table) -> None:
 
 @command
 def resume(
-    job: JobArgument,
+    job: Annotated[
+        str | None, typer.Argument(help="a job's id, or its name for the newest of that name")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="every job that is paused, also those that you paused")
+    ] = False,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", help="KEY=VALUE of memory, steps, evaluation, checkpoints, ..."),
     ] = None,
     output: OutputOption = Output.table,
 ) -> None:
-    """Let a paused job go on where it was."""
+    """Let a paused job go on where it was.
+
+    With --all every paused job; exits 1 if one of them could not be resumed."""
+    if (job is None) != every or (every and changes):
+        raise BadRequest("name one job, to which --set may be added, or give --all alone")
     with connect() as client:
+        if job is None:
+            _show_resumed(client.resume_all(), output)
+            return
         state = client.resume(job, changes or [])
     watches = f"`hone logs -f {state.id}` watches it"
     show(output, state, lambda: f"job {state.id} is {state.status}; {watches}")
+
+
+def _show_resumed(found: tuple[Resumed, ...], output: Output) -> None:
+    said = [f"job {job.id} is {job.status}" if job.status else _not_resumed(job) for job in found]
+    show(output, found, lambda: "\n".join(said) if said else NONE_PAUSED)
+    if not all(job.status for job in found):
+        raise typer.Exit(FAILED)
+
+
+def _not_resumed(job: Resumed) -> str:
+    return f"job {job.id} was not resumed: {job.problem}"
 
 
 @command

@@ -13,14 +13,13 @@ from shared.wire import CreatedKey, KeyList
 
 NO_KEYS = "no keys yet; `hone keys create NAME` makes one"
 
-group = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys (needs HONE_TOKEN).")
-app.add_typer(group, name="keys")
-command = command_of(group)
+group = typer.Typer(no_args_is_help=True)
+app.add_typer(group, name="keys", help="Make, list and revoke API keys (needs HONE_TOKEN).")
 
 NameArgument = Annotated[str, typer.Argument(help="a-z, 0-9 and -, for whoever has the key")]
 
 
-@command
+@command_of(group)
 def create(
     name: NameArgument,
     read_only: Annotated[
@@ -34,7 +33,7 @@ def create(
     show(output, made, lambda: _sentence(made))
 
 
-@command
+@command_of(group)
 def list(output: OutputOption = Output.table) -> None:
     """List the keys that are valid."""
     with connect() as client:
@@ -42,7 +41,7 @@ def list(output: OutputOption = Output.table) -> None:
     show(output, listed.keys, lambda: _table(listed) if listed.keys else NO_KEYS)
 
 
-@command
+@command_of(group)
 def revoke(name: NameArgument, output: OutputOption = Output.table) -> None:
     """Revoke a key: no request with it is answered any more."""
     with connect() as client:

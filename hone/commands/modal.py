@@ -14,28 +14,28 @@ from hone.shell import Output, OutputOption, app, command_of
 from shared.errors import BadRequest
 from shared.extras import how_to_install
 
-group = typer.Typer(
-    no_args_is_help=True,
+group = typer.Typer(no_args_is_help=True)
+app.add_typer(
+    group,
+    name="modal",
     help="Deploy to Modal.\n\nThe settings HONE_MODAL_* say what (docs/modal.md).",
 )
-app.add_typer(group, name="modal")
-command = command_of(group)
 
-data = typer.Typer(no_args_is_help=True, help="Data files on Modal.")
-app.add_typer(data, name="data")
+data = typer.Typer(no_args_is_help=True)
+app.add_typer(data, name="data", help="Data files on Modal.")
 
 TrialOption = Annotated[
     bool, typer.Option("--trial", help="all of it in one container, Redis included")
 ]
 
 
-@command
+@command_of(group)
 def up(trial: TrialOption = False, output: OutputOption = Output.table) -> None:
     """Deploy the services to Modal, and print where the jobs API is."""
     _manage("up", output, *(["--trial"] if trial else []))
 
 
-@command
+@command_of(group)
 def down(
     trial: Annotated[
         bool, typer.Option("--trial", help="stop the trial's container instead")
@@ -46,7 +46,7 @@ def down(
     _manage("down", output, *(["--trial"] if trial else []))
 
 
-@command
+@command_of(group)
 def status(output: OutputOption = Output.table) -> None:
     """Show which apps are deployed, and how many containers run."""
     _manage("status", output)

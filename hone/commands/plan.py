@@ -7,13 +7,22 @@ from typing import Annotated
 
 import typer
 
+from hone import graders_here
 from hone.plan_view import plan_lines
-from hone.shell import JobFileArgument, Output, OutputOption, OverridesOption, command, show
+from hone.shell import (
+    JobFileArgument,
+    Output,
+    OutputOption,
+    OverridesOption,
+    command,
+    err,
+    job_in,
+    show,
+)
 from shared import codec
 from shared.environment import load_settings
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Failed
 from shared.job import Job
-from shared.job_file import load_job
 from shared.plan.gpus import parse_gpus
 from shared.plan.model import CannotPlan, find_model
 from shared.plan.planning import Known, make_plan, planned_gpus
@@ -41,7 +50,7 @@ def plan(
 
     No service has to run. Without --gpus it is planned for HONE_GPUS, or else for the GPUs of this
     machine."""
-    job = load_job(file, overrides or [])
+    job = job_in(file, overrides)
     settings = load_settings()
     pools = parse_gpus(gpus) if gpus is not None else planned_gpus(settings)
     known = Known(prompt_tokens, measured_in(measured) if measured else None)
@@ -49,6 +58,10 @@ def plan(
         model = find_model(job.model, job.model_revision)
     except CannotPlan as error:
         raise BadRequest(str(error)) from error
+    try:
+        graders_here.check(job.rewards)
+    except Failed as error:  # where that service is not installed a plan is made all the same
+        err.print(f"the rewards are not checked: {error.detail}", markup=False, highlight=False)
     planned = make_plan(job, model, settings, pools, known)
     show(output, planned, lambda: "\n".join(plan_lines(planned)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hone import stack
-from hone.commands.jobs import submit_and_follow
+from hone.commands.submit import submit_and_follow
 from hone.commands.up import FolderOption, start
 from hone.shell import (
     JobFileArgument,
@@ -15,10 +15,10 @@ from hone.shell import (
     command,
     connect,
     err,
+    job_in,
 )
 from shared.environment import load_settings
 from shared.errors import Unavailable
-from shared.job_file import load_job
 
 STDERR = 2
 
@@ -33,7 +33,7 @@ def run(
     """Submit a job and follow it to its end.
 
     Starts the stack first if there is none; it stays up."""
-    job = load_job(file, overrides or [])
+    job = job_in(file, overrides)
     if started := _ensure_stack(folder):
         err.print(f"the stack in {folder} stays up; `hone down` stops it", highlight=False)
     with connect(folder if started else stack.FOLDER) as client:

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from hone import view
+from typing import Annotated
+
+import typer
+
+from hone.client import NotEnded
 from hone.commands.logs import show_end
-from hone.shell import JobArgument, Output, OutputOption, command, connect, out
+from hone.shell import (
+    TIMED_OUT,
+    JobArgument,
+    Output,
+    OutputOption,
+    as_json,
+    command,
+    connect,
+    err,
+)
 
 
 @command
-def wait(job: JobArgument, output: OutputOption = Output.table) -> None:
+def wait(
+    job: JobArgument,
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout", min=0, help="seconds, after which it exits 124")
+    ] = None,
+    output: OutputOption = Output.table,
+) -> None:
     """Wait for a job to end or pause.
 
-    Shows what became of it, and exits 1 if it did not succeed."""
+    Shows what became of it. Exits 0 if it succeeded, 1 if not, 3 if it is paused, and 124 if it
+    goes on after --timeout seconds."""
     with connect() as client:
-        record = client.wait(job, paused=True)
+        try:
+            record = client.wait(job, timeout_s=timeout_s)
+        except NotEnded as error:
+            err.print(f"hone: {error.detail}", markup=False, highlight=False)
+            raise typer.Exit(TIMED_OUT) from error
     if output is Output.json:
-        view.as_json(out, record)
+        as_json(record)
     show_end(record, output)

@@ -124,7 +124,7 @@ def job_text(draft: Draft) -> str:
         *REWARDS[draft.reward](draft),
         "",
         "[training]",
-        _line("learning_rate", 1e-6, "the usual one for whole weights; 1e-5 with [lora]"),
+        _beside("# learning_rate = 1e-6", "the default; 1e-5 with a section [lora]"),
     ]
     if draft.source.eval:
         count = len(draft.source.held_out)
@@ -265,7 +265,7 @@ def _judge(draft: Draft) -> list[str]:
     return [
         _line("grader", "llm_judge", "what a language model thinks of it, 0 to 1"),
         "",
-        _beside("[rewards.params]", "HONE_JUDGE_URL, HONE_JUDGE_API_KEY: where"),
+        _beside("[rewards.params]", "HONE_JUDGE_URL and HONE_JUDGE_API_KEY say where it is"),
         _line("model", draft.judge_model, "which one judges"),
         _line("rubric", rubric, "what it is asked"),
     ]

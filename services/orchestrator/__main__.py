@@ -13,6 +13,7 @@ def main(settings: Settings) -> None:
     from services.orchestrator.app import create_service
     from services.orchestrator.queue import watchdog
     from services.orchestrator.queue.store import Store
+    from services.orchestrator.record.writable import Writable
 
     if settings.redis_url is None:
         raise BadRequest(
@@ -33,6 +34,7 @@ def main(settings: Settings) -> None:
 
     async def opening() -> None:
         await store.open()
+        await Writable(settings.runs_dir).open()
         watchdog.watch(asyncio.get_running_loop(), watchdog.limit_s(settings))
 
     create_service(settings, store).run(settings.orchestrator_port, opening=opening)

@@ -18,23 +18,25 @@ from services.orchestrator.api import (
     states,
 )
 from services.orchestrator.api.access import Keys
+from services.orchestrator.api.checking import Checks
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.openai import calling, fine_tuning, graders
 from services.orchestrator.queue.store import Store
 from services.orchestrator.queue.worker import Worker
+from services.orchestrator.record.accepting import keep_unsubmitted_removed
 from services.orchestrator.record.noting import note_ends
+from services.orchestrator.record.writable import Writable
 from shared.config import Settings
 from shared.draining import Draining
-from shared.errors import HoneError, Unavailable
+from shared.errors import HoneError
 from shared.service import Service
 
 
 def create_service(settings: Settings, store: Store, *, works: bool = True) -> Service:
     """Returns the orchestrator, with a worker for each trainer running inside; without any, if it
     does not work: then it takes jobs on that another orchestrator with this Redis does."""
-    others = len(settings.slots) > 1
     slots = settings.slots if works else ()
-    workers = [Worker(store, slot, others=others) for slot in slots]
+    workers = [Worker(store, slot) for slot in slots]
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
@@ -42,32 +44,26 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
             await store.check(settings.runs_dir)
         noting = asyncio.create_task(note_ends(store))
         removing = asyncio.create_task(files.finish_removals(settings, store))
+        clearing = asyncio.create_task(keep_unsubmitted_removed(store, settings.runs_dir))
         leaving = [asyncio.create_task(_work(worker, service.draining)) for worker in workers]
         try:
             yield
         finally:
             service.draining.begin()
             left = await asyncio.gather(*leaving, return_exceptions=True)
-            await stop(noting, removing)
+            await stop(noting, removing, clearing)
             await store.close()
             for error in filter(None, left):
                 raise error
 
-    async def check_redis() -> str | None:
-        try:
-            await store.ping()
-        except Unavailable as error:
-            return error.detail
-        return None
-
-    named = Keys(settings.runs_dir)
-    service = Service(
-        "orchestrator", settings, readiness={"redis": check_redis}, lifespan=lifespan, keys=named
-    )
+    named, runs = Keys(settings.runs_dir), Writable(settings.runs_dir)
+    readiness = {"redis": store.why_unusable, "runs": runs.why_not}
+    service = Service("orchestrator", settings, readiness=readiness, lifespan=lifespan, keys=named)
     if workers:
         _add_gauges(service, workers)
-    jobs.add_routes(service, settings, store)
-    states.add_routes(service, settings, store)
+    checks = Checks(settings)
+    jobs.add_routes(service, settings, store, runs, checks)
+    states.add_routes(service, settings, store, checks)
     history.add_routes(service, store)
     regrade.add_route(service, settings, store)
     evaluations.add_routes(service, settings, store)
@@ -75,7 +71,7 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
     samplers.add_routes(service, settings, store)
     files.add_routes(service, settings, store)
     keys.add_routes(service, settings, named)
-    fine_tuning.add_routes(service, settings, store)
+    fine_tuning.add_routes(service, settings, store, runs, checks)
     graders.add_routes(service, settings)
     calling.add_routes(service, settings, store)
     return service

@@ -3,9 +3,10 @@ is imported behind it."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
-from shared import volume
+from shared import disk, volume
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.models import model_folder
@@ -29,14 +30,16 @@ def main(settings: Settings) -> None:
     replica = settings.rollout_replica or f"{socket.gethostname()}:{settings.rollout_port}"
     roots = (settings.shm_dir, settings.runs_dir)
     fetcher = Fetcher(settings.trainer_url, token=settings.bearer(), patience_s=settings.patience_s)
+    copies_dir = settings.copies_dir or settings.shm_dir
+    with contextlib.suppress(OSError):  # who writes there says so: not all jobs do
+        disk.own_folder(copies_dir)
     own = f".sampler-{socket.gethostname()}-{settings.rollout_port}"
-    copies = Copies((settings.copies_dir or settings.shm_dir) / own, fetcher)
+    copies = Copies(copies_dir / own, fetcher)
     sampler = Sampler(
         VllmStarter(settings),
         roots,
         copies,
         replica=replica,
-        max_num_seqs=settings.max_num_seqs,
         max_adapters=settings.rollout_adapters,
         refresh=lambda: volume.run(settings.runs_refresh, "published weights cannot be seen"),
     )

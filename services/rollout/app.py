@@ -56,6 +56,7 @@ def create_service(settings: Settings, sampler: Sampler) -> Service:
         readiness={"engine": sampler.unready},
         version_info=engine_versions,
         busy=sampler.num_running,
+        ownership=sampler.ownership,
         lifespan=lifespan,
     )
     _add_routes(service, sampler, _Counts(service, sampler))

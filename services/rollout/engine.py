@@ -111,7 +111,8 @@ class Chat(Protocol):
 
 
 class Engine(Protocol):
-    """A started engine. Its cache holds `kv_cache_tokens` tokens of all requests together. `openai`
+    """A started engine. It samples `max_num_seqs` completions at once, and its cache holds
+    `kv_cache_tokens` tokens of all of them together. `openai`
     answers `/models`, `/completions` and `/chat/completions` under wherever it is mounted.
     `max_lora_rank` is the largest rank of adapters that it takes; 0: it takes none. Whatever is
     asked of one whose process has died raises StateLost."""
@@ -119,6 +120,7 @@ class Engine(Protocol):
     max_model_len: int
     max_lora_rank: int
     vocab_size: int
+    max_num_seqs: int
     kv_cache_tokens: int
     dtype: str
     gpus: tuple[str, ...]

@@ -2,8 +2,9 @@
 
 A job's worker is superseded by a newer attempt, and the weights it loaded by a newer epoch.
 Whoever is superseded is refused (Conflict, code "stale"), and what it has under way ends with the
-same error: so no group mixes weights of two epochs. Requests by hand belong to no job and are never
-stale.
+same error: so no group mixes weights of two epochs. A job of another orchestrator than the one that
+owns the sampler is refused, too (`shared/ownership.py`). Requests by hand belong to no job and are
+never stale.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shared.errors import Conflict, HoneError, StateLost
+from shared.ownership import Ownership
 from shared.service import request_key
 from shared.wire import (
     AbortRequest,
@@ -35,26 +37,38 @@ def owner_of(asker: Asker) -> str:
     return f"{asker.job_id}:{asker.attempt}:{asker.epoch}" if asker.job_id else ""
 
 
+class Turn(GenerateRequest):
+    """A turn of a recorded conversation: it is of the weights that the conversation began with, and
+    no job asks for it, so it goes on when theirs has ended. `asked_by` names the session."""
+
+    asked_by: str
+
+
 class Fences:
     """The newest fence that weights or a model were asked for with, and what was aborted."""
 
-    def __init__(self) -> None:
+    def __init__(self, ownership: Ownership) -> None:
+        self._ownership = ownership
         self._newest: Fence = (0, 0)
         self._aborted: dict[str, Fence] = {}
 
-    def take_over(self, asker: Fenced | ModelRequest) -> None:
-        """Makes all older attempts and epochs stale. Raises Conflict if the asker is stale
-        itself."""
+    def take_over(self, asker: Fenced | ModelRequest) -> bool:
+        """Makes all older attempts and epochs stale. Returns whether the sampler was another
+        orchestrator's before. Raises Conflict if it is now, or if the asker is stale itself."""
         if asker.job_id is None:
-            return
+            return False
+        if passes := self._ownership.take(asker):
+            self._newest, self._aborted = (0, 0), {}
         self.refuse_stale(asker, asker.job_id)
         self._newest = asker.fence
         self._aborted = {
             job_id: fence for job_id, fence in self._aborted.items() if fence >= asker.fence
         }
+        return passes
 
     def abort(self, request: AbortRequest) -> None:
-        """Makes the job stale up to this fence."""
+        """Makes the job stale up to this fence, and the sampler free for another orchestrator."""
+        self._ownership.leave(request)
         aborted = self._aborted.get(request.job_id, request.fence)
         self._aborted[request.job_id] = max(aborted, request.fence)
 
@@ -62,6 +76,7 @@ class Fences:
         """Raises Conflict unless the job asks of its own weights of its own epoch."""
         if request.job_id is None:
             return
+        self._ownership.check()
         self.refuse_stale(request, request.job_id)
         if owner_of(request) != owner_of(serving):
             raise not_serving(request, serving)
@@ -77,6 +92,8 @@ class Fences:
 
 
 def stale(asker: Fencing, job_id: str) -> Conflict:
+    if isinstance(asker, Turn):
+        return _replaced(asker)
     return Conflict(
         f"attempt {asker.attempt}, epoch {asker.epoch} of job {job_id!r} was superseded or "
         "aborted; expected nothing more of it",
@@ -84,7 +101,28 @@ def stale(asker: Fencing, job_id: str) -> Conflict:
     )
 
 
+def taken(asker: GenerateRequest) -> Conflict:
+    """Returns the error of what was under way when another orchestrator took the sampler."""
+    if isinstance(asker, Turn):
+        return _replaced(asker)
+    return Conflict(
+        "the sampler was taken by another orchestrator while nothing was heard of job "
+        f"{asker.job_id!r}",
+        code="taken",
+    )
+
+
+def _replaced(turn: Turn) -> Conflict:
+    return Conflict(
+        f"a turn of {turn.asked_by} was ended: other weights take the place of those of job "
+        f"{turn.job_id!r} that it began with; begin another session",
+        code="stale",
+    )
+
+
 def not_serving(request: GenerateRequest, serving: ServingWeights | Fenced) -> Conflict:
+    if isinstance(request, Turn):
+        return _replaced(request)
     have = (
         f"those of attempt {serving.attempt}, epoch {serving.epoch} of job {serving.job_id!r}"
         if serving.job_id

@@ -88,7 +88,7 @@ class Running:
         if (owner_of(weights), weights.boot_id) != (owner_of(serving), serving.boot_id):
             raise Conflict(
                 f"{asked_by} began with weights of {_whose(weights)}, and those that serve are of "
-                f"{_whose(serving)}",
+                f"{_whose(serving)}; begin another session",
                 code="stale",
             )
 

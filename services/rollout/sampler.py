@@ -26,11 +26,11 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from services.rollout.engine import Answer, BadPrompt, Engine, Starter
-from services.rollout.fencing import Fences, Requests, owner_of, stale
+from services.rollout.fencing import Fences, Requests, Turn, owner_of, stale, taken
 from services.rollout.prompts import group_without_prompt, prompt_ids
 from services.rollout.running import ASLEEP, Running
 from services.rollout.weights.adapters import Adapters, one_call
@@ -38,8 +38,11 @@ from services.rollout.weights.copies import Copies
 from services.rollout.weights.loading import Load
 from services.rollout.weights.proofs import Expected, expected_of
 from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
+from shared.health import Starting
 from shared.logs import get_logger
+from shared.ownership import Ownership
 from shared.packed import TokenIds
+from shared.presence import since
 from shared.wire import (
     Aborted,
     AbortRequest,
@@ -56,14 +59,29 @@ from shared.wire import (
     WeightsRef,
 )
 
+
+@dataclass(frozen=True)
+class Start:
+    """The start of an engine for `model`, under way since `at` (Unix time)."""
+
+    model: str
+    at: float = field(default_factory=time.time)
+
+    def __str__(self) -> str:
+        return f"starting the engine for {self.model!r}"
+
+    @property
+    def told(self) -> Starting:
+        return Starting(f"{self}, {since(self.at)}")
+
+
 NO_MODEL = "no model is loaded; PUT /model loads one"
 
 
 class Sampler:
     """Samples with one engine at a time. `weight_roots` are the folders that published weights may
     lie in, and `copies` keeps those that are fetched; `replica` names this sampler in what it
-    answers, `max_num_seqs` is how many completions its engines sample at once, and `max_adapters`
-    of how many jobs they hold adapters."""
+    answers, and `max_adapters` is of how many jobs its engines hold adapters."""
 
     def __init__(
         self,
@@ -72,7 +90,6 @@ class Sampler:
         copies: Copies,
         *,
         replica: str = "",
-        max_num_seqs: int = 0,
         max_adapters: int = 1,
         refresh: Callable[[], None] = lambda: None,
     ) -> None:
@@ -82,13 +99,14 @@ class Sampler:
         self._copies = copies
         self._max_adapters = max_adapters
         self._change = asyncio.Lock()
-        self._fences = Fences()
+        self.ownership = Ownership("rollout")
+        self._fences = Fences(self.ownership)
         self._requests = Requests()
         self._opening: asyncio.Task[None] | None = None
         self._running: Running | None = None
-        self._starting: str | None = None
+        self._starting: Start | None = None
         self._not_started: str | None = None
-        self._nothing = ServingWeights(replica=replica, max_num_seqs=max_num_seqs)
+        self._nothing = ServingWeights(replica=replica)
 
     @property
     def serving(self) -> ServingWeights:
@@ -96,11 +114,14 @@ class Sampler:
 
     @property
     def told(self) -> ServingWeights:
-        """What serves, and what takes long while an engine starts."""
-        doing = None if self._running else self._starting
-        if doing and (stage := self._starter.stage()):
-            doing = f"{doing}: {stage}"
-        return self.serving.model_copy(update={"doing": doing}) if doing else self.serving
+        """What serves, what takes long while an engine starts, and whether another orchestrator's
+        job has the sampler."""
+        doing = None
+        if self._running is None and self._starting:
+            stage = self._starter.stage()
+            doing = f"{self._starting}: {stage}" if stage else str(self._starting)
+        told = {"doing": doing, "taken": self.ownership.taken()}
+        return self.serving.model_copy(update=told)
 
     # --- the engine ------------------------------------------------------------------------------
 
@@ -109,7 +130,7 @@ class Sampler:
         requests."""
         self._copies.clear()
         if model:
-            self._starting = f"starting the engine for {model!r}"
+            self._starting = Start(model)
         self._opening = asyncio.create_task(self._open(model))
 
     async def close(self) -> None:
@@ -134,7 +155,7 @@ class Sampler:
         """Returns why /generate would be refused, or None. Without a model yet there is nothing to
         wait for."""
         if self._running is None:
-            return self._starting or self._not_started
+            return self._starting.told if self._starting else self._not_started
         return await self._running.unready()
 
     async def ready_engine(self) -> Engine:
@@ -158,7 +179,7 @@ class Sampler:
     async def _alive(self) -> Running:
         """Returns what runs, which may hold unknown weights."""
         if self._running is None and self._starting:
-            raise Unavailable(self._starting, code="starting")
+            raise Unavailable(self._starting.told, code="starting")
         if self._running is None:
             raise StateLost(self._not_started or NO_MODEL)
         running = self._running
@@ -184,7 +205,7 @@ class Sampler:
         folder = await self._starter.find_model(spec)
         expected = expected_of(folder, self._weight_roots, self._refresh)
         await self._stop_engine()
-        self._starting = f"starting the engine for {spec.model!r}"
+        self._starting = Start(spec.model)
         start = time.monotonic()
         try:
             engine = await self._starter.start(spec, folder)
@@ -221,6 +242,7 @@ class Sampler:
                 "model": spec.model,
                 "load_s": load_s,
                 "dtype": engine.dtype,
+                "max_num_seqs": engine.max_num_seqs,
                 "kv_cache_tokens": engine.kv_cache_tokens,
                 "boot_id": secrets.token_hex(8),
                 "gpus": engine.gpus,
@@ -291,10 +313,9 @@ class Sampler:
         """Returns the answer of a recorded conversation that is of `weights`. Raises Conflict, code
         "stale", if others serve, or come to serve meanwhile."""
         running = await self._running_with(weights, asked_by)
-        asker = GenerateRequest(
-            **running.serving.model_dump(include={"job_id", "attempt", "epoch"})
+        asker = Turn(
+            **running.serving.model_dump(include={"job_id", "attempt", "epoch"}), asked_by=asked_by
         )
-        self._fences.check(asker, running.serving)
         with one_call(), running.serving_adapter() as adapter:
             work = running.engine.chat.answer(
                 request,
@@ -307,12 +328,17 @@ class Sampler:
 
     async def abort(self, request: AbortRequest) -> Aborted:
         """Ends what the job has under way up to this fence, and refuses what comes of it later; or
-        only the requests of `request.keys`."""
+        only the requests of `request.keys`. Conversations go on: the weights still serve."""
         if request.keys:
             return Aborted(num_requests=self._requests.end_keys(request))
         self._fences.abort(request)
         num_requests = self._requests.end(
-            lambda asker: asker.job_id == request.job_id and asker.fence <= request.fence, _stale
+            lambda asker: (
+                asker.job_id == request.job_id
+                and asker.fence <= request.fence
+                and not isinstance(asker, Turn)
+            ),
+            _stale,
         )
         return Aborted(num_requests=num_requests)
 
@@ -341,8 +367,9 @@ class Sampler:
     def _take_over(self, asker: Published | ModelRequest | SleepRequest) -> None:
         """Supersedes all older attempts and epochs, requests under way included. Raises Conflict if
         the asker is superseded itself."""
-        self._fences.take_over(asker)
-        if asker.job_id is not None:
+        if self._fences.take_over(asker):
+            self._requests.end(lambda other: other.job_id is not None, taken)
+        elif asker.job_id is not None:
             self._requests.end(
                 lambda other: other.job_id is not None and other.fence < asker.fence, _stale
             )

@@ -3,6 +3,7 @@ SIGTERM (`processes/launcher.py`). With several nodes each has a launcher; HTTP 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from services.trainer.processes.launch_folder import LaunchFolder
 from services.trainer.processes.launcher import Launcher
 from services.trainer.processes.nodes import check_nodes
+from shared import disk
 from shared.config import Settings
 from shared.ports import check_port
 from shared.startup import run_main
@@ -17,6 +19,8 @@ from shared.startup import run_main
 
 def main(settings: Settings) -> int:
     check_nodes(settings)
+    with contextlib.suppress(OSError):  # who writes there says so: not all jobs do
+        disk.own_folder(settings.shm_dir)
     if settings.trainer_node_rank == 0:
         check_port(settings.host, settings.trainer_port, "trainer")
     folder = LaunchFolder(Path(tempfile.mkdtemp(prefix="hone-trainer-")))

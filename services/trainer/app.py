@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from services.trainer.disk.weights import published_file
 from shared.config import Settings
 from shared.downloads import DOWNLOADED, DownloadedFile
+from shared.ownership import asking
 from shared.service import Check, Service
 from shared.wire import (
     AnyWeights,
@@ -22,6 +23,8 @@ from shared.wire import (
     CheckpointList,
     CheckpointRequest,
     PublishRequest,
+    Released,
+    ReleaseRequest,
     StepResult,
     TrainerJob,
     TrainerState,
@@ -81,46 +84,75 @@ def create_service(
     service = Service("trainer", settings, readiness=readiness, version_info=lambda: versions)
     for name, description, read in GAUGES:
         service.gauge(name, description).set_function(lambda read=read: read(trainer.state()))
-    step_seconds = service.gauge("step_seconds", "How long the last step took")
+    _add_job(service, trainer, run, doing)
+    _add_training(service, run)
+    _add_checkpoints(service, trainer, run)
+    _serve_published_files(service, settings)
+    return service
+
+
+def _add_job(
+    service: Service, trainer: TrainerView, run: Run, doing: Callable[[], str | None]
+) -> None:
+    ownership = service.ownership
 
     async def load_job(request: TrainerJob) -> TrainerState:
         """Loads the job, from its newest checkpoint if it has one; another job is freed. The same
         job again changes nothing."""
-        return cast(TrainerState, await run("load_job", request))
+        ownership.take(request)
+        who = asking.get()
+        own = request.model_copy(update={"orchestrator": who and who.orchestrator})
+        return cast(TrainerState, await run("load_job", own))
+
+    async def state() -> TrainerState:
+        """The job that is loaded and its last applied step."""
+        told = {"doing": doing(), "taken": ownership.taken()}
+        return trainer.state().model_copy(update=told)
+
+    async def release(request: ReleaseRequest) -> Released:
+        """Frees the trainer for other orchestrators: the job has left it."""
+        ownership.leave(request)
+        return Released(job_id=request.job_id)
+
+    service.operation("PUT", "/job", load_job)
+    service.operation("POST", "/release", release)
+    service.query("/state", state)
+
+
+def _add_training(service: Service, run: Run) -> None:
+    step_seconds = service.gauge("step_seconds", "How long the last step took")
 
     async def train_step(request: TrainStepRequest) -> StepResult:
         """Applies one training step. The same step again, with the same body, gives the same answer
         and moves nothing."""
+        service.ownership.check()
         result = cast(StepResult, await run("train_step", request))
         step_seconds.set(result.train_s)
         return result
 
     async def publish_weights(request: PublishRequest) -> WeightsRef:
         """Writes the weights of the last applied step where samplers can load them."""
+        service.ownership.check()
         weights = cast(AnyWeights, await run("publish_weights", request))
         return WeightsRef(weights)
 
+    service.operation("POST", "/train_step", train_step)
+    service.operation("POST", "/publish_weights", publish_weights)
+
+
+def _add_checkpoints(service: Service, trainer: TrainerView, run: Run) -> None:
     async def write_checkpoint(request: CheckpointRequest) -> Checkpoint:
         """Writes a Hugging Face checkpoint of the last applied step, from which training can go on;
         old ones are removed."""
+        service.ownership.check()
         return cast(Checkpoint, await run("write_checkpoint", request))
-
-    async def state() -> TrainerState:
-        """The job that is loaded and its last applied step."""
-        return trainer.state().model_copy(update={"doing": doing()})
 
     async def list_checkpoints() -> CheckpointList:
         """The loaded job's complete checkpoints."""
         return trainer.list_checkpoints()
 
-    service.operation("PUT", "/job", load_job)
-    service.operation("POST", "/train_step", train_step)
-    service.operation("POST", "/publish_weights", publish_weights)
     service.operation("POST", "/checkpoints", write_checkpoint)
-    service.query("/state", state)
     service.query("/checkpoints", list_checkpoints)
-    _serve_published_files(service, settings)
-    return service
 
 
 def _serve_published_files(service: Service, settings: Settings) -> None:

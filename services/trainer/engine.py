@@ -55,7 +55,6 @@ class Engine(Protocol):
     num_parameters: int
     num_trainable: int
     weights_bytes: int
-    gpu: str | None
 
     def update(
         self,

@@ -42,7 +42,7 @@ class Loaded:
             self.last = manifest.last_body, manifest.last_result
 
     def manifest(self, num_ranks: int, files: dict[str, StoredFile]) -> Manifest:
-        """Returns that of a checkpoint of these files, written now."""
+        """Returns the manifest of a checkpoint of these files, written now."""
         last_body, last_result = self.last or (None, None)
         return Manifest(
             format=FORMAT,

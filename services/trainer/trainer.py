@@ -58,7 +58,8 @@ class Seams:
     `writing` is entered while a checkpoint is written, and refuses to be if the trainer stops.
     `remember_job` keeps the loaded job for the ranks that come after these. `remember_budget` does
     so for how many tokens of a micro-batch fit into memory; `budget` returns that, or what the job
-    asks for. `device_fault` says why this rank's device is of no use any more, if so.
+    asks for. `device_fault` says why this rank's device is of no use any more, if so. `gpu` is the
+    UUID of the GPU that this rank computes on; None: a CPU.
     """
 
     check_job: Callable[[Job], None]
@@ -69,13 +70,15 @@ class Seams:
     remember_budget: Callable[[TrainerJob, int], None]
     budget: Callable[[TrainerJob], int]
     device_fault: Callable[[], str | None]
+    gpu: str | None = None
 
 
 class Trainer:
     """One rank's part of the service. `past`: what became of the ranks before these.
 
     The newest PUT /job, by its attempt and epoch, is the one whose caller is obeyed, even if it
-    could not be loaded: what comes with an older fence is refused as stale.
+    could not be loaded: what comes with an older fence is refused as stale. Fences of another
+    orchestrator's Redis say nothing of this one's (`shared/ownership.py`).
     """
 
     def __init__(
@@ -95,8 +98,9 @@ class Trainer:
         The same job again changes nothing, unless another trainer has taken it further. Raises
         Conflict for checkpoints of another job or model."""
         loaded = self._loaded
-        if self._newest is not None and request.fence < self._newest.fence:
-            raise _stale(request, self._newest)
+        newest = self._newest
+        if newest and _same_owner(request, newest) and request.fence < newest.fence:
+            raise _stale(request, newest)
         self._newest = request
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
         if loaded and loaded.request.job_id == request.job_id:
@@ -235,6 +239,7 @@ class Trainer:
             "restarts": self._past.restarts,
             "last_failure": self._past.last_failure,
             "boot_id": self._boot_id,
+            "gpu": self._seams.gpu,
         }
         if loaded is None:
             return TrainerState(job_id=None, step=0, dtype="", device="", num_parameters=0, **past)
@@ -251,7 +256,6 @@ class Trainer:
             skipped_steps=loaded.skipped_steps,
             resumed_step=loaded.resumed_step,
             damaged=loaded.damaged,
-            gpu=engine.gpu,
             **past,
         )
 
@@ -370,6 +374,12 @@ def _stale(request: Fenced, current: Fenced) -> Conflict:
         f"{current.job_id!r} has superseded with {current.attempt}, {current.epoch}",
         code="stale",
     )
+
+
+def _same_owner(request: TrainerJob, other: TrainerJob) -> bool:
+    """Returns whether the fences of both come from the counter of one Redis."""
+    owners = [each.orchestrator and each.orchestrator.identity for each in (request, other)]
+    return owners[0] == owners[1]
 
 
 def _fingerprint(body: TrainStepRequest) -> str:

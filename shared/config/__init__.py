@@ -10,16 +10,27 @@ over the API.
 | `rollout.py` | the engine, its memory, sessions, adapters |
 | `trainer.py` | ranks, nodes, weights from GPU to GPU |
 | `reward.py` | the sandbox, queues, judges |
+| `caller.py` | those of whoever only calls services |
 | `modal.py` | a deployment on Modal |
 | `base.py` | what all settings are |
 
 What others need is imported from here. How settings are read is in `shared/environment.py`.
 """
 
-# what it imports is what it has
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared.lazily import exporting
+
+# what is imported under TYPE_CHECKING is what it has, when it is first used (lazily.py)
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
-from shared.config.addresses import PORTS
-from shared.config.base import PREFIX
-from shared.config.settings import Settings
+if TYPE_CHECKING:
+    from shared.config.base import PREFIX
+    from shared.config.caller import CallerSettings
+    from shared.config.settings import Settings
+    from shared.urls import PORTS
+else:
+    __getattr__, __dir__ = exporting(__file__, globals())

@@ -7,9 +7,14 @@ from typing import Self
 from pydantic import Field, ValidationInfo, field_validator
 
 from shared.config.base import FromEnvironment
-from shared.urls import check_samplers, check_trainers, check_url, sampler_places, trainer_urls
-
-PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003, "redis": 6379}
+from shared.urls import (
+    PORTS,
+    check_samplers,
+    check_trainers,
+    check_url,
+    sampler_places,
+    trainer_urls,
+)
 
 
 class Addresses(FromEnvironment):

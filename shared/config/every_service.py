@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr
-from pydantic_settings import NoDecode
 
 from shared.config.base import FromEnvironment, Listed
 
@@ -56,12 +55,12 @@ class EveryService(FromEnvironment):
     read, and when an uploaded file is not there; by the nodes of a trainer before they read or
     write a checkpoint together. None: the volume needs none."""
 
-    data_dirs: Annotated[tuple[Path, ...] | None, NoDecode, Listed] = None
+    data_dirs: Annotated[tuple[Path, ...] | None, Listed] = None
     """Folders below which the data files lie that jobs may name, with commas between several. None:
     any file that the orchestrator can read while it listens on this machine only, and none
     otherwise, or if an API key submits the job; a file that is not allowed can be uploaded."""
 
-    model_dirs: Annotated[tuple[Path, ...] | None, NoDecode, Listed] = None
+    model_dirs: Annotated[tuple[Path, ...] | None, Listed] = None
     """Folders below which the model folders lie that jobs and evaluations may name, with commas
     between several. Those below `runs_dir`, as checkpoints are, may be named besides. None: any
     folder while the orchestrator listens on this machine only, and no other otherwise, or if an API
@@ -83,3 +82,7 @@ class EveryService(FromEnvironment):
     """Seconds of processor time that `data.filter` of a job may take over all rows of a source; of
     a stream, until it is true of one. The default is enough for some millions of rows: others wait
     for the process that runs all filters and templates."""
+
+    def bearer(self) -> str | None:
+        """Returns the token that requests carry, None for none."""
+        return self.token.get_secret_value() if self.token else None

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr
-from pydantic_settings import NoDecode
 
 from shared.config.base import FromEnvironment, Listed
 
@@ -32,9 +31,7 @@ class ModalSettings(FromEnvironment):
     modal_rollouts: int = Field(default=1, ge=1, le=8)
     """Samplers on Modal, from 1 to 8, each a Server with GPUs of its own."""
 
-    modal_secrets: Annotated[
-        tuple[Literal["huggingface", "wandb", "judge"], ...], NoDecode, Listed
-    ] = ()
+    modal_secrets: Annotated[tuple[Literal["huggingface", "wandb", "judge"], ...], Listed] = ()
     """Which secrets of others the services on Modal get, with commas between several: each is the
     Modal Secret of its name after "hone-". Empty: none, for a deployment refers to no Secret that
     does not exist."""

@@ -40,7 +40,13 @@ class OrchestratorSettings(FromEnvironment):
 
     patience_s: float = Field(default=90.0, gt=0)
     """Seconds on end that a service may be away (unreachable, or answering 503) before a call to it
-    fails. Long enough for a restart."""
+    fails. Long enough for a restart. A running job then waits until the service is back, and loads
+    its model again."""
+
+    wait_limit_s: float | None = Field(default=None, gt=0)
+    """Seconds that a running job waits for what it needs and is not there (a service, its data, the
+    folder of runs) before it pauses; it keeps its trainer meanwhile. None: for as long as it takes,
+    and it goes on by itself."""
 
     replica_patience_s: float = Field(default=3.0, gt=0)
     """The same for one sampler of several, whose groups another one then samples. Long enough for a

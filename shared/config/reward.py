@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr
-from pydantic_settings import NoDecode
 
 from shared.config.base import FromEnvironment, Listed
 
@@ -20,7 +19,7 @@ class RewardSettings(FromEnvironment):
     sandbox_slots: int | None = Field(default=None, ge=1)
     """Programs that run at once. None: two per core but at most 8, or 32 on Modal."""
 
-    sandbox_packages: Annotated[tuple[str, ...], NoDecode, Listed] = ()
+    sandbox_packages: Annotated[tuple[str, ...], Listed] = ()
     """Installed packages that model-written code may import, as "numpy,sympy". Empty: the
     standard library only."""
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, field_validator
-from pydantic_settings import NoDecode
 
 from shared.config.base import FromEnvironment, Listed
 from shared.urls import check_service_url
@@ -42,7 +41,7 @@ class RolloutSettings(FromEnvironment):
     `max_staleness` 0 in every job. Off by default: with GPUs of its own neither waits for the
     other. Set it for orchestrator, trainer and sampler alike."""
 
-    rollout_devices: Annotated[tuple[str, ...], NoDecode, Listed] = ()
+    rollout_devices: Annotated[tuple[str, ...], Listed] = ()
     """GPUs of the sampler in the stack that `hone up` starts, as CUDA_VISIBLE_DEVICES names them:
     "0,1". Empty: the first `tensor_parallel_size`."""
 
@@ -58,8 +57,9 @@ class RolloutSettings(FromEnvironment):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that the sampler's model is split over. 1 is fastest for a model that fits."""
 
-    max_num_seqs: int = Field(default=256, ge=1)
-    """Sequences that vLLM samples at once; others wait. More need a larger cache."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Sequences that vLLM samples at once; others wait. More need a larger cache. None: 256 on a
+    CPU, and on a GPU what vLLM takes for it: 1,024 from 70 GiB of memory on, and 256 below."""
 
     tool_parser: str | None = None
     """vLLM's parser of tool calls (its `--tool-call-parser`) for `/v1/chat/completions`: "hermes"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from urllib.parse import unquote
 
-from shared.config.addresses import Addresses
 from shared.config.base import split
-from shared.config.every_service import EveryService
+from shared.config.caller import CallerSettings
 from shared.config.modal import ModalSettings
 from shared.config.orchestrator import OrchestratorSettings
 from shared.config.reward import RewardSettings
@@ -25,15 +24,11 @@ class Settings(
     TrainerSettings,
     RolloutSettings,
     OrchestratorSettings,
-    Addresses,
-    EveryService,
+    CallerSettings,
 ):
     """Every setting of every service, by the service that reads it. In the environment a setting is
     `HONE_` and its name in capitals. The text under a setting is its documentation, which `hone
     explain` shows."""
-
-    def bearer(self) -> str | None:
-        return self.token.get_secret_value() if self.token else None
 
     def secrets(self) -> list[str]:
         """Returns the values that must never be logged, stored or sent."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import Field
-from pydantic_settings import NoDecode
 
 from shared.config.base import FromEnvironment, Listed
 
@@ -21,7 +20,7 @@ class TrainerSettings(FromEnvironment):
     trainer_ranks: int = Field(default=1, ge=1)
     """Processes on each node, one per GPU."""
 
-    trainer_devices: Annotated[tuple[str, ...], NoDecode, Listed] = ()
+    trainer_devices: Annotated[tuple[str, ...], Listed] = ()
     """GPUs of the trainer in the stack that `hone up` starts, as CUDA_VISIBLE_DEVICES names them:
     "2,3". Empty: `trainer_ranks` of those that the sampler leaves, or shared ones."""
 

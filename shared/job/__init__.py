@@ -16,32 +16,42 @@ All are imported from here. The text under a key is its documentation: `hone exp
 OpenAPI document show it.
 """
 
-# what it imports is what it has
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared.lazily import exporting
+
+# what is imported under TYPE_CHECKING is what it has, when it is first used (lazily.py)
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
-from shared.job.data import UPLOADED, DataSpec, HeldOutSpec, Source, TemplateMessage
-from shared.job.job import MAY_CHANGE, Job, SyncChoice, SyncMethod
-from shared.job.learning import (
-    MAX_SERVED_RANK,
-    AdvantageSpec,
-    CorrectionSpec,
-    LoraSpec,
-    TrainingSpec,
-)
-from shared.job.running import (
-    CheckpointSpec,
-    EvaluationSpec,
-    MemorySpec,
-    RolloutsSpec,
-    StopSpec,
-    WandbSpec,
-)
-from shared.job.sampling import (
-    MAX_KEPT,
-    MAX_SOURCE_BYTES,
-    DifficultySpec,
-    RewardSpec,
-    SamplingSpec,
-)
-from shared.job.section import JOB_ID, Section
+if TYPE_CHECKING:
+    from shared.job.data import UPLOADED, DataSpec, HeldOutSpec, Source, TemplateMessage
+    from shared.job.job import MAY_CHANGE, Job, SyncChoice, SyncMethod
+    from shared.job.learning import (
+        LORA_LEARNING_RATE,
+        MAX_SERVED_RANK,
+        AdvantageSpec,
+        CorrectionSpec,
+        LoraSpec,
+        TrainingSpec,
+    )
+    from shared.job.running import (
+        CheckpointSpec,
+        EvaluationSpec,
+        MemorySpec,
+        RolloutsSpec,
+        StopSpec,
+        WandbSpec,
+    )
+    from shared.job.sampling import (
+        MAX_KEPT,
+        MAX_SOURCE_BYTES,
+        DifficultySpec,
+        RewardSpec,
+        SamplingSpec,
+    )
+    from shared.job.section import JOB_ID, Section
+else:
+    __getattr__, __dir__ = exporting(__file__, globals())

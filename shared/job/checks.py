@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shared.errors import BadRequest
 from shared.job.learning import MAX_SERVED_RANK
 from shared.job.running import CheckpointSpec
 from shared.job.sampling import MAX_KEPT
@@ -24,6 +25,16 @@ def check(job: Job) -> None:
     _has_an_adapter_to_sync(job)
     _syncs_in_time(job)
     _whole_vocabulary(job)
+    _rates_in_order(job)
+
+
+def check_groups(job: Job) -> None:
+    """Raises BadRequest for groups of one, which a job that is only evaluated may have."""
+    if job.sampling.group_size == 1:
+        raise BadRequest(
+            "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
+            "2 or more"
+        )
 
 
 def _ends_some_time(job: Job) -> None:
@@ -139,4 +150,12 @@ def _whole_vocabulary(job: Job) -> None:
             "each token which ones it could have been, so that the trainer trains the "
             "distribution sampled from, and top_k bounds how many these are. To train without, "
             'set correction.truncated_sampling = "accept"'
+        )
+
+
+def _rates_in_order(job: Job) -> None:
+    if job.training.min_learning_rate > job.learning_rate:
+        raise ValueError(
+            f"training.min_learning_rate is {job.training.min_learning_rate:g}, above "
+            f"training.learning_rate {job.learning_rate:g}"
         )

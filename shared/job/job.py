@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from shared.job import checks
 from shared.job.data import DataSpec
 from shared.job.learning import (
+    LEARNING_RATE,
+    LORA_LEARNING_RATE,
     MAX_SERVED_RANK,
     AdvantageSpec,
     CorrectionSpec,
     LoraSpec,
     TrainingSpec,
 )
+from shared.job.other_names import NOTES, OTHER_NAMES
 from shared.job.running import (
     CheckpointSpec,
     EvaluationSpec,
@@ -54,6 +57,9 @@ SyncChoice = Literal["auto", SyncMethod]
 
 class Job(Section):
     """Everything that is trained, under one name."""
+
+    other_names: ClassVar[dict[str, str]] = OTHER_NAMES
+    name_notes: ClassVar[dict[str, str]] = NOTES
 
     name: str = Field(pattern=JOB_ID, max_length=40)
     """Begins the job's id and its run folder; `runs/<name>` points at the newest run of the name.
@@ -174,6 +180,13 @@ class Job(Section):
     def _sections_fit(self) -> Job:
         checks.check(self)
         return self
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate, by default too."""
+        if self.training.learning_rate is not None:
+            return self.training.learning_rate
+        return LEARNING_RATE if self.lora is None else LORA_LEARNING_RATE
 
     @property
     def has_live_weights(self) -> bool:

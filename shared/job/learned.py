@@ -10,7 +10,9 @@ SHOWN_CHARACTERS = 60
 
 
 def learned(job: Job) -> dict[str, Any]:
-    return job.model_dump(mode="json", exclude=set(MAY_CHANGE))
+    """Returns it with the learning rate by its value, said or not."""
+    found = job.model_dump(mode="json", exclude=set(MAY_CHANGE))
+    return found | {"training": found["training"] | {"learning_rate": job.learning_rate}}
 
 
 def same_learning(one: Job, other: Job) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shared.job.section import Section
 
 MAX_SERVED_RANK = 512
 """Largest rank of an adapter that vLLM serves apart from the model."""
+
+LEARNING_RATE, LORA_LEARNING_RATE = 1e-6, 1e-5
+"""Of full weights and of adapters, where a job says none."""
 
 
 class AdvantageSpec(Section):
@@ -96,9 +99,9 @@ class TrainingSpec(Section):
     """Optimizer steps per epoch, each on an equal share of the batch. 1: one step on all of it,
     for the same reason."""
 
-    learning_rate: float = Field(default=1e-6, ge=0)
-    """The peak learning rate. 1e-6 is usual for full weights from 0.5B on; LoRA takes 10 to 100
-    times that."""
+    learning_rate: float | None = Field(default=None, ge=0)
+    """The peak learning rate. None: 1e-6, which is usual for full weights from 0.5B on, and 1e-5
+    for a job with `[lora]`: adapters take 10 to 100 times that of full weights."""
 
     min_learning_rate: float = Field(default=0.0, ge=0)
     """The rate of the last step, where `schedule` is not "constant"; up to `learning_rate`. 0
@@ -130,15 +133,6 @@ class TrainingSpec(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; the optimizer's are float32 always. "auto" takes bfloat16 where
     the hardware computes in it and float32 elsewhere."""
-
-    @model_validator(mode="after")
-    def _rates_in_order(self) -> TrainingSpec:
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"min_learning_rate is {self.min_learning_rate:g}, above learning_rate "
-                f"{self.learning_rate:g}"
-            )
-        return self
 
 
 class CorrectionSpec(Section):
@@ -209,4 +203,12 @@ class LoraSpec(Section):
 
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Names of the layers that get adapters, for example ["q_proj", "v_proj"]. "all-linear": every
-    linear layer but the output head."""
+    linear layer but the output head. Layers that no text goes through, as those of a vision tower,
+    get none in either case."""
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _all_or_names(cls, value: Any) -> Any:
+        if value != "all-linear" and type(value) not in (list, tuple):
+            raise ValueError('expected "all-linear" or a list of modules, as ["q_proj", "v_proj"]')
+        return value

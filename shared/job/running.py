@@ -41,7 +41,8 @@ class MemorySpec(Section):
 
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """The attention implementation, by its name in transformers. "auto": the one that transformers
-    chooses for the model."""
+    chooses for the model, and "eager" where that would leave out a cap on attention's logits, as
+    for Gemma 2."""
 
     deepspeed: dict[str, Any] = {}
     """Merged over the configuration given to DeepSpeed, key by key. Only keys that change where
@@ -86,7 +87,8 @@ class CheckpointSpec(Section):
     """Steps between two checkpoints. The last step always has one; 0: only the last."""
 
     keep_last: int = Field(default=2, ge=1)
-    """How many of the newest checkpoints are kept. The default survives damage to the newest."""
+    """How many of the newest checkpoints are kept. The default survives damage to the newest. An
+    older one is kept, too, while it is the model of another job that has not ended."""
 
     keep_every: int = Field(default=0, ge=0)
     """Of older checkpoints, those whose step is divisible by this are kept too. 0: none."""

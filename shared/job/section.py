@@ -5,16 +5,16 @@ from __future__ import annotations
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import ConfigDict, ValidationInfo, field_validator
+
+from shared.documented import Documented
 
 JOB_ID = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 """Ids and names end up in paths and URLs, so they are made of these characters only."""
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
+class Section(Documented):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

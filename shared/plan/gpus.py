@@ -38,6 +38,13 @@ class Gpu:
         return self.name == CPU
 
     @property
+    def max_sequences(self) -> int:
+        """Returns how many sequences a sampler computes at once, unless it is told: vLLM's default
+        for this GPU, and 256 on a CPU."""
+        is_large = self.memory_gib >= 70 and "A100" not in self.name and not self.is_cpu
+        return 1024 if is_large else 256
+
+    @property
     def has_rates(self) -> bool:
         return self.bandwidth_gb_s > 0
 

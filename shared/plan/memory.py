@@ -67,9 +67,13 @@ The sampler, on each of the t GPUs that a model is split over:
 Sources: ZeRO's stages are arXiv 1910.02054, section 3. Activations are counted as in arXiv
 2205.05198, section 4, for the layers that transformers runs: a gated MLP (4 I: two products, the
 gate's activation, what goes down), attention without its matrix (queries, keys, values and what
-comes out), and norms that keep their input in float32 (8 H). What DeepSpeed, the output head and
-vLLM hold is read off their code at the pinned versions; `bench/plan.py` compares the trainer's
+comes out), and norms that keep their input in float32 (8 H). What DeepSpeed, the output head
+and vLLM hold is read off their code at the pinned versions; `bench/plan.py` compares the trainer's
 numbers with what is measured.
+
+Of a mixture of experts P has all of them. A token goes to k of size F: I is k F, and a has 2 b k H
+more, for copies of what goes in and comes out. All gates of a layer are one tensor, which may be
+larger than V H. Nothing of this was measured.
 """
 
 from __future__ import annotations
@@ -140,7 +144,8 @@ def layer_bytes_per_token(model: Model, itemsize: int) -> int:
     """Returns what one layer keeps of a token for its backward pass, in bytes: `a` above."""
     heads = 2 * (model.heads + model.kv_heads) * model.head_size
     normed = (model.heads + model.kv_heads) * model.head_size if model.has_head_norms else 0
-    mlp = 4 * model.intermediate
+    copies = 2 * model.experts.per_token * model.hidden if model.experts else 0
+    mlp = 4 * model.intermediate + copies
     return itemsize * (mlp + heads + 4 * model.hidden + normed) + 8 * model.hidden + 4 * normed
 
 
@@ -248,9 +253,8 @@ def is_moved(memory: MemorySpec, itemsize: int) -> bool:
 
 
 def largest_trained(model: Model, job: Job) -> int:
-    """Returns the elements of the largest tensor that is trained: embedding or output head, if it
-    is not adapters."""
-    return 0 if job.lora else model.vocabulary * model.hidden
+    """Returns the elements of the largest tensor that is trained, if it is not adapters."""
+    return 0 if job.lora else model.largest_tensor
 
 
 def buffer_bytes(model: Model, job: Job, itemsize: int) -> int:

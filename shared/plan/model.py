@@ -9,8 +9,10 @@ the shape of every tensor:
     MLP           3 H I
     norms         2 H for each layer, 2 D more where queries and keys have norms, and H at the end
 
+    experts       E times 3 H I in place of the MLP, and E H for the router
+
 with vocabulary V, hidden size H, A heads and K heads of keys and values of size D, intermediate
-size I.
+size I and E experts. Memory counts all experts, time those that a token goes through.
 """
 
 from __future__ import annotations
@@ -27,22 +29,29 @@ import httpx2
 
 from shared.digest import stored_tensors
 from shared.errors import HoneError
+from shared.experts import Experts, experts_of
 from shared.job import LoraSpec
-from shared.models import model_folder
+from shared.models import hub_is_offline, model_folder
 
 HUB = "https://huggingface.co"
 HUB_TIMEOUT_S = 10.0
 
-COUNTED = ("llama", "mistral", "qwen2", "qwen3")
+COUNTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of the architectures whose tensors follow from the configuration."""
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of configurations of mixture-of-experts models, which the trainer does not take."""
+EXPERT = ".experts."
+"""In the names of experts' tensors."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 NO_LAYERS = ("embed", "lm_head", "wte")
 """In the names of matrices that `lora.target_modules = "all-linear"` leaves out."""
+
+ATTENTION = "attn"
+"""In the names of those layers of a mixture of experts that adapters may be on."""
+
+LANGUAGE_MODEL = "language_model."
+"""In the names of those matrices of a model for several modalities that texts go through."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 Config = Mapping[str, Any]
@@ -56,7 +65,8 @@ class CannotPlan(Exception):
 class Model:
     """The sizes of a model. `num_layers`, `hidden` (H), `intermediate` (I), `heads` (A), `kv_heads`
     (K), `head_size` (D) and `vocabulary` (V) are those of its configuration; `shapes` those of its
-    tensors; `max_len` is the longest sequence that it was made for, in tokens."""
+    tensors; `max_len` is the longest sequence that it was made for, in tokens. Of a mixture of
+    experts I is what a token goes through: its experts, and those shared by all."""
 
     num_layers: int
     hidden: int
@@ -67,10 +77,31 @@ class Model:
     vocabulary: int
     max_len: int
     shapes: Shapes
+    experts: Experts | None = None
 
     @property
     def num_parameters(self) -> int:
         return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def num_expert_parameters(self) -> int:
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if EXPERT in name)
+
+    def num_read(self, tokens: int = 1) -> int:
+        """Returns how many parameters so many tokens go through together: all, but for experts to
+        which none of them goes."""
+        if self.experts is None:
+            return self.num_parameters
+        unread = self.num_expert_parameters * (1 - self.experts.touched_share(tokens))
+        return round(self.num_parameters - unread)
+
+    @property
+    def largest_tensor(self) -> int:
+        """Elements of the largest tensor as transformers has it: the embedding, or the gates and
+        what goes up of all experts of a layer."""
+        experts = self.experts
+        fused = 2 * experts.num * experts.intermediate * self.hidden if experts else 0
+        return max(self.vocabulary * self.hidden, fused)
 
     @property
     def is_tied(self) -> bool:
@@ -89,10 +120,13 @@ class Model:
 
     def num_adapter_parameters(self, lora: LoraSpec) -> int:
         targets = lora.target_modules
+        part = LANGUAGE_MODEL if any(LANGUAGE_MODEL in name for name in self.shapes) else ""
         return sum(
             lora.rank * sum(shape)
             for name, shape in self.shapes.items()
             if len(shape) == 2
+            and part in name
+            and (targets != "all-linear" or self.experts is None or ATTENTION in name)
             and not any(part in name for part in NO_LAYERS)
             and (targets == "all-linear" or name.split(".")[-2:-1] in [[each] for each in targets])
         )
@@ -150,14 +184,15 @@ def of_config(config: Config, name: str, shapes: Shapes | None = None) -> Model:
     inner = config.get("text_config")
     own = cast(dict[str, Any], inner) if isinstance(inner, dict) else {}
     whole: dict[str, Any] = {**config, **own}
-    if any(whole.get(key) for key in EXPERTS):
-        raise CannotPlan(f"the model {name!r} is a mixture of experts, which cannot be trained")
     try:
+        experts = experts_of(whole)
         hidden, heads = int(whole["hidden_size"]), int(whole["num_attention_heads"])
         sizes = {
             "num_layers": int(whole["num_hidden_layers"]),
             "hidden": hidden,
-            "intermediate": int(whole["intermediate_size"]),
+            "intermediate": experts.per_token * experts.intermediate + experts.shared
+            if experts
+            else int(whole["intermediate_size"]),
             "heads": heads,
             "kv_heads": int(whole.get("num_key_value_heads") or heads),
             "head_size": int(whole.get("head_dim") or hidden // heads),
@@ -170,12 +205,12 @@ def of_config(config: Config, name: str, shapes: Shapes | None = None) -> Model:
     if any(size < 1 for size in sizes.values()):
         raise CannotPlan(f"the config.json of the model {name!r} has a size below 1: {sizes}")
     if shapes is None:
-        shapes = dict(_shapes(sizes, whole, name))
-    return Model(**sizes, shapes=shapes)
+        shapes = dict(_shapes(sizes, whole, name, experts))
+    return Model(**sizes, shapes=shapes, experts=experts)
 
 
 def _shapes(
-    sizes: Mapping[str, int], config: Config, model: str
+    sizes: Mapping[str, int], config: Config, model: str, experts: Experts | None
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields the tensors of a decoder, by the names that Hugging Face saves them under. Raises
     CannotPlan for one that is not of the `COUNTED` architectures."""
@@ -185,7 +220,7 @@ def _shapes(
             f"the model {model!r} is of type {kind!r}, whose parameters are counted in its files "
             f"only, and they are not here; `hf download {model}` fetches them"
         )
-    hidden, inner, size = sizes["hidden"], sizes["intermediate"], sizes["head_size"]
+    hidden, size = sizes["hidden"], sizes["head_size"]
     outputs = {
         "q_proj": sizes["heads"] * size,
         "k_proj": sizes["kv_heads"] * size,
@@ -205,19 +240,37 @@ def _shapes(
         yield f"{start}.self_attn.o_proj.weight", (hidden, outputs["q_proj"])
         if attention_bias:
             yield f"{start}.self_attn.o_proj.bias", (hidden,)
-        if kind == "qwen3":
+        if kind in ("qwen3", "qwen3_moe"):
             yield f"{start}.self_attn.q_norm.weight", (size,)
             yield f"{start}.self_attn.k_norm.weight", (size,)
-        for name, shape in {
-            "gate_proj": (inner, hidden),
-            "up_proj": (inner, hidden),
-            "down_proj": (hidden, inner),
-        }.items():
-            yield f"{start}.mlp.{name}.weight", shape
-            if config.get("mlp_bias"):
-                yield f"{start}.mlp.{name}.bias", shape[:1]
+        if experts and _is_sparse(config, layer):
+            each = (experts.num, hidden, experts.intermediate)
+            yield f"{start}.mlp.gate.weight", (experts.num, hidden)
+            yield f"{start}.mlp.experts.gate_up_proj", (each[0], 2 * each[2], each[1])
+            yield f"{start}.mlp.experts.down_proj", each
+        else:
+            yield from _mlp(start, hidden, int(config["intermediate_size"]), config)
         yield f"{start}.input_layernorm.weight", (hidden,)
         yield f"{start}.post_attention_layernorm.weight", (hidden,)
+
+
+def _is_sparse(config: Config, layer: int) -> bool:
+    """Whether a layer of a Qwen3-MoE or Mixtral has experts."""
+    dense: Any = config.get("mlp_only_layers") or []
+    return layer not in dense and (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
+
+
+def _mlp(
+    start: str, hidden: int, inner: int, config: Config
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, shape in {
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }.items():
+        yield f"{start}.mlp.{name}.weight", shape
+        if config.get("mlp_bias"):
+            yield f"{start}.mlp.{name}.bias", shape[:1]
 
 
 def cached_folder(model: str, revision: str | None) -> Path | None:
@@ -244,7 +297,7 @@ def config_on_hub(model: str, revision: str | None, *, online: bool = True) -> C
     """Returns the configuration of a model on the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN). Raises
     CannotPlan where it cannot be had."""
     here = f"the model {model!r} is neither a folder here nor in the Hugging Face cache"
-    if not online or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    if not online or hub_is_offline():
         raise CannotPlan(f"{here}, and the Hub was not asked")
     hub = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
     url = f"{hub}/{model}/resolve/{revision or 'main'}/config.json"

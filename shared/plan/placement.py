@@ -224,7 +224,7 @@ def _memory(needs: Needs, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
     settings = needs.settings
     serving = Serving(
         tensor_parallel=way.split,
-        max_sequences=settings.max_num_seqs,
+        max_sequences=settings.max_num_seqs or way.sampler.max_sequences,
         sequences=-(-needs.load.completions // way.num_samplers),
         sequence_tokens=needs.longest,
         max_adapters=settings.rollout_adapters + 1,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
+from shared.job.checks import check_groups
 from shared.plan import rates
 from shared.plan.gpus import Pool, parse_gpus, visible_gpus
 from shared.plan.model import Model
@@ -42,7 +43,8 @@ def make_plan(
     job: Job, model: Model, settings: Settings, pools: tuple[Pool, ...], known: Known | None = None
 ) -> Plan:
     """Returns what the job needs on these GPUs. Raises BadRequest for prices that cannot be read,
-    and for prompts and completions that the model does not hold."""
+    for prompts and completions that the model does not hold, and for groups of one."""
+    check_groups(job)
     known = known or Known()
     needs = _needs(job, model, settings, known)
     best, *others = placements(needs, pools)
@@ -53,6 +55,7 @@ def make_plan(
         model=job.model,
         num_parameters=model.num_parameters,
         num_trainable=model.num_trainable(job.lora),
+        learning_rate=job.learning_rate,
         dtype=needs.dtype(pools[0].gpu),
         gpus=",".join(map(str, pools)),
         fits=best.fits,

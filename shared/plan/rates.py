@@ -20,7 +20,8 @@ with s sequences at once:
 The shares w, f and m of the data sheets' numbers that are reached are assumed; `hone plan
 --measured RUN` takes what a run reached. Operations per token are counted as in arXiv 2001.08361,
 section 2.1: 2 for each parameter forward, and for attention 2 for each of its L A D by the tokens
-before, which are (p + c) / 2 on average, for scores and for values.
+before, which are (p + c) / 2 on average, for scores and for values. Of a mixture of experts P is
+what a token goes through; an iteration reads the experts that any of its tokens goes to.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ from shared.wire.planning import PlacementKind as Kind
 from shared.wire.planning import StepTime
 
 BANDWIDTH_SHARE = 0.6
-"""Of a data sheet's bandwidth, when tokens are sampled."""
+"""Share of the data sheet's bandwidth, when tokens are sampled."""
 
 PROMPT_SHARE = 0.5
-"""Of a data sheet's products per second, when prompts are computed or many tokens sampled."""
+"""Share of the data sheet's products per second, when prompts are computed or many tokens
+sampled."""
 
 TRAINING_SHARE = 0.35
-"""Of a data sheet's products per second, in an update (its model FLOPs utilization)."""
+"""Share of the data sheet's products per second, in an update (its model FLOPs utilization)."""
 
 ITERATION_S = 0.005
 """Seconds of scheduling that each iteration of the sampler takes besides."""
@@ -180,15 +182,15 @@ def _sample_s(model: Model, load: Load, sampling: Sampling) -> float:
     at_once = max(1, min(each, sampling.sequences))
     per_token = cache_bytes_per_token(model, itemsize, split)
     length = load.prompt_tokens + load.completion_tokens / 2
-    read_s = (itemsize * model.num_parameters / split + at_once * length * per_token) / (
+    read_s = (itemsize * model.num_read(at_once) / split + at_once * length * per_token) / (
         BANDWIDTH_SHARE * gpu.bandwidth_gb_s * 1e9
     )
     rate = PROMPT_SHARE * split * gpu.tflops(itemsize) * 1e12
-    computed_s = 2 * model.num_parameters * at_once / rate
+    computed_s = 2 * model.num_read() * at_once / rate
     iterations = math.ceil(each / at_once) * load.completion_tokens
     prompts = each / load.group * load.prompt_tokens
     return iterations * (max(read_s, computed_s) + ITERATION_S) + (
-        2 * model.num_parameters * prompts / rate
+        2 * model.num_read() * prompts / rate
     )
 
 
@@ -196,7 +198,7 @@ def _forward_flops(model: Model, load: Load) -> float:
     """Returns the operations of a forward pass for one token."""
     length = load.prompt_tokens + load.completion_tokens
     attention = 2 * model.num_layers * model.heads * model.head_size * length
-    return 2 * model.num_parameters + attention
+    return 2 * model.num_read() + attention
 
 
 def _step(sample_s: float, train_s: float, sync_s: float, *, beside: bool) -> StepTime:

@@ -12,7 +12,9 @@
 | `training.py` | batches, examples, the trainer's job, steps and checkpoints |
 | `weights.py` | published versions, one class per way that they go |
 | `samplers.py` | what a sampler serves, and its registration |
-| `jobs.py` | the jobs API: records, events, metrics, stored rollouts |
+| `jobs.py` | the jobs API: lists, events, metrics |
+| `pages.py` | how many entries an answer has at most |
+| `records.py` | the jobs API: submissions, records, stored rollouts |
 | `planning.py` | what a job will probably need |
 | `evaluations.py` | models compared on held-out problems |
 | `files.py` | files that were uploaded |
@@ -27,175 +29,192 @@ token. The job's own sections are in `shared/job/`. What is stored is read toler
 `codec.decode_stored`.
 """
 
-# what it imports is what it has
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared.lazily import exporting
+
+# what is imported under TYPE_CHECKING is what it has, when it is first used (lazily.py)
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 
-from shared.wire.base import (
-    Dependency,
-    Fence,
-    Fenced,
-    Fencing,
-    Health,
-    JobId,
-    Message,
-    NoBody,
-    Readiness,
-    VersionInfo,
-    WaitRequest,
-    WaitResult,
-    Wire,
-)
-from shared.wire.calling import CallAnswer, CallRequest, ServedModel, ServedModelList
-from shared.wire.evaluations import (
-    Estimate,
-    EvaluatedModel,
-    EvaluationEnded,
-    EvaluationReport,
-    EvaluationRequest,
-    EvaluationState,
-    ModelScores,
-    SetReport,
-)
-from shared.wire.files import FileDeleted, FileList, Purpose, UploadedFile
-from shared.wire.fine_tuning import (
-    CreateFineTuningJob,
-    FineTuningCheckpoint,
-    FineTuningCheckpointList,
-    FineTuningError,
-    FineTuningEvent,
-    FineTuningEventList,
-    FineTuningJob,
-    FineTuningJobList,
-    ValidatedGrader,
-    ValidateGraderRequest,
-)
-from shared.wire.graders import (
-    ExecuteRequest,
-    Execution,
-    GraderErrors,
-    GraderInfo,
-    GraderList,
-    GraderRun,
-    GraderRunMetadata,
-    GraderRunRequest,
-    Tried,
-    TriedReward,
-    TryRequest,
-    Validated,
-    ValidateRequest,
-)
-from shared.wire.jobs import (
-    TERMINAL,
-    DryRun,
-    Event,
-    EventList,
-    GradedRollout,
-    JobDeleted,
-    JobList,
-    JobProgress,
-    JobRecord,
-    JobState,
-    JobStatus,
-    JobSummary,
-    MetricsList,
-    MetricsRow,
-    Obstacle,
-    PreviewedPrompt,
-    Recovered,
-    RecoveredJob,
-    RegradedRollout,
-    RegradedStep,
-    RegradeReport,
-    RegradeRequest,
-    ResumeRequest,
-    RolloutList,
-    SubmitRequest,
-)
-from shared.wire.keys import Access, ApiKey, CreatedKey, CreateKey, KeyList, KeyRevoked
-from shared.wire.planning import (
-    Change,
-    Cost,
-    Placement,
-    Plan,
-    SamplerMemory,
-    StepTime,
-    TrainerMemory,
-)
-from shared.wire.rewards import (
-    MAX_CHECKED_PROMPTS,
-    MAX_COLUMNS,
-    MAX_PARTS,
-    MAX_REWARDS,
-    MAX_SCORED_ITEMS,
-    Part,
-    Score,
-    ScoredGroup,
-    ScoredItem,
-    ScoreItem,
-    ScoreRequest,
-    ScoreResult,
-    Verdict,
-)
-from shared.wire.rollouts import (
-    Aborted,
-    AbortRequest,
-    FinishReason,
-    GenerateRequest,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    Sampling,
-    Span,
-)
-from shared.wire.samplers import (
-    CheckedWeights,
-    EngineSpec,
-    ModelRequest,
-    PauseState,
-    RegisteredSampler,
-    Registration,
-    SamplerList,
-    ServingWeights,
-    SleepRequest,
-    Unregistered,
-)
-from shared.wire.sessions import (
-    ChatRequest,
-    Conversation,
-    SessionDeleted,
-    SessionRecord,
-    Turn,
-)
-from shared.wire.training import (
-    Batch,
-    Checkpoint,
-    CheckpointFile,
-    CheckpointFiles,
-    CheckpointList,
-    CheckpointRequest,
-    Example,
-    StepResult,
-    StepTotals,
-    TrainerJob,
-    TrainerState,
-    TrainStepRequest,
-)
-from shared.wire.weights import (
-    AdapterWeights,
-    AnyWeights,
-    BroadcastWeights,
-    Canary,
-    DeltaStep,
-    DeltaWeights,
-    FolderWeights,
-    HttpWeights,
-    Published,
-    PublishRequest,
-    SentTensor,
-    SentWeights,
-    SharedTensor,
-    SharedWeights,
-    WeightFile,
-    WeightsRef,
-)
+if TYPE_CHECKING:
+    from shared.wire.base import (
+        WAIT_PATH,
+        Dependency,
+        Fence,
+        Fenced,
+        Fencing,
+        Health,
+        JobId,
+        Message,
+        NoBody,
+        Orchestrator,
+        Readiness,
+        VersionInfo,
+        WaitRequest,
+        WaitResult,
+        Wire,
+    )
+    from shared.wire.calling import CallAnswer, CallRequest, ServedModel, ServedModelList
+    from shared.wire.evaluations import (
+        Estimate,
+        EvaluatedModel,
+        EvaluationEnded,
+        EvaluationReport,
+        EvaluationRequest,
+        EvaluationState,
+        ModelScores,
+        SetReport,
+    )
+    from shared.wire.files import FileDeleted, FileList, Purpose, UploadedFile
+    from shared.wire.fine_tuning import (
+        CreateFineTuningJob,
+        FineTuningCheckpoint,
+        FineTuningCheckpointList,
+        FineTuningError,
+        FineTuningEvent,
+        FineTuningEventList,
+        FineTuningJob,
+        FineTuningJobList,
+        ValidatedGrader,
+        ValidateGraderRequest,
+    )
+    from shared.wire.graders import (
+        ExecuteRequest,
+        Execution,
+        GraderErrors,
+        GraderInfo,
+        GraderList,
+        GraderRun,
+        GraderRunMetadata,
+        GraderRunRequest,
+        Tried,
+        TriedReward,
+        TryRequest,
+        Validated,
+        ValidateRequest,
+    )
+    from shared.wire.jobs import (
+        TERMINAL,
+        Event,
+        EventList,
+        JobDeleted,
+        JobList,
+        JobProgress,
+        JobState,
+        JobStatus,
+        JobSummary,
+        MetricsList,
+        MetricsRow,
+        Obstacle,
+        Recovered,
+        RecoveredJob,
+        ResumeRequest,
+        Withdrawn,
+        WithdrawRequest,
+    )
+    from shared.wire.keys import Access, ApiKey, CreatedKey, CreateKey, KeyList, KeyRevoked
+    from shared.wire.planning import (
+        Change,
+        Cost,
+        Placement,
+        Plan,
+        SamplerMemory,
+        StepTime,
+        TrainerMemory,
+    )
+    from shared.wire.records import (
+        DryRun,
+        GradedRollout,
+        JobRecord,
+        PreviewedPrompt,
+        RegradedRollout,
+        RegradedStep,
+        RegradeReport,
+        RegradeRequest,
+        RolloutList,
+        SubmitRequest,
+    )
+    from shared.wire.rewards import (
+        MAX_CHECKED_PROMPTS,
+        MAX_COLUMNS,
+        MAX_PARTS,
+        MAX_REWARDS,
+        MAX_SCORED_ITEMS,
+        Part,
+        Score,
+        ScoredGroup,
+        ScoredItem,
+        ScoreItem,
+        ScoreRequest,
+        ScoreResult,
+        Verdict,
+    )
+    from shared.wire.rollouts import (
+        Aborted,
+        AbortRequest,
+        FinishReason,
+        GenerateRequest,
+        Prompt,
+        Rollout,
+        RolloutGroup,
+        Sampling,
+        Span,
+    )
+    from shared.wire.samplers import (
+        CheckedWeights,
+        EngineSpec,
+        ModelRequest,
+        PauseState,
+        RegisteredSampler,
+        Registration,
+        SamplerList,
+        ServingWeights,
+        SleepRequest,
+        Unregistered,
+    )
+    from shared.wire.sessions import (
+        ChatRequest,
+        Conversation,
+        SessionDeleted,
+        SessionRecord,
+        Turn,
+    )
+    from shared.wire.training import (
+        Batch,
+        Checkpoint,
+        CheckpointFile,
+        CheckpointFiles,
+        CheckpointList,
+        CheckpointRequest,
+        Example,
+        Released,
+        ReleaseRequest,
+        StepResult,
+        StepTotals,
+        TrainerJob,
+        TrainerState,
+        TrainStepRequest,
+    )
+    from shared.wire.weights import (
+        AdapterWeights,
+        AnyWeights,
+        BroadcastWeights,
+        Canary,
+        DeltaStep,
+        DeltaWeights,
+        FolderWeights,
+        HttpWeights,
+        Published,
+        PublishRequest,
+        SentTensor,
+        SentWeights,
+        SharedTensor,
+        SharedWeights,
+        WeightFile,
+        WeightsRef,
+    )
+else:
+    __getattr__, __dir__ = exporting(__file__, globals())

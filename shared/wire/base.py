@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Generic, Literal, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,6 +13,30 @@ from shared.plain import Plain
 
 class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Listing(Wire, Generic[T_co]):
+    """A body of one list, which is that list to whoever iterates, counts or indexes it."""
+
+    def listed(self) -> Sequence[T_co]:
+        """Returns the list."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[T_co]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return iter(self.listed())
+
+    def __len__(self) -> int:
+        return len(self.listed())
+
+    @overload
+    def __getitem__(self, at: int) -> T_co: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[T_co]: ...
+    def __getitem__(self, at: int | slice) -> T_co | Sequence[T_co]:
+        return self.listed()[at]
 
 
 Message = dict[str, Plain]
@@ -45,6 +70,14 @@ class Fenced(Fencing):
     job_id: JobId
 
 
+class Orchestrator(Wire):
+    """An orchestrator, as a trainer or sampler knows it: by the `identity` of its Redis, which
+    those that share one have in common, and for people by its `place`, a host and port."""
+
+    identity: str
+    place: str
+
+
 class NoBody(Wire):
     """The empty body of a POST that needs none."""
 
@@ -57,10 +90,12 @@ class Health(Wire):
 
 
 class Dependency(Wire):
-    """Whether what a service needs is there; `detail` says why not."""
+    """Whether what a service needs is there; `detail` says why not. `starting`: it will be, by
+    itself."""
 
     ok: bool
     detail: str
+    starting: bool = False
 
 
 class Readiness(Wire):
@@ -79,6 +114,9 @@ class VersionInfo(BaseModel):
 
     service: str
     hone: str
+
+
+WAIT_PATH = "/operations/wait"
 
 
 class WaitRequest(Wire):

@@ -1,27 +1,24 @@
-"""The jobs API: a job's record, its events and metrics, its stored rollouts."""
+"""The jobs API: jobs as lists show them, their events and metrics. No body here has the job
+itself, so a command that only asks builds none of its sections."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
-from shared.job import Job, RewardSpec
-from shared.wire.base import JobId, Message, Wire
-from shared.wire.planning import Plan
-from shared.wire.rewards import Part
-from shared.wire.rollouts import FinishReason
+from shared.wire.base import JobId, Listing, Wire
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 
 
-class SubmitRequest(Wire):
-    """`POST /v1/jobs`. `job` is a whole job file's content; files it names must be readable by the
-    orchestrator."""
+class WithdrawRequest(Wire):
+    """`POST /v1/jobs/withdraw`: the submission with the Idempotency-Key `key` is taken back."""
 
-    job: Job
+    key: str = Field(min_length=1, max_length=1000)
 
 
 class Obstacle(Wire):
@@ -39,7 +36,7 @@ class Obstacle(Wire):
             return f"is taken by {self.job}"
         if self.evaluation:
             return f"waits for its samplers: evaluation {self.evaluation} has them"
-        return f"is away: {self.away}"
+        return f"takes no job: {self.away}"
 
 
 class JobSummary(Wire):
@@ -54,7 +51,8 @@ class JobSummary(Wire):
     host and port. `trainer` is the one that the job was given last. `cost` is what it has
     cost up to its last step, in `currency`; None where what an hour costs is not known. `doing`
     says what a running job is at, as of the last second: which services it waits for, and which are
-    away.
+    away. `waits` says what is not there that a job in the queue, or a running one, needs: a
+    service, its data, a folder. It goes on by itself once that is there.
     """
 
     id: JobId
@@ -78,50 +76,10 @@ class JobSummary(Wire):
     waits_for: dict[str, Obstacle] = {}
     trainer: str | None = None
     doing: str | None = None
+    waits: str | None = None
     error: str | None = None
     stopped: str | None = None
     metadata: dict[str, str] = {}
-
-
-class JobRecord(JobSummary):
-    """All there is to know of a job. `run_dir` holds everything it wrote. `data` says which content
-    its data has, by "train" and "eval": a file's digest, or a dataset's commit on the Hub. It goes
-    on with that content only. `summary` is what came of it, once it has succeeded."""
-
-    run_dir: str
-    summary: dict[str, Any] | None = None
-    data: dict[str, str] = {}
-    job: Job
-
-
-class PreviewedPrompt(Wire):
-    """A prompt as a job would send it: `index` is its row, `content` what the row became. `text` is
-    what the model reads, chat template included, in `num_tokens` tokens; None where its tokenizer
-    is not known here."""
-
-    index: int
-    content: str | tuple[Message, ...]
-    text: str | None = None
-    num_tokens: int | None = None
-
-
-class DryRun(Wire):
-    """`POST /v1/jobs/dry_run`: the job as it would run, and its first prompts. `num_train` is None
-    for a stream; `data` are the versions as in a job's record. `not_counted` says why prompts have
-    no `num_tokens`, and `not_planned` why there is no `plan`. `trial` says what the rewards
-    give empty completions and reference answers, and what is probably wrong with them; empty if the
-    reward service did not say so soon."""
-
-    job: Job
-    columns: tuple[str, ...]
-    num_train: int | None
-    num_held_out: int
-    data: dict[str, str]
-    prompts: tuple[PreviewedPrompt, ...]
-    not_counted: str = ""
-    plan: Plan | None = None
-    not_planned: str = ""
-    trial: tuple[str, ...] = ()
 
 
 class JobState(Wire):
@@ -135,6 +93,13 @@ class JobState(Wire):
     error: str | None = None
 
 
+class Withdrawn(Wire):
+    """What became of a submission that was withdrawn. `job` is the one that it had been accepted
+    as, and is cancelled. None: nothing was accepted, and nothing with this key will be."""
+
+    job: JobState | None = None
+
+
 class ResumeRequest(Wire):
     """`POST /v1/jobs/{id}/resume`: `set` are changes to go on with, as `--set` takes them:
     "memory.micro_batch_tokens=4096". Only what does not say what is learned can change."""
@@ -142,7 +107,7 @@ class ResumeRequest(Wire):
     set: tuple[str, ...] = ()
 
 
-class JobList(Wire):
+class JobList(Listing[JobSummary]):
     """Newest first. `next_after` goes back as `?after=` for the next page; None at the end. It
     stays valid when jobs are removed meanwhile. A job's id may be given in its place.
     `unreadable` are the ids of those on the page that another version of Hone wrote and this one
@@ -151,6 +116,9 @@ class JobList(Wire):
     jobs: tuple[JobSummary, ...]
     next_after: str | None = None
     unreadable: tuple[str, ...] = ()
+
+    def listed(self) -> Sequence[JobSummary]:
+        return self.jobs
 
 
 class JobDeleted(Wire):
@@ -172,10 +140,13 @@ class RecoveredJob(Wire):
     problem: str | None = None
 
 
-class Recovered(Wire):
+class Recovered(Listing[RecoveredJob]):
     """`POST /v1/recover`: every run folder, by id."""
 
     jobs: tuple[RecoveredJob, ...]
+
+    def listed(self) -> Sequence[RecoveredJob]:
+        return self.jobs
 
 
 class Event(Wire):
@@ -199,11 +170,15 @@ class JobProgress(Wire):
     time: float
 
 
-class EventList(Wire):
-    """A page, oldest first. The next one begins after the last id (`?after=`); it is empty while
-    nothing else has happened."""
+class EventList(Listing[Event]):
+    """A page, oldest first. `next_after` goes back as `?after=` for the next page; None at the end,
+    after which more may happen: what did is after the last id."""
 
     events: tuple[Event, ...]
+    next_after: str | None = None
+
+    def listed(self) -> Sequence[Event]:
+        return self.events
 
 
 class MetricsRow(Wire):
@@ -211,73 +186,12 @@ class MetricsRow(Wire):
     metrics: dict[str, float]
 
 
-class MetricsList(Wire):
+class MetricsList(Listing[MetricsRow]):
     """A page, by step. `next_after_step` goes back as `?after_step=` for the next page; None at the
     end."""
 
     rows: tuple[MetricsRow, ...]
     next_after_step: int | None = None
 
-
-class GradedRollout(Wire):
-    """A stored rollout as people look at it."""
-
-    prompt_index: int
-    prompt: str | tuple[Message, ...]
-    completion: str
-    finish_reason: FinishReason
-    versions: tuple[int, ...]
-    reward: float | None
-    parts: dict[str, Part]
-    advantage: float | None
-
-
-class RolloutList(Wire):
-    """A page of a step's rollouts, all of a prompt's group in a row. `next_after` goes back as
-    `?after=` for the next page; None at the end."""
-
-    step: int
-    rollouts: tuple[GradedRollout, ...]
-    next_after: int | None = None
-
-
-class RegradeRequest(Wire):
-    """`POST /v1/jobs/{id}/regrade`: what other `rewards` would say of the stored rollouts of
-    `first_step` to `last_step`, both included. Nothing is written to the run. `num_examples` bounds
-    the rollouts shown."""
-
-    first_step: int = Field(ge=1)
-    last_step: int = Field(ge=1)
-    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
-    num_examples: int = Field(default=10, ge=0, le=1000)
-
-
-class RegradedStep(Wire):
-    """Old and new mean reward of a step (None: no reward at all), how many rollouts have none, how
-    many get another one, and which advantages change their sign, by position in `[P*G]`. The sign
-    of no advantage is 0."""
-
-    step: int
-    num_rollouts: int
-    old_reward: float | None
-    new_reward: float | None
-    old_missing: int
-    new_missing: int
-    num_changed: int
-    flipped: tuple[int, ...]
-
-
-class RegradedRollout(Wire):
-    """A rollout as it was graded, and as it would be."""
-
-    step: int
-    position: int
-    old: GradedRollout
-    new: GradedRollout
-
-
-class RegradeReport(Wire):
-    """What would flip. `examples` are the rollouts whose reward differs most, in that order."""
-
-    steps: tuple[RegradedStep, ...]
-    examples: tuple[RegradedRollout, ...]
+    def listed(self) -> Sequence[MetricsRow]:
+        return self.rows

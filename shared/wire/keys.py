@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.wire.base import Wire
+from shared.wire.base import Listing, Wire
 
 Access = Literal["read", "full"]
 """What a key may do: look at everything, or change it too."""
@@ -36,10 +37,13 @@ class CreatedKey(ApiKey):
     secret: str
 
 
-class KeyList(Wire):
+class KeyList(Listing[ApiKey]):
     """`GET /v1/keys`: the keys that are valid, by name."""
 
     keys: tuple[ApiKey, ...]
+
+    def listed(self) -> Sequence[ApiKey]:
+        return self.keys
 
 
 class KeyRevoked(Wire):

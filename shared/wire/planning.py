@@ -107,6 +107,7 @@ class Plan(Wire):
     model: str
     num_parameters: int
     num_trainable: int
+    learning_rate: float
     dtype: str
     gpus: str
     fits: bool

@@ -73,8 +73,10 @@ class Part(Wire):
     `detail` is why, in a few words: what the program evaluated to, or died of. `stdout` is the end
     of what it printed. `seconds` is the time it took, and `cached` says that it came from a cache.
     `errors` are OpenAI's names of grader errors ("python_grader_runtime_error",
-    "model_grader_refusal_error", ...). `sub` are the values of the graders that it is made of, by
-    their names, and `tokens` what judges took for it, by model (0 for what was cached).
+    "model_grader_refusal_error", ...); with a value, the grader failed on this text and not on
+    others of its row, and the value is the least of theirs. `sub` are the values of the graders
+    that it is made of, by their names, and `tokens` what judges took for it, by model (0 for what
+    was cached).
     """
 
     value: float | None

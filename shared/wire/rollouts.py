@@ -69,8 +69,8 @@ class GenerateRequest(Fencing):
 
 class AbortRequest(Fenced):
     """`POST /abort`: ends whatever the job has under way up to this fence, and refuses what comes
-    of it later. With `keys` it ends only the requests that were asked for with these keys, and
-    refuses nothing."""
+    of it later; the sampler is free for another orchestrator then. With `keys` it ends only the
+    requests that were asked for with these keys, and refuses nothing."""
 
     keys: tuple[str, ...] = ()
 

@@ -56,7 +56,7 @@ class ServingWeights(Fencing):
     names the sampler, and `boot_id` this life of its engine. It samples `max_num_seqs` completions
     at once, as far as they have room in its cache, which holds `kv_cache_tokens` tokens; 0: it does
     not say. `gpus` are the UUIDs of those that it computes on. `doing` says what takes long while
-    an engine starts.
+    an engine starts, and `taken` why who asks gets nothing: another orchestrator's job has it.
     """
 
     job_id: JobId | None = None
@@ -74,6 +74,7 @@ class ServingWeights(Fencing):
     kv_cache_tokens: int = 0
     gpus: tuple[str, ...] = ()
     doing: str | None = None
+    taken: str | None = None
 
 
 class SleepRequest(Fenced):

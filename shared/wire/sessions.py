@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from shared.packed import TokenIds
 from shared.plain import Plain
@@ -46,6 +46,16 @@ class ChatRequest(Wire):
     user: str | None = None
     metadata: dict[str, Plain] | None = None
     store: bool | None = None
+
+    @field_validator("frequency_penalty", "presence_penalty", mode="before")
+    @classmethod
+    def _no_penalty(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, int | float) and value != 0:
+            raise ValueError(
+                f"a recorded session cannot use {info.field_name}: training could not compute it "
+                "again; leave it out"
+            )
+        return value
 
     @field_validator("n")
     @classmethod

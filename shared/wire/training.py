@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field
 
 from shared.job import Job
 from shared.packed import Logprobs, Mask, TokenIds
-from shared.wire.base import Fenced, Fencing, JobId, Wire
+from shared.wire.base import Fenced, Fencing, JobId, Listing, Orchestrator, Wire
 from shared.wire.rewards import Score
 from shared.wire.rollouts import Prompt, RolloutGroup, Span
 
@@ -64,9 +66,11 @@ class StepTotals(Wire):
 
 class TrainerJob(Fenced):
     """`PUT /job`: load this job, from its newest checkpoint in the run folder or else at its start.
-    The same job again changes nothing but the fence; another one replaces it."""
+    The same job again changes nothing but the fence; another one replaces it. `orchestrator` is
+    whose job it is: the trainer takes it from the request's header."""
 
     job: Job
+    orchestrator: Orchestrator | None = None
 
 
 class TrainerState(Fencing):
@@ -79,6 +83,7 @@ class TrainerState(Fencing):
     `restarts` counts how often the ranks came back after a failure, the last of which is
     `last_failure`. `boot_id` names this life of the ranks. `doing` says what takes long just now,
     where that is not what it was asked for. `gpu` is the UUID of the one that rank 0 computes on.
+    `taken` says why who asks gets nothing: it has another orchestrator's job.
     """
 
     job_id: JobId | None
@@ -96,6 +101,18 @@ class TrainerState(Fencing):
     boot_id: str = ""
     doing: str | None = None
     gpu: str | None = None
+    taken: str | None = None
+
+
+class ReleaseRequest(Fenced):
+    """`POST /release`: the job has left the trainer, which another orchestrator may take then. It
+    stays loaded until another one is."""
+
+
+class Released(Wire):
+    """The job that has left the trainer."""
+
+    job_id: JobId
 
 
 class TrainStepRequest(Fenced):
@@ -148,8 +165,11 @@ class Checkpoint(Wire):
     size_bytes: int
 
 
-class CheckpointList(Wire):
+class CheckpointList(Listing[Checkpoint]):
     checkpoints: tuple[Checkpoint, ...]
+
+    def listed(self) -> Sequence[Checkpoint]:
+        return self.checkpoints
 
 
 class CheckpointFile(Wire):
@@ -162,8 +182,11 @@ class CheckpointFile(Wire):
     crc32: int
 
 
-class CheckpointFiles(Wire):
+class CheckpointFiles(Listing[CheckpointFile]):
     """The files of the checkpoint of `step`, by name."""
 
     step: int
     files: tuple[CheckpointFile, ...]
+
+    def listed(self) -> Sequence[CheckpointFile]:
+        return self.files

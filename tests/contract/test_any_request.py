@@ -19,7 +19,6 @@ from fastapi.responses import JSONResponse
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from services.orchestrator.app import create_service as create_orchestrator
-from services.orchestrator.data import preview
 from services.orchestrator.queue.store import Store
 from services.reward.app import create_service as create_reward
 from services.rollout.weights.fetching import Fetcher
@@ -147,11 +146,7 @@ def without_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: Any, **__: Any) -> None:
         raise RepositoryNotFoundError("404", response=absent)  # type: ignore[arg-type]
 
-    def not_fetched(_: Job, **__: Any) -> Path:
-        raise preview.CannotCount("the tokenizer cannot be fetched")
-
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unknown)
-    monkeypatch.setattr(preview, "_fetched", not_fetched)
 
 
 def serve_a_model(fakes: FakeServices) -> None:

@@ -15,6 +15,7 @@ from services.orchestrator.app import create_service
 from services.orchestrator.data.uploads import Uploads, new_id
 from services.orchestrator.queue.removals import Removals
 from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.submissions import Submission
 from shared.config import Settings
 from shared.errors import BadRequest, Failed
 from shared.job import Job
@@ -78,7 +79,7 @@ async def test_a_removal_waits_for_an_upload_of_the_same_file(
         assert ((await again).status_code, (await removal).status_code) == (200, 200)
         assert (await http.get(f"/v1/files/{id}")).status_code == 404
     with pytest.raises(BadRequest, match="was removed"):
-        await store.submit(training_on(id, job), settings.runs_dir, None)
+        await store.submit(Submission(training_on(id, job), settings.runs_dir))
     await store.close()
 
 
@@ -106,7 +107,7 @@ async def test_an_upload_waits_for_a_removal_of_the_same_file(
         go.set()
         assert ((await again).status_code, (await removal).status_code) == (200, 200)
         assert (await http.get(f"/v1/files/{id}")).status_code == 200
-    assert (await store.submit(training_on(id, job), settings.runs_dir, None)).status
+    assert (await store.submit(Submission(training_on(id, job), settings.runs_dir))).status
     await store.close()
 
 

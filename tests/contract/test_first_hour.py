@@ -5,27 +5,36 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import io
 import json
+import os
+import re
+import subprocess
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
+from rich.console import Console
 from typer.testing import CliRunner
 
-from hone import Client
+from deploy import demo
+from hone import Client, load_job, view
 from hone.cli import app
 from hone.commands import run as run_command
 from services.orchestrator.api import history
 from services.orchestrator.loop import job_loading
 from shared.errors import Unavailable
-from shared.wire import JobProgress
+from shared.wire import Checkpoint, JobProgress, MetricsRow
 from tests.support.model_folders import make_model_folder
 from tests.support.served_stack import ServedStack, quiet_logs, served_stack
 
 pytestmark = pytest.mark.slow
 
+FIRST_JOB = Path(__file__).parents[2] / "docs/first_job.md"
 GSM8K = Path(__file__).parents[1] / "data/gsm8k/test.jsonl.gz"
 
 
@@ -70,7 +79,7 @@ def test_four_commands_and_no_editing_from_gsm8k_to_a_trained_model(here: Path) 
     shown = hone("run", "job.toml", "--set", "steps=2")
     curve = hone("plot", "first")
     assert "is valid: 64 problems, 8 held out" in tried
-    assert "reference answers earn 1.00, empty ones 0.00" in tried
+    assert "reference answers earn 1.00, empty completions earn 0.00" in tried
     assert "step 2/2  reward" in shown and "status" in shown
     record = json.loads(hone("get", "first", "-o", "json"))
     assert (record["status"], record["step"]) == ("succeeded", 2)
@@ -90,7 +99,9 @@ def test_a_picture_of_the_curve_is_written(here: Path) -> None:
     hone("init", "--name", "drawn")
     hone("run", "job.toml", "--set", "steps=1")
     assert "wrote curve.png" in hone("plot", "drawn", "--png", "curve.png")
-    assert (here / "curve.png").read_bytes().startswith(b"\x89PNG")
+    hone("plot", "drawn", "--png", "curve")  # the very file, without a suffix too
+    for name in ("curve.png", "curve"):
+        assert (here / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_wait_ends_with_the_job_or_when_it_waits_for_a_person(
@@ -104,7 +115,7 @@ def test_wait_ends_with_the_job_or_when_it_waits_for_a_person(
     served.fakes.fault["train_step"] = until(released)
     hone("submit", "job.toml", "--set", "steps=1")
     hone("pause", "waited")
-    shown = hone("wait", "waited", code=1)
+    shown = hone("wait", "waited", code=3)
     released.set()
     del served.fakes.fault["train_step"]
     assert "paused because" in shown and "hone resume waited-" in shown
@@ -154,3 +165,95 @@ def test_run_starts_a_stack_only_where_there_is_none_and_none_is_named(
     (here / "stack.json").write_text('{"urls": {"orchestrator": "http://127.0.0.1:9"}}')
     assert run_command._ensure_stack(here) is True
     assert started == [here]
+
+
+def test_the_demo_is_never_silent_and_shows_its_table_before_the_picture(
+    here: Path, served: ServedStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "PROGRESS_S", 0.2)
+    monkeypatch.setattr(view, "SILENT_S", 0.1)
+    told = io.StringIO()
+    console = Console(file=told, width=160)
+    released, shown = threading.Event(), ""
+    served.fakes.fault["model"] = until(released)
+    hone("init", "--name", "demo")
+
+    def drawn(rows: Sequence[MetricsRow], path: Path, title: str) -> Path:
+        nonlocal shown
+        shown = told.getvalue()
+        return path
+
+    monkeypatch.setattr(demo, "plot_learning_curve", drawn)
+    threading.Timer(2.0, released.set).start()
+    with Client(served.url) as client:
+        job = load_job(Path("job.toml"), ["steps=1", "evaluation.every=1"])
+        assert demo._train(client, job, console, time.monotonic())
+    del served.fakes.fault["model"]
+    assert "... loading the model: rollout: loading the model, " in shown
+    assert shown.index("succeeded") < shown.index("advantage") < shown.index("held-out accuracy")
+    assert shown.rstrip().rpartition("\n")[2].startswith("drawing the learning curve")
+    assert told.getvalue().rstrip().endswith("learning_curve.png")
+
+
+def test_who_follows_or_waits_for_a_job_that_pauses_is_told_how_it_goes_on(
+    here: Path, served: ServedStack
+) -> None:
+    hone("init", "--name", "held")
+    released = threading.Event()
+    served.fakes.fault["train_step"] = until(released)
+    job = json.loads(hone("submit", "job.toml", "--set", "steps=2", "-o", "json"))["id"]
+    said = hone("wait", job, "--timeout", "0.2", code=124)
+    assert f"job {job} is " in said and "after 0.2 s, and goes on" in said
+    hone("pause", job)
+    for shown in (hone("logs", "-f", job, code=3), hone("logs", "-f", "-n", "1", job, code=3)):
+        assert f"hone resume {job}" in shown and "paused because" in shown
+    with Client(served.url) as client:
+        assert client.wait(job).status == "paused"
+        (last,) = client.events(job, last=1)
+        assert last.data["status"] == "paused"
+    assert "no job is paused" not in hone("resume", "--all")
+    released.set()
+    del served.fakes.fault["train_step"]
+    assert "succeeded" in hone("wait", job)
+    assert len(hone("logs", "-n", "2", job).splitlines()) == 2
+    rows = json.loads(hone("metrics", job, "--keys", "reward, loss", "-o", "json"))["rows"]
+    assert [sorted(row["metrics"]) for row in rows[1:]] == [["loss", "reward"]] * 2
+    assert hone("metrics", job, "--keys", "reward").splitlines()[0].split() == ["step", "reward"]
+    wrong = hone("metrics", job, "--keys", "rewrd", code=2)
+    assert "no metric 'rewrd'; did you mean 'reward'?" in wrong
+    for arguments in (["resume"], ["resume", job, "--all"], ["resume", "--all", "--set", "a=1"]):
+        assert "name one job, to which --set may be added" in hone(*arguments, code=2)
+
+
+def with_files(checkpoint: Checkpoint) -> Checkpoint:
+    """Writes what a trainer writes into a checkpoint: files, and a manifest that names them."""
+    (Path(checkpoint.path) / "trainer").mkdir()
+    (Path(checkpoint.path) / "config.json").write_text("{}")
+    manifest = {"format": 1, "files": {"config.json": {"size_bytes": 2, "crc32": 2745614147}}}
+    (Path(checkpoint.path) / "trainer/manifest.json").write_text(json.dumps(manifest))
+    return checkpoint
+
+
+@pytest.mark.parametrize("token", [None, "open-sesame"])
+def test_the_page_shows_how_to_do_it_all_by_curl(
+    here: Path, tmp_path_factory: pytest.TempPathFactory, token: str | None
+) -> None:
+    (shown,) = re.findall(r"```sh\n(url=.*?)```", FIRST_JOB.read_text(), re.DOTALL)
+    secret = {"token": SecretStr(token)} if token else {}
+    with served_stack(tmp_path_factory.mktemp("by-curl"), **secret) as stack:
+        stack.fakes.change["checkpoint"] = with_files
+        own = {"HONE_ORCHESTRATOR_URL": stack.url, "HONE_TOKEN": token or ""}
+        done = subprocess.run(
+            ["sh", "-euc", shown], env=os.environ | own, capture_output=True, text=True, timeout=120
+        )
+        with Client(stack.url, token=token) as client:
+            (record,) = client.list().jobs
+            (checkpoint,) = client.checkpoints(record.id).checkpoints
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^event: end$", done.stdout, re.MULTILINE), done.stdout
+    assert done.stdout.splitlines()[-1] == json.dumps(
+        [record.id, "succeeded", 2], separators=(",", ":")
+    )
+    for name in ("config.json", "trainer/manifest.json"):
+        fetched = (here / "checkpoint" / name).read_bytes()
+        assert fetched == (Path(checkpoint.path) / name).read_bytes()

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.submissions import Submission
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import Unavailable
@@ -94,7 +95,7 @@ async def test_lists_are_fast_and_followers_miss_nothing(
         first = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
         for number in range(NUM_JOBS):
             tagged = job.model_copy(update={"metadata": {"team": f"t{number % 10}"}})
-            await store.submit(tagged, settings.runs_dir, None)
+            await store.submit(Submission(tagged, settings.runs_dir))
         found: list[list[str]] = [[] for _ in range(NUM_FOLLOWERS)]
         following = [
             asyncio.create_task(follow(url, first.id, random.Random(number), ids))

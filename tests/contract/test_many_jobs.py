@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from services.orchestrator.queue.submissions import Submission
 from shared.config import Settings
 from shared.job import Job
 from shared.wire import TERMINAL, JobList, JobRecord, SubmitRequest
@@ -58,7 +59,9 @@ async def test_a_job_that_ended_leaves_no_object_behind(
     fakes = FakeServices(settings)
 
     async def finish(count: int) -> Counter[str]:
-        ids = [(await store.submit(tiny(job), settings.runs_dir, None)).id for _ in range(count)]
+        ids = [
+            (await store.submit(Submission(tiny(job), settings.runs_dir))).id for _ in range(count)
+        ]
         for job_id in ids:
             async with asyncio.timeout(60):
                 while (status := await store.status(job_id)) not in TERMINAL:

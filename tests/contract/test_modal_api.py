@@ -18,6 +18,7 @@ from deploy.modal import api, orchestrator
 from deploy.modal.api import JobsApi
 from deploy.modal.calls import Call
 from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.submissions import Submission
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import Unavailable
@@ -162,7 +163,7 @@ async def test_the_trainer_is_started_once_the_services_that_it_calls_answer(
     monkeypatch.setattr(api.inside, "wake", wake)
     await api.bring_trainer(store, ["http://a", "http://b"], start)
     assert done == [], "no job waits"
-    first = (await store.submit(job, tmp_path, None)).id
+    first = (await store.submit(Submission(job, tmp_path))).id
     await api.bring_trainer(store, ["http://a", "http://b"], start)
     assert done == ["wake http://a,http://b"]
     paused = await store.get(first)
@@ -212,7 +213,7 @@ FAILED = (
 async def test_a_trainer_that_failed_pauses_the_job_that_it_had_and_no_other(
     store: Store, failed: FailedTrainer, job: Job, tmp_path: Path
 ) -> None:
-    begun, halted = [(await store.submit(job, tmp_path, None)).id for _ in range(2)]
+    begun, halted = [(await store.submit(Submission(job, tmp_path))).id for _ in range(2)]
     for _ in range(2):
         assert await store.take("modal", "modal:8002", lease_s=0.05)
         await asyncio.sleep(0.1)
@@ -233,7 +234,7 @@ async def test_a_trainer_that_failed_pauses_the_job_that_it_had_and_no_other(
 async def test_a_trainer_that_came_to_no_job_pauses_those_that_it_was_called_for(
     store: Store, failed: FailedTrainer, job: Job, tmp_path: Path
 ) -> None:
-    first, meanwhile = [(await store.submit(job, tmp_path, None)).id for _ in range(2)]
+    first, meanwhile = [(await store.submit(Submission(job, tmp_path))).id for _ in range(2)]
     failed.called_at = (await store.get(meanwhile)).created_at
     await failed.is_seen()
     assert await shown(store, first, meanwhile) == ["paused", "queued"]
@@ -247,7 +248,7 @@ async def test_a_trainer_that_came_to_no_job_pauses_those_that_it_was_called_for
 async def test_a_trainer_that_failed_leaves_alone_what_another_one_has_or_can_run(
     store: Store, failed: FailedTrainer, job: Job, tmp_path: Path
 ) -> None:
-    runs, cut_off, waits = [(await store.submit(job, tmp_path, None)).id for _ in range(3)]
+    runs, cut_off, waits = [(await store.submit(Submission(job, tmp_path))).id for _ in range(3)]
     assert await store.take("a", "a:8002", lease_s=60)
     assert await store.take("b", "b:8002", lease_s=0.05)
     await asyncio.sleep(0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -17,7 +18,7 @@ from services.orchestrator.openai import graders
 from services.orchestrator.openai.calling import Calls
 from services.orchestrator.queue import keys
 from shared.config import Settings
-from shared.errors import BadRequest, Failed
+from shared.errors import BadRequest, Failed, Unavailable
 from shared.service import Service
 from shared.streams import client_gone
 from shared.wire import Checkpoint
@@ -114,12 +115,14 @@ async def test_a_job_is_submitted_followed_and_listed(client: openai.AsyncOpenAI
 
 
 async def test_a_list_of_checkpoints_goes_on_after_one_that_was_removed(
-    stack: Stack, client: openai.AsyncOpenAI
+    stack: Stack, client: openai.AsyncOpenAI, tmp_path: Path
 ) -> None:
     job = await ended(client, (await create(client)).id)
     listed = client.fine_tuning.jobs.checkpoints.list
     for step in range(10, 20):
-        made = Checkpoint(step=step, path=f"/c/{step}", size_bytes=1).model_dump_json()
+        if step > 17:
+            (tmp_path / f"{step}").mkdir()
+        made = Checkpoint(step=step, path=f"{tmp_path}/{step}", size_bytes=1).model_dump_json()
         await stack.store._redis.hset(keys.checkpoints(job.id), str(step), made)
     there = [one.step_number for one in (await listed(job.id)).data]
     assert there[:2] == [19, 18] and 15 not in there
@@ -177,6 +180,12 @@ async def test_what_cannot_be_is_refused_as_openai_does(client: openai.AsyncOpen
     with pytest.raises(openai.UnprocessableEntityError, match="reinforcement"):
         await client.fine_tuning.jobs.create(
             model="owner/model", training_file="file-x", method={"type": "supervised"}
+        )
+    with pytest.raises(openai.UnprocessableEntityError, match="ids of the Hugging Face hub have"):
+        await client.fine_tuning.jobs.create(
+            model="gpt-4o-mini",
+            training_file=await upload(client, 6),
+            method={"type": "reinforcement", "reinforcement": {"grader": GRADER}},
         )
     for file, error in (
         ("file-x", "'training_file': got 'file-x'"),
@@ -285,6 +294,30 @@ async def test_a_model_is_called_where_it_is_served(stack: Stack, client: openai
     assert [chunk.choices[0].delta.content async for chunk in stream] == ["sums-1 says hello"]
     with pytest.raises(openai.NotFoundError, match="'sums-2' is not served now"):
         await client.chat.completions.create(model="sums-2", messages=hello)
+
+
+async def test_while_a_sampler_starts_the_call_is_told_so_and_since_when(
+    stack: Stack, client: openai.AsyncOpenAI
+):
+    starts = "starting the engine for 'tiny', since 12:03:04 UTC (46 s)"
+
+    @stack.fakes.service("rollout").app.get("/v1/models")
+    async def models() -> None:
+        raise Unavailable(starts, code="starting")
+
+    client = client.with_options(max_retries=0)
+    for call in (
+        client.models.list(),
+        client.completions.create(model="policy", prompt="hello"),
+        client.models.retrieve("policy"),
+    ):
+        with pytest.raises(openai.InternalServerError) as caught:
+            await call
+        assert (caught.value.status_code, caught.value.code) == (503, "starting")
+        url = stack.settings.rollout_url
+        assert caught.value.body["message"] == (  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
+            f"no model is served now: the sampler at {url}: {starts}"
+        )
 
 
 async def test_a_call_ends_at_the_sampler_when_its_client_goes_away(stack: Stack):

@@ -84,3 +84,7 @@ def test_several_samplers_cannot_take_turns_with_one_trainer(job: Job) -> None:
     settings = Settings(colocate=True, rollout_url="http://a:1,http://b:1")
     with pytest.raises(BadRequest, match="got HONE_ROLLOUT_URL 'http://a:1,http://b:1'"):
         check_colocation(job, settings)
+
+
+def test_a_sampler_that_registers_itself_takes_turns_as_under_compose(job: Job) -> None:
+    check_colocation(job, Settings(colocate=True, rollout_url="registered"))

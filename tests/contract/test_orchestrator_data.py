@@ -270,19 +270,21 @@ async def test_a_dry_run_says_what_would_be_refused(stack: Stack, tmp_path: Path
     assert "has no column 'lvl' (data.columns.prompt); did you mean 'level'?" in unknown
 
 
-async def test_tokens_that_cannot_be_counted_say_why(
+async def test_a_model_of_the_hub_that_was_not_looked_at_is_not_valid_without_a_word(
     stack: Stack,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    why = (
+        "the model 'owner/model' was not looked at: it is not in the Hugging Face cache here, and "
+        "HF_HUB_OFFLINE is set"
+    )
+    (warning,) = (await stack.submit()).warnings
+    assert warning == f"{why}; what is wrong with it shows only when the job begins"
     body = SubmitRequest(job=stack.job)
     tried = await stack.client.call("POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=60)
-    assert "tokenizer of 'owner/model' cannot be fetched: no network" in tried.not_counted
+    assert tried.not_counted == why and tried.warnings == (warning,)
     assert {prompt.num_tokens for prompt in tried.prompts} == {None}
-    assert "tokens are not counted: the tokenizer of" in view.dry_run(tried).plain
+    shown = view.dry_run(tried).plain
+    assert f"tokens are not counted: {why}" in shown and f"warning: {warning}" in shown
 
 
 def test_a_dry_run_needs_an_orchestrator(tmp_path: Path) -> None:

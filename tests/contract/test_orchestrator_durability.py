@@ -6,16 +6,18 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.loop.run import Run
-from services.orchestrator.queue import keys, worker
+from services.orchestrator.loop.run import Places, Run
+from services.orchestrator.queue import keys, worker_side
 from services.orchestrator.queue.leases import Lease
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.submissions import Submission
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.note import Note
 from shared.client import Client
@@ -93,7 +95,9 @@ async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(
         fakes.job = None  # the trainer lost everything and starts from the beginning
         sampled = fakes.calls["generate"]
         lease = Lease(record.id, first[0].attempt, resource(settings.trainer_url), 30)
-        await Run(record, lease, SilentStore(), settings).run()  # type: ignore[arg-type]
+        places = Places(missing=AsyncMock(return_value=None), may_leave=AsyncMock())
+        outcome = await Run(record, lease, SilentStore(), settings, places).run()  # type: ignore[arg-type]
+        assert outcome.status == "succeeded", outcome.why
         assert fakes.trained == first
         assert fakes.calls["generate"] == sampled, (
             "nothing was sampled again, nor evaluated: the keys are the same"
@@ -109,6 +113,7 @@ class SilentStore:
     """A store that a run reports to when no worker holds its lease."""
 
     samplers = NoSamplers()
+    used_models = Mock(below=AsyncMock(return_value=[]))
     identity = None
 
     async def report(self, *_: Any, **__: Any) -> None:
@@ -220,7 +225,7 @@ async def test_a_job_that_is_superseded_again_and_again_pauses(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where another stack has the trainer for good: they would take it from each other."""
-    monkeypatch.setattr(worker, "MAX_TRIES", 3)
+    monkeypatch.setattr(worker_side, "MAX_TRIES", 3)
 
     async def refuse(_: Any) -> None:
         raise Conflict("attempt 1 of job 'a' was superseded by 2", code="stale")
@@ -239,7 +244,7 @@ async def test_a_job_that_cannot_be_read_is_paused_and_the_next_one_runs(
 ) -> None:
     store = Store(redis_url)
     await store.open()
-    ids = [(await store.submit(job, settings.runs_dir, None)).id for _ in range(2)]
+    ids = [(await store.submit(Submission(job, settings.runs_dir))).id for _ in range(2)]
     await store._redis.hset(f"hone:job:{ids[0]}", "job", '{"name": "demo"}')
     fakes = FakeServices(settings)
     async with fakes.running(settings) as settings, orchestrator(settings, redis_url):

@@ -260,7 +260,7 @@ async def test_a_batch_of_nothing_but_errors_pauses_the_job(stack: Stack) -> Non
 # --- W&B
 
 
-async def test_a_wandb_that_is_away_costs_one_warning_and_no_job(
+async def test_a_wandb_that_is_away_costs_two_warnings_and_no_job(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
@@ -274,11 +274,10 @@ async def test_a_wandb_that_is_away_costs_one_warning_and_no_job(
     record = await stack.until((await stack.submit(submitted)).id)
     assert record.status == "succeeded" and set(begun) == {record.id}
     assert len(begun) >= 8, "it is tried again at each step"
-    (warning,) = await warnings(stack, record.id)
-    assert warning.startswith(
-        "Weights & Biases lacks some metrics: ConnectionError: no route to api.wandb.ai; the job "
-        "goes on"
-    )
+    first, at_the_end = await warnings(stack, record.id)
+    away = "ConnectionError: no route to api.wandb.ai"
+    assert first.startswith(f"W&B has nothing of this run so far: {away}; the job goes on")
+    assert at_the_end == f"W&B has nothing of this run: {away}; metrics.jsonl has all"
 
 
 # --- versions and epochs

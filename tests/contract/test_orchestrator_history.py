@@ -14,17 +14,17 @@ import pytest
 from hone import downloading
 from hone.downloading import Download
 from services.orchestrator.api import history
-from services.orchestrator.queue import keys
 from shared.errors import BadRequest, Failed, NotFound, Unavailable
 from shared.job import CheckpointSpec, RolloutsSpec
 from shared.wire import (
-    Checkpoint,
     CheckpointFile,
     CheckpointFiles,
     CheckpointList,
     EventList,
     MetricsList,
+    Part,
     RolloutList,
+    ScoreItem,
 )
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
@@ -144,7 +144,13 @@ async def test_checkpoints_that_were_removed_since_are_not_listed(stack: Stack) 
         (await stack.submit(stack.job.model_copy(update={"checkpoints": spec}))).id
     )
     listed = await stack.client.get(f"/v1/jobs/{record.id}/checkpoints", CheckpointList)
-    assert [checkpoint.step for checkpoint in listed.checkpoints] == [3, 6, 7, 8]
+    assert [checkpoint.step for checkpoint in listed.checkpoints] == [
+        3,
+        4,
+        6,
+        7,
+        8,
+    ]  # 4: best so far
 
 
 WEIGHTS = bytes(range(256)) * 5000
@@ -156,15 +162,13 @@ async def with_checkpoint(stack: Stack) -> tuple[str, int, Path]:
     record = await stack.until((await stack.submit()).id)
     listed = await stack.client.get(f"/v1/jobs/{record.id}/checkpoints", CheckpointList)
     (checkpoint,) = listed.checkpoints
-    folder = stack.folder(record.id).path / "checkpoints" / "step-000008"
-    write_checkpoint(folder)
-    await move_checkpoint(stack, record.id, checkpoint.model_copy(update={"path": str(folder)}))
-    return record.id, checkpoint.step, folder
+    write_checkpoint(Path(checkpoint.path))
+    return record.id, checkpoint.step, Path(checkpoint.path)
 
 
 def write_checkpoint(folder: Path) -> None:
     """As the trainer does: its manifest names all other files."""
-    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer").mkdir()
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
     files = {
@@ -172,12 +176,6 @@ def write_checkpoint(folder: Path) -> None:
         for name, content in FILES.items()
     }
     (folder / "trainer" / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
-
-
-async def move_checkpoint(stack: Stack, job_id: str, checkpoint: Checkpoint) -> None:
-    """The fake trainer writes none, and says that it is at /c."""
-    raw = stack.store._redis
-    await raw.hset(keys.checkpoints(job_id), str(checkpoint.step), checkpoint.model_dump_json())
 
 
 async def test_the_files_of_a_checkpoint_are_listed_with_their_checksums(stack: Stack) -> None:
@@ -191,7 +189,7 @@ async def test_the_files_of_a_checkpoint_are_listed_with_their_checksums(stack: 
     with pytest.raises(NotFound, match="no checkpoint of step 7; it has those of steps 8"):
         await stack.client.get(f"/v1/jobs/{job_id}/checkpoints/7", CheckpointFiles)
     shutil.rmtree(folder)
-    with pytest.raises(NotFound, match="is not there any more"):
+    with pytest.raises(NotFound, match="has no checkpoint of step 8; it has none"):
         await stack.client.get(f"/v1/jobs/{job_id}/checkpoints/{step}", CheckpointFiles)
     (folder / "trainer").mkdir(parents=True)
     (folder / "trainer" / "manifest.json").write_text("[]")
@@ -300,3 +298,52 @@ async def test_a_download_goes_on_where_it_was_cut_and_keeps_only_right_bytes(
     outside = weights.model_copy(update={"name": "../x"})
     with pytest.raises(BadRequest, match="expected one within its folder"):
         await download().all([outside])
+
+
+async def test_pages_of_events_say_where_the_next_one_begins(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    path = f"/v1/jobs/{record.id}/events"
+    every = await stack.client.get(path, EventList)
+    assert every.next_after is None and len(every) > 10
+    found: list[str] = []
+    after: str | None = "0"
+    while after is not None:
+        page = await stack.client.get(f"{path}?limit=7&after={after}", EventList)
+        found += [event.id for event in page]
+        assert page.next_after in (None, page[-1].id)
+        after = page.next_after
+    assert found == [event.id for event in every]
+    last = await stack.client.get(f"{path}?last=3", EventList)
+    assert last.events == every[-3:] and last.next_after is None
+
+
+async def test_a_stream_ends_at_a_pause_if_that_is_asked_for(stack: Stack) -> None:
+    record = await stack.submit()
+    await stack.post(f"{record.id}/pause")
+    await stack.until(record.id, "paused")
+    response = await stack.http.get(
+        f"/v1/jobs/{record.id}/events?until_paused=true", headers={"accept": "text/event-stream"}
+    )
+    *_, paused, end, rest = response.text.split("\n\n")
+    assert '"status":"paused"' in paused and (end, rest) == ("event: end\ndata: {}", "")
+
+
+async def test_a_reward_that_fails_on_some_texts_is_told_once_in_a_step(stack: Stack) -> None:
+    failed = Part(value=0.0, verdict="wrong", detail="log(0)", errors=("formula_parse_error",))
+
+    def grade(item: ScoreItem) -> Part:
+        return failed if stack.fakes.step == 2 and item.row["answer"] % 2 else Part(value=1.0)
+
+    stack.fakes.grade = grade
+    data = stack.job.data.model_copy(update={"eval": None})
+    job_id = (await stack.submit(stack.job.model_copy(update={"data": data}))).id
+    await stack.until(job_id)
+    (told,) = [event for event in await stack.events(job_id) if event.level == "warning"]
+    scores = [score for scores_G in stack.folder(job_id).batch(3).scores for score in scores_G]
+    num_failed = sum(bool(part.errors) for score in scores for part in score.parts.values())
+    assert 0 < num_failed < len(scores)
+    assert told.message == (
+        f"step 3: reward 'right' fails on {num_failed} of {len(scores)} completions, which get the "
+        "least of their row (log(0))"
+    )
+    assert told.data == {"step": 3}

@@ -10,6 +10,7 @@ import pytest
 
 from services.orchestrator.queue.leases import Lease
 from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.submissions import Submission
 from services.orchestrator.record.folder import RunFolder
 from shared.client import Client
 from shared.config import Settings
@@ -83,9 +84,9 @@ async def test_a_job_is_paused_only_once_nothing_of_it_is_written_any_more(
     or its batches."""
     disk, write = SlowDisk(), getattr(RunFolder, name)
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **more: Any) -> Any:
         disk.write(name)
-        return write(*args)
+        return write(*args, **more)
 
     monkeypatch.setattr(RunFolder, name, slow)
     job_id = (await stack.submit()).id
@@ -208,7 +209,7 @@ async def test_a_pause_called_off_is_queued_again_and_one_then_cancelled_ends(
     )
 
     async def running() -> Lease:
-        job_id = (await store.submit(job, settings.runs_dir, None)).id
+        job_id = (await store.submit(Submission(job, settings.runs_dir))).id
         lease = await store.take("worker", "http://trainer", 30)
         assert lease is not None and lease.job_id == job_id
         await store.pause(job_id)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import job_loading
+from services.orchestrator.loop import job_loading, peers
 from shared import presence
 from shared.errors import BadRequest, Conflict, Failed, Unavailable
 from shared.job import CheckpointSpec, Job
@@ -190,19 +190,77 @@ async def test_a_sampler_that_lost_its_weights_is_given_them_again(stack: Stack)
 
 
 @pytest.mark.parametrize("route", ["validate", "job", "model"])
-async def test_a_service_that_is_away_at_the_start_pauses_the_job(stack: Stack, route: str) -> None:
-    stack.settings.__dict__["patience_s"] = 0.3
+async def test_a_service_that_cannot_work_at_the_start_is_waited_for(
+    stack: Stack, route: str
+) -> None:
+    """More often than a job that fails is tried again."""
+    stack.settings.__dict__["patience_s"] = 0.1
     stack.fakes.fault[route] = away(stack, route, 1_000_000)
     job_id = (await stack.submit()).id
-    paused = await stack.until(job_id, "paused", "failed")
-    assert (paused.status, paused.recoveries) == ("paused", 3)
-    assert paused.error is not None and paused.error.startswith(
-        "the service has no GPU; "
-        "make sure that it works (`hone doctor` shows how the services are), "
-    )
+    async with asyncio.timeout(60):
+        while (record := await stack.get(job_id)).recoveries < 6 or not record.waits:
+            assert record.status in ("queued", "running"), record.error
+            await asyncio.sleep(0.05)
+    assert "the service has no GPU" in record.waits or "service is away since" in record.waits
     stack.fakes.fault.clear()
-    await stack.post(f"{job_id}/resume")
-    assert (await stack.until(job_id)).status == "succeeded"
+    done = await stack.until(job_id)
+    assert (done.status, done.attempts, done.waits) == ("succeeded", 1, None)
+
+
+async def test_a_job_whose_service_stays_away_pauses_once_the_operator_says_so(
+    stack: Stack,
+) -> None:
+    stack.settings.__dict__.update(patience_s=0.1, wait_limit_s=1.0)
+    stack.fakes.fault["job"] = away(stack, "job", 1_000_000)
+    paused = await stack.until((await stack.submit()).id, "paused", "failed")
+    assert paused.status == "paused" and paused.error is not None
+    assert paused.error.startswith("the service has no GPU; it has waited for 1 s, ")
+
+
+async def test_a_reward_service_that_stays_away_is_waited_for_once_as_long_as_may_be(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence, "AWAY_S", 0.2)
+    stack.settings.__dict__.update(patience_s=0.1, wait_limit_s=4.0)
+    stack.fakes.fault["score"] = away(stack, "score", 1_000_000)
+    job_id = (await stack.submit()).id
+    while not stack.fakes.calls["score"]:
+        await asyncio.sleep(0.05)
+    began = time.monotonic()
+    paused = await stack.until(job_id, "paused", "failed")
+    assert paused.status == "paused" and "; it has waited for 4 s, " in str(paused.error)
+    assert time.monotonic() - began < 7.5
+
+
+async def test_a_reward_service_that_is_slow_to_check_a_job_that_begins_is_waited_for(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What hangs of the job's own there, its reward's code, the service ends itself."""
+    slow = iter([0.0, 5.0, 5.0, 5.0])
+
+    async def validate(_: Any) -> None:
+        await asyncio.sleep(next(slow, 0.0))
+
+    monkeypatch.setattr(peers, "VALIDATE_DEADLINE_S", 0.5)
+    stack.fakes.fault["validate"] = validate
+    done = await stack.until((await stack.submit()).id, "paused", "failed", "succeeded")
+    assert (done.status, done.recoveries, done.error) == ("succeeded", 3, None)
+
+
+async def test_a_reward_service_that_is_away_in_the_middle_costs_nothing_but_time(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than a call is patient: what was sampled is graded then."""
+    monkeypatch.setattr(presence, "AWAY_S", 0.2)
+    stack.settings.__dict__["patience_s"] = 0.1
+    stack.fakes.fault["score"] = away(stack, "score", 40)
+    job_id = (await stack.submit()).id
+    async with asyncio.timeout(30):
+        while not (record := await stack.get(job_id)).waits:
+            await asyncio.sleep(0.05)
+    assert record.waits.startswith("the reward service is away since ")
+    done = await stack.until(job_id)
+    assert (done.status, done.recoveries, stack.fakes.calls["model"]) == ("succeeded", 0, 1)
 
 
 async def test_a_service_that_comes_late_needs_nobody(stack: Stack) -> None:
@@ -225,6 +283,29 @@ async def test_followers_are_told_who_is_away_since_when_and_who_is_back(
     assert gone.message.endswith(" UTC: the service has no GPU; waiting for it")
     messages = [event.message for event in await stack.events(record.id)]
     assert messages.count("the trainer service is back after 1 s") == 1
+
+
+async def test_a_hub_that_is_away_is_named_and_not_the_service_that_asks_it(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence, "AWAY_S", 0.2)
+
+    async def fault(_: Any) -> None:
+        raise Unavailable("'task/modell' is no folder, and no Hub", code="hub_away")
+
+    stack.fakes.fault["model"] = fault
+    job_id = (await stack.submit()).id
+    async with asyncio.timeout(30):
+        while not (record := await stack.get(job_id)).waits:
+            await asyncio.sleep(0.05)
+    assert record.waits.startswith("the Hugging Face Hub is away since ")
+    (gone,) = await warnings(stack, job_id)
+    assert gone.message.startswith("the Hugging Face Hub is away since ")
+    assert gone.message.endswith(" UTC: 'task/modell' is no folder, and no Hub; waiting for it")
+    stack.fakes.fault.clear()
+    assert (await stack.until(job_id)).status == "succeeded"
+    said = [event.message for event in await stack.events(job_id)]
+    assert any(message.startswith("the Hugging Face Hub is back after ") for message in said)
 
 
 async def test_followers_are_told_what_takes_the_trainer_long_while_it_loads(

@@ -111,7 +111,6 @@ async def test_an_emptied_redis_is_refused_and_the_jobs_are_rebuilt_from_their_f
             cut_off = await submit(client, job)
             await asyncio.wait_for(reached.wait(), 20)
             checkpoints = Path(ended.run_dir) / "checkpoints"
-            (checkpoints / "step-000008").mkdir(parents=True)
             (checkpoints / "step-000008/model.safetensors").write_bytes(b"12345")
         await empty(redis_url)
         fakes.fault.clear()
@@ -222,6 +221,7 @@ async def test_recovering_is_not_refused_by_a_look_at_the_redis_meanwhile(
     settings: Settings, redis_url: str, job: Job
 ) -> None:
     stores = Store(redis_url), Store(redis_url)
+    settings.runs_dir.mkdir()
     for number in range(8):
         RunFolder(settings.runs_dir / f"demo-{number}").create(job)
     for store in stores:
@@ -267,6 +267,7 @@ async def test_jobs_of_another_redis_that_shares_the_folder_are_left_to_it(
 async def test_a_recover_that_broke_off_is_done_again_and_one_bad_folder_ends_none(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    settings.runs_dir.mkdir()
     for name in ("demo-1", "demo-2"):
         RunFolder(settings.runs_dir / name).create(job, redis="lost")
     store = Store(redis_url)
@@ -337,6 +338,7 @@ async def test_a_recovered_job_has_ended_as_it_ended_and_keeps_its_age_and_key(
 async def test_ended_jobs_that_were_dropped_are_not_brought_back(
     settings: Settings, redis_url: str, job: Job
 ) -> None:
+    settings.runs_dir.mkdir()
     for number, end in enumerate(("failed", "succeeded", "cancelled")):
         folder = RunFolder(settings.runs_dir / f"demo-{number}")
         folder.create(job)

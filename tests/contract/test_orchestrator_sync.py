@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from typing import Any, cast
 
@@ -351,3 +353,29 @@ def test_a_job_that_could_not_sync_as_it_says_is_refused(
 ) -> None:
     with pytest.raises(pydantic.ValidationError, match=message):
         Job.model_validate({**job.model_dump(), **changes})
+
+
+@pytest.mark.parametrize("gpu", [None, "GPU-1"])
+async def test_beside_a_trainer_on_a_gpu_the_sampler_has_started_before_the_job_is_loaded(
+    stack: Stack, job: Job, gpu: str | None
+) -> None:
+    asked: list[str] = []
+    loaded = asyncio.Event()
+
+    async def start(_: object) -> None:
+        asked.append("model")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(loaded.wait(), 0.3)
+        asked.append("started")
+
+    async def load(_: object) -> None:
+        asked.append("job")
+        loaded.set()
+
+    stack.fakes.gpus = (gpu, ())
+    stack.fakes.fault |= {"model": start, "job": load}
+    record = await stack.until((await stack.submit(job)).id)
+    assert (record.status, record.recoveries) == ("succeeded", 0)
+    in_turn = ["model", "started", "job"]
+    assert (asked == in_turn) is (gpu is not None)
+    assert sorted(asked) == sorted(in_turn)

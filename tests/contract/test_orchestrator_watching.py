@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import threading
 from pathlib import Path
@@ -31,22 +32,32 @@ job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 
 async def test_a_stall_is_an_event_that_names_who_waits_for_whom(stack: Stack) -> None:
-    stack.settings.__dict__["stall_s"] = 0.3
-    reached = asyncio.Event()
+    stall_s = 2.0  # longer than a busy machine needs for any other answer
+    stack.settings.__dict__["stall_s"] = stall_s
+
+    async def messages(job_id: str) -> list[str]:
+        return [event.message for event in await stack.events(job_id)]
 
     async def hang(body: Any) -> None:
         if body.step == 2:
-            reached.set()
-            await asyncio.sleep(0.8)
+            async with asyncio.timeout(60):
+                while not any(map(is_stall, await messages(body.job_id))):
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(stall_s)  # it is told once, however long it takes
 
     stack.fakes.fault["train_step"] = hang
     record = await stack.until((await stack.submit()).id)
     assert (record.status, record.recoveries) == ("succeeded", 0)
-    messages = [event.message for event in await stack.events(record.id)]
-    (stall,) = [message for message in messages if message.startswith("no progress for ")]
-    assert "it waits for trainer: 1 x training a step, the oldest for " in stall
-    assert "reward grading a group 0 s ago" in stall
-    assert messages.count("the job goes on: there was an answer again") == 1
+    told = await messages(record.id)
+    (stall,) = filter(is_stall, told)
+    assert re.search(r"no progress for \d+ s: it waits for trainer: 1 x training a step", stall)
+    assert re.search(r"reward grading a group \d+ s ago", stall)
+    assert "the job goes on: there was an answer again" in told[told.index(stall) :]
+
+
+def is_stall(message: str) -> bool:
+    """Of the step that the test holds: on a busy machine others may stall, too."""
+    return message.startswith("no progress for ") and "training a step" in message
 
 
 async def test_a_loop_that_waits_for_nothing_is_begun_again(

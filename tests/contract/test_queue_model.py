@@ -16,7 +16,8 @@ import redis.asyncio as redis
 from services.orchestrator.queue import keys
 from services.orchestrator.queue.leases import Lease, LeaseLost
 from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.worker_side import MAX_LEFT, MAX_TRIES
+from services.orchestrator.queue.submissions import Submission
+from services.orchestrator.queue.worker_side import MAX_TRIES
 from shared.wire import Obstacle
 from tests.support.job_records import JOB
 
@@ -169,7 +170,7 @@ class Driver:
     async def submit(self) -> None:
         priority = self.choose.choice((-3, 0, 0, 0, 100))
         job = LONG_JOB.model_copy(update={"priority": priority})
-        record = await self.store.submit(job, RUNS, None)
+        record = await self.store.submit(Submission(job, RUNS))
         model = self.model
         model.num_submitted += 1
         model.jobs[record.id] = Modelled(record.id, model.num_submitted, priority)
@@ -194,7 +195,7 @@ class Driver:
         self.model.free(lease.attempt)
         if job.asked:
             self.model.end(job, "cancelled" if "cancel" in job.asked else "paused")
-        elif job.tries >= MAX_LEFT:
+        elif job.tries >= MAX_TRIES:
             self.model.end(job, "paused")
         else:
             job.status = "queued"
@@ -338,7 +339,7 @@ async def test_of_many_orchestrators_none_gets_what_another_one_has(redis_url: s
     """Each has all trainers; whoever has a job holds its trainer and samplers alone."""
     stores = [Store(redis_url) for _ in range(4)]
     await stores[0].open()
-    ids = {(await stores[0].submit(LONG_JOB, RUNS, None)).id for _ in range(24)}
+    ids = {(await stores[0].submit(Submission(LONG_JOB, RUNS))).id for _ in range(24)}
     held: set[str] = set()
     done: list[str] = []
 

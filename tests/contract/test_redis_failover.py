@@ -12,6 +12,7 @@ import redis.asyncio as redis
 
 from services.orchestrator.queue.connection import StoreUnavailable
 from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.submissions import Submission
 from tests.support.job_records import JOB
 from tests.support.link import Link
 from tests.support.running import running_redis
@@ -59,7 +60,7 @@ class Failover:
         self._link = await Link(path_of(self._first), address).__aenter__()
         self.store = Store(f"unix://{address}")
         await self.store.open()
-        self.job_id = (await self.store.submit(JOB, self._folder, None)).id
+        self.job_id = (await self.store.submit(Submission(JOB, self._folder))).id
         lease = await self.store.take("worker", "trainer:1", 30)
         assert lease is not None
         self.lease = lease

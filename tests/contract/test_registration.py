@@ -350,7 +350,9 @@ async def take_part(pool: Pool, sampler: FakeSampler) -> None:
     await register(pool.stack.client, sampler.name, sampler.url)
 
 
-async def test_a_job_waits_for_the_first_sampler_and_finds_others_on_its_way(pool: Pool) -> None:
+async def test_a_job_is_taken_with_its_first_sampler_and_finds_others_on_its_way(
+    pool: Pool,
+) -> None:
     first, second = pool.samplers
 
     async def train(body: Any) -> None:
@@ -362,16 +364,15 @@ async def test_a_job_waits_for_the_first_sampler_and_finds_others_on_its_way(poo
     pool.stack.fakes.fault["train_step"] = train
     job_id = (await pool.stack.submit()).id
     async with asyncio.timeout(20):
-        while not pool.stack.fakes.calls["job"]:
+        while not (await pool.stack.get(job_id)).waits_for:
             await asyncio.sleep(0.01)
+    assert not pool.stack.fakes.calls["job"]
     await take_part(pool, first)
     record = await pool.stack.until(job_id)
     assert (record.status, record.error, record.recoveries) == ("succeeded", None, 0)
     pool.check_groups(record)
     assert [sampler.serving.version for sampler in pool.samplers] == [4, 4]
     assert min(len(sampler.groups) for sampler in pool.samplers) >= 3
-    (said,) = await pool.said(record, "waiting for a first sampler")
-    assert "HONE_ROLLOUT_URL is 'registered', which stands for none now" in said
 
 
 async def test_a_sampler_that_leaves_gets_no_further_groups(pool: Pool) -> None:
@@ -426,10 +427,14 @@ async def test_while_no_sampler_is_registered_at_all_a_job_keeps_those_it_has(po
     pool.check_groups(record)
 
 
-async def test_a_job_that_no_sampler_comes_for_pauses_with_a_sentence(pool: Pool) -> None:
-    pool.stack.settings.__dict__["patience_s"] = 0.1
-    record = await pool.stack.until((await pool.stack.submit()).id, "paused")
-    assert "there is no sampler at all: HONE_ROLLOUT_URL is 'registered'" in (record.error or "")
+async def test_a_job_that_no_sampler_comes_for_waits_in_the_queue_and_says_so(pool: Pool) -> None:
+    job_id = (await pool.stack.submit()).id
+    async with asyncio.timeout(30):
+        while not (record := await pool.stack.get(job_id)).waits_for:
+            await asyncio.sleep(0.05)
+    (obstacle,) = record.waits_for.values()
+    why = "takes no job: HONE_ROLLOUT_URL is 'registered', which stands for none now"
+    assert (record.status, obstacle.why) == ("queued", why)
 
 
 async def test_a_sampler_that_redirects_is_not_followed(pool: Pool) -> None:

@@ -247,6 +247,17 @@ async def test_an_own_function_that_fails_gives_no_reward_and_says_where(
         )
 
 
+async def test_a_text_that_fails_a_function_costs_no_other_its_reward(client: Client) -> None:
+    source = (
+        "def reward(completions):\n    return [float(completion) - 3 for completion in completions]"
+    )
+    scores = await score(client, items("1", "seven", "5", "0.5", answer="a"), own(source))
+    assert [scored.value for scored in scores] == [-2.0, -2.5, 2.0, -2.5]
+    part = scores[1].parts["reward"]
+    assert part.errors == ("python_grader_runtime_error",)
+    assert "could not convert string to float: 'seven' (completion 1); it gets -2.5" in part.detail
+
+
 async def test_a_bad_value_concerns_its_completion_alone(client: Client) -> None:
     source = (
         "def reward(completions):\n"
@@ -254,8 +265,8 @@ async def test_a_bad_value_concerns_its_completion_alone(client: Client) -> None
     )
     scores = await score(client, items(*"abcdef"), own(source))
     parts = [scored.parts["reward"] for scored in scores]
-    assert [part.value for part in parts] == [None, 2.0, None, 0.5, None, None]
-    assert [part.verdict for part in parts] == ["error", "ok", "error", "ok", "skipped", "error"]
+    assert [part.value for part in parts] == [0.0, 2.0, 0.0, 0.5, None, 0.0]
+    assert [part.verdict for part in parts] == ["wrong", "ok", "wrong", "ok", "skipped", "wrong"]
     assert "it returned '1' (str) for completion 0, expected a number or None" in parts[0].detail
     assert "it returned nan for completion 2, expected a finite number" in parts[2].detail
     assert (parts[3].detail, parts[4].detail) == ("half", "why")
@@ -363,7 +374,7 @@ async def test_a_sum_of_rewards_is_finite(client: Client, app: Any) -> None:
     assert "'rewards.0.weight': got 1e+308; input should be less" in answer.json()["detail"]
     source = "def reward(completions):\n    return [float(c) for c in completions]"
     large, small = await score(client, items("1e31", "1e30"), own(source, weight=1e6))
-    assert (large.value, small.value) == (None, 1e36)
+    assert (large.value, small.value) == (0.0, 1e36)
     assert "the value is 1e+31; expected one from -1e+30" in large.parts["reward"].detail
 
 
@@ -414,7 +425,7 @@ async def test_ready_and_version_report_the_tier_reached(app: Any) -> None:
         metrics = (await http.get("/metrics")).text
     assert (ready.status_code, ready.json()["dependencies"]) == (
         200,
-        {"sandbox": {"ok": True, "detail": "ready"}},
+        {"sandbox": {"ok": True, "detail": "ready", "starting": False}},
     )
     assert (sandbox["tier"], sandbox["slots"]) == ("local", 2)
     assert len(sandbox["probes"]) >= 6

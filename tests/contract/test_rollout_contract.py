@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,6 +29,8 @@ from shared.wire import (
     ServingWeights,
 )
 from tests.support.rollout_bench import OTHER, SPEC, RolloutBench
+
+STARTS = r"starting the engine for 'tiny', since \d\d:\d\d:\d\d UTC \(\d+ s\)"
 
 
 @pytest.fixture
@@ -83,7 +86,11 @@ async def test_while_an_engine_starts_whoever_asks_is_told_to_come_again(
     ):
         answer = await bench.raw("POST", route, json=body)
         assert (route, answer.status_code, answer.json()["code"]) == (route, 503, "starting")
-        assert answer.json()["error"]["message"] == "starting the engine for 'tiny'"
+        assert re.fullmatch(STARTS, answer.json()["error"]["message"])
+    ready = await bench.raw("GET", "/readyz")
+    engine = ready.json()["dependencies"]["engine"]
+    assert (ready.status_code, engine["ok"], engine["starting"]) == (503, False, True)
+    assert re.fullmatch(STARTS, engine["detail"])
     told = await bench.client.get("/weights", ServingWeights)
     assert told.doing == "starting the engine for 'tiny': reading the weights"
     bench.may_start.set()
@@ -94,6 +101,7 @@ async def test_a_model_put_twice_starts_once(bench: RolloutBench) -> None:
     first, second = await asyncio.gather(bench.put(), bench.put())
     assert first == second == await bench.put()
     assert (first.model, first.version, len(bench.engines)) == ("tiny", None, 1)
+    assert (first.max_num_seqs, first.kv_cache_tokens) == (16, 4096)
 
 
 async def test_another_model_stops_the_first_engine_and_its_version(serving: RolloutBench) -> None:
@@ -556,7 +564,7 @@ async def test_a_configured_model_is_started_while_the_service_is_up(tmp_path: P
     bench = RolloutBench(tmp_path)
     service = create_service(Settings(runs_dir=bench.runs, rollout_model="tiny"), bench.sampler)
     async with service.app.router.lifespan_context(service.app):
-        assert await bench.sampler.unready() == "starting the engine for 'tiny'"
+        assert re.fullmatch(STARTS, await bench.sampler.unready() or "")
         end = time.monotonic() + 5
         while await bench.sampler.unready() and time.monotonic() < end:
             await asyncio.sleep(0.001)

@@ -10,7 +10,7 @@ import pytest
 import structlog
 from pydantic import SecretStr
 
-from shared import codec
+from shared import codec, ownership
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import (
@@ -33,6 +33,7 @@ from shared.wire import (
     Rollout,
     RolloutGroup,
     Sampling,
+    VersionInfo,
 )
 
 
@@ -447,8 +448,15 @@ async def test_a_form_post_and_a_rebound_host_of_a_web_page_are_refused(settings
             content=b'{"job_id":"job","step":1}',
             headers={"content-type": "text/plain"},
         )
+        packed = await http.post(
+            "/checkpoints",
+            content=b"{}",
+            headers={"content-type": codec.JSON, "content-encoding": "gzip"},
+        )
         rebound = await http.get("/metrics", headers={"host": "evil.example:8002"})
     assert sneaky.status_code == 422 and "Content-Type" in sneaky.json()["detail"]
+    said = "Content-Encoding is 'gzip'; expected a body as it is"
+    assert (packed.status_code, packed.json()["detail"]) == (422, said)
     assert rebound.status_code == 401 and "evil.example" in rebound.json()["detail"]
 
 
@@ -465,6 +473,19 @@ async def test_a_token_guards_everything_but_health(settings: Settings) -> None:
     assert (await call(counter.client(token="open-sesame"))).step == 1
 
 
+async def test_who_shows_no_token_speaks_for_no_job(settings: Settings) -> None:
+    """Else anybody could keep a trainer for a job that is gone, or give it to one that is not."""
+    counter = Counter(settings.model_copy(update={"token": SecretStr("open-sesame")}))
+    headers, owned = ownership.headers("1f" * 16, settings, "job"), counter.service.ownership
+    for token in (None, "guess"):
+        await counter.client(token=token, headers=headers).get("/version", VersionInfo)
+    ownership.asking.set(None)
+    assert owned.taken() is None
+    await counter.client(token="open-sesame", headers=headers).get("/version", VersionInfo)
+    ownership.asking.set(None)
+    assert "has job 'job'" in (owned.taken() or "")
+
+
 async def test_health_says_what_is_waited_for(settings: Settings) -> None:
     counter = Counter(settings)
     async with httpx.AsyncClient(
@@ -478,7 +499,7 @@ async def test_health_says_what_is_waited_for(settings: Settings) -> None:
         metrics = (await http.get("/metrics")).text
     assert starting.status_code == 503
     assert starting.json()["dependencies"] == {
-        "engine": {"ok": False, "detail": "loading the model"}
+        "engine": {"ok": False, "detail": "loading the model", "starting": False}
     }
     assert ready.status_code == 200
     assert version["service"] == "trainer" and version["engine"] == "1.0"
@@ -557,7 +578,11 @@ async def test_a_method_that_a_route_has_not_is_refused_with_those_it_has(
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         answer = await http.delete("/version")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
-    assert answer.json()["detail"] == "DELETE /version: Method Not Allowed"
+    problem = answer.json()
+    assert (problem["code"], problem["detail"]) == (
+        "not_found",
+        "no route DELETE /version; this path has GET",
+    )
 
 
 async def test_an_unknown_parameter_of_a_query_is_refused_by_name(settings: Settings) -> None:

@@ -16,6 +16,9 @@ import pytest
 
 from services.orchestrator.loop.examples import to_examples
 from services.trainer.learning.examples import check, versions
+from shared import ownership
+from shared.client import Client
+from shared.config import Settings
 from shared.wire import Conversation, Example, ModelRequest, RolloutGroup, SessionRecord, Span
 from tests.support.fake_chat import PAIR, FakeChat, sampled_tokens, text_of, tokens
 from tests.support.rollout_bench import SPEC, RolloutBench
@@ -371,16 +374,13 @@ async def test_a_session_stays_with_the_weights_of_one_epoch_and_engine(
         await agent.say("more")
     assert stale.value.body == {
         "message": "session 's' began with weights of attempt 1, epoch 1 of job 'job', and those "
-        "that serve are of attempt 1, epoch 2 of job 'job'",
+        "that serve are of attempt 1, epoch 2 of job 'job'; begin another session",
         "type": "conflict",
         "code": "stale",
         "param": None,
     }
     other = Agent(bench, "other")
     await other.say()
-    await bench.abort(attempt=1, epoch=2)
-    with pytest.raises(openai.ConflictError, match="superseded or aborted"):
-        await other.say("more")
     assert len((await only(bench)).turns) == len((await only(bench, "other")).turns) == 1
     await bench.put(ModelRequest(model="other", attempt=2, job_id="job"))
     with pytest.raises(openai.ConflictError, match="those that serve are of no job"):
@@ -395,8 +395,49 @@ async def test_a_newer_epoch_ends_a_turn_under_way(bench: RolloutBench) -> None:
     while not bench.engine.under_way:
         await asyncio.sleep(0.001)
     await bench.reload(bench.publish(1, fence=(1, 2)))
-    with pytest.raises(openai.ConflictError, match="superseded or aborted"):
+    with pytest.raises(openai.ConflictError) as ended:
         await asking
+    assert ended.value.code == "stale"
+    assert (
+        "a turn of session 's' was ended: other weights take the place of those of job 'job' that "
+        "it began with; begin another session"
+    ) in str(ended.value)
+
+
+async def test_a_session_goes_on_when_the_job_of_its_weights_has_ended(bench: RolloutBench) -> None:
+    await serve(bench, "one", "two", "three")
+    await bench.reload(bench.publish(1, fence=(1, 1)))
+    agent = Agent(bench)
+    await agent.say()
+    bench.engine.frozen.clear()
+    asking = asyncio.create_task(agent.say("more"))
+    while not bench.engine.under_way:
+        await asyncio.sleep(0.001)
+    assert await bench.abort(attempt=1, epoch=1) == 0
+    bench.engine.frozen.set()
+    await asking
+    assert (await agent.say("and more")).content == "three"
+    (recorded,) = (await record(bench)).conversations
+    assert [span.version for span in recorded.rollout.spans] == [1]
+    assert len(recorded.turns) == 3
+
+
+async def test_a_session_needs_no_job_though_an_orchestrator_has_the_sampler(
+    bench: RolloutBench,
+) -> None:
+    await serve(bench, "one", "two")
+    headers = ownership.headers("a", Settings(), "job")
+    async with Client(
+        "rollout", "http://localhost", binary=True, transport=bench.transport, headers=headers
+    ) as job:
+        own, bench.client = bench.client, job
+        await bench.put(ModelRequest(model="tiny", job_id="job", attempt=1, epoch=1))
+        await bench.reload(bench.publish(1, fence=(1, 1)))
+        bench.client = own
+    agent = Agent(bench)
+    await agent.say()
+    await agent.say("more")
+    assert len((await only(bench)).turns) == 2
 
 
 # --- refusals and bounds -------------------------------------------------------------------------
@@ -408,7 +449,11 @@ async def test_a_newer_epoch_ends_a_turn_under_way(bench: RolloutBench) -> None:
         ({"n": 2}, "'n': got 2; expected 1: a conversation has one answer per turn"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        (
+            {"frequency_penalty": 0.5},
+            "'frequency_penalty': got 0.5; a recorded session cannot use frequency_penalty: "
+            "training could not compute it again; leave it out",
+        ),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
         ({"max_tokens": 1990}, "'max_tokens' 1990 makes 2015; the model holds 2000"),
     ],

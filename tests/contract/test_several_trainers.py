@@ -157,7 +157,8 @@ async def test_a_trainer_that_is_away_takes_no_job_where_there_is_another(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slots, "LOOK_AT_SLOT_S", 0.05)
-    monkeypatch.setattr(run, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(run, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
     fakes = FakeServices(settings)
     async with fakes.running(settings) as there:
         both = there.model_copy(
@@ -260,7 +261,8 @@ async def two_orchestrators(
     """Each with a trainer of its own, and jobs in common. What is away is found to be at once."""
     monkeypatch.setattr(slots, "LOOK_AT_SLOT_S", 0.05)
     monkeypatch.setattr(worker, "NOTE_S", 0.05)
-    monkeypatch.setattr(run, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(run, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
     both = [settings.model_copy(update={"patience_s": 0.1}) for settings in (one, other)]
     async with (
         orchestrator(both[0], redis_url) as (first_store, first),

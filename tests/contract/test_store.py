@@ -26,6 +26,7 @@ from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.resources import resource
 from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.submissions import Submission
 from services.orchestrator.queue.worker_side import MAX_TRIES
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.job import DataSpec, EvaluationSpec, HeldOutSpec
@@ -56,7 +57,7 @@ async def expire(raw: Any) -> None:
 
 
 async def submit(store: Store, **changes: Any) -> str:
-    return (await store.submit(JOB.model_copy(update=changes), RUNS, None)).id
+    return (await store.submit(Submission(JOB.model_copy(update=changes), RUNS))).id
 
 
 async def take(store: Store, trainer: str = TRAINER, lease_s: float = 30) -> Lease:
@@ -368,18 +369,63 @@ async def test_a_job_that_kills_its_workers_pauses_and_the_next_one_runs(store: 
     assert (await store.resume(ids[0])).status == "queued"
 
 
-async def test_a_job_that_loses_a_second_trainer_without_a_new_step_pauses(store: Store) -> None:
+async def test_a_lease_says_the_how_manyth_attempt_without_a_new_step_it_is(store: Store) -> None:
+    """By that a worker knows whether it may leave the job to another trainer."""
     job_id = await submit(store)
     first = await take(store, "trainer-1")
     await store.report(first, "step", "a step", {"step": 1}, step=1)
-    for trainer in ("trainer-1", "trainer-2"):
-        lease = first if trainer == "trainer-1" else await take(store, trainer)
-        await store.leave(lease, "it is gone; left to another", "two are gone")
-        assert (await store.get(job_id)).status == "queued"
-    await store.leave(await take(store, "trainer-3"), "it is gone; left to another", "two are gone")
+    await store.leave(first, "it is gone; left to another", "20 are gone")
+    found = [first.tries]
+    for number in range(2, 22):
+        lease = await take(store, f"trainer-{number}")
+        found.append(lease.tries)
+        await store.leave(lease, "it is gone; left to another", "20 are gone")
     record = await store.get(job_id)
-    assert (record.status, record.error) == ("paused", "two are gone")
+    assert found == [1, *range(1, 21)]
+    assert (record.status, record.error) == ("paused", "20 are gone")
     assert (await store.resume(job_id)).status == "queued"
+
+
+async def test_what_would_be_taken_is_known_before_and_what_is_skipped_waits(store: Store) -> None:
+    first, second = await submit(store), await submit(store)
+    assert await store.peek("trainer-1") == first
+    assert await store.peek("trainer-1", (), [first]) == second
+    assert await store.peek("trainer-1", (), [first, second]) is None
+    await store.hold(first, "data.train cannot be read")
+    await store.hold(first, "data.train cannot be read")
+    held = await store.get(first)
+    assert (held.status, held.attempts, held.waits) == ("queued", 0, "data.train cannot be read")
+    events = [event.message for event in await store.events(first, "0")]
+    assert events.count("waits: data.train cannot be read") == 1
+    lease = await store.take("worker", "trainer-1", 30.0, (), [first])
+    assert lease is not None and lease.job_id == second
+    assert (await take(store, "trainer-2")).job_id == first
+    assert (await store.get(first)).waits is None
+
+
+async def test_what_a_job_of_a_killed_worker_waited_for_is_not_shown_on(
+    store: Store, other: Store
+) -> None:
+    job_id = await submit(store)
+    lease = await take(store)
+    await store.beat(lease, "step 1", "the trainer service is away since 12:00:00 UTC (9 s)")
+    await other.open()  # within the lease
+    assert (await store.get(job_id)).waits is None
+    await store.beat(lease, "step 1", "the trainer service is away since 12:00:00 UTC (10 s)")
+    assert (await store.get(job_id)).waits  # its worker lives after all
+
+
+async def test_a_job_that_ends_after_the_clock_went_back_is_the_newest_ended(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = Store(redis_url, keep_jobs=2), time.time()
+    ids: list[str] = []
+    for at in (now, now + 1, now - 3600):
+        monkeypatch.setattr(time, "time", lambda at=at: at)
+        ids.append(await submit(store))
+        await finish(store, await take(store))
+    assert [await store.status(job_id) for job_id in ids] == [None, "succeeded", "succeeded"]
+    await store.close()
 
 
 async def test_a_note_that_cannot_be_read_stops_nobody(store: Store, raw: Any) -> None:
@@ -619,11 +665,11 @@ def test_ids_have_65_random_bits_and_sort_by_time(monkeypatch: pytest.MonkeyPatc
 async def test_an_id_that_is_another_jobs_is_never_answered_as_that_job(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{Store.__module__}.new_job_id", lambda name: f"{name}-same")
-    first = await store.submit(JOB, RUNS, None)
+    monkeypatch.setattr(f"{Submission.__module__}.new_job_id", lambda name: f"{name}-same")
+    first = await store.submit(Submission(JOB, RUNS))
     for job in (JOB, JOB.model_copy(update={"steps": 3})):
         with pytest.raises(Conflict, match="there is a job 'demo-same' already"):
-            await store.submit(job, Path("/runs"), "key")
+            await store.submit(Submission(job, Path("/runs"), "key"))
     (only,) = (await store.list(None, 10)).jobs
     assert only.model_dump() == first.model_dump(include=set(JobSummary.model_fields))
 
@@ -952,7 +998,7 @@ async def test_the_largest_event_id_is_after_everything(store: Store) -> None:
 
 
 async def test_an_ended_job_is_deleted_with_all_its_keys(store: Store, raw: Any) -> None:
-    record = await store.submit(JOB, Path("/runs"), "key-1")
+    record = await store.submit(Submission(JOB, Path("/runs"), "key-1"))
     for status in ("queued", "running", "paused"):
         if status == "running":
             lease = await take(store)
@@ -975,7 +1021,7 @@ async def test_an_ended_job_is_deleted_with_all_its_keys(store: Store, raw: Any)
     }
     with pytest.raises(NotFound):
         await store.get(record.id)
-    again = await store.submit(JOB, Path("/runs"), "key-1")
+    again = await store.submit(Submission(JOB, Path("/runs"), "key-1"))
     assert again.id != record.id, "its idempotency key is forgotten as well"
 
 

@@ -181,6 +181,8 @@ AT_ONCE = (
     Case("a job file that is not TOML: `steps =`", added("steps =")),
     Case("a key that does not exist: `stepz = 3`", added("stepz = 3")),
     Case("a key of a section that does not exist", set_to("sampling.topp=1")),
+    Case("TRL's name for a key", added("num_generations = 8")),
+    Case("OpenAI's name for a key", set_to("training.n_epochs=2")),
     Case("a section that does not exist", set_to("trainning.loss=grpo")),
     Case("a job without a model", toml(lambda text: text.replace('model = "model"\n', ""))),
     Case("a job without rewards", toml(lambda text: text.partition("[[rewards]]")[0])),
@@ -221,6 +223,10 @@ AT_ONCE = (
 
 SUBMITTED = (
     Case("a data file that is not there", job(data={"train": "./no.jsonl"})),
+    Case(
+        "a CSV with semicolons between its columns",
+        text_file("semicolons.csv", "prompt;answer\nw3;3\n"),
+    ),
     Case("a data file of another kind", text_file("rows.txt", "x")),
     Case("an empty data file", text_file("empty.jsonl", "")),
     Case("a line that is no JSON", text_file("torn.jsonl", '{"prompt": "w3"}\n{"prompt"\n')),
@@ -243,6 +249,7 @@ SUBMITTED = (
         model("ntk", nothing, max_position_embeddings=32, rope_parameters=DYNAMIC),
     ),
     Case("`group_size = 1`", job(sampling={"group_size": 1})),
+    Case("a model of OpenAI's", job(model="gpt-4o-mini")),
     Case("a model folder that is not there", job(model="./no/model")),
     Case(
         "a model folder without weights",
@@ -334,8 +341,9 @@ HEAD = """# Wrong inputs, and what is said of them
 
 {count} wrong inputs, with the sentence that each is answered and when it comes. What a command
 finds out by itself ends it with exit code 2; what the orchestrator refuses has the HTTP status, and
-`hone submit` then prints the same sentence and ends with exit code 2. None of them reaches a
-running engine. The table is made by the test that tries them
+`hone submit` then prints the same sentence and ends with exit code 2. (1: the job did not succeed;
+3: it is paused; 124: the time of `hone wait --timeout` is over; 130: Ctrl-C.) None of them reaches
+a running engine. The table is made by the test that tries them
 ([`test_wrong_inputs.py`](../tests/contract/test_wrong_inputs.py)).
 """
 

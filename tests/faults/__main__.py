@@ -95,7 +95,7 @@ async def _trial(
         print(f"  logs and run folders: {stack.folder}", flush=True)
 
 
-def _job(seed: int) -> Job:
+def made_job(seed: int) -> Job:
     """Returns the demo's job, made short; makes its model if there is none yet."""
     task = FOLDER.resolve() / f"task-{seed}"
     if not (task / "model").is_dir():
@@ -129,7 +129,7 @@ def main() -> int:
     missing.sort(key=lambda fault: fault.number in found)  # first those that were never struck
     if missing:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        asyncio.run(run(missing, _job(arguments.seed), results, until))
+        asyncio.run(run(missing, made_job(arguments.seed), results, until))
     print(markdown(results.measured()))
     facts = {"seed": arguments.seed, "lease_s": LEASE_S, "problems": results.problems()}
     wanted = {fault.number for fault in faults}

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.rollout.on_vllm.starter import VllmStarter
+from shared.config import Settings
 from shared.errors import Failed
 from shared.job import SyncMethod
-from shared.wire import SentWeights, SleepRequest, WeightsRef
+from shared.wire import EngineSpec, Sampling, SentWeights, SleepRequest, WeightsRef
 from tests.support.engine_ranks import a_job
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_on_device import join_alone, one_process
@@ -99,6 +101,27 @@ async def test_a_model_split_over_two_gpus_reads_back_whole(tmp_path: Path) -> N
         await agree(pair, "shm")
         checked = await pair.sampler.check_weights()
         assert (checked.differing, checked.unread) == ((), ())
+
+
+async def test_beside_masks_any_request_is_answered_and_only_cut_ones_have_them(
+    tmp_path: Path,
+) -> None:
+    model = make_tiny_model(tmp_path / "model", num_heads=2)
+    starter = VllmStarter(Settings(gpu_memory_utilization=0.3))
+    engine = await starter.start(EngineSpec(model=str(model), sampling_masks=True), model)
+    try:
+        for sampling, is_cut in (
+            (Sampling(max_tokens=4, top_p=0.5), True),
+            (Sampling(max_tokens=4, top_p=0.5, seed=1), True),
+            (Sampling(max_tokens=4), False),
+            (Sampling(max_tokens=4, temperature=0), False),
+        ):
+            (drawn,) = await engine.sample([5, 6, 7], sampling, owner="", salt="")
+            assert drawn.error is None
+            assert len(drawn.kept_counts) == (len(drawn.token_ids) if is_cut else 0)
+    finally:
+        await engine.stop()
+        starter.close()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
+from services.trainer.disk.checkpoints import checkpoints_dir, path_of, remove_old
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, StateLost
 from shared.packed import Logprobs, TokenIds
@@ -34,6 +35,8 @@ from shared.wire import (
     NoBody,
     Part,
     PublishRequest,
+    Released,
+    ReleaseRequest,
     Rollout,
     RolloutGroup,
     Score,
@@ -79,6 +82,7 @@ class FakeServices:
 
     def __init__(self, settings: Settings) -> None:
         self.calls: Counter[str] = Counter()
+        self._runs_dir = settings.runs_dir
         self.fault: dict[str, Callable[[Any], Awaitable[Any]]] = {}
         self.change: dict[str, Callable[[Any], Any]] = {}
         self.job: TrainerJob | None = None
@@ -117,6 +121,7 @@ class FakeServices:
             ("trainer", "POST", "/train_step", self._train_step),
             ("trainer", "POST", "/publish_weights", self._publish),
             ("trainer", "POST", "/checkpoints", self._checkpoint),
+            ("trainer", "POST", "/release", self._release),
             ("reward", "POST", "/score", self._score),
             ("reward", "POST", "/graders/validate", self._validate),
             ("reward", "POST", "/graders/try", self._try),
@@ -165,7 +170,8 @@ class FakeServices:
         if route in self.fault:
             await self.fault[route](body)
         if isinstance(body, Fencing) and route in TAKES_OVER:
-            self.fence = max(self.fence, body.fence)
+            owned = self._services["trainer" if route == "job" else "rollout"].ownership
+            self.fence = max((0, 0) if owned.take(body) else self.fence, body.fence)
         if isinstance(body, Fencing) and body.fence < self.fence:
             raise Conflict(f"got {body.fence}, superseded by {self.fence}", code="stale")
 
@@ -182,7 +188,12 @@ class FakeServices:
         return self.serving
 
     async def _weights(self) -> ServingWeights:
-        return self.serving
+        taken = self._services["rollout"].ownership.taken()
+        return self.serving.model_copy(update={"taken": taken})
+
+    async def _release(self, body: ReleaseRequest) -> Released:
+        self._services["trainer"].ownership.leave(body)
+        return Released(job_id=body.job_id)
 
     async def _put_job(self, body: TrainerJob) -> TrainerState:
         await self._note("job", body)
@@ -202,6 +213,7 @@ class FakeServices:
             damaged=self.damaged,
             doing=self.doing,
             gpu=self.gpus[0],
+            taken=self._services["trainer"].ownership.taken(),
         )
 
     async def _generate(self, body: GenerateRequest) -> RolloutGroup:
@@ -235,6 +247,7 @@ class FakeServices:
     async def _abort(self, body: AbortRequest) -> Aborted:
         await self._note("abort", body)
         self.aborted.append(body)
+        self._services["rollout"].ownership.leave(body)
         return Aborted(num_requests=0)
 
     async def _sleep(self, body: SleepRequest) -> ServingWeights:
@@ -322,7 +335,14 @@ class FakeServices:
             raise Conflict(f"got step {body.step}, expected {self.step}", code="out_of_order")
         self.checkpointed.add(body.step)
         self.kept[body.step] = body.keep
-        return Checkpoint(step=body.step, path=f"/checkpoints/step-{body.step:06d}", size_bytes=1)
+        return self._answer("checkpoint", self._written(body.step, body.keep))
+
+    def _written(self, step: int, keep: tuple[int, ...]) -> Checkpoint:
+        assert self.job
+        folder = checkpoints_dir(self._runs_dir, self.job.job_id)
+        path_of(folder, step).mkdir(parents=True, exist_ok=True)
+        remove_old(folder, self.job.job.checkpoints, keep)
+        return Checkpoint(step=step, path=str(path_of(folder, step)), size_bytes=1)
 
     async def _score(self, body: ScoreRequest) -> ScoreResult:
         await self._note("score", body)

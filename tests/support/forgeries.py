@@ -108,7 +108,7 @@ os._exit(0)
     "R19 a giant number": "def add(a, b):\n    return 10 ** 100000",
     "R19 NaN": "def add(a, b):\n    return float('nan')",
     "NaN written by hand": """
-import services.reward.graders.code_tests.codec as codec, sys
+import services.reward.grading.codec as codec, sys
 def add(a, b):
     for module in list(sys.modules.values()):
         if hasattr(module, 'encode') and hasattr(module, 'NotPlain'):
@@ -392,7 +392,7 @@ NO_RESULT = {
     "too deep": "def add(a, b):\n    x = []\n    for _ in range(90): x = [x]\n    return x",
     "too large": "def add(a, b):\n    return 'x' * 10_000_000",
     "too slow": "def add(a, b):\n    while True: pass",
-    "too many digits": "def add(a, b):\n    return 10 ** 9000",
+    "too many digits": "def add(a, b):\n    return 10 ** 300_000",
     "an exit": "import os\ndef add(a, b):\n    os._exit(0)",
     "equal hashes": "def add(a, b):\n    return {n * (2 ** 61 - 1) for n in range(2000)}",
 }

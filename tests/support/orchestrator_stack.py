@@ -154,12 +154,22 @@ async def stack(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[Stack]:
     """All of it; recoveries follow each other without a pause."""
-    monkeypatch.setattr(run, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(run, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
     fakes = FakeServices(settings)
     async with (
         fakes.running(settings) as settings,
-        orchestrator(settings, redis_url) as (store, transport),
+        full_stack(fakes, settings, redis_url, job) as stack,
     ):
+        yield stack
+
+
+@contextlib.asynccontextmanager
+async def full_stack(
+    fakes: FakeServices, settings: Settings, redis_url: str, job: Job
+) -> AsyncGenerator[Stack]:
+    """The orchestrator before services that run, as `settings` name them."""
+    async with orchestrator(settings, redis_url) as (store, transport):
         client = Client("orchestrator", "http://localhost", transport=transport)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=20

@@ -68,7 +68,7 @@ async def _pass_on(
     url = f"{incoming.url.path}?{incoming.url.query}"
     answer = await client.request(incoming.method, url, content=body, headers=headers)
     content = answer.content
-    if edit_response and answer.status_code == 200:
+    if edit_response and answer.status_code in (200, 201, 409):
         content = await edit_response(content)
     kept = {name: value for name, value in answer.headers.items() if name not in SKIPPED}
     return Response(content, answer.status_code, kept)

@@ -114,3 +114,12 @@ async def running_sandbox(num_slots: int) -> AsyncGenerator[LocalSandbox]:
     yield sandbox
     await sandbox.close()
     assert processes_of(os.getpid()) == []
+
+
+@contextlib.asynccontextmanager
+async def running_tools(num_slots: int) -> AsyncGenerator[GraderTools]:
+    """Yields what graders work with, in a sandbox as `running_sandbox` yields it."""
+    async with running_sandbox(num_slots) as sandbox:
+        tools = tools_of(sandbox)
+        yield tools
+        await tools.limited.close()

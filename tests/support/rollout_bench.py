@@ -69,6 +69,7 @@ class FakeEngine:
     dtype: str = "float32"
     gpus: tuple[str, ...] = ()
     vocab_size: int = 10
+    max_num_seqs: int = 16
     kv_cache_tokens: int = 4096
     openai: ASGIApp = field(default_factory=lambda: JSONResponse({"from": "the engine"}))
     calls: list[Any] = field(default_factory=list)

@@ -41,7 +41,7 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 ADD = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": ADD}
-NO_MASKS = Masking(asked=False, vocab_size=300, on_cpu=True)
+NO_MASKS = Masking(asked=False)
 CALL = 'Well.\n<tool_call>\n{"name": "add", "arguments": {"b":3, "a":2}}\n</tool_call>'
 
 
@@ -187,17 +187,15 @@ async def test_an_answer_says_what_its_tokens_were_drawn_from_if_it_was_asked_fo
 ) -> None:
     engine.replies, engine.mask = ["ab", "ab", "ab", "ab"], [[68, 69], [69]]
     asked = ChatRequest(messages=({"role": "user", "content": "a"},), top_p=0.9, temperature=0.7)
-    on_cpu, on_gpu = (Masking(asked=True, vocab_size=300, on_cpu=cpu) for cpu in (True, False))
-    drawn = (await answer(chat_of(engine, masking=on_cpu), asked, [5])).rollout
+    chat = chat_of(engine, masking=Masking(asked=True))
+    drawn = (await answer(chat, asked, [5])).rollout
     assert (drawn.kept_ids, drawn.kept_counts) == ([68, 69, 69], [2, 1])
     assert (engine.params.top_p, engine.params.top_k, engine.params.temperature) == (0.9, 0, 0.7)
-    await answer(chat_of(engine, masking=on_gpu), asked, [5])
-    assert (engine.params.top_p, engine.params.top_k, engine.params.temperature) == (0.9, 300, 0.7)
     plain = asked.model_copy(update={"top_p": None})
-    assert (await answer(chat_of(engine, masking=on_cpu), plain, [5])).rollout.kept_counts == []
+    assert (await answer(chat, plain, [5])).rollout.kept_counts == []
     engine.mask = None
     with pytest.raises(Failed, match="vLLM gave 0 sampling masks for 2 tokens"):
-        await answer(chat_of(engine, masking=on_cpu), asked, [5])
+        await answer(chat, asked, [5])
 
 
 async def test_a_session_is_rendered_as_the_route_renders_by_itself(engine: Scripted) -> None:

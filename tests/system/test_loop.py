@@ -480,9 +480,12 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(
     hint = detached.communicate(timeout=30)[1]
     assert detached.returncode == 130 and f"hone cancel {record['id']}" in hint
     assert "hone resume" in stack.hone("pause", record["id"]).stdout
-    next(line for line in follow.stdout if "paused on request" in line)
+    assert f"hone resume {record['id']}" in follow.communicate(timeout=60)[0]
+    assert follow.returncode == 3
     assert json.loads(stack.hone("get", record["id"], "-o", "json").stdout)["status"] == "paused"
     stack.hone("resume", record["id"])
+    follow = start_following(stack, record["id"])
+    assert follow.stdout
     next(line for line in follow.stdout if f"/{steps}  reward" in line)
     kill_a_trainer_rank(stack)
     rest = follow.communicate(timeout=400)[0]
@@ -578,7 +581,7 @@ def test_gsm8k_as_it_is_published_trains_by_two_commands(stack: Stack) -> None:
     short = ("steps=2", "sampling.prompts_per_step=2", "sampling.group_size=2")
     changes = [word for change in short for word in ("--set", change)]
     shown = stack.hone("run", "first.toml", *changes).stdout
-    assert "math: reference answers earn 1.00, empty ones 0.00" in shown
+    assert "math: reference answers earn 1.00, empty completions earn 0.00" in shown
     assert "step 2/2  reward" in shown and "vllm serve " in shown
     assert "step 2" in stack.hone("plot", "first").stdout
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -59,6 +60,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 EOS = 1
+TOO_SLOW = "WARNING vllm.v1.utils: [shutdown] Process manager: force killing"
+"""What vLLM logs of an engine that had no time to end, on a machine that does much else."""
+
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }} {% endfor %}"
     "{% if refuse %}{{ raise_exception('no') }}{% endif %}"
@@ -143,6 +147,7 @@ def start(folder: Path, **settings: str) -> Running:
             env=environment | settings,
             stdout=sink,
             stderr=sink,
+            start_new_session=True,
         )
     running = Running(
         process,
@@ -203,7 +208,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(folder: Path) -> Iterator[Running]:
     running = start(folder / "first")
     try:
-        with httpx.Client(base_url=running.url, timeout=240) as http:
+        with httpx.Client(base_url=running.url, timeout=500) as http:
             answer = http.put(
                 "/model",
                 json={
@@ -782,6 +787,7 @@ async def test_an_engine_that_dies_during_a_reload_is_state_lost_until_another_m
     with pytest.raises(StateLost, match="the engine process died"):
         await asyncio.wait_for(loading, 10)
     assert httpx.get(f"{service.url}/readyz").status_code == 503
+    assert "engine core exited unexpectedly" in service.log.read_text()
     with pytest.raises(StateLost, match="PUT /model starts a new one"):
         await generate(client)
     spec = ModelRequest(model=str(service.models / "untied"), dtype="float32")
@@ -801,13 +807,19 @@ async def test_an_engine_that_dies_during_a_reload_is_state_lost_until_another_m
         await reload(client, headless)
 
 
-def test_a_terminated_service_leaves_nothing_within_ten_seconds(service: Running) -> None:
+def test_a_terminated_service_leaves_nothing_and_ends_its_log_in_order(service: Running) -> None:
+    """The signal goes to the service and all that it started, as Ctrl-C and a supervisor send
+    it."""
     pids = service.children()
     assert len(pids) >= 1
-    service.process.terminate()
-    service.process.wait(10)
+    logged = service.log.stat().st_size
+    os.killpg(service.process.pid, signal.SIGINT)
+    assert service.process.wait(120) == 130
     wait_for(lambda: not any(map(lives, pids)), 2, f"processes {pids} to end")
     assert list(service.tmp.iterdir()) == []
+    lines = service.log.read_bytes()[logged:].decode().splitlines()
+    assert [line for line in lines if not line.startswith(("{", TOO_SLOW))] == []
+    assert json.loads(lines[-1])["event"] == "service stopped"
 
 
 @pytest.mark.soak

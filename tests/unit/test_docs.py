@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.cli import app
+from deploy import grader_page
+from hone import cli
 from hone.commands.explain import find
 from shared.config import PREFIX, Settings
 from shared.environment import FILE, secret_variables
@@ -37,8 +38,7 @@ def test_the_job_in_the_readme_is_the_demos() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_target_in_a_page_exists(page: str) -> None:
     text = (ROOT / page).read_text()
-    commands = {each.name for each in (*app.registered_commands, *app.registered_groups)}
-    assert set(re.findall(r"(?:`|bin/)hone (\w+)", text)) <= commands
+    assert set(re.findall(r"(?:`|bin/)hone (\w+)", text)) <= cli.found().keys()
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^ +)make ([\w-]+)", text, re.MULTILINE)) <= targets
 
@@ -48,6 +48,10 @@ def test_prose_has_lines_of_at_most_100_columns(page: str) -> None:
     prose = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(), flags=re.DOTALL | re.M)
     lines = [line for line in prose.splitlines() if not re.match(r" *\||    ", line)]
     assert [line for line in lines if len(line) > 100] == []
+
+
+def test_the_page_of_graders_is_what_they_say_of_themselves() -> None:
+    assert grader_page.PAGE.read_text() == grader_page.page(), "`make docs` writes it anew"
 
 
 def test_every_key_that_explain_is_shown_with_exists() -> None:

@@ -4,6 +4,7 @@ part imports only its own libraries."""
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ OURS = {"hone", "shared", "services", "deploy"}
 WIRE = {"pydantic", "pydantic_core", "fastapi", "starlette", "httpx2"}
 ALLOWED: dict[str, set[str]] = {
     "shared": WIRE
-    | {"msgpack", "pydantic_settings", "prometheus_client", "structlog", "uvicorn", "xxhash"}
+    | {"msgpack", "prometheus_client", "structlog", "uvicorn", "xxhash"}
     | {"numpy", "zstandard"}  # in delta.py, which only trainer and sampler import
     | {"opentelemetry"}  # in tracing.py, only where a collector is named
     | {"jinja2", "tokenizers"},  # in prompts/, for orchestrator and `hone init`
@@ -37,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
         "prometheus_client",
     },
     "services/reward": WIRE
-    | {"math_verify", "modal", "nltk", "openai", "prometheus_client", "rapidfuzz", "regex"},
+    | {"latex2sympy2_extended", "math_verify", "modal", "nltk", "openai", "prometheus_client"}
+    | {"rapidfuzz", "regex", "sympy"},
 }
 
 
@@ -90,7 +92,43 @@ def test_shared_imports_without_the_engines() -> None:
 def test_the_command_imports_no_server_and_no_library_of_a_services_own() -> None:
     """Else `hone --help` takes seconds. The time itself is a busy machine's as well."""
     others = set[str]().union(*ALLOWED.values()) - ALLOWED["hone"] | {"fastapi", "starlette"}
-    allowed = {"structlog", "pydantic_settings", "msgpack", "xxhash"}
+    allowed = {"structlog", "msgpack", "xxhash"}
     code = f"import sys, hone.cli; print(sorted({others - allowed} & set(sys.modules)))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert ended.stdout.strip() == "[]"
+
+
+def test_a_command_that_only_asks_imports_no_more_than_it_needs() -> None:
+    """Else each one takes seconds of processor time. The time itself is a busy machine's as well.
+    What fails to connect has imported all but what shows an answer."""
+    unused = {"structlog", "pygments", "rich.progress", "certifi", "fastapi", "uvicorn"}
+    unused |= {"shared.config.settings", "shared.operations", "shared.service", "shared.plan"}
+    unused |= {"shared.wire.training", "shared.wire.weights", "shared.wire.fine_tuning"}
+    unused |= {"shared.job.job", "pydantic_settings"}
+    unused |= {"hone.commands.doctor", "hone.commands.init", "hone.evaluating", "hone.downloading"}
+    code = (
+        "import sys, hone.cli\nsys.argv = ['hone', *sys.argv[1:]]\n"
+        f"try: hone.cli.main()\nfinally: print(sorted({unused} & set(sys.modules)))"
+    )
+    nowhere = {"HONE_ORCHESTRATOR_URL": "http://127.0.0.1:9"}
+    for line in ("ls", "get x", "logs x", "metrics x", "wait x", "cancel x", "resume --all"):
+        ended = subprocess.run(
+            [sys.executable, "-c", code, *line.split()],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **nowhere},
+        )
+        assert ended.returncode == 2 and "cannot reach" in ended.stderr, ended.stderr
+        assert ended.stdout.strip() == "[]", line
+
+
+def test_the_help_of_the_command_imports_no_models_and_no_commands() -> None:
+    code = (
+        "import sys, hone.cli\nsys.argv = ['hone', '--help']\n"
+        "try: hone.cli.main()\n"
+        "finally: print([m for m in sys.modules if m in ('pydantic', 'httpx2')"
+        " or m.startswith('hone.commands.')])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ended.stdout.strip().endswith("[]")

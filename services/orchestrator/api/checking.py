@@ -1,46 +1,129 @@
-"""Where the data of jobs that are submitted is read and tried: in threads of its own, so that it
-delays nothing else that the orchestrator does in threads."""
+"""Where the data and the models of jobs that are submitted are looked at: in threads of its own, so
+that it delays nothing else that the orchestrator does in threads, and what asks the Hub in
+processes, which can be killed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from shared.errors import Busy
+from services.orchestrator.api import looking
+from services.orchestrator.api.looking import ELSEWHERE, Looked
+from services.orchestrator.api.round_robin import RoundRobin
+from services.orchestrator.data.allowed import named_model_folder
+from services.orchestrator.data.apart import NotInTime, apart
+from services.orchestrator.data.fetching import FETCH_S, asks_hub
+from services.orchestrator.data.hub import fetch_model, hub_url, is_cached
+from services.orchestrator.data.tables import ended
+from shared.config import Settings
+from shared.errors import Failed
+from shared.gate import caller
+from shared.job import Job
+from shared.models import hub_is_offline
+from shared.threads import in_own_thread
 
-NUM_THREADS = 2
-"""Checks at a time: templates are rendered one after the other anyway."""
+NUM_THREADS = 4
+"""Checks at a time. They share two or three processors' worth of work, so that a quick one is done
+beside slow ones."""
 
-MAX_CHECKS = 32
-"""Checks under way or waiting. At ten seconds each, more would wait for minutes."""
+MAX_FETCHES = 4
+"""Processes at a time that read data sets from the Hub, and as many that look for models: each
+takes a few hundred MiB."""
+
+MODEL_S = 20.0
+"""Seconds that fetching a model's configuration and tokenizer from the Hub may take: some MiB."""
+
+AWAY_S = 60.0
+"""Seconds for which a Hub that could not be reached is not asked for another model."""
 
 T = TypeVar("T")
 
 
-class Checking:
-    """Raises Busy beyond `MAX_CHECKS`."""
+class Checks:
+    """The checks of one orchestrator. A check whose caller has gone ends: a process at once, a
+    thread at its next row. Raises Busy where too much waits."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "checking")
-        self._num = 0
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._threads = RoundRobin(NUM_THREADS)
+        self._fetches = RoundRobin(MAX_FETCHES)
+        self._models = RoundRobin(MAX_FETCHES)
+        self._away: tuple[float, str] | None = None
 
-    async def run(self, check: Callable[[], T]) -> T:
-        """Returns what the check returns, as whoever calls (`gate.caller`)."""
-        if self._num >= MAX_CHECKS:
-            raise Busy(
-                f"the data of {self._num} jobs is being checked or waits for it; at most "
-                f"{MAX_CHECKS} are taken, ask again"
-            )
-        self._num += 1
+    async def look(self, job: Job, *, showing: bool = False) -> Looked:
+        """Returns what the job's data and model were found to be, as `looking.look`."""
+        await asyncio.to_thread(named_model_folder, job.model, self._settings)  # asks nobody
+        why_not = await self._fetched_model(job)
+        return await self._run(job, looking.look, job, self._settings, why_not, showing)
+
+    async def look_at_held_out(self, job: Job) -> None:
+        """Raises as `load_held_out`."""
+        await self._run(job, looking.look_at_held_out, job, self._settings)
+
+    @property
+    def hub_is_away(self) -> bool:
+        """Whether the Hub could not be reached a moment ago."""
+        return self._away is not None and time.monotonic() < self._away[0]
+
+    async def _run(self, job: Job, work: Callable[..., T], *args: Any) -> T:
+        size_bytes = len(job.model_dump_json())
+        if await asyncio.to_thread(asks_hub, job, self._settings):
+            if self._away and self.hub_is_away:
+                raise Failed(f"the job's data cannot be fetched: {self._away[1]}; {ELSEWHERE}")
+            who = (looking.on_behalf_of, caller.get())
+            return await _apart(self._fetches, size_bytes, *who, work, *args, deadline_s=FETCH_S)
+        return await _in_thread(self._threads, size_bytes, lambda: work(*args))
+
+    async def _fetched_model(self, job: Job) -> str | None:
+        """Returns why the model on the Hub cannot be looked at; None for a folder, and once this
+        machine's cache has the files that are needed. Raises BadRequest for a model that the Hub
+        does not have."""
+        if await asyncio.to_thread(is_cached, job.model, job.model_revision):
+            return None
+        if hub_is_offline():
+            return "it is not in the Hugging Face cache here, and HF_HUB_OFFLINE is set"
+        if self._away and self.hub_is_away:
+            return self._away[1]
+        asked = (fetch_model, job.model, job.model_revision)
         try:
-            context = contextvars.copy_context()
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, lambda: context.run(check))
-        finally:
-            self._num -= 1
+            why_not = await _apart(self._models, 0, *asked, deadline_s=MODEL_S)
+        except NotInTime:
+            why_not = f"{hub_url()} did not answer in {MODEL_S:g} s"
+        self._away = (time.monotonic() + AWAY_S, why_not) if why_not else None
+        return why_not
 
 
-CHECKING = Checking()
+async def _apart(
+    turns: RoundRobin, size_bytes: int, work: Callable[..., T], *args: Any, deadline_s: float
+) -> T:
+    who = _who()
+    began = await turns.begin(who, size_bytes)
+    try:
+        return await apart(work, *args, deadline_s=deadline_s)
+    finally:
+        turns.end(who, began)
+
+
+async def _in_thread(turns: RoundRobin, size_bytes: int, work: Callable[[], T]) -> T:
+    """Returns what the work returns. It has its turn until its thread has ended."""
+    who = _who()
+    began = await turns.begin(who, size_bytes)
+    context, end = contextvars.copy_context(), threading.Event()
+    context.run(ended.set, end)
+    running = asyncio.ensure_future(in_own_thread(lambda: context.run(work)))
+    running.add_done_callback(lambda _: turns.end(who, began))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        end.set()
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())
+        raise
+
+
+def _who() -> str | None:
+    key = caller.get()
+    return key.name if key else None

@@ -31,7 +31,7 @@ FORM = "multipart/form-data"
 FIELDS = ("file", "purpose")
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 MAX_PARTS = 8
-"""Of a form that is read at all, so that a sentence says what is too many."""
+"""Parts of a form that are read, so that an error can say which part is too many."""
 
 MAX_FILENAME_CHARS = 255
 

@@ -19,11 +19,9 @@ from services.orchestrator.queue.store import Store
 from services.orchestrator.record.checkpoint_files import files_of, path_of
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.graded import graded
-from services.orchestrator.record.retention import best_step
 from shared import openapi
 from shared.downloads import DOWNLOADED, DownloadedFile
 from shared.errors import Busy, NotFound
-from shared.job import Job
 from shared.service import Service
 from shared.wire import (
     TERMINAL,
@@ -33,10 +31,10 @@ from shared.wire import (
     EventList,
     JobProgress,
     MetricsList,
-    MetricsRow,
     RolloutList,
 )
 from shared.wire.examples import EXAMPLES
+from shared.wire.pages import MAX_EVENTS, MAX_LAST, MAX_ROWS
 
 EVENT_STREAM = "text/event-stream"
 
@@ -73,21 +71,30 @@ def _add_events(service: Service, store: Store) -> None:
         job_id: str,
         request: Request,
         after: str = "0",
-        limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+        limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = MAX_EVENTS,
+        last: Annotated[int | None, Query(ge=1, le=MAX_LAST)] = None,
         progress: bool = False,
+        until_paused: bool = False,
     ) -> EventList | Response:
         """What happened: a JSON page, or a stream of server-sent events to the job's end if that is
-        accepted. Either goes on after the id given by `after` or Last-Event-ID. With `progress`,
-        the stream says every two seconds without an event what the job is at (type `progress`,
-        without an id)."""
+        accepted, with `until_paused` also to a pause. Either goes on after the id given by `after`
+        or Last-Event-ID; with `last` the page has the newest events instead, that many. With
+        `progress`, the stream says every two seconds without an event what the job is at (type
+        `progress`, without an id)."""
         await store.get(job_id)
         if EVENT_STREAM not in request.headers.get("accept", ""):
-            return EventList(events=tuple(await store.events(job_id, after, count=limit)))
-        last = request.headers.get("last-event-id", after)
-        check_event_id(last, "Last-Event-ID")
+            if last is not None:
+                newest = await store.newest_events(job_id, None, last)
+                return EventList(events=tuple(reversed(newest)))
+            found = await store.events(job_id, after, count=limit + 1)
+            more = len(found) > limit
+            page = tuple(found[:limit])
+            return EventList(events=page, next_after=page[-1].id if more else None)
+        seen = request.headers.get("last-event-id", after)
+        check_event_id(seen, "Last-Event-ID")
         followers.check_room()
         return StreamingResponse(
-            followers.follow(job_id, last, progress=progress),
+            followers.follow(job_id, seen, progress=progress, until_paused=until_paused),
             media_type=EVENT_STREAM,
             headers={"cache-control": "no-store"},
         )
@@ -100,7 +107,7 @@ def _add_results(service: Service, store: Store) -> None:
     async def metrics(
         job_id: str,
         after_step: Annotated[int, Query(ge=-1, le=MAX_STEP)] = -1,
-        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+        limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = MAX_ROWS,
     ) -> MetricsList:
         """A row of metrics per step; row 0 is the evaluation before training."""
         run = RunFolder(Path((await store.get(job_id)).run_dir))
@@ -114,7 +121,7 @@ def _add_results(service: Service, store: Store) -> None:
         job_id: str,
         step: Step | None = None,
         after: Annotated[int, Query(ge=0, le=MAX_STEP)] = 0,
-        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+        limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = MAX_ROWS,
     ) -> RolloutList:
         """The graded rollouts of a step, `[P*G]` without the first `after`; of the newest step
         without `step`."""
@@ -132,14 +139,12 @@ def _add_results(service: Service, store: Store) -> None:
 def _add_checkpoints(service: Service, store: Store) -> None:
     @service.app.get("/v1/jobs/{job_id}/checkpoints")
     async def checkpoints(job_id: str) -> CheckpointList:
-        """The checkpoints there are, oldest first: those written, without those that the trainer
-        has since removed."""
+        """The job's checkpoints that are on disk, oldest first."""
         return CheckpointList(checkpoints=tuple(await kept(job_id)))
 
     async def kept(job_id: str) -> list[Checkpoint]:
-        record = await store.get(job_id)
-        rows = await asyncio.to_thread(RunFolder(Path(record.run_dir)).metrics)
-        return kept_checkpoints(await store.checkpoints(job_id), record.job, rows)
+        await store.get(job_id)
+        return await still_there(await store.checkpoints(job_id))
 
     async def folder(job_id: str, step: int) -> Path:
         """Returns the folder of the checkpoint of `step`. Raises NotFound."""
@@ -170,20 +175,13 @@ def _add_checkpoints(service: Service, store: Store) -> None:
         return DownloadedFile(path, path.name)
 
 
-def kept_checkpoints(
-    found: Sequence[Checkpoint], job: Job, rows: Sequence[MetricsRow]
-) -> list[Checkpoint]:
-    """Returns those of the checkpoints `found`, oldest first, that the trainer has not removed, by
-    the job's `rows` of metrics."""
-    spec, best = job.checkpoints, best_step(job, rows)
-    newest = found[-spec.keep_last :]
-    return [
-        checkpoint
-        for checkpoint in found
-        if checkpoint in newest
-        or checkpoint.step == best
-        or (spec.keep_every and checkpoint.step % spec.keep_every == 0)
-    ]
+async def still_there(found: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Returns the checkpoints of `found` that are on disk."""
+
+    def look() -> list[Checkpoint]:
+        return [checkpoint for checkpoint in found if Path(checkpoint.path).is_dir()]
+
+    return await asyncio.to_thread(look)
 
 
 class Followers:
@@ -203,15 +201,17 @@ class Followers:
             )
 
     async def follow(
-        self, job_id: str, last: str, *, progress: bool = False
+        self, job_id: str, last: str, *, progress: bool = False, until_paused: bool = False
     ) -> AsyncGenerator[str]:
         """Yields each event after `last` as server-sent text, a comment while nothing happens, or
-        with `progress` what the job is at, and `end` after the job's last event."""
+        with `progress` what the job is at, and `end` after the job's last event, or the last one of
+        a job that is paused."""
+        ends = (None, *TERMINAL, *(["paused"] if until_paused else []))
         self._num_open += 1
         pause_s = PROGRESS_S if progress else SSE_WAIT_S
         try:
             while True:
-                ended = (await self._store.status(job_id)) in (None, *TERMINAL)
+                ended = (await self._store.status(job_id)) in ends
                 wait_s = None if ended else pause_s
                 found = await self._store.events(job_id, last, block_s=wait_s)
                 for event in found:

@@ -4,6 +4,7 @@ submitted with."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,16 @@ from typing import Any
 
 from services.orchestrator.data.choosing import BadRow, Problem
 from services.orchestrator.data.fitting import Fit, fit_of, held_out_fit
+from services.orchestrator.data.preview import tokenizer_stamp
+from services.orchestrator.data.tables import go_on
 from services.orchestrator.loop.prompts import Prompts
 from shared import codec
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.prompts.templates import ROWS_PER_REQUEST
 from shared.wire import Prompt
+
+MAX_PASSED = 1000
 
 CHECK_S = 10.0
 """Seconds in which rows are tried when a job is submitted, those of held-out sets included: enough
@@ -27,6 +32,9 @@ def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
     """Returns the first step's prompts. Raises BadRequest with the first row that no prompt can be
     made of, that cannot be sent, or that is too long for the model, and how many there are. Of a
     stream only the first step's rows are tried."""
+    key = _key(job, prompts)
+    if key in _PASSED:
+        return prompts.for_step(1)
     end = time.monotonic() + CHECK_S
     fit = fit_of(job)
     if prompts.train is not None:
@@ -41,7 +49,28 @@ def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
             _check_sendable(prompt, "data.train")
         if fit:
             fit.check(first, "data.train")
+    if key:
+        _PASSED[key] = None
+        while len(_PASSED) > MAX_PASSED:
+            _PASSED.pop(next(iter(_PASSED)), None)
     return first
+
+
+def _key(job: Job, prompts: Prompts) -> str | None:
+    """Returns a digest of all that says whether the rows pass; None where it is not known which
+    content a source has."""
+    held_out = [each.source for each in job.evaluation.sets.values()]
+    named = [one for one in (job.data.train, job.data.eval, *held_out) if isinstance(one, str)]
+    if prompts.train is None or len(named) != len(prompts.versions):
+        return None
+    same = {"name", "steps", "seed", "metadata", "rewards", "training", "lora", "memory", "wandb"}
+    of_job = job.model_dump_json(exclude=same)
+    told = (of_job, sorted(prompts.versions.items()), job.max_model_len, tokenizer_stamp(job))
+    return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+_PASSED = dict[str, None]()
+"""What passed, the last `MAX_PASSED`."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +103,7 @@ def _faults(rows: _Rows, end: float) -> Iterator[BadRow]:
     """Yields what is wrong with each row that is bad, as far as they can be tried before `end`; of
     the first rows one in any case."""
     for start in range(0, len(rows.problems), ROWS_PER_REQUEST):
+        go_on()
         several = rows.problems[start : start + ROWS_PER_REQUEST]
         if fault := _fault(rows, several):
             yield from _single_faults(rows, several, fault, end)

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import Query, Request
 
-from services.orchestrator.api.checking import CHECKING
+from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.pages import METADATA, metadata_of
 from services.orchestrator.loop.costs import price_for
-from services.orchestrator.loop.prompts import load_held_out
 from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.noting import cancel
 from shared.config import Settings
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Conflict
 from shared.job_file import changed
 from shared.service import Service
 from shared.wire import JobDeleted, JobList, JobRecord, JobState, JobStatus, ResumeRequest
 
 
-def add_routes(service: Service, settings: Settings, store: Store) -> None:
+def add_routes(service: Service, settings: Settings, store: Store, checks: Checks) -> None:
     _add_reading(service, store)
-    _add_changing(service, settings, store)
+    _add_changing(service, settings, store, checks)
 
 
 def _add_reading(service: Service, store: Store) -> None:
@@ -49,14 +49,25 @@ def _add_reading(service: Service, store: Store) -> None:
         return await store.get(job_id)
 
 
-def _add_changing(service: Service, settings: Settings, store: Store) -> None:
+async def _check_unused(store: Store, job_id: str, run_dir: Path) -> None:
+    for use in await store.used_models.below(run_dir):
+        raise Conflict(
+            f"{str(use.path)!r} of job {job_id!r} is the model of job {use.job_id!r}, which is "
+            f"{use.status}; cancel that job, wait for its end, or delete without the files"
+        )
+
+
+def _add_changing(service: Service, settings: Settings, store: Store, checks: Checks) -> None:
     app = service.app
 
     @app.delete("/v1/jobs/{job_id}")
     async def delete_job(job_id: str, files: bool = False) -> JobDeleted:
         """Forgets a job that has ended, with its events; another one has to be cancelled first. Its
-        run folder, with the checkpoints in it, stays unless `files` is true."""
+        run folder, with the checkpoints in it, stays unless `files` is true; then it is refused
+        while one of these is the model of a job that has not ended."""
         run_dir = await store.ended_run_dir(job_id)
+        if run_dir and files:
+            await _check_unused(store, job_id, run_dir)
         if run_dir:
             folder = RunFolder(run_dir)
             await asyncio.to_thread(folder.remove if files else folder.mark_deleted)
@@ -86,5 +97,5 @@ def _add_changing(service: Service, settings: Settings, store: Store) -> None:
             raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
         await asyncio.to_thread(price_for, job, settings)
         if job.evaluation.sets != record.job.evaluation.sets:
-            await CHECKING.run(lambda: load_held_out(job, settings))
+            await checks.look_at_held_out(job)
         return await store.resume(job_id, job)

@@ -8,7 +8,7 @@ from pathlib import Path
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.gate import caller
-from shared.models import HUB_ID, model_folder
+from shared.models import EXPECTED, HUB_ID, may_be_on_hub, model_folder
 from shared.urls import is_loopback
 
 
@@ -26,6 +26,11 @@ def named_model_folder(model: str, settings: Settings) -> Path | None:
     if "\0" not in model and not HUB_ID.fullmatch(model):
         _check_model(model, Path(model).resolve(), settings)
     folder = model_folder(model)
+    if folder is None and not may_be_on_hub(model):
+        raise BadRequest(
+            f"'model': there is no folder {model!r} here, and ids of the Hugging Face hub have an "
+            f"owner; {EXPECTED}"
+        )
     if folder:  # one of the working directory looks like a Hugging Face id
         _check_model(model, folder, settings)
     return folder

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.orchestrator.data.tables import ROWS_LOOKED_AT, Row, Rows, Table, no_rows
+from services.orchestrator.data.tables import ROWS_LOOKED_AT, Row, Rows, Table, go_on, no_rows
 from shared.errors import BadRequest
 from shared.explain import nearest
 from shared.job import DataSpec
@@ -17,6 +17,10 @@ from shared.prompts.templates import RENDERER, ROWS_PER_REQUEST, CannotRender
 
 PROMPT = "prompt"
 """The column that is the prompt, where no template makes one."""
+
+
+MAX_FILTERS = 16
+"""Filters whose kept rows are remembered: eight bytes a row."""
 
 
 class BadRow(BadRequest):
@@ -79,10 +83,8 @@ def chosen(
     columns = columns_of(rows.column_names, table.name, spec)
     indices: Sequence[int] = range(len(rows))
     if spec.filter is not None:
-        problems = Chosen(rows, columns, indices)
-        passing = _passing(problems, spec, table.name, _Budget(filter_cpu_s))
-        kept = (problem.index for problem in passing)
-        indices = array("q", itertools.islice(kept, limit))
+        asked = _Filter(table, spec, columns, limit, filter_cpu_s)
+        indices = _kept_by(asked, asked.key) if asked.key else asked.kept()
         if not indices:
             raise _all_filtered(table.name, spec)
     return columns, Chosen(rows, columns, indices[:limit])
@@ -129,6 +131,42 @@ def columns_of(names: Sequence[str], where: str, spec: DataSpec) -> Columns:
     return columns
 
 
+@dataclass(frozen=True, eq=False)
+class _Filter:
+    """Which rows of a table a filter keeps, the first `limit` of them. `key` identifies the
+    filter and the rows; None: not known."""
+
+    table: Table
+    spec: DataSpec
+    columns: Columns
+    limit: int | None
+    max_cpu_s: float
+
+    @property
+    def key(self) -> str | None:
+        if self.table.version is None:
+            return None
+        return repr((self.table.version, self.spec.filter, self.columns.old, self.limit))
+
+    def kept(self) -> array[int]:
+        rows = self.table.rows()
+        problems = Chosen(rows, self.columns, range(len(rows)))
+        passing = _passing(problems, self.spec, self.table.name, _Budget(self.max_cpu_s))
+        return array("q", itertools.islice((problem.index for problem in passing), self.limit))
+
+
+_KEPT: dict[str, array[int]] = {}
+
+
+def _kept_by(asked: _Filter, key: str) -> array[int]:
+    """As `_Filter.kept`, of the last filters for all jobs that have the same."""
+    found = _KEPT.pop(key, None)
+    _KEPT[key] = found = asked.kept() if found is None else found
+    while len(_KEPT) > MAX_FILTERS:
+        _KEPT.pop(next(iter(_KEPT)), None)
+    return found
+
+
 @dataclass
 class _Budget:
     """Seconds of processor time that a filter may take, over all rows or for each that passes."""
@@ -154,6 +192,7 @@ def _passing(
     assert spec.filter is not None
     source = iter(problems)
     while several := list(itertools.islice(source, ROWS_PER_REQUEST)):
+        go_on()
         try:
             holds, cpu_s = RENDERER.holds(spec.filter, [problem.row for problem in several])
         except CannotRender as error:

@@ -20,10 +20,10 @@ from services.orchestrator.data.order import InTable
 from shared.job import DifficultySpec, Job
 
 Verdict = Literal["right", "wrong", "mixed"]
-"""Of a group: all of it right, all of it wrong, or some of it better than the rest."""
+"""Whether a group's rollouts were all right, all wrong, or some better than the rest."""
 
 Verdicts = Mapping[int, Verdict]
-"""Of a step's groups, by the row number of the problem."""
+"""The verdicts of a step's groups, by the row number of the problem."""
 
 
 class History:

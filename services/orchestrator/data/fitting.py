@@ -63,7 +63,7 @@ def fit_of(job: Job) -> Fit | None:
     """Returns what fits into the job's model; None where its tokens are not known here. Raises
     BadRequest for completions that leave no room for any prompt."""
     try:
-        folder = tokenizer_folder(job, fetching=False)
+        folder = tokenizer_folder(job)
         reader = prompt_reader(job.model, folder, job.sampling.template_args)
         window = window_of(read_config(folder)) if (folder / "config.json").is_file() else None
     except CannotCount:

@@ -28,7 +28,7 @@ class Order(Protocol):
 
 
 class InTable:
-    """Of a table any row can be read, so that a pass is a shuffle of all."""
+    """The order of a table, of which any row can be read: a pass is a shuffle of all rows."""
 
     def __init__(self, job: Job, problems: Sequence[Problem]) -> None:
         self._job = job

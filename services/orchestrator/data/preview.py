@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.orchestrator.data.hub import cached_model
 from shared.job import Job
 from shared.models import model_folder
 from shared.prompts.reading import CannotCount, PromptReader, prompt_reader
 from shared.wire import PreviewedPrompt, Prompt
 
 MAX_SHOWN = 4
-FETCHED = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def preview(job: Job, prompts: Sequence[Prompt]) -> tuple[tuple[PreviewedPrompt, ...], str]:
@@ -32,33 +32,27 @@ def preview(job: Job, prompts: Sequence[Prompt]) -> tuple[tuple[PreviewedPrompt,
     return previewed, ""
 
 
-def reader_of(job: Job, *, fetching: bool = True) -> PromptReader:
-    """Returns how the job's model reads prompts. A tokenizer that is on the Hub is fetched, or
-    without `fetching` taken from this machine's cache. Raises CannotCount."""
-    folder = tokenizer_folder(job, fetching=fetching)
-    return prompt_reader(job.model, folder, job.sampling.template_args)
+def reader_of(job: Job) -> PromptReader:
+    """Returns how the job's model reads prompts. Raises CannotCount."""
+    return prompt_reader(job.model, tokenizer_folder(job), job.sampling.template_args)
 
 
-def tokenizer_folder(job: Job, *, fetching: bool = True) -> Path:
-    """Returns the folder with the configuration and the tokenizer of the job's model. Raises
-    CannotCount."""
-    return model_folder(job.model) or _fetched(job, fetching=fetching)
+def tokenizer_folder(job: Job) -> Path:
+    """Returns the folder with the configuration and the tokenizer of the job's model: of one on the
+    Hub, in this machine's cache. Raises CannotCount."""
+    folder = model_folder(job.model) or cached_model(job.model, job.model_revision)
+    if folder is None:
+        raise CannotCount(f"the model {job.model!r} is not in the Hugging Face cache here")
+    return folder
 
 
-def _fetched(job: Job, *, fetching: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
+def tokenizer_stamp(job: Job) -> tuple[object, ...]:
+    """Returns what changes when the files do that say how the job's model reads prompts."""
     try:
-        return Path(
-            snapshot_download(
-                job.model,
-                revision=job.model_revision,
-                allow_patterns=[*FETCHED],
-                local_files_only=not fetching,
-            )
-        )
-    except Exception as error:  # of whatever the Hub's library connects with
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CannotCount(
-            f"the tokenizer of {job.model!r} cannot be fetched: {reason[0]}"
-        ) from error
+        folder = tokenizer_folder(job)
+    except CannotCount:
+        return ()
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    files = [folder / name for name in names]
+    found = [file.stat() for file in files if file.is_file()]
+    return (str(folder), *((each.st_ino, each.st_size, each.st_mtime_ns) for each in found))

@@ -6,11 +6,13 @@ from __future__ import annotations
 import csv
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.orchestrator.data.allowed import may_name
+from services.orchestrator.data.hub import hub_url
+from services.orchestrator.data.hub_tables import HubTable, Pinned
 from services.orchestrator.data.tables import (
     ArrowTable,
     InlineTable,
@@ -18,18 +20,20 @@ from services.orchestrator.data.tables import (
     Table,
     check_version,
     no_rows,
+    unreadable,
 )
 from services.orchestrator.data.uploads import Uploads
 from shared import volume
 from shared.config import Settings
 from shared.digest import digest_of_file
 from shared.errors import BadRequest, NotFound, Unavailable
-from shared.job import UPLOADED, DataSpec, Source
+from shared.job import UPLOADED, DataSpec, Job, Source
 from shared.models import HUB_ID
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-HUB_DEADLINE_S = 30.0
+HUB_DEADLINE_S = 10.0
+"""Seconds that the Hub may take to say which commit a revision is."""
 
 EXPECTED = (
     "expected a file ending in .jsonl, .json, .csv or .parquet, the id of an uploaded file, or a "
@@ -73,6 +77,55 @@ def open_source(ask: Ask) -> Table:
         _check_name(ask)
     kind = next(kind for kind in KINDS if kind.is_meant(ask.source))
     return kind.open(ask)
+
+
+def is_on_hub(source: Source) -> bool:
+    """Whether it is meant to be a data set of the Hub."""
+    try:
+        return next(kind for kind in KINDS if kind.is_meant(source)).open is _hub
+    except (OSError, ValueError):
+        return False  # a name that `open_source` refuses
+
+
+def asks_of(
+    job: Job, settings: Settings, versions: Mapping[str, str] | None = None
+) -> dict[str, Ask]:
+    """Returns what is asked for by the job, by the name that its version has: "train", "eval" and
+    "eval.<set>"."""
+    data, wanted = job.data, versions or {}
+    asks = {
+        "train": Ask(
+            "data.train", data.train, data.train_split, data, settings, wanted.get("train")
+        )
+    }
+    if data.eval is not None:
+        asks["eval"] = Ask(
+            "data.eval", data.eval, data.eval_split, data, settings, wanted.get("eval")
+        )
+    for name, each in job.evaluation.sets.items():
+        key, spec = f"evaluation.sets.{name}.source", each.within(data)
+        known = wanted.get(f"eval.{name}")
+        asks[f"eval.{name}"] = Ask(key, each.source, each.split, spec, settings, known)
+    return asks
+
+
+def files_of(job: Job, settings: Settings) -> list[tuple[str, Path]]:
+    """Returns the files on this host that the job needs, each with the key that names it: the
+    files with its problems, and the configuration of a model that is a folder."""
+    named: list[tuple[str, Source | None]] = [
+        ("data.train", job.data.train),
+        ("data.eval", job.data.eval),
+        *((f"evaluation.sets.{name}", each.source) for name, each in job.evaluation.sets.items()),
+    ]
+    found = [] if HUB_ID.fullmatch(job.model) else [("model", Path(job.model) / "config.json")]
+    for key, source in named:
+        if not isinstance(source, str):
+            continue
+        if UPLOADED.fullmatch(source):
+            found.append((key, Uploads(settings.runs_dir).described_in(source)))
+        elif Path(source).suffix in FORMATS:
+            found.append((key, Path(source)))
+    return found
 
 
 def _check_name(ask: Ask) -> None:
@@ -148,7 +201,7 @@ def _read(ask: Ask, path: Path, name: str) -> Table:
     try:
         version = digest_of_file(path)
     except OSError as error:
-        raise BadRequest(f"{name} cannot be read: {error.strerror}") from error
+        raise unreadable(name, error) from error
     check_version(name, version, ask.wanted)
     return FORMATS[path.suffix](path, name, version)
 
@@ -159,15 +212,27 @@ def _csv(path: Path, name: str, version: str) -> Table:
     if len(first) < 2:
         raise no_rows(name)
     header = _header(first[0].decode("utf-8-sig", "replace"))
+    _check_separator(header, name)
     if twice := next((column for column in header if column and header.count(column) > 1), None):
         raise BadRequest(f"{name} has two columns {twice!r}; expected each name once in its header")
     return _arrow("csv", path, name, version)
 
 
+def _check_separator(header: list[str], name: str) -> None:
+    """Raises BadRequest for a header that is one column by commas, and several by what other
+    programs write between columns."""
+    for separator, called in ((";", "semicolons"), ("\t", "tabs")):
+        if len(header) == 1 and (names := header[0].split(separator))[1:]:
+            raise BadRequest(
+                f"{name} has {called} between its columns ({', '.join(names)}), and is read with "
+                "commas; save it with commas, or as .jsonl"
+            )
+
+
 def _header(line: str) -> list[str]:
     try:
         return next(csv.reader([line]))
-    except csv.Error:  # no CSV: whoever reads all of it says so
+    except csv.Error:  # no CSV: reading all of it raises an error that says so
         return []
 
 
@@ -177,7 +242,9 @@ def _parquet(path: Path, name: str, version: str) -> Table:
 
     try:
         num_rows = read_metadata(path).num_rows  # `datasets` fails on none, with another reason
-    except (ArrowException, OSError) as error:
+    except OSError as error:  # also a file that is no Parquet file, without a number
+        raise unreadable(name, error) from error
+    except ArrowException as error:
         raise BadRequest(f"{name} cannot be read: {str(error).splitlines()[0]}") from error
     if not num_rows:
         raise no_rows(name)
@@ -199,8 +266,8 @@ FORMATS: dict[str, Callable[[Path, str, str], Table]] = {
 def _hub(ask: Ask) -> Table:
     if not HUB_ID.fullmatch(ask.text):
         raise BadRequest(f"{ask.key} is {ask.text!r}; {EXPECTED}")
-    commit = ask.wanted or _commit(ask)
-    return ArrowTable(
+    commit = ask.wanted or _cached_commit(ask) or _commit(ask)
+    return HubTable(
         f"dataset {ask.text!r}",
         commit,
         {
@@ -212,6 +279,14 @@ def _hub(ask: Ask) -> Table:
     )
 
 
+def _cached_commit(ask: Ask) -> str | None:
+    """Returns the revision if it is a commit that this machine has: it never changes."""
+    revision = ask.spec.revision
+    if not revision or not COMMIT.fullmatch(revision):
+        return None
+    return revision if Pinned(ask.text, ask.spec.config, revision).cached() else None
+
+
 def _commit(ask: Ask) -> str | None:
     """Returns the commit that the revision is now; None where the Hub is not to be asked
     (HF_HUB_OFFLINE)."""
@@ -219,22 +294,26 @@ def _commit(ask: Ask) -> str | None:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     revision = ask.spec.revision
-    if revision and COMMIT.fullmatch(revision):
-        return revision
     try:
         found = HfApi().dataset_info(ask.text, revision=revision, timeout=HUB_DEADLINE_S)
     except OfflineModeIsEnabled:
-        return None
+        return revision if revision and COMMIT.fullmatch(revision) else None
     except HfHubHTTPError as error:
         if error.response.status_code >= 500:
-            raise Unavailable(f"dataset {ask.text!r} cannot be fetched: {error}") from error
+            raise _away(ask, error) from error
         raise BadRequest(
             f"{ask.key}: the Hub has no dataset {ask.text!r} at revision {revision or 'main'!r} "
             "that may be read with this HF_TOKEN"
         ) from error
     except Exception as error:  # of whatever the Hub's library connects with
-        raise Unavailable(f"dataset {ask.text!r} cannot be fetched: {error}") from error
+        raise _away(ask, error) from error
     return found.sha
+
+
+def _away(ask: Ask, error: Exception) -> Unavailable:
+    return Unavailable(
+        f"dataset {ask.text!r} cannot be fetched: {hub_url()} cannot be reached ({error})"
+    )
 
 
 def _is_file(source: Source) -> bool:

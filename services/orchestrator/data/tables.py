@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import itertools
 import json
 import os
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import httpx2 as httpx
+
 from services.orchestrator.loop.decisions import MustPause
 from shared.digest import digest_of_file
-from shared.errors import BadRequest, Unavailable
+from shared.errors import BadRequest, Failed, HoneError, Unavailable
 
 Row = dict[str, Any]
 
+ended: ContextVar[threading.Event | None] = ContextVar("ended", default=None)
+"""Set once nobody waits for what is read and tried here, in a thread that cannot be killed."""
+
 ROWS_LOOKED_AT = 1000
-"""Of a stream: its first rows say which columns there are."""
+"""First rows of a stream, which say its columns."""
 
 
 class Rows(Protocol):
@@ -87,13 +96,17 @@ class JsonTable:
     def rows(self) -> Rows:
         if self._is_list():
             return Listed(self._list())
+        return JsonLines(self, *(_indexed(self) if self.version else self.index()))
+
+    def index(self) -> tuple[array[int], list[str], tuple[int, ...]]:
+        """Returns where each line begins, the columns, and the state of the file."""
         offsets, columns = array("Q"), dict[str, None]()
         with self.path.open("rb") as file:
             stamp = _stamp(file.fileno())
             for offset, line, number in _lines(file):
                 columns.update(dict.fromkeys(self._parsed(line, number)))
                 offsets.append(offset)
-        return JsonLines(self, offsets, list(columns), stamp)
+        return offsets, list(columns), stamp
 
     def stream(self) -> Iterator[Row]:
         if self._is_list():
@@ -137,6 +150,36 @@ class JsonTable:
 
 AN_OBJECT = "expected a JSON object"
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+PASSING = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EIO,
+        errno.EMFILE,
+        errno.ENETUNREACH,
+        errno.ENFILE,
+        errno.ENODEV,
+        errno.ENOMEM,
+        errno.ENOTCONN,
+        errno.ENXIO,
+        errno.ESTALE,
+    }
+)
+"""Errors of the disk, the volume or this process, which pass; they say nothing about the file."""
+
+PASSING_KINDS = (ConnectionError, TimeoutError, httpx.TransportError)
+
+
+@functools.lru_cache(maxsize=16)
+def _indexed(table: JsonTable) -> tuple[array[int], list[str], tuple[int, ...]]:
+    """As `JsonTable.index`, once for all jobs that have the same content of the same file."""
+    found = table.index()
+    check_version(table.name, digest_of_file(table.path), table.version)
+    return found
+
 
 class JsonLines:
     """Rows of a file with an object per line, found by their offsets: nothing else of them is in
@@ -160,8 +203,8 @@ class JsonLines:
                 file.seek(self._offsets[index])
                 row: Row = json.loads(file.readline())
         except OSError as error:
-            raise MustPause(
-                f"{self._table.name} cannot be read any more: {error.strerror}; put it back"
+            raise Unavailable(
+                f"{self._table.name} cannot be read any more: {error.strerror}"
             ) from error
         return {name: row.get(name) for name in self.column_names}
 
@@ -204,11 +247,35 @@ class ArrowTable:
             return read()
         except StopIteration as error:  # of `datasets`, for an empty file
             raise no_rows(self.name) from error
-        except ConnectionError as error:
-            raise Unavailable(f"{self.name} cannot be fetched: {error}") from error
         except Exception as error:  # whatever reading a file that we did not write raises
+            if isinstance(error, HoneError):
+                raise
+            for cause in _causes(error):
+                if not isinstance(found := unreadable(self.name, cause), BadRequest):
+                    raise found from error
             reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
             raise BadRequest(f"{self.name} cannot be read: {reason[0]}") from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields the error, what it came of, and so on."""
+    while error:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def unreadable(name: str, error: BaseException) -> HoneError:
+    """Returns what it means that a source cannot be read: BadRequest for what a file is (not there,
+    not allowed, no file), Failed for a full disk, and Unavailable for what time can heal: a
+    connection, a volume that is away, a disk that gives no answer."""
+    number = getattr(error, "errno", None)
+    reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    sentence = f"{name} cannot be read: {reason.splitlines()[0]}"
+    if number in FULL:
+        return Failed(f"{sentence}; free some space", code="disk_full")
+    if number in PASSING or isinstance(error, PASSING_KINDS):
+        return Unavailable(sentence)
+    return BadRequest(sentence)
 
 
 def no_rows(name: str) -> BadRequest:
@@ -225,10 +292,17 @@ def check_version(name: str, found: str | None, wanted: str | None) -> None:
         )
 
 
+def go_on() -> None:
+    """Raises Failed once nobody waits for the work under way."""
+    if (end := ended.get()) and end.is_set():
+        raise Failed("it was ended: nobody waits for it any more")
+
+
 def _lines(file: Any) -> Iterator[tuple[int, bytes, int]]:
     """Yields offset, content and number (from 1) of each line that is not blank."""
     offset = 0
     for number, line in enumerate(file, 1):
+        go_on()
         if line.strip():
             yield offset, line, number
         offset += len(line)

@@ -29,10 +29,10 @@ from shared.logs import get_logger
 from shared.wire import Purpose, UploadedFile
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-"""Of files that a job can read."""
+"""Suffixes of the files that a job can read."""
 
 LOCK = ".files.lock"
-"""Beside the folder of files: whoever takes room for one has it locked."""
+"""Lies beside the folder of files, and is locked while room for a file is taken."""
 
 LOCK_S = 10.0
 """Seconds to wait for it, which nobody has for longer than it takes to look at all files, or for
@@ -122,11 +122,14 @@ class Uploads:
 
     def get(self, id: str) -> UploadedFile:
         """Raises NotFound."""
-        path = self._folder(id) / "file.json"
         try:
-            return codec.decode_stored(UploadedFile, path.read_bytes())
+            return codec.decode_stored(UploadedFile, self.described_in(id).read_bytes())
         except FileNotFoundError as error:
             raise _no_file(id) from error
+
+    def described_in(self, id: str) -> Path:
+        """Returns the path of what is known of a file, which is there as long as the file is."""
+        return self._folder(id) / "file.json"
 
     def content(self, id: str) -> Path:
         """Returns the path of a file's bytes. Raises NotFound."""

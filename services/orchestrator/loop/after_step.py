@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from services.orchestrator.loop.clock import StepClock
 from services.orchestrator.loop.decisions import TooDear
@@ -15,18 +18,25 @@ from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.loop.stopping import REPLAYED, Spent, over_budget, reason_to_stop
 from services.orchestrator.loop.syncing import sync_weights
 from services.orchestrator.loop.tasks import to_disk
+from services.orchestrator.queue.used_models import Use
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.journal import Journal
-from services.orchestrator.record.retention import WRITTEN, best_step, first_needed
+from services.orchestrator.record.retention import WRITTEN, best_step, checkpoint_step, first_needed
 from services.orchestrator.record.telemetry import step_metrics
 from services.orchestrator.record.tracking import Tracker
 from shared import tracing
 from shared.job import Job
-from shared.wire import Checkpoint, MetricsRow
+from shared.wire import Batch, Checkpoint, MetricsRow, Part
 
 LOGPROB_WARNING = 0.05
 """Nats. Sampler and trainer that differ by more, on average over the tokens that the very weights
 sampled that are trained, are not the same policy."""
+
+
+MAX_DETAIL_CHARS = 200
+"""Most characters of the reason why a reward failed."""
+
+UsedBelow = Callable[[Path], Awaitable[Sequence[Use]]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,8 @@ class Ended:
 
 @dataclass
 class AfterStep:
-    """One job's. It warns of each thing that would come back at every step only once."""
+    """One job's. It says only once what would come back at every step. `used_below` returns the
+    models below a folder of jobs that have not ended."""
 
     job: Job
     prompts: Prompts
@@ -52,7 +63,8 @@ class AfterStep:
     tracker: Tracker
     spent: Spent
     max_missing: float  # share of completions without a reward, beyond which nothing is decided
-    _warned: set[str] = field(default_factory=set[str], init=False)
+    used_below: UsedBelow
+    _said: set[str] = field(default_factory=set[str], init=False)
     _clock: StepClock = field(init=False)
     _record_s: float = field(default=0.0, init=False)
 
@@ -134,12 +146,29 @@ class AfterStep:
     async def _checkpoint(self, number: int, metrics: dict[str, float]) -> Checkpoint:
         """Writes the step's checkpoint, and notes in its metrics how long that took."""
         start = time.monotonic()
+        await to_disk(self.folder.check_there)  # the trainer would make it
         best = best_step(self.job, await asyncio.to_thread(self.folder.metrics))
-        checkpoint = await self.peers.checkpoint(number, () if best is None else (best,))
+        kept = await self._used_by_others() | ({best} if best is not None else set())
+        checkpoint = await self.peers.checkpoint(number, tuple(sorted(kept)))
         metrics[WRITTEN] = time.monotonic() - start
         await self.journal.checkpoint(checkpoint)
         await to_disk(self.folder.prune_batches, first_needed(self.job, number))
         return checkpoint
+
+    async def _used_by_others(self) -> set[int]:
+        """Returns the steps whose checkpoints other jobs begin with, and says whose model each
+        is."""
+        steps: set[int] = set()
+        for use in await self.used_below(self.folder.checkpoints):
+            if (step := checkpoint_step(use.path, self.folder.checkpoints)) is not None:
+                steps.add(step)
+                message = (
+                    f"the checkpoint of step {step} stays until job {use.job_id!r} has ended, "
+                    f"which is {use.status}: it is that job's model"
+                )
+                if self._is_new(f"used {step} {use.job_id}"):
+                    await self.journal.log(message)
+        return steps
 
     async def _evaluate(self, version: int, *, serves: bool = True) -> dict[str, float]:
         """Returns the evaluation of the version, once it serves."""
@@ -187,6 +216,8 @@ class AfterStep:
                 "version than asked for, and sampled again",
                 step=number,
             )
+        if failing := failing_texts(step.batch):
+            await self.journal.warn(f"step {number}: {failing}", step=number)
         difference = metrics.get("mismatch/current/logprob_diff_mean", 0.0)
         if difference > LOGPROB_WARNING:
             await self._warn_once(
@@ -198,9 +229,29 @@ class AfterStep:
             )
 
     async def _warn_once(self, name: str, message: str, **data: float) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
+        if self._is_new(name):
             await self.journal.warn(message, **data)
+
+    def _is_new(self, name: str) -> bool:
+        is_new = name not in self._said
+        self._said.add(name)
+        return is_new
+
+
+def failing_texts(batch: Batch) -> str | None:
+    """Returns which rewards failed on some completions and not on others of their rows; None if
+    none did."""
+    scores = [score for scores_G in (*batch.scores, *batch.dropped) for score in scores_G]
+    failed: dict[str, list[Part]] = defaultdict(list)
+    for label, part in (one for score in scores for one in score.parts.items()):
+        if part.errors and part.value is not None:
+            failed[label].append(part)
+    told = [
+        f"reward {label!r} fails on {len(parts)} of {len(scores)} completions, which get the least "
+        f"of their row ({parts[0].detail[:MAX_DETAIL_CHARS]})"
+        for label, parts in failed.items()
+    ]
+    return "; ".join(told) or None
 
 
 def _due(number: int, every: int | None) -> bool:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.orchestrator.data.allowed import named_model_folder
+from services.orchestrator.data.fetching import fetch
+from services.orchestrator.data.sources import asks_of
 from services.orchestrator.loop.estimates import differences, estimates, of_all
 from services.orchestrator.loop.evaluation import Answers, sample_held_out, set_metrics
 from services.orchestrator.loop.peers import Peers
@@ -106,6 +108,8 @@ class Comparison:
             folder = await asyncio.to_thread(named_model_folder, model.model, self.settings)
             if folder:
                 await asyncio.to_thread(check_model_folder, folder, job.max_model_len)
+        asks = asks_of(job, self.settings)
+        await fetch(ask for name, ask in asks.items() if name != "train")
         sets = await asyncio.to_thread(load_held_out, job, self.settings)
         peers = Peers(job, self.settings.slots[0])
         try:
@@ -160,6 +164,7 @@ class Comparison:
             lease.attempt,
             registered=self.store.samplers.urls,
             epoch=number,
+            identity=self.store.identity,
         )
 
     async def _answers(

@@ -1,12 +1,15 @@
 """What becomes of a job when something goes wrong: one table, for every error that reaches its run.
 
-One rollout's fault is no error, but data (groups.py). What time can mend is tried again; what that
+One rollout's fault is no error, but data (groups.py). What is not the job's fault is waited for: a
+service, a volume, a proxy (needs.py). What may be its fault is tried again a few times; what that
 does not mend, or only a person can, pauses the job, and the sentence says what to do. Only a job
 that can never run fails, for a job that failed cannot be resumed.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,8 +31,13 @@ from shared.errors import (
 MAX_RECOVERIES = 3
 """In a row, without any further step done."""
 
-PAUSES_S = (0.0, 5.0, 30.0)
-"""Seconds before each of them. The client has already waited for a service that is away."""
+MAX_LOSSES = 20
+"""How often in a row, without a new step, the job may lose services that were all there when it
+was loaded. Beyond that it probably crashes them itself."""
+
+PAUSES_S = (0.0, 5.0, 30.0, 60.0, 120.0, 300.0)
+"""Seconds before each of them in a row; the last before all further ones. What is away is waited
+for besides."""
 
 
 class MustPause(Failed):
@@ -51,6 +59,11 @@ class Action(Enum):
     GIVE_BACK = "give back"
     """Something newer than this attempt was met. If the lease is still this worker's, whoever takes
     the job next need not wait until it expires."""
+    WAIT = "wait"
+    """It is not the job's fault: load it again, as often as it takes, once what it needs is
+    there."""
+    RELOAD = "reload"
+    """A service lost the job, or went: the same, up to MAX_LOSSES times in a row."""
     RECOVER = "recover"
     """Load the job into trainer and sampler again, and go on from what the trainer has."""
     PAUSE = "pause"
@@ -83,6 +96,12 @@ def _codes(*codes: str) -> frozenset[str]:
 SAME_TOKEN = "give all services the same HONE_TOKEN"
 LOOK = "make sure that it works (`hone doctor` shows how the services are)"
 
+ENDS_THEM = (
+    "that happened again and again before a step was done, so the job probably ends its services "
+    "itself: look into their logs"
+)
+PROXY = "mend what stands between the services: a proxy, or another program at the address"
+SAME_VERSION = "make sure that all services have the same version (`hone doctor`)"
 MEMORY = "free memory on its device, or change [memory] with `hone resume JOB --set KEY=VALUE`"
 
 RULES = (
@@ -94,11 +113,14 @@ RULES = (
     Rule(Conflict, Action.STOP, codes=_codes("emptied")),
     Rule(Conflict, Action.GIVE_BACK, codes=_codes("stale")),
     Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order", "no_adapters")),
+    Rule(Conflict, Action.WAIT, codes=_codes("taken")),
     Rule(Conflict, Action.PAUSE),
-    Rule(StateLost, Action.RECOVER, LOOK),
+    Rule(StateLost, Action.RELOAD, ENDS_THEM),
     Rule(Unavailable, Action.PAUSE, "find out why, or raise the deadline", _codes("deadline")),
-    Rule(Unavailable, Action.RECOVER, LOOK),
+    Rule(Unavailable, Action.RELOAD, ENDS_THEM, _codes("unreachable")),
+    Rule(Unavailable, Action.WAIT),
     Rule(Failed, Action.RECOVER, "free some space", _codes("disk_full")),
+    Rule(Failed, Action.PAUSE, "put it back", _codes("run_folder_gone")),
     Rule(Failed, Action.PAUSE, MEMORY, _codes("out_of_memory")),
     Rule(
         Failed,
@@ -107,29 +129,45 @@ RULES = (
         _codes("not_finite"),
     ),
     Rule(Failed, Action.RECOVER, LOOK),
+    Rule(NotFound, Action.WAIT, codes=_codes("foreign")),
+    Rule(BadRequest, Action.WAIT, codes=_codes("not_there")),
+    Rule(BadRequest, Action.PAUSE, PROXY, _codes("foreign")),
     Rule(Unauthorized, Action.PAUSE, SAME_TOKEN),
     Rule(Forbidden, Action.PAUSE, SAME_TOKEN),
-    Rule(
-        NotFound, Action.PAUSE, "make sure that all services have the same version (`hone doctor`)"
-    ),
+    Rule(NotFound, Action.PAUSE, SAME_VERSION),
     Rule(BadRequest, Action.FAIL),
+    Rule(OSError, Action.RECOVER, "check HONE_RUNS_DIR and its disk"),
     Rule(Exception, Action.PAUSE, "look at the trace in the orchestrator's log"),
 )
 """The first that matches counts."""
 
 
-def decide(error: Exception, num_recoveries: int = 0, *, has_run: bool = False) -> Decision:
-    """Returns what becomes of the job. `num_recoveries` is how often in a row recovering did not
-    help; beyond MAX_RECOVERIES the job pauses. One that `has_run`, a step at least, does not fail:
-    what is wrong now was right before (a limit on bodies, a service of another version)."""
+LIMITS = {Action.RECOVER: MAX_RECOVERIES, Action.RELOAD: MAX_LOSSES}
+"""How often in a row each may happen; beyond it the job pauses."""
+
+
+def decide(
+    error: Exception, num_in_a_row: int = 0, *, has_run: bool = False, again: bool = False
+) -> Decision:
+    """Returns what becomes of the job. `num_in_a_row` is how often loading it again did not get it
+    a step further. One that `has_run`, a step at least, does not fail: what is wrong now was right
+    before (a limit on bodies, a service of another version). Before the first step, a cause that
+    has come `again` would come each time."""
     rule = next(rule for rule in RULES if _matches(rule, error))
     action = rule.action
-    if action is Action.RECOVER and num_recoveries >= MAX_RECOVERIES:
+    is_sure = action is Action.RECOVER and again and not has_run
+    if is_sure or num_in_a_row >= LIMITS.get(action, math.inf):
         action = Action.PAUSE
     if action is Action.FAIL and has_run:
         action = Action.PAUSE
     why = _sentence(error)
     return Decision(action, f"{why}; {rule.remedy}" if action is Action.PAUSE else why)
+
+
+def cause_of(error: Exception) -> tuple[str, str]:
+    """Returns what is the same of two errors that have one cause: their class and sentence, whose
+    numbers may differ."""
+    return type(error).__name__, re.sub(r"[0-9a-f]*[0-9][0-9a-f.]*", "#", _sentence(error))
 
 
 def _matches(rule: Rule, error: Exception) -> bool:
@@ -142,4 +180,6 @@ def _sentence(error: Exception) -> str:
         return error.detail
     if isinstance(error, BatchExists):
         return str(error)
+    if isinstance(error, OSError):
+        return f"the disk refuses: {error}"
     return f"a bug in Hone: {type(error).__name__}: {error}"

@@ -37,7 +37,7 @@ T_975 = (
 """The 97.5 % quantiles of Student's distribution with 1 to 30 degrees of freedom."""
 
 Z_975 = 1.959964
-"""That of the normal distribution."""
+"""The 97.5 % quantile of the normal distribution."""
 
 MAX_FLIPPED = 16
 """Up to so many differing problems the permutation test goes through all signs, 65,536 at most.

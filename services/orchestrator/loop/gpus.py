@@ -9,7 +9,7 @@ from shared.job import SyncMethod
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPU that the trainer sends from and those of each sampler, by UUID; none on a CPU."""
+    """The GPU that the trainer sends from and the GPUs of each sampler, by UUID; none on a CPU."""
 
     trainer: str | None
     samplers: tuple[tuple[str, ...], ...]

@@ -10,7 +10,7 @@ from services.orchestrator.record.finished import FinishedGroup, Place
 
 
 class GroupWriter:
-    """Of one step. While one write waits for the disk, what comes meanwhile is gathered for the
+    """Writes the groups of one step. Groups that come during a write are gathered for the
     next. `write` is called in a thread, and by one at a time."""
 
     def __init__(self, write: Callable[[Mapping[Place, FinishedGroup]], None]) -> None:

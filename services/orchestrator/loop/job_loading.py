@@ -27,7 +27,7 @@ Ask = Callable[[], Coroutine[Any, Any, str | None]]
 
 @dataclass(frozen=True)
 class Loading:
-    """One attempt's. `colocate`: trainer and sampler share a GPU."""
+    """One attempt's. `colocate`: trainer and sampler take turns on one GPU."""
 
     record: JobRecord
     peers: Peers
@@ -57,26 +57,39 @@ class Loading:
         return state
 
     async def _load_both(self) -> TrainerState:
-        """Loads beside each other, or in turn on one GPU: the sampler takes its share of an empty
-        one, and sleeps. If one fails, the other has ended when that is raised."""
-        if self.colocate:
-            await self.peers.put_model()
-            await self.peers.free_gpu()
-            return await self.peers.put_job()
+        """Loads beside each other, or in turn where the trainer is on a GPU. The sampler may be on
+        the same one: while it starts it measures what is free, and what the trainer takes meanwhile
+        would count as its own."""
+        in_turn = self.colocate or (await self.peers.trainer_state()).gpu is not None
+        watching = asyncio.create_task(self._watch())
+        try:
+            return await (self._load_in_turn() if in_turn else self._load_at_once())
+        finally:
+            await stop(watching)
+
+    async def _load_in_turn(self) -> TrainerState:
+        await self.peers.put_model()
+        await self.peers.free_gpu()
+        return await self.peers.put_job()
+
+    async def _load_at_once(self) -> TrainerState:
+        """If one fails, the other has ended when that is raised."""
         loading = asyncio.create_task(self.peers.put_job())
         serving = asyncio.create_task(self.peers.put_model())
-        watching = asyncio.create_task(self._watch())
         try:
             await asyncio.gather(loading, serving)
             return loading.result()
         finally:
-            await stop(loading, serving, watching)
+            await stop(loading, serving)
 
     async def _watch(self) -> None:
         """Says in the job's events what takes trainer and sampler long."""
         peers = self.peers
-        asked: dict[str, Ask] = {"trainer": peers.trainer_doing, "sampler": peers.sampler_doing}
+        asked: dict[str, Ask] = {"trainer": self._trainer_doing, "sampler": peers.sampler_doing}
         await asyncio.gather(*(self._watch_one(name, ask) for name, ask in asked.items()))
+
+    async def _trainer_doing(self) -> str | None:
+        return (await self.peers.trainer_state()).doing
 
     async def _watch_one(self, service: str, ask: Ask) -> None:
         """What goes wrong here goes wrong for the call that is watched, too, and is decided

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.discovery import Registered, sampler_urls
@@ -37,7 +37,7 @@ STALE = "stale"
 class Members:
     """The samplers of one job, `replicas` by URL, whether up or away. One that joins is brought to
     the model and to `pushed`, the version that serves. `changed` is called whenever there may be
-    more room for groups."""
+    more room for groups. `headers` go with each request."""
 
     def __init__(
         self,
@@ -46,12 +46,15 @@ class Members:
         registered: Registered,
         length: Length,
         changed: Callable[[], None],
+        *,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = settings
         self._tell = tell
         self._registered = registered
         self._length = length
         self._changed = changed
+        self._headers = headers
         self.replicas: dict[str, Replica] = {}
         self.pushed: Push | None = None
         self._spec: ModelRequest | None = None
@@ -76,7 +79,7 @@ class Members:
             await replica.client.close()
 
     def up(self) -> list[Replica]:
-        """Returns those that serve what the job published last."""
+        """Returns the samplers that serve the weights published last."""
         return [replica for replica in self.replicas.values() if replica.up]
 
     def nobody(self) -> Unavailable:
@@ -232,6 +235,7 @@ class Members:
             patience_s=self._settings.patience_s,
             tell=self._tell if alone else tell_nobody,
             transport=transport_to(url),
+            headers=self._headers,
         )
         replica = Replica(client, self._length)
 

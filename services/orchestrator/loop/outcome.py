@@ -15,14 +15,11 @@ from shared.logs import get_logger
 class Outcome:
     """What became of the job: `why` says why it paused, failed, or succeeded before its last step,
     `summary` what it came to. It is cancelled only where its run folder says so, and queued again
-    where another attempt got in its way. `lost_services`
-    says that it paused because a service did not answer, or had lost the job: another trainer may
-    do better."""
+    where another attempt got in its way, or another trainer may do better."""
 
     status: Literal["succeeded", "paused", "failed", "cancelled", "queued"]
     why: str | None = None
     summary: dict[str, Any] | None = None
-    lost_services: bool = False
 
 
 def found_end(folder: RunFolder) -> Outcome | None:

@@ -4,6 +4,8 @@ the client's."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from typing import Any
 
 from services.orchestrator.loop.discovery import Registered, is_one_host, none_registered
@@ -13,12 +15,13 @@ from services.orchestrator.loop.samplers import Samplers
 from services.orchestrator.loop.transport import transport_to
 from services.orchestrator.loop.trial import Trial, trial
 from services.orchestrator.loop.waits import Waits, waits_for
-from shared import tracing
+from shared import ownership, tracing
 from shared.client import Client
 from shared.config import Settings
-from shared.errors import Failed, HoneError
+from shared.errors import Failed, HoneError, Unavailable
 from shared.job import Job, SyncMethod
 from shared.logs import get_logger
+from shared.polling import MAX_PAUSE_S
 from shared.presence import Tell, tell_nobody
 from shared.wire import (
     AbortRequest,
@@ -30,6 +33,8 @@ from shared.wire import (
     ModelRequest,
     Prompt,
     PublishRequest,
+    Released,
+    ReleaseRequest,
     Rollout,
     RolloutGroup,
     Sampling,
@@ -57,11 +62,18 @@ MAX_PROMPTS_TRIED = 8
 """How many rows are looked at before a job begins: enough to see that a column is another one than
 meant, and soon done."""
 
+VALIDATE_DEADLINE_S = 60.0
+
 TRY_DEADLINE_S = 30.0
 
 PRESENCE_DEADLINE_S = 15.0
 """Seconds for which a service is asked whether it is there, before those without work are asked
 anew."""
+
+RELEASE_S = 2.0
+"""Seconds that the trainer has to hear that the job has left it."""
+
+VERSION_DEADLINE_S = 5.0
 
 NOT_GRADED = Score(value=None, parts={})
 """The score of a rollout that went wrong."""
@@ -70,7 +82,9 @@ NOT_GRADED = Score(value=None, parts={})
 class Peers:
     """One job's view of the services. `close` ends the connections. `sync_method` is how weights go
     to the samplers in this epoch, once that was chosen (syncing.py). `waits` says what is under
-    way."""
+    way. `identity` names the orchestrator's Redis, by which trainer and samplers know whose job
+    it is. With `grading_waits`, grading waits for a reward service that is away, so that the
+    sampled completions are not lost."""
 
     def __init__(
         self,
@@ -82,16 +96,22 @@ class Peers:
         registered: Registered = none_registered,
         *,
         epoch: int = 0,
+        identity: str | None = None,
+        grading_waits: bool = False,
     ) -> None:
         self._job = job
         self._who = Fenced(job_id=job_id, attempt=attempt, epoch=epoch)
         self._settings = settings
+        limit_s = (settings.wait_limit_s or math.inf) + MAX_PAUSE_S  # no last try before the limit
+        self._reward_patience_s = limit_s if grading_waits else None
         token = settings.bearer()
         patience_s = settings.patience_s
-        self._samplers = Samplers(settings, tell, registered)
+        headers = ownership.headers(identity, settings, job_id)
+        self._samplers = Samplers(settings, tell, registered, headers)
         self.sync_method: SyncMethod | None = None
         self.waits = Waits()
         self._trainer_gpu: str | None = None
+        self._has_trainer = False
         self._trainer = Client(
             "trainer",
             settings.trainer_url,
@@ -100,6 +120,7 @@ class Peers:
             patience_s=patience_s,
             tell=tell,
             transport=transport_to(settings.trainer_url),
+            headers=headers,
         )
         self._reward = Client(
             "reward",
@@ -170,16 +191,15 @@ class Peers:
     @waits_for("trainer", "loading the job")
     async def put_job(self) -> TrainerState:
         body = TrainerJob(**self._fence(), job=self._job)
+        self._has_trainer = True
         state = await self._trainer.call(
             "PUT", "/job", body, TrainerState, deadline_s=self._settings.start_deadline_s
         )
         self._trainer_gpu = state.gpu
         return state
 
-    async def trainer_doing(self) -> str | None:
-        """Returns what takes the trainer long; None: nothing that it tells."""
-        deadline_s = self._settings.patience_s
-        return (await self._trainer.get("/state", TrainerState, deadline_s=deadline_s)).doing
+    async def trainer_state(self) -> TrainerState:
+        return await self._trainer.get("/state", TrainerState, deadline_s=self._settings.patience_s)
 
     @waits_for("rollout", "sampling a group", "generate")
     async def generate(
@@ -220,8 +240,14 @@ class Peers:
         if not items:
             return (NOT_GRADED,) * len(group.rollouts)
         body = ScoreRequest(items=items, rewards=self._job.rewards, job_id=job_id)
-        deadline_s = self._settings.score_deadline_s
-        result = await self._reward.call("POST", "/score", body, ScoreResult, deadline_s=deadline_s)
+        result = await self._reward.call(
+            "POST",
+            "/score",
+            body,
+            ScoreResult,
+            deadline_s=self._settings.score_deadline_s,
+            patience_s=self._reward_patience_s,
+        )
         scores = iter(result.scores)
         return tuple(
             NOT_GRADED if rollout.went_wrong else next(scores) for rollout in group.rollouts
@@ -236,7 +262,9 @@ class Peers:
         body = ValidateRequest(
             rewards=self._job.rewards, columns=columns, prompts=prompts[:MAX_PROMPTS_TRIED]
         )
-        await self._reward.call("POST", "/graders/validate", body, Validated, deadline_s=60.0)
+        await self._reward.call(
+            "POST", "/graders/validate", body, Validated, deadline_s=VALIDATE_DEADLINE_S
+        )
 
     async def try_rewards(self, prompts: tuple[Prompt, ...]) -> Trial | None:
         """Returns what the rewards give empty completions and reference answers of the first few
@@ -293,7 +321,7 @@ class Peers:
 
     @waits_for("trainer", "writing a checkpoint", "checkpoint")
     async def checkpoint(self, step: int, keep: tuple[int, ...] = ()) -> Checkpoint:
-        """Writes the step's checkpoint. Old ones go, but not those of the steps `keep`."""
+        """Writes the step's checkpoint. Old ones are removed, except the steps `keep`."""
         body = CheckpointRequest(**self._fence(), step=step, keep=keep)
         deadline_s = self._settings.sync_deadline_s
         return await self._trainer.call(
@@ -301,14 +329,18 @@ class Peers:
         )
 
     def away(self) -> dict[str, float]:
-        """Returns since when services are away, by name (Unix time)."""
-        clients = {"trainer": [self._trainer], "reward": [self._reward]}
-        clients["rollout"] = self._samplers.clients()
-        since = {
-            name: [at for client in each if (at := client.away_since) is not None]
-            for name, each in clients.items()
-        }
-        return {name: min(found) for name, found in since.items() if found}
+        """Returns the services that are away, and since when (Unix time)."""
+        clients = (self._trainer, self._reward, *self._samplers.clients())
+        found: dict[str, float] = {}
+        for who, at in (client.away for client in clients if client.away):
+            found[who] = min(at, found.get(who, at))
+        return found
+
+    @property
+    def reward_away_since(self) -> float | None:
+        """Since when the reward service, or what it needs, is away (Unix time); None: it is
+        not."""
+        return self._reward.away[1] if self._reward.away else None
 
     async def sampler_doing(self) -> str | None:
         """Returns what takes a sampler long that loads the model; None: nothing that it tells."""
@@ -322,9 +354,9 @@ class Peers:
 
     async def look(self) -> None:
         """Asks the services that nothing waits for whether they are there, so that the job's events
-        say within seconds which is away. Of the others their calls say so, which know better: a
-        service that is starting answers this, too. What goes wrong here is told by the client, and
-        decided where the service is needed."""
+        say within seconds which is away. Calls under way say it of the other services, and know
+        better: a starting service answers this, too. The client reports errors, and the call that
+        needs the service decides what follows."""
         clients = {
             "trainer": (self._trainer,),
             "reward": (self._reward,),
@@ -338,14 +370,31 @@ class Peers:
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def abort(self) -> None:
-        """Ends what the samplers have under way of this job, if they answer soon."""
-        await self._samplers.abort(AbortRequest(**self._fence()))
+        """Ends what the samplers have under way of this job, and lets another orchestrator have
+        them and the trainer, if they answer soon."""
+        aborting = self._samplers.abort(AbortRequest(**self._fence()))
+        await asyncio.gather(aborting, self._release_trainer())
+
+    async def _release_trainer(self) -> None:
+        """Nothing depends on it: a trainer that hears nothing of its owner is free later."""
+        if not self._has_trainer:
+            return
+        body = ReleaseRequest(**self._fence())
+        try:
+            await self._trainer.call(
+                "POST", "/release", body, Released, deadline_s=RELEASE_S, patience_s=0.0
+            )
+        except HoneError as error:
+            get_logger().warning("trainer not released", job=self.job_id, reason=error.detail)
 
     async def versions(self) -> dict[str, dict[str, Any]]:
-        """Returns what each service says of its versions."""
-        clients = (self._samplers.one(), self._trainer, self._reward)
-        found = await asyncio.gather(*(client.get("/version", VersionInfo) for client in clients))
-        return {info.service: info.model_dump(exclude={"service"}) for info in found}
+        """Returns what each service says of its versions; a service that does not answer soon is
+        left out."""
+        clients = [self._trainer, self._reward]
+        with contextlib.suppress(Unavailable):  # there is no sampler now
+            clients.append(self._samplers.one())
+        found = await asyncio.gather(*map(_version, clients))
+        return {info.service: info.model_dump(exclude={"service"}) for info in found if info}
 
     def _model_request(self) -> ModelRequest:
         job = self._job
@@ -374,6 +423,14 @@ class Peers:
             stop_token_ids=spec.stop_token_ids,
             seed=seed,
         )
+
+
+async def _version(client: Client) -> VersionInfo | None:
+    try:
+        return await client.get("/version", VersionInfo, deadline_s=VERSION_DEADLINE_S)
+    except HoneError as error:
+        get_logger().warning("version not known", service=client.name, reason=error.detail)
+        return None
 
 
 def score_item(prompt: Prompt, rollout: Rollout) -> ScoreItem:

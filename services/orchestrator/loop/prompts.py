@@ -22,7 +22,7 @@ from services.orchestrator.data.choosing import (
 )
 from services.orchestrator.data.difficulty import History, Skipping
 from services.orchestrator.data.order import InStream, InTable, Order
-from services.orchestrator.data.sources import Ask, open_source
+from services.orchestrator.data.sources import Ask, asks_of, open_source
 from services.orchestrator.data.tables import Table
 from services.orchestrator.loop.groups import num_rounds
 from shared.config import Settings
@@ -135,14 +135,11 @@ def load_prompts(
     column that is not there; MustPause for a file that is not what it was; Unavailable while the
     Hub cannot be reached. Takes as long as reading the files; call it off the event loop.
     """
-    spec, wanted = job.data, versions or {}
-    train = open_source(
-        Ask("data.train", spec.train, spec.train_split, spec, settings, wanted.get("train"))
-    )
+    train = open_source(asks_of(job, settings, versions)["train"])
     found = {"train": train.version}
     history = history or History()
     columns, order, problems = _ordered(job, train, history, settings.filter_cpu_s)
-    held_out = load_held_out(job, settings, wanted)
+    held_out = load_held_out(job, settings, versions)
     names = [name for name in columns.names if all(name in each.columns for each in held_out)]
     found |= {_version_key(each.name): each.version for each in held_out}
     return Prompts(
@@ -157,13 +154,13 @@ def load_prompts(
     )
 
 
-def with_steps(job: Job, prompts: Prompts) -> Job:
+def with_steps(job: Job, num_train: int | None) -> Job:
     """Returns the job with the number of steps that `data.epochs` comes to, if it asks for that:
     the last step of a pass takes some prompts of the next one."""
-    if job.data.epochs is None or prompts.num_train is None:
+    if job.data.epochs is None or num_train is None:
         return job
     epochs = Fraction(str(job.data.epochs))  # as it was written: 1.1 * 10 is more than 11 in floats
-    steps = math.ceil(epochs * prompts.num_train / job.sampling.prompts_per_step)
+    steps = math.ceil(epochs * num_train / job.sampling.prompts_per_step)
     return job.model_copy(update={"steps": min(steps, job.steps or steps, MAX_STEPS)})
 
 
@@ -171,21 +168,10 @@ def load_held_out(
     job: Job, settings: Settings, versions: Mapping[str, str] | None = None
 ) -> list[HeldOut]:
     """Returns the job's held-out sets, that of `data.eval` first. Raises as `load_prompts`."""
-    data, wanted = job.data, versions or {}
-    found: list[HeldOut] = []
-    if data.eval is not None:
-        ask = Ask("data.eval", data.eval, data.eval_split, data, settings, wanted.get("eval"))
-        found.append(_held_out("", ask, job.evaluation.num_prompts))
+    asks, limit = asks_of(job, settings, versions), job.evaluation.num_prompts
+    found = [_held_out("", asks["eval"], limit)] if "eval" in asks else []
     for name, each in job.evaluation.sets.items():
-        ask = Ask(
-            f"evaluation.sets.{name}.source",
-            each.source,
-            each.split,
-            each.within(data),
-            settings,
-            wanted.get(_version_key(name)),
-        )
-        found.append(_held_out(name, ask, each.num_prompts or job.evaluation.num_prompts))
+        found.append(_held_out(name, asks[_version_key(name)], each.num_prompts or limit))
     return found
 
 

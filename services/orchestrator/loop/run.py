@@ -1,5 +1,6 @@
 """One attempt at one job: everything around the pipeline. Prepare, go on from where the trainer is,
-and after a failure decide what becomes of the job (decisions.py).
+and after a failure decide what becomes of the job (decisions.py). A job waits for what it needs
+and lacks (needs.py).
 
 A job is resumed by what is there already: the trainer says which step it is at, the run folder has
 the scored batches and the rows of finished steps, and prompts are a function of the step. A step
@@ -13,24 +14,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.orchestrator.data.difficulty import History
+from services.orchestrator.data.fetching import fetch
+from services.orchestrator.data.sources import asks_of
 from services.orchestrator.loop.after_step import AfterStep, Ended
 from services.orchestrator.loop.batches import Batches
 from services.orchestrator.loop.colocation import check_colocation
 from services.orchestrator.loop.costs import price_for
 from services.orchestrator.loop.decisions import (
-    MAX_RECOVERIES,
+    LIMITS,
     PAUSES_S,
     Action,
+    Decision,
     MustPause,
     TooDear,
+    cause_of,
     decide,
 )
 from services.orchestrator.loop.doing import Doing
 from services.orchestrator.loop.job_loading import Loading
+from services.orchestrator.loop.needs import DataFiles
 from services.orchestrator.loop.outcome import Outcome, found_end
 from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.pipeline import Pipeline
@@ -46,14 +54,19 @@ from services.orchestrator.record.journal import Journal
 from services.orchestrator.record.progress import Progress
 from services.orchestrator.record.summary import summarize
 from services.orchestrator.record.tracking import Tracker
+from services.orchestrator.record.writable import ANSWERS_WITHIN_S
 from shared.config import Settings
-from shared.errors import BadRequest, HoneError, StateLost, Unavailable
+from shared.errors import BadRequest, Failed, Forbidden, HoneError, Unauthorized, Unavailable
 from shared.logs import get_logger, of_job
 from shared.plan.prices import Price
+from shared.threads import Look
 from shared.wire import JobRecord, Prompt, TrainerState
 
 LOOK_AT_IDLE_S = 2.0
 """Seconds between two times that services without work are asked whether they are there."""
+
+LOOK_AT_MISSING_S = 2.0
+"""Seconds between two looks at whether what was away is back."""
 
 NOTE_SPENT_S = 60.0
 """Seconds between two notes in the run folder of what the job has taken."""
@@ -63,8 +76,19 @@ FILTER_ROOM = 2.0
 work takes longer on a busy machine."""
 
 
+@dataclass(frozen=True)
+class Places:
+    """`missing` returns what every job of this trainer needs and lacks, and `may_leave` whether
+    another trainer is there for the job."""
+
+    missing: Callable[[], Awaitable[str | None]]
+    may_leave: Callable[[], Awaitable[bool]]
+
+
 class Run:
-    def __init__(self, record: JobRecord, lease: Lease, store: Store, settings: Settings) -> None:
+    def __init__(
+        self, record: JobRecord, lease: Lease, store: Store, settings: Settings, places: Places
+    ) -> None:
         self._record = record
         self._job = record.job
         self._settings = settings
@@ -76,16 +100,23 @@ class Run:
             settings,
             record.id,
             lease.attempt,
-            self._journal.presence,
+            self._journal.aside,
             store.samplers.urls,
+            identity=store.identity,
+            grading_waits=True,
         )
+        self._places = places
+        self._data = DataFiles(record.job, settings)
         self._tracker = Tracker(record.job, record.id, self._folder.path)
         self._spent: Spent | None = None
+        self._noting = Look[str | None](ANSWERS_WITHIN_S)
         self._after: AfterStep | None = None
         self._began = 0.0
         self._furthest = record.step
         self._recoveries = record.recoveries
         self._in_a_row = 0
+        self._cause: tuple[str, str] | None = None
+        self._stuck_since: float | None = None
         self._trying: asyncio.Task[None] | None = None
         self._doing = Doing()
         self._loading = Loading(
@@ -107,11 +138,19 @@ class Run:
         finally:
             await self._end_trying()
             await to_the_end(self._note_spent())
-            await self._tracker.finish(outcome is not None and outcome.status == "succeeded")
+            tracked = await self._tracker.finish(
+                outcome is not None and outcome.status == "succeeded"
+            )
+            if tracked and outcome:
+                await self._journal.aside(tracked.message, warning=not tracked.complete)
 
     def doing(self) -> str:
         """Returns what the job is at, for its followers."""
         return self._doing.line(self._peers.waits, self._peers.away())
+
+    def waits(self) -> str | None:
+        """Returns what the job needs and lacks; None: nothing."""
+        return self._doing.waits(self._peers.away())
 
     async def close(self) -> None:
         """Ends what the sampler still does for the job, and the connections."""
@@ -126,7 +165,7 @@ class Run:
             summary = await self._watched()
             return Outcome("succeeded", summary.get("stopped"), summary)
         except Exception as error:  # the last resort: decided here, whatever it is
-            decision = decide(error, self._in_a_row, has_run=self._furthest > 0)
+            decision = await self._decide(error)
             if decision.action is Action.STOP:
                 raise _stopped(self._record.id, error) from None
             get_logger().warning(
@@ -136,16 +175,30 @@ class Run:
                 reason=decision.why,
                 exc_info=None if isinstance(error, HoneError) else error,
             )
-            if decision.action is not Action.RECOVER:
-                if decision.action is Action.FAIL:
-                    return Outcome("failed", decision.why)
-                if decision.action is Action.GIVE_BACK:
-                    return Outcome("queued", decision.why)
-                lost_services = isinstance(error, Unavailable | StateLost)
-                return Outcome("paused", decision.why, lost_services=lost_services)
-            why = decision.why
-        await self._recovering(why)
-        return None
+            is_gone = isinstance(error, HoneError) and error.code == "run_folder_gone"
+            if is_gone and decision.action is Action.PAUSE:
+                await self._journal.error(decision.why)
+        if decision.action is Action.FAIL:
+            return Outcome("failed", decision.why)
+        if decision.action is Action.GIVE_BACK:
+            return Outcome("queued", decision.why)
+        if decision.action is Action.PAUSE:
+            return Outcome("paused", decision.why)
+        # Without looks another orchestrator could soon take the trainer and the samplers.
+        looking = asyncio.create_task(self._look())
+        try:
+            return await self._recovering(decision)
+        finally:
+            await stop(looking)
+
+    async def _decide(self, error: Exception) -> Decision:
+        if isinstance(error, HoneError) and error.code == "run_folder_gone":
+            away = await self._places.missing()  # all run folders may be away
+            error = Unavailable(away) if away else error
+        before, self._cause = self._cause, cause_of(error)
+        return decide(
+            error, self._in_a_row, has_run=self._furthest > 0, again=before == self._cause
+        )
 
     async def _watched(self) -> dict[str, Any]:
         """Trains, while the services are watched, and whether anything moves."""
@@ -167,16 +220,59 @@ class Run:
             await asyncio.sleep(LOOK_AT_IDLE_S)
             await self._peers.look()
 
-    async def _recovering(self, why: str) -> None:
-        wait_s = PAUSES_S[self._in_a_row]
+    async def _recovering(self, decision: Decision) -> Outcome | None:
+        """Returns None once the job is to be loaded again: after a while, and when all that it
+        needs is there; else what becomes of it."""
+        wait_s = PAUSES_S[min(self._in_a_row, len(PAUSES_S) - 1)]
         self._in_a_row += 1
         self._recoveries += 1
+        most = LIMITS.get(decision.action)
         await self._journal.recovering(
-            f"{why}; loading the job again (recovery {self._in_a_row} of {MAX_RECOVERIES})",
+            f"{decision.why}; loading the job again "
+            f"(recovery {self._in_a_row}{f' of {most}' if most else ''})",
             self._recoveries,
         )
-        self._doing.begin(f"waiting {wait_s:g} s", "the model is loaded again")
+        self._stuck_since = self._stuck_since or self._waits_since()
+        if outcome := await self._until_there(decision.why):
+            return outcome
+        missing = decision.why if decision.action is Action.WAIT else None
+        self._doing.begin(f"waiting {wait_s:g} s", "the model is loaded again", missing)
         await asyncio.sleep(wait_s)
+        return None
+
+    async def _until_there(self, why: str) -> Outcome | None:
+        """Returns None once the job lacks nothing that it needs; what becomes of the job if it
+        stops waiting."""
+        began, is_said = time.monotonic(), False
+        while (missing := await self._missing()) or self._is_beyond_limit():
+            if self._is_beyond_limit():
+                return Outcome("paused", f"{why}; {self._waited()}; {missing or 'it is there now'}")
+            if missing and await self._places.missing() and await self._places.may_leave():
+                return Outcome("queued", f"{missing}; the job is left to another trainer")
+            if not is_said:
+                await self._journal.warn(f"waits, and goes on by itself: {missing}")
+            is_said = True
+            self._doing.begin("waiting for what it needs", "the model is loaded again", missing)
+            await asyncio.sleep(LOOK_AT_MISSING_S)
+        if is_said:
+            waited_s = time.monotonic() - began
+            await self._journal.log(f"all that it needs is there again, after {waited_s:.0f} s")
+        return None
+
+    async def _missing(self) -> str | None:
+        return await self._places.missing() or await self._data.missing()
+
+    def _is_beyond_limit(self) -> bool:
+        limit_s, since = self._settings.wait_limit_s, self._stuck_since
+        return limit_s is not None and since is not None and time.monotonic() - since >= limit_s
+
+    def _waits_since(self) -> float:
+        """Grading has waited for the reward service before it was given up."""
+        now = time.time()
+        return time.monotonic() - (now - (self._peers.reward_away_since or now))
+
+    def _waited(self) -> str:
+        return f"it has waited for {self._settings.wait_limit_s:g} s, and HONE_WAIT_LIMIT_S is that"
 
     async def _train(self) -> dict[str, Any]:
         after = self._after = self._after or await self._begin()
@@ -249,7 +345,13 @@ class Run:
     async def _begin(self) -> AfterStep:
         """Makes the run folder, and checks what the job names: its data and its rewards."""
         check_colocation(self._job, self._settings)
-        await to_disk(self._folder.create, self._job, self._record.data, self._store.identity)
+        await to_disk(
+            self._folder.create,
+            self._job,
+            self._record.data,
+            self._store.identity,
+            has_run=self._record.step > 0,
+        )
         await to_disk(self._folder.write_note, await self._store.note(self._record.id))
         spent = await self._begin_spending()
         self._doing.begin("checking data and rewards", "the model is loaded")
@@ -257,11 +359,14 @@ class Run:
             history = History(await asyncio.to_thread(self._folder.verdicts))
             cpu_s = FILTER_ROOM * self._settings.filter_cpu_s
             settings = self._settings.model_copy(update={"filter_cpu_s": cpu_s})
-            prompts = await asyncio.to_thread(
-                load_prompts, self._job, settings, self._record.data, history
-            )
-            first = await asyncio.to_thread(prompts.for_step, 1)
-        await self._peers.validate_rewards(prompts.columns, first)
+            with _accepted("data"):
+                await fetch(asks_of(self._job, settings, self._record.data).values())
+                prompts = await asyncio.to_thread(
+                    load_prompts, self._job, settings, self._record.data, history
+                )
+                first = await asyncio.to_thread(prompts.for_step, 1)
+        with _accepted("rewards"):
+            await self._peers.validate_rewards(prompts.columns, first)
         if not self._record.step:
             self._trying = asyncio.create_task(self._try_rewards(first))
         return AfterStep(
@@ -273,6 +378,7 @@ class Run:
             self._tracker,
             spent,
             self._settings.max_missing_rewards,
+            self._store.used_models.below,
         )
 
     async def _begin_spending(self) -> Spent:
@@ -328,15 +434,41 @@ class Run:
         """An attempt that recorded no row has taken its time, too."""
         if (spent := self._spent) is None:
             return
-        try:
-            await to_disk(self._folder.write_spent, spent.hours, spent.cost)
-        except (HoneError, OSError, ValueError) as error:  # what becomes of the job matters more
-            get_logger().warning("hours not noted", job=self._record.id, reason=str(error))
+
+        def write() -> str | None:
+            try:
+                self._folder.write_spent(spent.hours, spent.cost)
+            except (HoneError, OSError, ValueError) as error:
+                return str(error)
+            return None
+
+        if why := await self._noting.at(write, "its disk hangs"):  # what becomes of the job
+            get_logger().warning("hours not noted", job=self._record.id, reason=why)  # matters more
 
     def _note_progress(self, step: int) -> None:
         """Counts recoveries from 0 again once the job has got further than before."""
         if step > self._furthest:
             self._furthest, self._in_a_row = step, 0
+            self._cause = self._stuck_since = None
+
+
+@contextlib.contextmanager
+def _accepted(what: str) -> Generator[None]:
+    """Raises Failed in place of BadRequest: what was found right when the job was submitted does
+    not fail it. A check that is slow is waited for: of what the job brings, its reward's code may
+    hang, and the reward service ends that itself, with an error."""
+    try:
+        yield
+    except (Unauthorized, Forbidden):
+        raise
+    except Unavailable as error:
+        if error.code != "deadline":
+            raise
+        raise Unavailable(error.detail) from error
+    except BadRequest as error:
+        raise Failed(
+            f"its {what} were accepted when it was submitted, and are refused now: {error.detail}"
+        ) from error
 
 
 def _stopped(job_id: str, error: Exception) -> Exception:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from services.orchestrator.loop.admission import Admission
 from services.orchestrator.loop.discovery import Registered, none_registered
@@ -37,18 +38,25 @@ MAX_FAULTS = 3
 prompt that ends every engine must not take the whole pool along again and again."""
 
 MAX_CONVERSATIONS = 65_536
-"""Of how many conversations, the newest, it is known which sampler has them in its cache."""
+"""Newest conversations of which it is known which sampler has them in its cache."""
 
 
 class Samplers:
-    """All samplers of one job. `open` begins an epoch, `push` makes all serve a version."""
+    """All samplers of one job. `open` begins an epoch, `push` makes all serve a version. `headers`
+    go with each request."""
 
     def __init__(
-        self, settings: Settings, tell: Tell, registered: Registered = none_registered
+        self,
+        settings: Settings,
+        tell: Tell,
+        registered: Registered = none_registered,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = settings
         self._length = Length()
-        self._members = Members(settings, tell, registered, self._length, self._admit)
+        self._members = Members(
+            settings, tell, registered, self._length, self._admit, headers=headers
+        )
         self._admission = Admission(self._members.up, self._members.nobody)
         self._requests = GroupRequests(settings, self._admission, self._members.patience_s)
         self._homes: OrderedDict[str, tuple[Replica, WeightsRef | None]] = OrderedDict()
@@ -81,7 +89,7 @@ class Samplers:
             await replica.client.call("POST", "/sleep", body, ServingWeights, deadline_s=deadline_s)
 
     def gpus(self) -> tuple[tuple[str, ...], ...]:
-        """Returns those of each sampler that is up, by UUID."""
+        """Returns the GPUs of each sampler that is up, by UUID."""
         return tuple(replica.gpus for replica in self._members.up())
 
     def under_way(self) -> dict[str, int]:
@@ -89,7 +97,7 @@ class Samplers:
         return {url: replica.under_way for url, replica in self._members.replicas.items()}
 
     def up(self) -> list[Client]:
-        """Returns the clients of those that serve the job."""
+        """Returns the clients of the samplers that serve the job."""
         return [replica.client for replica in self._members.up()]
 
     def clients(self) -> list[Client]:

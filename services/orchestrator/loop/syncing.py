@@ -114,7 +114,7 @@ def candidates(job: Job, gpus: Gpus, *, one_host: bool) -> list[tuple[SyncMethod
 
 
 def _by_files(job: Job, *, one_host: bool) -> list[tuple[SyncMethod, str]]:
-    rate = job.training.learning_rate
+    rate = job.learning_rate
     where = (
         "not every sampler sees the trainer's folders"
         if one_host

@@ -37,7 +37,7 @@ PIECE_BYTES = 1 << 16
 of it."""
 
 OWN_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-"""Those that httpx decides on."""
+"""Headers that httpx sets itself."""
 
 
 def transport_to(url: str) -> Transport | None:

@@ -43,9 +43,9 @@ def _told(found: TriedReward) -> str:
     references = (
         f"reference answers earn {_shown(found.reference)}, "
         if found.num_references
-        else "no reference answers, "
+        else "no row has a known answer, "
     )
-    return f"{found.reward}: {references}empty ones {_shown(found.empty)}"
+    return f"{found.reward}: {references}empty completions earn {_shown(found.empty)}"
 
 
 def _shown(value: float | None) -> str:

@@ -71,7 +71,7 @@ class Waits:
 
     @property
     def services(self) -> set[str]:
-        """Those that are waited for."""
+        """The services that are waited for."""
         return {service for service, _, _ in self._under_way.values()}
 
     @property

@@ -20,7 +20,7 @@ from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue.store import Store
 from shared import codec, openapi
 from shared.config import Settings
-from shared.errors import BadRequest, NotFound, Unavailable
+from shared.errors import BadRequest, HoneError, NotFound, Unavailable, from_problem
 from shared.front_door import proxy_headers
 from shared.logs import get_logger, request_id
 from shared.operations import client_went_away, done_or
@@ -36,6 +36,9 @@ MODELS_S = 10.0
 
 ANSWER_S = 600.0
 """Longest silence in an answer."""
+
+STARTING = "starting"
+"""The code of a sampler whose engine starts."""
 
 ROUTES = ("/v1/chat/completions", "/v1/completions")
 
@@ -89,25 +92,32 @@ class Calls:
         self._store = store
 
     async def served(self) -> dict[str, ServedModel]:
-        """Returns the models of the samplers that answer, by name. Raises Unavailable if none
-        does."""
-        answers = [models async for _, models in self._answers()]
-        if not answers:
-            raise Unavailable(
-                f"no sampler answers at HONE_ROLLOUT_URL {self._settings.rollout_url!r}"
-            )
-        return {model.id: model for models in answers for model in models}
+        """Returns the models of the samplers that serve some, by name. Raises Unavailable if none
+        does, code "starting" if one is about to."""
+        answers = [answer async for answer in self._answers()]
+        served = [models for _, models in answers if not isinstance(models, HoneError)]
+        if not served:
+            whys = {url: why for url, why in answers if isinstance(why, HoneError)}
+            raise self._nobody(whys)
+        return {model.id: model for models in served for model in models}
 
-    async def _answers(self) -> AsyncGenerator[tuple[str, tuple[ServedModel, ...]]]:
-        """Yields each sampler's URL and its models as it answers; those that are away, not at
-        all."""
+    def _nobody(self, whys: dict[str, HoneError]) -> Unavailable:
+        """Returns the error of samplers of which none serves a model."""
+        told = "; ".join(f"the sampler at {url}: {why.detail}" for url, why in whys.items())
+        is_starting = any(why.code == STARTING for why in whys.values())
+        return Unavailable(
+            "no model is served now: "
+            + (told or f"there is no sampler at HONE_ROLLOUT_URL {self._settings.rollout_url!r}"),
+            code=STARTING if is_starting else None,
+        )
+
+    async def _answers(self) -> AsyncGenerator[tuple[str, tuple[ServedModel, ...] | HoneError]]:
+        """Yields each sampler's URL and its models as it answers, or why it serves none."""
         urls = await sampler_urls(self._settings.rollout_urls, self._store.samplers.urls)
         asked = [asyncio.create_task(self._models(url)) for url in urls]
         try:
             for answer in asyncio.as_completed(asked):
-                url, models = await answer
-                if models is not None:
-                    yield url, models
+                yield await answer
         finally:
             await stop(*asked)
 
@@ -138,22 +148,25 @@ class Calls:
         call, and a busy one is slower to get the next."""
         async with contextlib.aclosing(self._answers()) as answers:
             async for url, models in answers:
+                if isinstance(models, HoneError):
+                    continue
                 if any(model.id == name for model in models):
                     return url
         raise _not_served(name, await self.served())
 
-    async def _models(self, url: str) -> tuple[str, tuple[ServedModel, ...] | None]:
-        """Returns the URL and what is served there; None for a sampler that is away."""
+    async def _models(self, url: str) -> tuple[str, tuple[ServedModel, ...] | HoneError]:
+        """Returns the URL and what is served there, or why nothing is."""
         try:
             async with self._client(url) as http:
                 answer = await http.get("/v1/models", timeout=MODELS_S)
-                answer.raise_for_status()
-                return url, ServedModelList.model_validate_json(answer.content).data
+            if answer.status_code != 200:
+                return url, _problem(answer, url)
+            return url, ServedModelList.model_validate_json(answer.content).data
         except (httpx.HTTPError, ValueError) as error:
             get_logger().warning(
                 "a sampler does not say what it serves", url=url, reason=repr(error)
             )
-            return url, None
+            return url, Unavailable(f"it does not answer ({type(error).__name__})")
 
     def _client(self, url: str) -> httpx.AsyncClient:
         token = self._settings.bearer()
@@ -165,6 +178,15 @@ class Calls:
             trust_env=not is_direct(urlsplit(url).hostname or ""),
             verify=trusted(),
         )
+
+
+def _problem(answer: httpx.Response, url: str) -> HoneError:
+    try:
+        document = answer.json()
+    except ValueError:
+        document = None
+    problem = document if isinstance(document, dict) else None
+    return from_problem(answer.status_code, problem, f"the sampler at {url}")
 
 
 def _not_served(name: str, served: Iterable[str]) -> NotFound:

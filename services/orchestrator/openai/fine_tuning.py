@@ -12,15 +12,19 @@ from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
 
-from services.orchestrator.api.history import kept_checkpoints
+from services.orchestrator.api.checking import Checks
+from services.orchestrator.api.history import still_there
 from services.orchestrator.api.jobs import check_job
 from services.orchestrator.api.pages import METADATA, metadata_of
 from services.orchestrator.openai import mapping
 from services.orchestrator.queue.lists import Wanted
 from services.orchestrator.queue.records import Unreadable, check_event_id
 from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.submissions import Submission
+from services.orchestrator.record.accepting import accept, accepted
 from services.orchestrator.record.folder import RunFolder
 from services.orchestrator.record.noting import cancel
+from services.orchestrator.record.writable import Writable
 from shared.config import Settings
 from shared.errors import BadRequest, NotFound
 from shared.job_file import parse_job
@@ -41,8 +45,10 @@ ROOT = "/v1/fine_tuning/jobs"
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
-def add_routes(service: Service, settings: Settings, store: Store) -> None:
-    jobs = FineTuningJobs(settings, store)
+def add_routes(
+    service: Service, settings: Settings, store: Store, runs: Writable, checks: Checks
+) -> None:
+    jobs = FineTuningJobs(settings, store, runs, checks)
     _add_job_routes(service, jobs, store)
     _add_history_routes(service.app, jobs, store)
 
@@ -110,7 +116,7 @@ def _add_history_routes(app: FastAPI, jobs: FineTuningJobs, store: Store) -> Non
         before = None if after is None else _step_of(after, job_id, ever)
         kept = [
             checkpoint
-            for checkpoint in kept_checkpoints(ever, record.job, rows)[::-1]
+            for checkpoint in (await still_there(ever))[::-1]
             if before is None or checkpoint.step < before
         ]
         metrics = {row.step: row.metrics for row in rows}
@@ -129,32 +135,36 @@ def _add_history_routes(app: FastAPI, jobs: FineTuningJobs, store: Store) -> Non
 
 
 class FineTuningJobs:
-    """Those of all jobs that were submitted in OpenAI's shape."""
+    """The jobs that were submitted in OpenAI's shape."""
 
-    def __init__(self, settings: Settings, store: Store) -> None:
+    def __init__(self, settings: Settings, store: Store, runs: Writable, checks: Checks) -> None:
         self._settings = settings
+        self._checks = checks
         self._store = store
+        self._runs = runs
 
     async def create(self, request: CreateFineTuningJob) -> FineTuningJob:
         """Accepts a job once its data, grader and model have been checked. Accepted, it is on
         disk."""
         document = mapping.job_document(request)
         job = asked = parse_job(document, "the job asked for")
-        if known := await self._store.submitted(asked, request_key.get()):
+        key = request_key.get()
+        if known := await accepted(self._store, asked, key):
             return await self.shown(known)
-        prompts = await check_job(job, self._settings)
+        await self._runs.check()
+        looked = await check_job(job, self._settings, self._checks)
         if "steps" not in request.hone:
-            if prompts.num_train is None:
+            if looked.num_train is None:
                 raise BadRequest(
                     "'hone.steps' is missing; expected a number of steps, because how many rows "
                     "there are in a stream is not known"
                 )
-            count = mapping.steps(request, prompts.num_train, job.sampling.prompts_per_step)
+            count = mapping.steps(request, looked.num_train, job.sampling.prompts_per_step)
             job = parse_job(document | {"steps": count}, "the job asked for")
-        record = await self._store.submit(
-            job, self._settings.runs_dir, request_key.get(), prompts.versions, asked=asked
+        submission = Submission(
+            job, self._settings.runs_dir, key, looked.versions, asked, looked.warnings
         )
-        return await self.shown(record)
+        return await self.shown(await accept(self._store, submission))
 
     async def record(self, job_id: str) -> JobRecord:
         """Raises NotFound for a job that is none of these."""

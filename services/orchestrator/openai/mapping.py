@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from shared.errors import BadRequest
 from shared.graders import reward_of
-from shared.job import UPLOADED, SamplingSpec
+from shared.job import LORA_LEARNING_RATE, UPLOADED, SamplingSpec
 from shared.wire import (
     Checkpoint,
     CreateFineTuningJob,
@@ -21,10 +21,6 @@ from shared.wire import (
     JobRecord,
 )
 from shared.wire.fine_tuning import PREFIX, ReinforcementHyperparameters
-
-LEARNING_RATE = 1e-5
-"""What `learning_rate_multiplier` multiplies: ten times the default for whole weights, because the
-job trains a low-rank adapter."""
 
 MAX_NAME = 40
 
@@ -147,7 +143,7 @@ def _scaled(default: int, multiplier: str | float) -> int:
 
 def _scaled_rate(knobs: ReinforcementHyperparameters) -> float:
     multiplier = knobs.learning_rate_multiplier
-    return LEARNING_RATE * (1.0 if multiplier == "auto" else multiplier)
+    return LORA_LEARNING_RATE * (1.0 if multiplier == "auto" else multiplier)
 
 
 def _laid_over(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

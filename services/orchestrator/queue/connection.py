@@ -40,6 +40,10 @@ MAX_FOLLOWERS = 512
 EMPTIED = "emptied"
 """How every script answers in a Redis that is not the one accepted."""
 
+REPLACED = (
+    "Redis was emptied, or replaced by another one, while it was used; bring its file back and "
+    "start it again, or let `hone recover` rebuild the jobs from their run folders"
+)
 
 WRONG_TYPE = "WRONGTYPE"
 """Redis's word for a key that holds another type than the command is for."""
@@ -104,12 +108,19 @@ class Connection:
 
     @property
     def identity(self) -> str | None:
-        """That of the Redis accepted."""
+        """The identity of the Redis that is accepted."""
         return self._identity
 
     def refuse(self, why: str) -> None:
         """Lets nothing be asked of Redis any more."""
         self.refused = why
+
+    async def differs(self) -> str | None:
+        """Returns why nothing is to be asked of Redis, if it is not the one accepted."""
+        found = await self.reach(self.client.get(keys.STORE))
+        if self.refused or self._identity in (None, found):
+            return self.refused
+        return REPLACED
 
     async def call(self, script: Any, **arguments: Any) -> str:
         """Runs the script. Redis's client sends it again, the same call, where its connection
@@ -125,10 +136,9 @@ class Connection:
             place = await self._misplaced(arguments.get("id"))
             raise StoreUnavailable(f"{error.detail}{place}", code=error.code) from error
         if answer == EMPTIED:
-            why = "Redis was emptied, or replaced by another one, while it was used"
             if store == self._identity:  # else another one was accepted since
-                self.refuse(why)
-            raise StoreEmptied(why)
+                self.refuse(REPLACED)
+            raise StoreEmptied(REPLACED)
         return answer
 
     async def hash(self, key: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ import xxhash
 
 from services.orchestrator.queue import keys
 from services.orchestrator.queue.connection import Connection
+from services.orchestrator.record.writable import make_runs_dir
 from services.orchestrator.record.writing import writing
 from shared import disk
 from shared.errors import Failed
@@ -66,8 +67,8 @@ async def check(connection: Connection, runs_dir: Path) -> str | None:
 def adopt(connection: Connection, found: str, runs_dir: Path) -> None:
     """Notes that the Redis of this identity has the jobs of `runs_dir`."""
     if _noted(connection, runs_dir) != found:
+        make_runs_dir(runs_dir)
         with writing("folder", runs_dir):
-            disk.make_folder(runs_dir)
             disk.write_file(_note(connection, runs_dir), found.encode())
     connection.accept(found)
 
@@ -78,6 +79,17 @@ def others(connection: Connection, runs_dir: Path) -> dict[str, Path]:
     notes = {path.read_text().strip(): path for path in sorted(runs_dir.glob(".redis-*"))}
     notes.pop(_noted(connection, runs_dir) or "", None)
     return notes
+
+
+def unmounted(connection: Connection, runs_dir: Path) -> str | None:
+    """Returns that the folder lacks the note of the Redis that has its jobs, as the empty folder
+    does in which a volume is not mounted; None if it has it. Raises Failed as `check`."""
+    if connection.refused or _noted(connection, runs_dir) == connection.identity:
+        return None
+    return (
+        f"folder {str(runs_dir)!r} has no note of the Redis that has its jobs: is its volume "
+        "mounted? (HONE_RUNS_DIR)"
+    )
 
 
 def _count_runs(runs_dir: Path) -> int:

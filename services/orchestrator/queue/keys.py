@@ -20,7 +20,8 @@
     hone:noting                  hash    Unix milliseconds: `last`, of the newest note; `since`, of
                                          the first one after a time without any
     hone:loan:<attempt>          string  the evaluation that has samplers by that attempt; expires
-    hone:key:<idempotency key>   string  job id and fingerprint of its submission, for a day
+    hone:key:<idempotency key>   string  job id and fingerprint of its submission, or 'withdrawn';
+                                         for a day
     hone:call:<call>             string  answer of a script's call, for a retry of the same call
     hone:deleted:<id>            string  the job was deleted; for a day
     hone:removed:<file>          string  when the uploaded file that was removed had been made, in

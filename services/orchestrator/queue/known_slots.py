@@ -54,10 +54,10 @@ return cjson.encode(others)
 
 @dataclass(frozen=True)
 class KnownSlot:
-    """The trainer of a worker; `away` is a sentence that says why it takes no job, if so."""
+    """The trainer of a worker; `missing` is a sentence that says why it takes no job, if so."""
 
     trainer: str
-    away: str | None = None
+    missing: str | None = None
 
 
 class KnownSlots:
@@ -68,21 +68,23 @@ class KnownSlots:
         self._note = connection.client.register_script(NOTE)
         self._others = connection.client.register_script(OTHERS)
 
-    async def note(self, name: str, trainer: str, samplers: Sequence[str], away: str | None) -> int:
+    async def note(
+        self, name: str, trainer: str, samplers: Sequence[str], missing: str | None
+    ) -> int:
         """Notes for KNOWN_S seconds that the worker of this name has the trainer and the samplers,
         and why they take no job, if so. Returns how many jobs wait to begin."""
         note = {"trainer": trainer, "samplers": " ".join(samplers)}
-        away_too = {"away": away} if away else {}
+        away = {"away": missing} if missing else {}
         # Not in ASCII: a lone surrogate, which Redis cannot decode from its escape, becomes `?`.
         answer = await self._call(
             self._note,
             name=name,
-            note=json.dumps(note | away_too, ensure_ascii=False),
+            note=json.dumps(note | away, ensure_ascii=False),
             known_ms=int(KNOWN_S * 1000),
         )
         return int(answer)
 
     async def others(self, name: str) -> list[KnownSlot]:
-        """Returns what all workers but that of this name noted of late."""
+        """Returns what all workers with other names noted of late."""
         found = json.loads(await self._call(self._others, name=name))
         return [KnownSlot(each["trainer"], each.get("away")) for each in found]

@@ -16,11 +16,13 @@ class LeaseLost(Exception):
 @dataclass(frozen=True)
 class Lease:
     """The right to work on a job with a trainer, for `lease_s` seconds from each heartbeat.
-    `attempt` fences: it is larger than that of any lease given before. One without a trainer is an
-    evaluation's (`job_id`), on these `samplers` alone."""
+    `attempt` fences: it is larger than the attempt of any earlier lease. `tries` counts the
+    attempts in a row, this one included, that completed no new step. A lease without a trainer is
+    an evaluation's (`job_id` is its id), on these `samplers` alone."""
 
     job_id: str
     attempt: int
     trainer: str
     lease_s: float
     samplers: tuple[str, ...] = ()
+    tries: int = 1

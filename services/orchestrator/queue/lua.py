@@ -106,8 +106,14 @@ local function samplers(id)
   return own
 end
 
+-- Notes what the job waits for; nil: nothing.
+local function wait(id, what)
+  if what then set(id, 'waits', what) else redis.call('HDEL', job(id), 'waits') end
+end
+
 -- Frees the trainer and the samplers, if they are the job's.
 local function free(id)
+  wait(id, nil)
   if not is_leased(id) then return end
   for _, lease in ipairs(samplers(id)) do redis.call('DEL', lease) end
   redis.call('DEL', LEASE .. field(id, 'trainer'))
@@ -174,11 +180,12 @@ end
 local function begin(id)
   redis.call('ZREM', QUEUE, id)
   redis.call('ZADD', BEGUN, place(id), id)
+  wait(id, nil)
 end
 
 local function pause(id, level, why)
   leave_queue(id)
-  redis.call('HDEL', job(id), 'pause_requested')
+  redis.call('HDEL', job(id), 'pause_requested', 'waits')
   set(id, 'error', why)
   become(id, 'paused', level, why)
 end
@@ -197,7 +204,8 @@ local function close(id)
   set(id, 'finished_at', call.now)
   redis.call('HDEL', job(id), 'pause_requested')
   leave_queue(id)
-  redis.call('ZADD', ENDED, call.now, id)
+  local newest = redis.call('ZRANGE', ENDED, -1, -1, 'WITHSCORES')[2] -- clocks go back
+  redis.call('ZADD', ENDED, math.max(call.now, tonumber(newest or 0)), id)
   for _, old in ipairs(redis.call('ZRANGE', ENDED, 0, -1 - tonumber(call.keep_jobs))) do
     forget(old)
   end

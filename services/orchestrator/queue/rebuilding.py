@@ -19,7 +19,7 @@ from shared.wire import RecoveredJob
 
 PAUSED = (
     "its record was lost with Redis's data and rebuilt from its run folder, which does not say "
-    "that it has ended; `hone resume {id}` goes on after step {step}"
+    "that it has ended; `hone resume {id}` {goes_on}"
 )
 """Why a job is paused whose record was rebuilt."""
 
@@ -73,11 +73,16 @@ def _arguments(run: FoundRun, job: Job, key_ttl_s: float) -> Mapping[str, Any]:
         "checkpoints": {str(each.step): each.model_dump_json() for each in run.checkpoints},
         "status": run.end,
         "error": run.error,
-        "why": None if run.end else PAUSED.format(id=run.id, step=run.step),
+        "why": None if run.end else _why_paused(run),
         "key": run.key if has_key else None,
         "fingerprint": run.fingerprint,
         "key_left_s": key_left_s,
     }
+
+
+def _why_paused(run: FoundRun) -> str:
+    goes_on = f"goes on after step {run.step}" if run.step else "begins it"
+    return PAUSED.format(id=run.id, goes_on=goes_on)
 
 
 def _answered(run: FoundRun, job: Job, answer: str) -> RecoveredJob:

@@ -59,7 +59,7 @@ def record_of(job_id: str, fields: Mapping[str, str]) -> JobRecord:
         job = json.loads(fields["job"])
         shown: dict[str, Any] = {**_shown(fields), "job": job, "model": job["model"]}
         shown["metadata"] = job.get("metadata", {})
-        for name in ("summary", "data"):
+        for name in ("summary", "data", "warnings"):
             if name in fields:
                 shown[name] = json.loads(fields[name])
         return JobRecord.model_validate(shown, extra="ignore")

@@ -41,6 +41,7 @@ end
 for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
   if is_job(id) and not field(id, 'model') then complete(id) end
   local status = is_job(id) and field(id, 'status')
+  if is_job(id) then wait(id, nil) end -- who noted it may be gone; else it is noted again
   local is_listed = redis.call('ZSCORE', QUEUE, id) or redis.call('ZSCORE', BEGUN, id)
   if (status == 'queued' or status == 'running') and not is_listed then
     enqueue(id)
@@ -51,7 +52,8 @@ end
 return ''
 """
 )
-"""Makes the lists agree with the jobs, whose hashes are the truth. Returns ''."""
+"""Makes the lists agree with the jobs, whose hashes are the truth. What jobs wait for is looked at
+anew. Returns ''."""
 
 SUBMIT = once("""
   local known = call.key ~= '' and redis.call('GET', KEY .. call.key)
@@ -72,15 +74,31 @@ SUBMIT = once("""
   return answer
 """)
 """call: id, key ('' for none), key_ttl_s, fingerprint, fields. Returns id and fingerprint of the
-job that the key made, 'taken' if the id is another job's, or 'removed ' and the id of a file that
-the job names and that was removed while it was submitted."""
+job that the key made, 'withdrawn' if its submission was, 'taken' if the id is another job's, or
+'removed ' and the id of a file that the job names and that was removed while it was submitted."""
+
+WITHDRAWN = "withdrawn"
+"""The value of an idempotency key whose submission was withdrawn: it makes no job any more."""
+
+WITHDRAW = once(f"""
+  local known = redis.call('GET', KEY .. call.key)
+  if known then return known end
+  redis.call('SET', KEY .. call.key, '{WITHDRAWN}', 'EX', call.key_ttl_s)
+  return '{WITHDRAWN}'
+""")
+"""call: key, key_ttl_s. From now on no job is made with the key. Returns id and fingerprint of the
+job that the key made before, else 'withdrawn'."""
 
 TAKE = once("""
   local resources = call.trainer .. ' ' .. call.samplers
   if are_taken(resources) then return '' end
 
+  local is_skipped = {}
+  for id in string.gmatch(call.skip or '', '%S+') do is_skipped[id] = true end
+
   -- Whether the job is now the caller's. One that was cut off too often pauses instead.
   local function taken(id)
+    if call.peek then return true end
     if redis.call('HINCRBY', job(id), 'tries', 1) > tonumber(call.max_tries) then
       local why = 'gave up after ' .. call.max_tries
         .. ' attempts in a row that were cut off before a step was done; look into the'
@@ -103,8 +121,9 @@ TAKE = once("""
       local status = is_job(id) and field(id, 'status')
       if status ~= 'queued' and status ~= 'running' then
         leave_queue(id)
-      elseif is_waiting(id) and not stopped(id, call.paused) and taken(id) then
-        return field(id, 'attempt') .. ' ' .. id
+      elseif not is_skipped[id] and is_waiting(id) and not stopped(id, call.paused)
+          and taken(id) then
+        return (field(id, 'attempt') or '0') .. ' ' .. (field(id, 'tries') or '0') .. ' ' .. id
       end
     end
   end
@@ -148,13 +167,14 @@ TAKE = once("""
   return first_of(redis.call('ZRANGE', QUEUE, 0, -1)) or ''
 """)
 """call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries, known_ms, paused
-(the reason of a pause on request). Gives the trainer, the samplers and a job that waits to the
-caller: one that was cut off, of these first one that had this trainer, and none whose own trainer
-is free and there; else the first in the queue. While workers have noted nothing for known_ms, and
-for as long after, a trainer that was not noted may be there, and nothing new begins beside its
-job. A job whose worker went before it did what was asked for is
-cancelled or paused instead, and one that was cut off too often pauses. Returns attempt and job id;
-'' if any of the resources is taken or nothing waits.
+(the reason of a pause on request); perhaps skip (ids of jobs that are left where they are, with
+blanks between) and peek (say which job it would be, and give nothing). Gives the trainer, the
+samplers and a waiting job to the caller. Jobs that were cut off come first: first a job that had
+this trainer, then a job whose own trainer is taken or away. Else it is the first in the queue.
+While workers have noted nothing for known_ms, and for as long after, a trainer that was not noted
+may be there, and nothing new begins beside its job. A job that was to be cancelled or paused when
+its worker died is cancelled or paused instead, and a job that was cut off too often pauses. Returns
+attempt, number of tries and job id; '' if any of the resources is taken or nothing waits.
 Attempts are at least the Unix seconds, so that none is given twice even if Redis is emptied."""
 
 BEAT = (
@@ -164,13 +184,29 @@ if not is_mine() then return 'lost' end
 redis.call('PEXPIRE', LEASE .. call.trainer, call.lease_ms)
 for _, lease in ipairs(samplers(call.id)) do redis.call('PEXPIRE', lease, call.lease_ms) end
 if call.doing then set(call.id, 'doing', call.doing) end
+wait(call.id, call.waits)
 if asked(call.id, 'cancel') then return 'cancel' end
 return asked(call.id, 'pause') and 'pause' or ''
 """
 )
-"""call: id, attempt, trainer, lease_ms; perhaps doing. Renews the lease, and notes what the job is
-at. Returns what was asked for ('cancel',
-'pause' or ''), or 'lost'."""
+"""call: id, attempt, trainer, lease_ms; perhaps doing and waits. Renews the lease, and notes what
+the job is at, and what it waits for. Returns the pending request ('cancel', 'pause' or ''), or
+'lost'."""
+
+HOLD = (
+    SHARED
+    + """
+if not is_waiting(call.id) then return '' end
+local before = field(call.id, 'waits')
+wait(call.id, call.waits)
+if call.waits and not before then
+  event(call.id, 'log', 'warning', 'waits: ' .. call.waits, '{}')
+end
+return 'ok'
+"""
+)
+"""call: id; perhaps waits. Notes what this queued job alone waits for, and adds an event about
+it once. Returns 'ok'; '' if the job does not wait for a worker any more."""
 
 REPORT = once("""
   if not is_mine() then return 'lost' end

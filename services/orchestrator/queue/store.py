@@ -6,22 +6,18 @@ do, in worker_side.py.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import identity, keys, rebuilding, scripts
-from services.orchestrator.queue.connection import Connection
-from services.orchestrator.queue.ids import new_job_id
+from services.orchestrator.queue.connection import Connection, StoreUnavailable
 from services.orchestrator.queue.known_slots import KnownSlots
 from services.orchestrator.queue.lists import Lists, Wanted
 from services.orchestrator.queue.loans import Loans
 from services.orchestrator.queue.records import (
-    SCHEMA,
     Unreadable,
     check_event_id,
     event_of,
@@ -33,10 +29,12 @@ from services.orchestrator.queue.records import (
 )
 from services.orchestrator.queue.registrations import Registrations
 from services.orchestrator.queue.removals import Removals
+from services.orchestrator.queue.submissions import Submission, fingerprint_of
+from services.orchestrator.queue.used_models import UsedModels
 from services.orchestrator.queue.worker_side import PAUSED_ON_REQUEST, WorkerSide
 from services.orchestrator.record.found import FoundRun
 from services.orchestrator.record.note import Note
-from shared.errors import BadRequest, Conflict, NotFound
+from shared.errors import BadRequest, Conflict, Failed, NotFound
 from shared.job import JOB_ID, Job
 from shared.wire import (
     TERMINAL,
@@ -56,12 +54,13 @@ REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "n
 
 
 class Store(WorkerSide):
-    """All of the orchestrator's state, and what its API does with it; `samplers` are those that
-    registered, `loans` those that evaluations use, `slots` what is known of all trainers, and
-    `removals` the uploaded files that were removed. Every method raises StoreUnavailable when Redis
-    cannot be reached, and StoreEmptied when it is not the one with the jobs. Of the jobs that ended
-    the newest `keep_jobs` are kept, and of each job the newest `keep_events` events or some
-    more."""
+    """All of the orchestrator's state, and what its API does with it; `samplers` are the
+    registered samplers, `loans` the samplers that evaluations use, `slots` the notes of all
+    trainers, `removals` the uploaded files that were removed, and `used_models` the models that
+    jobs begin with.
+    Every method raises StoreUnavailable when Redis cannot be reached, and StoreEmptied when it
+    is not the Redis that has the jobs. It keeps the newest `keep_jobs` jobs that ended, and at
+    least the newest `keep_events` events of each job."""
 
     def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
         limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
@@ -71,12 +70,14 @@ class Store(WorkerSide):
         self.loans = Loans(connection)
         self.slots = KnownSlots(connection)
         self.removals = Removals(connection, KEY_TTL_S)
+        self.used_models = UsedModels(connection)
         self._lists = Lists(connection)
         self._deciding = asyncio.Lock()  # which Redis is used
         self._watch: asyncio.Task[None] | None = None  # whether it still has the jobs
         self._redis, self._followers = connection.client, connection.followers
         self._do, self._hash = connection.do, connection.hash
         self._submit = self._redis.register_script(scripts.SUBMIT)
+        self._withdraw = self._redis.register_script(scripts.WITHDRAW)
         self._pause = self._redis.register_script(scripts.PAUSE)
         self._resume = self._redis.register_script(scripts.RESUME)
         self._cancel = self._redis.register_script(scripts.CANCEL)
@@ -109,9 +110,17 @@ class Store(WorkerSide):
             )
             return found
 
+    def unmounted(self, runs_dir: Path) -> str | None:
+        """Returns why `runs_dir` is not the folder that has the jobs' run folders; None if it is.
+        Waits for as long as its disk does."""
+        try:
+            return identity.unmounted(self._connection, runs_dir)
+        except Failed as error:
+            return error.detail
+
     @property
     def identity(self) -> str | None:
-        """That of the Redis that has the jobs."""
+        """The identity of the Redis that has the jobs."""
         return self._connection.identity
 
     async def close(self) -> None:
@@ -119,62 +128,46 @@ class Store(WorkerSide):
             await stop(self._watch)
         await self._connection.close()
 
-    async def ping(self) -> None:
-        await self._connection.reach(self._redis.ping())
+    async def why_unusable(self) -> str | None:
+        """Returns why no job is accepted, shown or run, as far as Redis is the cause: it is away,
+        or is another Redis than the one that has the jobs."""
+        try:
+            return await self._connection.differs()
+        except StoreUnavailable as error:
+            return error.detail
 
-    async def submit(
-        self,
-        job: Job,
-        runs_dir: Path,
-        key: str | None,
-        data: Mapping[str, str] | None = None,
-        job_id: str | None = None,
-        asked: Job | None = None,
-    ) -> JobRecord:
-        """Returns the queued job's record, or that of the job already submitted with `key`. The job
-        is in Redis, on disk, when this returns, under the id `job_id` (None: a new one); its folder
-        will be in `runs_dir`, and `data` says which versions its data has. `asked` is the job as it
-        came, if something was worked out for it since: what `submitted` compares. Raises Conflict
-        for a key that came with another job before, and BadRequest for an uploaded file that was
-        removed meanwhile."""
-        job_id = job_id or new_job_id(job.name)
-        fingerprint = _fingerprint(asked or job)
-        fields = {
-            **fields_of(job),
-            "schema": SCHEMA,
-            "id": job_id,
-            "created_at": time.time(),
-            "step": 0,
-            "run_dir": (runs_dir / job_id).resolve(),
-            "key": key,
-            "fingerprint": fingerprint if key else None,
-            "data": json.dumps(dict(data or {})),
-        }
+    async def submit(self, submission: Submission) -> JobRecord:
+        """Returns the record of the queued job, or of the job already submitted with the key. The
+        job is in Redis, on disk, when this returns. Raises Conflict for a key that came with
+        another job before or was withdrawn, and BadRequest for an uploaded file that was removed
+        meanwhile."""
+        fingerprint, key = submission.fingerprint, submission.key
         answer = await self._call(
             self._submit,
-            id=job_id,
+            id=submission.id,
             key=key or "",
             key_ttl_s=KEY_TTL_S,
             fingerprint=fingerprint,
-            fields=fields,
+            fields=submission.fields,
         )
         if answer == "taken":
-            raise Conflict(f"there is a job {job_id!r} already; submit again for another id")
-        known_id, known = answer.split(" ")
-        if known_id == "removed":
-            raise BadRequest(f"the uploaded file {known!r} was removed while the job was submitted")
-        _check_same(key, known_id, known, fingerprint)
-        return await self.get(known_id)
+            raise Conflict(f"there is a job {submission.id!r} already; submit again for another id")
+        what, _, file = answer.partition(" ")
+        if what == "removed":
+            raise BadRequest(f"the uploaded file {file!r} was removed while the job was submitted")
+        return await self.get(_same(key, answer, fingerprint))
 
     async def submitted(self, asked: Job, key: str | None) -> JobRecord | None:
         """Returns the job that was submitted with the key as `asked`, None if none was. Raises
-        Conflict for a key that came with another job."""
+        Conflict for a key that came with another job or was withdrawn."""
         answer = await self._do(self._redis.get(keys.KEY + key)) if key else None
-        if not answer:
-            return None
-        known_id, known = answer.split(" ")
-        _check_same(key, known_id, known, _fingerprint(asked))
-        return await self.get(known_id)
+        return await self.get(_same(key, answer, fingerprint_of(asked))) if answer else None
+
+    async def withdraw(self, key: str) -> str | None:
+        """From now on no job can be submitted with the key. Returns the id of the job that was
+        submitted with it, None if none was."""
+        answer = await self._call(self._withdraw, key=key, key_ttl_s=KEY_TTL_S)
+        return None if answer == scripts.WITHDRAWN else answer.partition(" ")[0]
 
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound, or Unreadable for a record that this version cannot read."""
@@ -231,7 +224,7 @@ class Store(WorkerSide):
                 f"job {job_id!r} has {before}; only a queued, running or paused job can be "
                 "cancelled"
             )
-        return await self._state(job_id)
+        return await self.state(job_id)
 
     async def pause(self, job_id: str, why: str = PAUSED_ON_REQUEST) -> JobState:
         """Returns the state of the job, which is paused now if it was queued and soon if it runs.
@@ -242,7 +235,7 @@ class Store(WorkerSide):
             raise Conflict(
                 f"job {job_id!r} {_has(before)}; only a queued or running job can be paused"
             )
-        return await self._state(job_id)
+        return await self.state(job_id)
 
     async def resume(self, job_id: str, job: Job | None = None) -> JobState:
         """Returns the state of the job, which is queued again if it was paused, to go on as `job`
@@ -254,7 +247,7 @@ class Store(WorkerSide):
             raise Conflict(f"job {job_id!r} is {before}; pause it before you change it")
         if before in TERMINAL:
             raise Conflict(f"job {job_id!r} {_has(before)}; only a paused job can be resumed")
-        return await self._state(job_id)
+        return await self.state(job_id)
 
     async def ended_run_dir(self, job_id: str) -> Path | None:
         """Returns the run folder of an ended job, None if there is no such job (any more). Raises
@@ -316,7 +309,7 @@ class Store(WorkerSide):
         checkpoints = [Checkpoint.model_validate(data, extra="ignore") for data in found]
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
-    async def _state(self, job_id: str) -> JobState:
+    async def state(self, job_id: str) -> JobState:
         """Reads no more of the record than it returns."""
         fields = await self._hash(keys.job(job_id))
         if not fields:
@@ -331,17 +324,18 @@ def _known(job_id: str) -> str:
     return job_id
 
 
-def _fingerprint(job: Job) -> str:
-    return hashlib.sha256(job.model_dump_json().encode()).hexdigest()
-
-
-def _check_same(key: str | None, job_id: str, known: str, fingerprint: str) -> None:
+def _same(key: str | None, answer: str, fingerprint: str) -> str:
+    """Returns the id of the job that the key made. Raises Conflict if that is another one."""
+    if answer == scripts.WITHDRAWN:
+        raise Conflict(f"the submission with Idempotency-Key {key!r} was withdrawn; use a new key")
+    job_id, known = answer.split(" ")
     if known != fingerprint:
         raise Conflict(
             f"Idempotency-Key {key!r} was used for job {job_id!r} with other content; use a new "
             "key",
             code="body_differs",
         )
+    return job_id
 
 
 def _no_job(job_id: str) -> NotFound:

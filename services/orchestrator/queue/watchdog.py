@@ -20,7 +20,7 @@ from shared.config import Settings
 from shared.logs import get_logger
 
 SHARE = 0.8
-"""Of the lease: after that its own heartbeat gives the lease up."""
+"""Share of the lease after which its own heartbeat gives it up."""
 
 MIN_S = 10.0
 """With a short lease: less may be a busy machine."""

@@ -14,8 +14,9 @@ import socket
 import time
 from dataclasses import dataclass
 
+from services.orchestrator.loop.needs import DataFiles
 from services.orchestrator.loop.outcome import Outcome
-from services.orchestrator.loop.run import Run
+from services.orchestrator.loop.run import Places, Run
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.queue import heartbeat
 from services.orchestrator.queue.connection import StoreEmptied
@@ -24,7 +25,7 @@ from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
 from services.orchestrator.queue.records import Unreadable
 from services.orchestrator.queue.slots import Slot
 from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.worker_side import MAX_LEFT, MAX_TRIES
+from services.orchestrator.queue.worker_side import MAX_LEFT
 from services.orchestrator.record.noting import note_end
 from shared.config import Settings
 from shared.errors import HoneError, NotFound, Unavailable
@@ -37,20 +38,26 @@ POLL_S = 0.2
 PAUSE_S = 2.0
 """Seconds until Redis is asked again that was away."""
 
+HELD_S = 5.0
+"""Seconds between two looks at the jobs whose data is away."""
+
+STOPS_WITHIN = 0.5
+"""Share of the lease within which cancelled work should end. A write on a disk that hangs does not
+end: the job is stopped all the same, and this worker takes no other job until the write ends."""
+
 GOODBYE_S = 2.0
 """Seconds in which a stopped worker gives its lease back; else it expires."""
 
 
 class Worker:
-    """`settings` name one trainer and its samplers. If they are away and there are `others`, or
-    another orchestrator has one, jobs are left to these. `num_queued` is how many jobs wait to
-    begin, as of two seconds ago."""
+    """`settings` name one trainer and its samplers. While anything that a job needs is away, it
+    takes none. `num_queued` is how many jobs wait to begin, as of two seconds ago."""
 
-    def __init__(self, store: Store, settings: Settings, *, others: bool = False) -> None:
+    def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store
         self._settings = settings
-        self._slot = Slot(settings, store.samplers.urls)
-        self._others = others
+        self._slot = Slot(settings, store)
+        self._held: dict[str, DataFiles] = {}  # of jobs that wait in the queue for their data
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.num_queued = 0
         self._lease: Lease | None = None
@@ -67,20 +74,25 @@ class Worker:
         up again later."""
         await self._until_known()
         noting = asyncio.create_task(self._note_slot())
+        watching = asyncio.create_task(self._watch_held())
         try:
             await self._work_forever()
         finally:
-            await stop(noting)
+            await stop(noting, watching)
 
     async def _work_forever(self) -> None:
         while True:
             asked_at = time.monotonic()
             try:
                 await self._give_back()
-                if await self._may_take():
+                if await self._slot.is_there() and not await self._is_next_held():
                     asked_at = time.monotonic()
                     self._lease = await self._store.take(
-                        self._owner, self._slot.trainer, self._settings.lease_s, self._slot.samplers
+                        self._owner,
+                        self._slot.trainer,
+                        self._settings.lease_s,
+                        self._slot.samplers,
+                        [*self._held],
                     )
                 await self._redis.heard()
                 if self._lease:
@@ -112,12 +124,42 @@ class Worker:
         except (LeaseLost, StoreEmptied, Unavailable, TimeoutError) as error:
             get_logger().warning("lease not given back", job=lease.job_id, reason=repr(error))
 
-    async def _may_take(self) -> bool:
-        """Returns whether its trainer and a sampler are there, or nobody else could take a job in
-        their place: then the job says for what it waits."""
-        if await self._slot.is_there():
-            return True
-        return not self._others and not await self._store.slots.others(self._slot.name)
+    async def _is_next_held(self) -> bool:
+        """Returns whether the data of the next job is away. Then the other queued jobs go first,
+        until the data is there."""
+        slot = self._slot
+        job_id = await self._store.peek(slot.trainer, slot.samplers, [*self._held])
+        return job_id is not None and await self._is_held(job_id)
+
+    async def _watch_held(self) -> None:
+        """Looks at the jobs whose data is away, also while this worker has another job."""
+        while True:
+            await asyncio.sleep(HELD_S)
+            for job_id in [*self._held]:
+                try:
+                    await self._is_held(job_id)
+                except (Unavailable, StoreEmptied):
+                    pass  # the worker says so
+                except Exception:  # the last resort of a task that nobody waits for
+                    get_logger().exception("data not looked at", job=job_id)
+
+    async def _is_held(self, job_id: str) -> bool:
+        """Returns whether the job's data is away, and notes it. A job that cannot be read is not
+        held: the worker that takes it reports why."""
+        try:
+            job = (await self._store.get(job_id)).job
+        except (NotFound, Unreadable):
+            self._held.pop(job_id, None)
+            return False
+        files = self._held.get(job_id)
+        if files is None or files.job != job:  # else a thread more would hang
+            files = DataFiles(job, self._settings)
+        why = await files.missing()
+        if await self._store.hold(job_id, why) and why:
+            self._held[job_id] = files
+        else:
+            self._held.pop(job_id, None)
+        return why is not None
 
     async def _note_slot(self) -> None:
         """Lets all orchestrators know of the trainer, and whether it is there. One that has a job
@@ -128,10 +170,10 @@ class Worker:
             if self._is_stopping or not slot.was_looked_at:
                 await asyncio.sleep(POLL_S)
                 continue
-            away = None if self._lease else slot.away
+            missing = None if self._lease else slot.missing
             try:
                 self.num_queued = await self._store.slots.note(
-                    slot.name, slot.trainer, slot.samplers, away
+                    slot.name, slot.trainer, slot.samplers, missing
                 )
             except (Unavailable, StoreEmptied):
                 pass  # the worker says so
@@ -139,13 +181,12 @@ class Worker:
                 get_logger().exception("trainer not noted", trainer=slot.trainer)
             await asyncio.sleep(NOTE_S)
 
-    async def _goes_elsewhere(self) -> bool:
-        """Returns whether its trainer is away, and another one is there."""
-        await self._slot.look()
-        if self._slot.away is None:
+    async def _may_leave(self, lease: Lease) -> bool:
+        """Returns whether another trainer is there for a job whose own one is away."""
+        if lease.tries >= MAX_LEFT:
             return False
         others = await self._store.slots.others(self._slot.name)
-        return any(other.away is None for other in others)
+        return any(other.missing is None for other in others)
 
     async def _give_back(self) -> None:
         """Gives back the lease of work that was stopped while Redis was away: the job need not wait
@@ -157,8 +198,8 @@ class Worker:
         self._lease = None
 
     async def _tell(self, message: str, away: bool) -> None:
-        """Says in the log that Redis is away, and to followers too that it is back: those of the
-        job under way, or of the next one."""
+        """Logs that Redis is away or back. Followers of the running job, or of the next one, are
+        told that it is back."""
         get_logger().warning("Redis is away" if away else "Redis is back", reason=message)
         self._news = None if away else message
         await self._say_news()
@@ -169,7 +210,7 @@ class Worker:
             self._news = None
 
     async def _until_known(self) -> None:
-        """Waits until the Redis is that of the runs again, or a person has decided that it is."""
+        """Waits until Redis has the jobs of the runs folder, or a person has decided to use it."""
         said = None
         while True:
             try:
@@ -192,7 +233,8 @@ class Worker:
             await self._store.halt(lease, error.detail)
             return
         await self._say_news()
-        run = Run(record, lease, self._store, self._settings)
+        places = Places(self._slot.needs.missing, lambda: self._may_leave(lease))
+        run = Run(record, lease, self._store, self._settings, places)
         work = asyncio.create_task(run.run())
         beats = _Beats(self._store, run)
         beat = asyncio.create_task(heartbeat.keep(beats, lease, taken_at, self._redis))
@@ -200,8 +242,9 @@ class Worker:
             await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 self._is_stopping = True
-                await stop(work)
                 beat.result()  # raises what ended it, if it was not that something was asked for
+                stopping = asyncio.create_task(stop(work))
+                await asyncio.wait({stopping}, timeout=STOPS_WITHIN * lease.lease_s)
                 await self._store.halt(lease, None)
             else:
                 await self._finish(lease, _outcome(work))
@@ -220,21 +263,13 @@ class Worker:
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
         resume = f"then `hone resume {lease.job_id}` goes on from there"
-        if outcome.lost_services and await self._goes_elsewhere():
-            why = f"{outcome.why}; the job is left to another trainer"
-            too_often = (
-                f"{outcome.why}; {MAX_LEFT} attempts in a row ended before a new step was done, so "
-                f"the job is left to no other trainer; look into the logs of its trainers, {resume}"
-            )
-            get_logger().warning("trainer away, job given back", job=lease.job_id, reason=why)
-            await self._store.leave(lease, why, too_often)
-        elif outcome.status == "queued":
-            get_logger().warning("attempt superseded", job=lease.job_id, reason=outcome.why)
+        if outcome.status == "queued":
+            get_logger().warning("job given back", job=lease.job_id, reason=outcome.why)
             too_often = (
                 f"{outcome.why}; look for another stack that uses the same trainer or samplers, "
                 f"{resume}"
             )
-            await self._store.leave(lease, str(outcome.why), too_often, max_tries=MAX_TRIES)
+            await self._store.leave(lease, str(outcome.why), too_often)
         elif outcome.status == "paused":
             get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
             await self._store.halt(lease, f"{outcome.why}, {resume}")
@@ -266,14 +301,14 @@ class _Beats:
     run: Run
 
     async def beat(self, lease: Lease) -> Asked | None:
-        return await self.store.beat(lease, self._doing(lease))
+        return await self.store.beat(lease, *self._said(lease))
 
-    def _doing(self, lease: Lease) -> str | None:
+    def _said(self, lease: Lease) -> tuple[str | None, str | None]:
         try:
-            return self.run.doing()
+            return self.run.doing(), self.run.waits()
         except Exception:  # a fault of ours in a sentence must not cost the job its lease
             get_logger().exception("what the job is at not known", job=lease.job_id)
-            return None
+            return None, None
 
 
 def _outcome(work: asyncio.Task[Outcome]) -> Outcome:

@@ -21,8 +21,8 @@ MAX_TRIES = 20
 probably kills its workers itself."""
 
 MAX_LEFT = 2
-"""Attempts in a row, without a step done that was not done before, the last of which lost its
-trainer, after which a job is left to no other one: it probably ends its trainers itself."""
+"""Attempts in a row without a new step, after which a job that lost its trainer gets no other
+trainer and waits for its own: the job itself may crash its trainers."""
 
 PAUSED_ON_REQUEST = "paused on request"
 
@@ -33,40 +33,68 @@ class WorkerSide:
     def __init__(self, connection: Connection) -> None:
         self._call = connection.call
         self._take = connection.client.register_script(scripts.TAKE)
+        self._hold = connection.client.register_script(scripts.HOLD)
         self._beat = connection.beats.register_script(scripts.BEAT)
         self._report = connection.client.register_script(scripts.REPORT)
         self._halt = connection.client.register_script(scripts.HALT)
 
     async def take(
-        self, owner: str, trainer: str, lease_s: float, samplers: Sequence[str] = ()
+        self,
+        owner: str,
+        trainer: str,
+        lease_s: float,
+        samplers: Sequence[str] = (),
+        skip: Sequence[str] = (),
     ) -> Lease | None:
         """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits: one
         that was cut off, if possible of this trainer, before others begin; else the first in the
         queue, by priority and age. One whose own trainer is free is left to that, also where that
-        is not known yet (`KNOWN_S`)."""
-        answer = await self._call(
-            self._take,
-            owner=owner,
-            trainer=trainer,
-            samplers=" ".join(samplers),
-            lease_ms=int(lease_s * 1000),
-            max_tries=MAX_TRIES,
-            known_ms=int(KNOWN_S * 1000),
-            paused=PAUSED_ON_REQUEST,
+        is not known yet (`KNOWN_S`). Jobs of `skip` are left where they are."""
+        answer = await self._next(
+            trainer, samplers, skip, owner=owner, lease_ms=int(lease_s * 1000), max_tries=MAX_TRIES
         )
         if not answer:
             return None
-        attempt, job_id = answer.split(" ")
-        return Lease(job_id, int(attempt), trainer, lease_s)
+        attempt, tries, job_id = answer.split(" ")
+        return Lease(job_id, int(attempt), trainer, lease_s, tries=int(tries))
 
-    async def beat(self, lease: Lease, doing: str | None = None) -> Asked | None:
-        """Renews the lease, and notes what the job is at, if it is said; returns what was asked
-        for, if anything. Tries once, for as long as the caller waits. Raises LeaseLost."""
+    async def peek(
+        self, trainer: str, samplers: Sequence[str] = (), skip: Sequence[str] = ()
+    ) -> str | None:
+        """Returns the id of the job that `take` would give out, and changes nothing of it."""
+        answer = await self._next(trainer, samplers, skip, peek=True)
+        return answer.split(" ")[-1] if answer else None
+
+    async def _next(
+        self, trainer: str, samplers: Sequence[str], skip: Sequence[str], **arguments: Any
+    ) -> str:
+        return await self._call(
+            self._take,
+            trainer=trainer,
+            samplers=" ".join(samplers),
+            skip=" ".join(skip),
+            known_ms=int(KNOWN_S * 1000),
+            paused=PAUSED_ON_REQUEST,
+            **arguments,
+        )
+
+    async def hold(self, job_id: str, waits: str | None) -> bool:
+        """Notes what this queued job alone waits for, as a sentence; None: nothing. Returns
+        whether it still waits for a worker."""
+        return await self._call(self._hold, id=job_id, waits=waits) == "ok"
+
+    async def beat(
+        self, lease: Lease, doing: str | None = None, waits: str | None = None
+    ) -> Asked | None:
+        """Renews the lease, and notes what the job is at, if it is said, and what it waits for, if
+        anything; returns what was asked for, if anything. Tries once, for as long as the caller
+        waits. Raises LeaseLost."""
         answer = await self._call(
             self._beat,
             lease_ms=int(lease.lease_s * 1000),
             trainer=lease.trainer,
             doing=doing,
+            waits=waits,
             **_by(lease),
         )
         if answer == "lost":
@@ -80,18 +108,16 @@ class WorkerSide:
         cancelled. Raises LeaseLost."""
         await self._by_worker(self._halt, lease, why=why, paused=PAUSED_ON_REQUEST)
 
-    async def leave(
-        self, lease: Lease, because: str, too_often: str, *, max_tries: int = MAX_LEFT
-    ) -> None:
+    async def leave(self, lease: Lease, because: str, too_often: str) -> None:
         """The same without a reason to pause, for another attempt to take the job up. It counts as
-        taken up in vain; after `max_tries` such attempts in a row the job pauses, because it was
+        taken up in vain; after MAX_TRIES such attempts in a row the job pauses, because it was
         left `too_often`. Raises LeaseLost."""
         await self._by_worker(
             self._halt,
             lease,
             left_because=because,
             left_too_often=too_often,
-            max_left=max_tries,
+            max_left=MAX_TRIES,
             paused=PAUSED_ON_REQUEST,
         )
 

@@ -29,7 +29,7 @@ GROUPS_FILE = re.compile(r"(\d+)\.v(\d+)\.msgpack")
 CHECKSUM_BYTES = 8
 
 Place = tuple[int, int]
-"""Of a group in its step: which round of sampling, and its position there."""
+"""A group's place in its step: the round of sampling, and the position in it."""
 
 
 class FinishedGroup(Wire):

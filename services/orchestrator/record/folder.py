@@ -1,9 +1,11 @@
 """The run folder: everything a job leaves behind, as files that outlive every service.
 
-    runs/<job>/job.json           the job as it was submitted
+    runs/<job>/job.json           the job as it was submitted; a folder without it is no job's
                redis              the identity of the Redis that has the job
                record.json        what a rebuilt record needs besides (note.py): when it was
                                   submitted, with which key, and how it ended
+               .job.json          job.json of a job that is being submitted: Redis may not have it,
+                                  and then the folder is removed (accepting.py)
                data.json          which content its data has, as in its record
                metrics.jsonl      one line per step
                hours           for how long the job has had the services, over all attempts
@@ -17,28 +19,32 @@
                deleted            the job was deleted and its folder left: no record is made of it
     runs/<name>                   points at the newest job of that name
 
-A file is complete or absent (shared/disk.py). A scored batch is written once: whoever has another
-one for the step is a worker that was superseded, or about to be.
+The folder is made when the job is submitted, and by nothing that writes into it later: where it was
+removed, the job pauses. A file is complete or absent (shared/disk.py). A scored batch is written
+once: a worker that has another batch for the step was superseded, or soon will be.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from services.orchestrator.record import finished
 from services.orchestrator.record.finished import FinishedGroup, Place
 from services.orchestrator.record.note import Note
 from services.orchestrator.record.writing import writing
 from shared import codec, disk
-from shared.errors import Conflict, NotFound
+from shared.errors import Conflict, Failed, NotFound
 from shared.job import Job
 from shared.job.learned import differences
 from shared.wire import Batch, MetricsRow
@@ -48,7 +54,7 @@ BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
 REDIS = "redis"
 """The file with the identity of the Redis that has the job."""
 
-NOTE = "record.json"
+NOTE, JOB, SUBMITTED = "record.json", "job.json", ".job.json"
 
 HOURS, COST = "hours", "cost"
 
@@ -68,25 +74,87 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def prepare(self, job: Job, data: Mapping[str, str], redis: str | None, note: Note) -> None:
+        """Makes the folder of a job that is about to be submitted, with all that a record needs. It
+        counts as a job's from `submitted` on."""
+        with writing("run folder", self.path):
+            self._make(data, redis)
+            disk.write_file(self.path / NOTE, _json(note))
+            disk.write_file(self.path / SUBMITTED, _json(job))
+
+    def submitted(self) -> None:
+        """Notes that Redis has the job. Doing it again changes nothing, nor does it once a worker
+        has begun the job."""
+        with writing("run folder", self.path):
+            if not (self.path / SUBMITTED).exists():
+                return
+            with contextlib.suppress(FileNotFoundError):  # begun just now
+                (self.path / SUBMITTED).replace(self.path / JOB)
+            disk.flush(self.path)
+
+    def discard(self) -> None:
+        """Removes the folder of a job that was not submitted."""
+        with writing("run folder", self.path):
+            if self.path.is_dir() and not (self.path / JOB).exists():
+                shutil.rmtree(self.path)
+
     def create(
-        self, job: Job, data: Mapping[str, str] | None = None, redis: str | None = None
+        self,
+        job: Job,
+        data: Mapping[str, str] | None = None,
+        redis: str | None = None,
+        *,
+        has_run: bool = False,
     ) -> None:
-        """Makes the folder, `data.json` and `job.json`, notes the identity of the Redis that has
-        the job, and points `runs/<name>` here. Doing it
-        again changes nothing. Raises Conflict if the folder is of a job that learns something else:
-        its batches are no replay of this one; or if another Redis has the job."""
+        """Makes the folder unless it is there, and the files that it has before the first step:
+        `data.json`, `job.json`, the identity of the Redis that has the job; and points
+        `runs/<name>` here. Doing it again changes nothing. Raises Failed, "run_folder_gone", if
+        there is none of a job that `has_run`; Conflict if the folder is of a job that learns
+        something else: its batches are no replay of this one; or if another Redis has the job."""
         self._check_same(job)
         self._check_redis(redis)
         with writing("run folder", self.path):
+            if has_run:
+                self._check_there()
+            self._make(data or {}, redis)
             disk.make_folder(self.path / "rollouts")
-            self._write("data.json", json.dumps(dict(data or {})).encode())
-            if redis:
-                self._write(REDIS, redis.encode())
-            self._write("job.json", job.model_dump_json(indent=2).encode())
+            disk.write_file(self.path / JOB, _json(job))
+            (self.path / SUBMITTED).unlink(missing_ok=True)
             _point(self.path.parent / job.name, self.path.name)
 
+    def _make(self, data: Mapping[str, str], redis: str | None) -> None:
+        if not self.path.is_dir():
+            self.path.mkdir(exist_ok=True)  # not its parents: their volume may be away
+            disk.flush(self.path.parent)
+        disk.write_file(self.path / "data.json", json.dumps(dict(data)).encode())
+        if redis:
+            disk.write_file(self.path / REDIS, redis.encode())
+
+    def check_there(self) -> None:
+        """Raises Failed, "run_folder_gone", if the folder was removed."""
+        with self._writing():
+            pass
+
+    @contextlib.contextmanager
+    def _writing(self) -> Generator[None]:
+        """For all that is written once there is a job. Raises as `check_there` and `writing`."""
+        with writing("run folder", self.path):
+            self._check_there()
+            yield
+
+    def _check_there(self) -> None:
+        if self._is_there:
+            return
+        if not self.path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path.parent)
+        raise Failed(
+            f"the run folder {str(self.path)!r} was removed or moved away, or its {JOB} was: "
+            "nothing more is written there",
+            code="run_folder_gone",
+        )
+
     def _check_same(self, job: Job) -> None:
-        file = self.path / "job.json"
+        file = self.path / JOB
         if not file.exists():
             return
         different = differences(codec.decode_stored(Job, file.read_bytes()), job)
@@ -98,12 +166,17 @@ class RunFolder:
             )
 
     def _check_redis(self, redis: str | None) -> None:
-        file = self.path / REDIS
-        if redis and file.exists() and file.read_text().strip() != redis:
+        if redis and self.redis() not in (None, redis):
             raise Conflict(
-                f"the job is in another Redis now, into which `hone recover` took it ({str(file)!r}"
-                " names that one); go on with it there, or remove the file if that Redis is no more"
+                "the job is in another Redis now, into which `hone recover` took it "
+                f"({str(self.path / REDIS)!r} names that one); go on with it there, or remove the "
+                "file if that Redis is no more"
             )
+
+    def redis(self) -> str | None:
+        """Returns the identity of the Redis that has the job; None: not known."""
+        file = self.path / REDIS
+        return file.read_text().strip() if file.exists() else None
 
     def belong_to(self, redis: str) -> None:
         """Notes the Redis that has the job from now on."""
@@ -113,14 +186,14 @@ class RunFolder:
         """Returns the last recorded step up to `last_step`, or None if there is none. Drops what
         was recorded of later ones, which will be done again, and the groups that weights of later
         ones sampled."""
-        with writing("run folder", self.path):
+        with self._writing():
             finished.forget_newer(self._rollouts, last_step)
         rows = [row for row in self.metrics() if row.step <= last_step]
         self._write("metrics.jsonl", b"".join(_metrics_line(row) for row in rows))
         return rows[-1].step if rows else None
 
     def append_metrics(self, row: MetricsRow) -> None:
-        with writing("run folder", self.path), (self.path / "metrics.jsonl").open("ab") as file:
+        with self._writing(), (self.path / "metrics.jsonl").open("ab") as file:
             file.write(_metrics_line(row))
             file.flush()
             os.fsync(file.fileno())
@@ -134,7 +207,7 @@ class RunFolder:
         """Notes for how long the job has had the services, and what that has cost, each unless more
         is noted, if the folder is there."""
         for name, spent, noted in ((HOURS, hours, self.hours()), (COST, cost, self.cost())):
-            if self.path.is_dir() and spent > noted:
+            if self._is_there and spent > noted:
                 self._write(name, f"{spent!r}\n".encode())
 
     def hours(self) -> float:
@@ -152,7 +225,7 @@ class RunFolder:
     def append_verdicts(self, step: int, verdicts: Mapping[int, str]) -> None:
         """Notes in `difficulty.jsonl` what the step's groups came to, in place of an older line."""
         row = {"step": step, "verdicts": {str(number): each for number, each in verdicts.items()}}
-        with writing("run folder", self.path), (self.path / DIFFICULTY).open("ab") as file:
+        with self._writing(), (self.path / DIFFICULTY).open("ab") as file:
             file.write(b"\n" + json.dumps(row).encode())  # on a line of its own, whatever ends here
             file.flush()
             os.fsync(file.fileno())
@@ -171,7 +244,7 @@ class RunFolder:
 
     def append_sync(self, row: dict[str, Any]) -> None:
         """Notes in `weights.jsonl` how a version reached the samplers. Nothing is read from it."""
-        with writing("run folder", self.path), (self.path / "weights.jsonl").open("a") as file:
+        with self._writing(), (self.path / "weights.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def metrics(self, after_step: int = -1) -> list[MetricsRow]:
@@ -193,7 +266,7 @@ class RunFolder:
         BatchExists if another graded one is there; the same one is stored already."""
         data = codec.pack(batch)
         path, ungraded = self._batch_path(batch.step), self._ungraded_path(batch.step)
-        with writing("run folder", self.path):
+        with self._writing():
             if not batch.graded:
                 disk.write_file(ungraded, data)
                 finished.forget(self._rollouts, batch.step)  # earlier ones may still be sampled
@@ -226,26 +299,25 @@ class RunFolder:
 
     def prune_batches(self, first_step: int) -> None:
         """Removes the batches of steps before `first_step`."""
-        with writing("run folder", self.path):
+        with self._writing():
             for step, path in self._batch_files():
                 if step < first_step:
                     path.unlink(missing_ok=True)
 
     def write_groups(self, step: int, groups: Mapping[Place, FinishedGroup]) -> None:
         """Stores finished groups of a step that has no batch yet."""
-        with writing("run folder", self.path):
+        with self._writing():
             finished.write(self._rollouts, step, groups)
 
     def groups(self, step: int) -> tuple[dict[Place, FinishedGroup], list[str]]:
         """Returns the step's finished groups by place, and a sentence for each file of them that
         was damaged and is removed."""
-        with writing("run folder", self.path):
+        with self._writing():
             return finished.read(self._rollouts, step)
 
     def write_note(self, note: Note) -> None:
-        """Writes `record.json`, if the folder is there: of a job that never began there is none."""
-        if self.path.is_dir():
-            self._write(NOTE, note.model_dump_json(indent=2).encode())
+        """Writes `record.json`, if the folder is there."""
+        self._note(NOTE, _json(note))
 
     def note(self) -> Note | None:
         """Returns what `record.json` says; None in the folder of an older version of Hone."""
@@ -254,8 +326,7 @@ class RunFolder:
 
     def mark_deleted(self) -> None:
         """Notes that the job was deleted, if the folder is there."""
-        if self.path.is_dir():
-            self._write(DELETED, b"")
+        self._note(DELETED, b"")
 
     @property
     def is_deleted(self) -> bool:
@@ -279,6 +350,21 @@ class RunFolder:
         path = self.path / "summary.json"
         return json.loads(path.read_bytes()) if path.exists() else None
 
+    def _note(self, name: str, data: bytes) -> None:
+        """Writes it also into a folder that no job has any more, or yet."""
+        with writing("run folder", self.path):
+            if self.path.is_dir():
+                disk.write_file(self.path / name, data)
+
+    @property
+    def _is_there(self) -> bool:
+        return (self.path / JOB).exists()
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder into which the trainer writes the job's checkpoints."""
+        return self.path / "checkpoints"
+
     @property
     def _rollouts(self) -> Path:
         return self.path / "rollouts"
@@ -295,8 +381,12 @@ class RunFolder:
                 yield int(found[1]), path
 
     def _write(self, name: str, data: bytes) -> None:
-        with writing("run folder", self.path):
+        with self._writing():
             disk.write_file(self.path / name, data)
+
+
+def _json(stored: BaseModel) -> bytes:
+    return stored.model_dump_json(indent=2).encode()
 
 
 def _metrics_line(row: MetricsRow) -> bytes:

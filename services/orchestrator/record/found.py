@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from services.orchestrator.record.folder import REDIS, RunFolder
+from services.orchestrator.record.folder import JOB, SUBMITTED, RunFolder
 from services.orchestrator.record.note import Note
+from services.orchestrator.record.retention import checkpoint_step
 from shared import codec
 from shared.errors import HoneError
 from shared.job import JOB_ID, Job
 from shared.wire import Checkpoint
-
-CHECKPOINT = re.compile(r"step-(\d+)")
 
 End = Literal["succeeded", "failed", "cancelled"]
 
@@ -48,21 +47,48 @@ class FoundRun:
     checkpoints: list[Checkpoint] = field(default_factory=list[Checkpoint])
 
 
+NO_JOB = (
+    "{path!r} has no job.json, so what its job was is not known; put that file back, or submit a "
+    "job whose model is one of the checkpoints that are left"
+)
+
+RESULTS = ("checkpoints", "metrics.jsonl", "rollouts")
+"""What is in the folder of a job that has begun."""
+
+
 def find_runs(runs_dir: Path) -> list[FoundRun]:
-    """Returns the run folders in `runs_dir`, by id; links to them are none."""
-    folders = sorted(path.parent for path in runs_dir.resolve().glob("*/job.json"))
-    return [
-        _read(folder)
-        for folder in folders
-        if not folder.is_symlink() and re.fullmatch(JOB_ID, folder.name)
+    """Returns the run folders in `runs_dir`, by id, half-removed ones included; links to run
+    folders are left out."""
+    folders = [
+        path
+        for path in sorted(runs_dir.resolve().glob("*/"))
+        if re.fullmatch(JOB_ID, path.name) and not path.is_symlink()
     ]
+    return [found for folder in folders if (found := _found(folder))]
+
+
+def unsubmitted(runs_dir: Path, latest: float) -> list[RunFolder]:
+    """Returns the folders of jobs that were being submitted up to `latest` (Unix time), and that
+    Redis may not have."""
+    return [
+        RunFolder(file.parent)
+        for file in runs_dir.resolve().glob(f"*/{SUBMITTED}")
+        if not (file.parent / JOB).exists() and file.stat().st_mtime <= latest
+    ]
+
+
+def _found(folder: Path) -> FoundRun | None:
+    if (folder / JOB).exists():
+        return _read(folder)
+    if any((folder / name).exists() for name in RESULTS):
+        return FoundRun(folder.name, folder, problem=NO_JOB.format(path=str(folder)))
+    return None
 
 
 def _read(path: Path) -> FoundRun:
     if RunFolder(path).is_deleted:
         return FoundRun(path.name, path, problem=WAS_DELETED)
-    file, data, ended = (path / name for name in ("job.json", "data.json", "summary.json"))
-    redis = path / REDIS
+    file, data, ended = (path / name for name in (JOB, "data.json", "summary.json"))
     try:
         job = codec.decode_stored(Job, file.read_bytes())
         rows, note = RunFolder(path).metrics(), RunFolder(path).note()
@@ -71,13 +97,13 @@ def _read(path: Path) -> FoundRun:
             id=path.name,
             path=path,
             job=job,
-            redis=redis.read_text().strip() if redis.exists() else None,
+            redis=RunFolder(path).redis(),
             **_of_note(note, file, ended),
             step=rows[-1].step if rows else 0,
             reward=rows[-1].metrics.get("reward") if rows else None,
             data=json.loads(data.read_bytes()) if data.exists() else {},
             summary=summary,
-            checkpoints=list(_checkpoints(path / "checkpoints")),
+            checkpoints=list(_checkpoints(RunFolder(path).checkpoints)),
         )
     except (OSError, ValueError, KeyError, HoneError) as error:
         reason = error.detail if isinstance(error, HoneError) else f"{error!r}"
@@ -100,6 +126,6 @@ def _of_note(note: Note | None, job: Path, ended: Path) -> dict[str, Any]:
 def _checkpoints(folder: Path) -> Iterator[Checkpoint]:
     """Yields those that are complete: the trainer gives them their names last."""
     for path in sorted(folder.glob("step-*")):
-        if found := CHECKPOINT.fullmatch(path.name):
+        if (step := checkpoint_step(path, folder)) is not None:
             size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-            yield Checkpoint(step=int(found[1]), path=str(path), size_bytes=size_bytes)
+            yield Checkpoint(step=step, path=str(path), size_bytes=size_bytes)

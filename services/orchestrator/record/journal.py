@@ -28,11 +28,14 @@ class Journal:
     async def warn(self, message: str, **data: Any) -> None:
         await self._store.report(self._lease, "log", message, data, level="warning")
 
-    async def presence(self, message: str, away: bool) -> None:
-        """Says that a service is away, or back. That this cannot be said is no fault of the call
-        that waits for the service: the heartbeat meets the same trouble, and decides."""
+    async def error(self, message: str) -> None:
+        await self._store.report(self._lease, "log", message, level="error")
+
+    async def aside(self, message: str, warning: bool) -> None:
+        """Says what nothing depends on, such as that a service is away, or back. That this cannot
+        be said is no fault of the caller: the heartbeat meets the same trouble, and decides."""
         try:
-            await (self.warn(message) if away else self.log(message))
+            await (self.warn(message) if warning else self.log(message))
         except (LeaseLost, StoreUnavailable) as error:
             get_logger().warning("not said to the job's followers", reason=str(error))
 
@@ -41,9 +44,10 @@ class Journal:
         await (self.warn(message) if stalls else self.log(message))
 
     async def loaded(self, state: TrainerState) -> None:
+        ranks = "1 rank" if state.num_ranks == 1 else f"{state.num_ranks} ranks"
         message = (
-            f"{state.num_parameters:,} parameters, {state.dtype}, {state.num_ranks} trainer "
-            f"rank(s) on {state.device}"
+            f"the trainer has {state.num_parameters:,} parameters as {state.dtype}, {ranks} on "
+            f"{state.device}"
         )
         if state.step:
             message += f"; going on after step {state.step}"

@@ -8,19 +8,26 @@ from pathlib import Path
 from services.orchestrator.queue.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
-from shared.errors import HoneError
+from services.orchestrator.record.writable import ANSWERS_WITHIN_S
+from shared.errors import Conflict, HoneError
 from shared.logs import get_logger
+from shared.threads import in_own_thread
 from shared.wire import JobState
 
 
 async def note_end(store: Store, job_id: str) -> None:
     """Notes in its run folder, if there is one, how the job has ended. What goes wrong is logged:
-    the job has ended, and a record rebuilt without the note would be paused."""
+    the job has ended, and a record rebuilt without the note would be paused. A disk that hangs
+    keeps nobody waiting: what is not noted is noted at the next start."""
     try:
         note = await store.note(job_id)
         if note.has_ended:
             record = await store.get(job_id)
-            await asyncio.to_thread(RunFolder(Path(record.run_dir)).write_note, note)
+            folder = RunFolder(Path(record.run_dir))
+            async with asyncio.timeout(ANSWERS_WITHIN_S):
+                await in_own_thread(lambda: folder.write_note(note))
+    except TimeoutError:
+        get_logger().warning("end not noted in the run folder", job=job_id, reason="its disk hangs")
     except HoneError as error:
         get_logger().warning("end not noted in the run folder", job=job_id, reason=error.detail)
 
@@ -63,3 +70,11 @@ async def cancel(store: Store, job_id: str) -> JobState:
     if state.status == "cancelled":
         await note_end(store, job_id)
     return state
+
+
+async def stop(store: Store, job_id: str) -> JobState:
+    """As `cancel`, but a job that has ended otherwise is no error."""
+    try:
+        return await cancel(store, job_id)
+    except Conflict:
+        return await store.state(job_id)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from services.orchestrator.loop.advantages import reaches
 from shared.job import CheckpointSpec, Job
@@ -15,6 +17,17 @@ WRITTEN = "time/checkpoint"
 IGNORED = "ignored"
 """The metric of a held-out set of which too many completions have no reward to act on what the
 others got: their share."""
+
+
+CHECKPOINT = re.compile(r"step-(\d+)")
+
+
+def checkpoint_step(path: Path, checkpoints: Path) -> int | None:
+    """Returns the step of the checkpoint that is at `path`, or has it within; None for a path that
+    is in no checkpoint of the folder `checkpoints`."""
+    inside = path.resolve().relative_to(checkpoints.resolve()).parts
+    found = CHECKPOINT.fullmatch(inside[0]) if inside else None
+    return int(found[1]) if found else None
 
 
 def best_step(job: Job, rows: Iterable[MetricsRow]) -> int | None:

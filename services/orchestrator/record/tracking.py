@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,8 @@ INIT_S = 60.0
 
 POLL_S = 0.05
 
+NO_KEY = "no API key: set WANDB_API_KEY where the orchestrator runs"
+
 
 class WandbRun(Protocol):
     """What is used of `wandb.Run`."""
@@ -30,9 +33,21 @@ class WandbRun(Protocol):
     def finish(self, exit_code: int) -> None: ...
 
 
+class NoKey(Exception):
+    """W&B takes nothing: it has no key, or an invalid one."""
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """A sentence saying what W&B has of a run; `complete`: it has all rows."""
+
+    message: str
+    complete: bool
+
+
 class Tracker:
     """Gives W&B a job's metrics; does nothing for a job without a `[wandb]` section. `begin` starts
-    the W&B run. `trouble` is why W&B did not take something, the last time that it did not."""
+    the W&B run. `trouble` says what W&B has not taken so far, and why; None: it has all."""
 
     def __init__(
         self,
@@ -43,8 +58,12 @@ class Tracker:
     ) -> None:
         self.trouble: str | None = None
         self._job_id = job_id
+        self._where = f"{run_dir}/wandb" if job.wandb and job.wandb.mode == "offline" else None
         self._begin = lambda: (begin or _begin)(job, job_id, run_dir)
         self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._steps: list[int] = []
+        self._num_taken = 0
+        self._reason: str | None = None
         self._exit_code = 1
         self._thread = (
             threading.Thread(target=self._work, name="wandb", daemon=True) if job.wandb else None
@@ -56,12 +75,14 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self._thread:
+            self._steps.append(step)
             self._rows.put((step, metrics))
 
-    async def finish(self, succeeded: bool) -> None:
-        """Waits until W&B has everything, for up to FINISH_S seconds."""
-        if self._thread is None or not self._thread.is_alive():
-            return
+    async def finish(self, succeeded: bool) -> Tracked | None:
+        """Waits until W&B has everything, for up to FINISH_S seconds, and returns what it has; None
+        if it was given nothing."""
+        if self._thread is None:
+            return None
         self._exit_code = 0 if succeeded else 1
         self._rows.put(None)
         end = time.monotonic() + FINISH_S
@@ -69,6 +90,21 @@ class Tracker:
             await asyncio.sleep(POLL_S)
         if self._thread.is_alive():
             self._note(f"it did not take the rest of the run in {FINISH_S:g} s")
+        return self._tracked() if self._steps else None
+
+    def _tracked(self) -> Tracked:
+        if self._reason:
+            return Tracked(f"{self._lacks()}: {self._reason}; metrics.jsonl has all", False)
+        has = f"W&B has {_named(self._steps)} of this run"
+        if self._where:
+            return Tracked(f"{has} once `wandb sync` sends it what is in {self._where}", True)
+        return Tracked(has, True)
+
+    def _lacks(self) -> str:
+        if not self._num_taken and self._steps[0] <= 1:
+            return "W&B has nothing of this run"
+        missing = self._steps[self._num_taken :]
+        return f"W&B lacks {_named(missing) if missing else 'the end'} of this run"
 
     def _work(self) -> None:
         """The thread: gives W&B each row, and before it those that it did not take."""
@@ -86,17 +122,58 @@ class Tracker:
                     step, metrics = waiting[0]
                     run.log(metrics, step=step)
                     waiting.pop(0)
+                    self._num_taken += 1
                 if run and ended:
                     run.finish(exit_code=self._exit_code)
+                self._reason = self.trouble = None
+            except NoKey as error:
+                self._note(str(error))
             except Exception as error:  # not ours: it raises what its HTTP and its disk raise
                 self._note(f"{type(error).__name__}: {error}")
 
     def _note(self, reason: str) -> None:
+        self._reason = reason
         self.trouble = (
-            f"Weights & Biases lacks some metrics: {reason}; the job goes on, and they are sent "
-            'again with the next step (check WANDB_API_KEY, or set wandb.mode = "offline")'
+            f"{self._lacks()} so far: {reason}; the job goes on, and its rows are sent again with "
+            'the next step (wandb.mode = "offline" keeps them in the run folder)'
         )
         get_logger().warning("W&B did not take metrics", job=self._job_id, reason=reason)
+
+
+def missing_key(job: Job) -> str | None:
+    """Returns that W&B will take nothing of the job for lack of a key, if so. It may take seconds:
+    call it off the event loop."""
+    try:
+        _check_key(job)
+    except NoKey as error:
+        return (
+            f"W&B will have nothing of this run: {error}; or leave out [wandb], or set wandb.mode "
+            '= "offline", which keeps the metrics in the run folder'
+        )
+    return None
+
+
+def _check_key(job: Job) -> None:
+    """Raises NoKey where W&B finds none: in the environment, in netrc, in its settings."""
+    if job.wandb is None or job.wandb.mode == "offline":
+        return
+    import wandb
+    from wandb.errors import AuthenticationError
+    from wandb.sdk.lib import wbauth
+
+    host = wandb.setup().settings.base_url
+    try:
+        found = wbauth.authenticate_session(
+            host=host, source="hone", prompt=False, update_session=False
+        )
+    except AuthenticationError as error:
+        raise NoKey(str(error)) from error
+    if found is None:
+        raise NoKey(NO_KEY)
+
+
+def _named(steps: list[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def _begin(job: Job, job_id: str, run_dir: Path) -> WandbRun:
@@ -104,6 +181,7 @@ def _begin(job: Job, job_id: str, run_dir: Path) -> WandbRun:
 
     spec = job.wandb
     assert spec is not None
+    _check_key(job)
     return wandb.init(
         project=spec.project,
         entity=spec.entity,
@@ -112,6 +190,7 @@ def _begin(job: Job, job_id: str, run_dir: Path) -> WandbRun:
         name=spec.name or job_id,
         id=job_id,
         resume="allow",
+        reinit="create_new",  # by default it returns the run that another job of the process has
         dir=str(run_dir),
         config=job.model_dump(mode="json"),
         settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_S),

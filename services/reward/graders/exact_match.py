@@ -10,12 +10,16 @@ from shared.wire import Part, ScoreItem
 
 
 class ExactMatchParams(Params):
-    """`column` holds the expected text (or whole number). `strip` and `ignore_case` apply to both
-    sides."""
+    """What a completion is compared with, and how."""
 
     column: Column = "answer"
+    """The column of the expected text or whole number."""
+
     strip: bool = True
+    """Blanks around either side do not count."""
+
     ignore_case: bool = False
+    """Capital and small letters are the same."""
 
 
 @grader("exact_match")

@@ -36,10 +36,11 @@ MAX_LATE_CALLS = 10
 
 
 class FunctionParams(Params):
-    """`timeout_s`: how long one call may take, in seconds: for all completions of a request, or for
-    one where the class has `score`."""
+    """How long the job's own code may take."""
 
     timeout_s: float = Field(default=30.0, gt=0, le=600)
+    """How many seconds one call may take: for all completions of a request, or for one where the
+    class has `score`."""
 
 
 @grader("function")

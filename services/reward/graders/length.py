@@ -13,17 +13,21 @@ from shared.wire import Part, ScoreItem
 
 
 class LengthParams(Params):
-    """Either `target`, or `min` and `max` (inclusive; either may be left out). Characters.
-
-    `shape` "step": 1 inside (or exactly at the target), else 0. "linear": 1 inside, falling in a
-    straight line with the distance outside: to 0 at no characters below `min` or the target, and to
-    0 at twice `max` or the target.
-    """
+    """Which length is right: a `target`, or a range from `min` to `max`, of which one may be left
+    out."""
 
     min: int | None = Field(default=None, ge=1)
+    """The fewest characters that earn 1. None: there is no such bound."""
+
     max: int | None = Field(default=None, ge=1)
+    """The most characters that earn 1. None: there is no such bound."""
+
     target: int | None = Field(default=None, ge=1)
+    """The number of characters that earns 1, in place of `min` and `max`."""
+
     shape: Literal["step", "linear"] = "step"
+    """What other lengths earn. "step": 0. "linear": less and less with the distance, in a straight
+    line down to 0 at no characters, and to 0 at twice `max` or the target."""
 
     @model_validator(mode="after")
     def _a_range_or_a_target(self) -> LengthParams:

@@ -19,12 +19,17 @@ from shared.wire import Part, ScoreItem
 
 
 class OverlongParams(Params):
-    """Tokens: `max_tokens`, from which on the whole `penalty` applies, and `buffer_tokens`, over
-    which it grows from 0."""
+    """Which lengths in tokens cost something."""
 
     max_tokens: int = Field(ge=1)
+    """The number of tokens from which on the whole penalty applies, usually
+    `sampling.max_tokens`."""
+
     buffer_tokens: int = Field(ge=0)
+    """Over how many tokens before it the penalty grows from 0."""
+
     penalty: float = Field(default=1.0, ge=0)
+    """What a completion of `max_tokens` loses."""
 
     @model_validator(mode="after")
     def _fits(self) -> OverlongParams:

@@ -21,16 +21,28 @@ from shared.wire import ExecuteRequest, Part, ScoreItem
 
 
 class PythonParams(Params):
-    """`source` defines `grade(sample, item)`, which returns a number. `image_tag` is taken for
-    OpenAI's sake and has no effect."""
+    """The job's own Python, and what one run of it may use."""
 
     type: Literal["python"] = "python"
+    """The grader's name, as OpenAI's grader objects have it."""
+
     name: str = "python"
+    """What OpenAI's grader objects call it. What metrics call it is the reward's own `name`."""
+
     source: str = Field(max_length=MAX_SOURCE_BYTES)
+    """Python that defines `grade(sample, item)`, which returns a number."""
+
     image_tag: str | None = None
+    """OpenAI's graders have it; here it has no effect."""
+
     cpu_s: float = Field(default=10.0, gt=0, le=120)
+    """How many seconds of CPU time one program may take."""
+
     timeout_s: float = Field(default=60.0, gt=0, le=300)
+    """How many seconds one program may take on the wall clock."""
+
     memory_mib: int = Field(default=512, ge=16, le=8192)
+    """How many MiB of memory one program may use."""
 
 
 @grader("python")

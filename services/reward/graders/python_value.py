@@ -38,19 +38,26 @@ exec(compile(_tree, "program.py", "exec"))
 
 
 class PythonValueParams(Params):
-    """`target` and `numbers` are columns: the wanted value, and the numbers that must be used (a
-    list of whole numbers).
-
-    `cpu_s` (seconds of CPU), `timeout_s` (of wall clock) and `memory_mib` bound one program.
-    With `numbers`, nothing runs. `tolerance` is the largest accepted difference of two numbers.
-    """
+    """The columns of a row that say what is right, and what one program may use."""
 
     target: Column = "target"
+    """The column of the wanted value."""
+
     numbers: Column | None = None
+    """The column of the whole numbers, a list, that the expression must use, each once. With it
+    nothing runs: the arithmetic is evaluated in fractions. None: any program may give the value."""
+
     cpu_s: float = Field(default=2.0, gt=0, le=30)
+    """How many seconds of CPU time one program may take."""
+
     timeout_s: float = Field(default=10.0, gt=0, le=300)
+    """How many seconds one program may take on the wall clock."""
+
     memory_mib: int = Field(default=256, ge=16, le=8192)
+    """How many MiB of memory one program may use."""
+
     tolerance: float = Field(default=0.0, ge=0)
+    """The largest difference of two numbers that are taken for equal."""
 
 
 @grader("python_value")

@@ -6,28 +6,38 @@ needs an embedding model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from services.reward.grading import templates
 from services.reward.grading.limited.pool import Call, NoValue
-from services.reward.grading.registry import Grader, Params, grader
+from services.reward.grading.limited.similarity import has_words
+from services.reward.grading.registry import Grader, GradingFailed, Params, grader
 from shared.errors import BadRequest
 from shared.wire import Part, ScoreItem
 
 MAX_CHARS = 20_000
+COMPLETION = "sample.output_text"
 CPU_S = 10.0
 """METEOR of two texts of 20,000 characters takes about 2 s."""
 
 
 class TextSimilarityParams(Params):
-    """`input` and `reference` are templates. `pass_threshold`: 1 from there on and 0 below, instead
-    of the similarity itself."""
+    """Two texts, made from templates, and how their similarity is measured."""
 
     type: Literal["text_similarity"] = "text_similarity"
+    """The grader's name, as OpenAI's grader objects have it."""
+
     name: str = "text_similarity"
+    """What OpenAI's grader objects call it. What metrics call it is the reward's own `name`."""
+
     input: str
+    """A template, usually `{{ sample.output_text }}`, which is the completion."""
+
     reference: str
+    """A template of what it is compared with, for example `{{ item.answer }}`, which is the row's
+    column `answer`."""
+
     evaluation_metric: Literal[
         "cosine",
         "fuzzy_match",
@@ -41,7 +51,11 @@ class TextSimilarityParams(Params):
         "rouge_5",
         "rouge_l",
     ]
+    """How similarity is measured. "cosine" is refused: it needs an embedding model."""
+
     pass_threshold: float | None = None
+    """A similarity from here on earns 1 and a lower one 0. None: the similarity itself is the
+    reward."""
 
 
 @grader("text_similarity")
@@ -61,6 +75,18 @@ class TextSimilarity(Grader[TextSimilarityParams]):
         for template in (self.params.input, self.params.reference):
             templates.check(template, columns, self.spec.label)
 
+    async def check_row(self, row: Mapping[str, Any]) -> None:
+        self._check_reference(self._texts(ScoreItem(prompt="", completion="", row=dict(row)))[1])
+
+    def _check_reference(self, wanted: str) -> None:
+        """Raises GradingFailed for a reference of a row that nothing can be similar to."""
+        by_words = self.params.evaluation_metric != "fuzzy_match"
+        if COMPLETION in self.params.reference:
+            return
+        if not wanted.strip() or (by_words and not has_words(wanted)):
+            fault = f"the reference is {wanted!r:.80}, which has no word to be similar to"
+            raise GradingFailed(fault, "invalid_variable_error")
+
     def content(self, item: ScoreItem) -> Any:
         return self._texts(item)
 
@@ -75,6 +101,7 @@ class TextSimilarity(Grader[TextSimilarityParams]):
 
     async def _grade(self, item: ScoreItem) -> Part:
         given, wanted = self._texts(item)
+        self._check_reference(wanted)
         if max(len(given), len(wanted)) > MAX_CHARS:
             return Part(
                 value=0.0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
@@ -17,18 +18,26 @@ from typing import Any
 
 from services.reward.grading import registry
 from services.reward.grading.cache import VerdictCache, as_cached, key_of
+from services.reward.grading.chosen import Chosen
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
 from services.reward.sandbox.base import waiting
+from services.reward.sandbox.turns import Turns, asking
 from shared.errors import BadRequest, HoneError
 from shared.job import RewardSpec
 from shared.logs import get_logger
 from shared.wire import Part, ScoreItem
 
 MAX_KEPT = 64
+LONG_CHARS = 10_000
+"""To read a completion of so many characters takes up to a millisecond."""
 
 MAX_VALUE = 1e30
-"""Of what a grader gives: by weights of up to 1e6, an advantage that no deviation divides is still
-a number in float32, which ends at 3.4e38."""
+"""Largest value of a grader, of either sign. With weights of up to 1e6, an advantage that no
+deviation divides is still a number in float32, which ends at 3.4e38."""
+
+HOSTS = (OSError, MemoryError, sqlite3.Error)
+"""What a grader raises for its host's sake: a full disk, no file left. All else that a grader did
+not foresee a text may have brought about (`chosen.py`)."""
 
 Tell = Callable[[int, Part], None]
 """Takes an item's position and its part."""
@@ -40,12 +49,17 @@ class Caller:
     def __init__(self, grader: Grader[Any], cache: VerdictCache) -> None:
         self.grader = grader
         self._cache = cache
-        self._free = asyncio.Semaphore(grader.max_concurrency)
+        self._turns = Turns(grader.max_concurrency)
 
     async def grade(self, items: Sequence[ScoreItem], tell: Tell) -> None:
-        """Tells each item's part as soon as it is known."""
+        """Tells each item's part as soon as it is known, or all are, where it failed."""
+        chosen = Chosen(self.grader, items, tell)
+        await self._grade(items, chosen.tell)
+        chosen.tell_held()
+
+    async def _grade(self, items: Sequence[ScoreItem], tell: Tell) -> None:
         asked: list[_Alike] = []
-        for alike in self._alike(items):
+        for alike in await self._alike(items):
             known = self._cache.get(alike.key) if alike.key else None
             if known is None:
                 asked.append(alike)
@@ -56,18 +70,23 @@ class Caller:
         calls = [asked[start : start + size] for start in range(0, len(asked), size)]
         await _together(self._call(call, items, tell) for call in calls)
 
-    def _alike(self, items: Sequence[ScoreItem]) -> list[_Alike]:
+    async def _alike(self, items: Sequence[ScoreItem]) -> list[_Alike]:
         """Returns the items by what a pure grader's verdict depends on; for another grader each is
-        alone."""
+        alone. Others are answered between long completions."""
         if not self.grader.pure:
             return [_Alike(None, [position]) for position in range(len(items))]
         by_key: dict[bytes, list[int]] = {}
         for position, item in enumerate(items):
             by_key.setdefault(key_of(self.grader, item), []).append(position)
+            if len(item.completion) > LONG_CHARS:
+                await asyncio.sleep(0)
         return [_Alike(key, positions) for key, positions in by_key.items()]
 
     async def _call(self, call: Sequence[_Alike], items: Sequence[ScoreItem], tell: Tell) -> None:
-        async with self._free:
+        first_of_all = call[0].positions[0]
+        job, group = self.grader.tools.job_id, str(items[first_of_all].prompt)
+        async with self._turns.one((group,)):
+            asking.set((job, group, first_of_all))
             parts = await self._parts([items[alike.positions[0]] for alike in call])
         for alike, part in zip(call, parts, strict=True):
             if alike.key:
@@ -103,7 +122,8 @@ class Caller:
                 )
             else:
                 get_logger().exception("grader failed", grader=self.grader.name)
-                failure = GradingFailed(f"{type(error).__name__}: {error}", "other_error")
+                name = "other_error" if isinstance(error, HOSTS) else "python_grader_runtime_error"
+                failure = GradingFailed(f"{type(error).__name__}: {error}", name)
             parts = [failure.part()] * len(items)
         seconds = (time.perf_counter() - start) / len(items)
         return [
@@ -113,7 +133,7 @@ class Caller:
 
 
 class _Clock:
-    """Of a deadline: it stands still while a program waits for a free sandbox."""
+    """The clock of a deadline: it stands still while a program waits for a free sandbox."""
 
     def __init__(self, deadline: asyncio.Timeout) -> None:
         self._deadline = deadline
@@ -205,7 +225,8 @@ def _bounded(part: Part) -> Part:
     if part.value is None or abs(part.value) <= MAX_VALUE:
         return part
     return GradingFailed(
-        f"the value is {part.value:g}; expected one from {-MAX_VALUE:g} to {MAX_VALUE:g}"
+        f"the value is {part.value:g}; expected one from {-MAX_VALUE:g} to {MAX_VALUE:g}",
+        "python_grader_runtime_error",
     ).part()
 
 

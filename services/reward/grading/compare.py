@@ -4,10 +4,12 @@ list, NaN equals nothing."""
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import ItemsView, KeysView
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+_SETS = (set, frozenset, KeysView, ItemsView)
 _NUMBERS = (int, float, Fraction, Decimal)
 
 
@@ -19,7 +21,9 @@ def same(value: Any, target: Any, tolerance: float = 0.0) -> bool:
             return value == target or (tolerance > 0 and abs(value - target) <= tolerance)
         except (OverflowError, TypeError):
             return False  # a number beyond what a float can hold, or of another kind, is near none
-    if isinstance(value, set | frozenset) and isinstance(target, set | frozenset):
+    if isinstance(value, ItemsView) and isinstance(target, ItemsView):
+        return _same_dicts(dict(value), dict(target), 0.0)
+    if isinstance(value, _SETS) and isinstance(target, _SETS):
         return {_marked(part) for part in value} == {_marked(part) for part in target}
     if isinstance(value, dict) and isinstance(target, dict):
         return _same_dicts(value, target, tolerance)

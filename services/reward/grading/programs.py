@@ -4,6 +4,7 @@ becomes a verdict."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.reward.grading.registry import GradingFailed
@@ -13,31 +14,45 @@ KEEP_CHARS = 1000
 """Kept of what a program printed."""
 
 MAX_SEARCHED_CHARS = 1 << 18
-"""Of a completion's end are searched for fences, which takes about a microsecond per character."""
+"""Characters at a completion's end that are searched for fences."""
+
+MAX_FENCES = 500
+"""Last lines with a fence that count: each takes some microseconds."""
+
+_BLANK = " \t\r\u00a0\u200b\ufeff"
+"""What may stand before a fence, and between it and its mark; no-break spaces and byte order marks
+among it."""
 
 _FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*(.*)")
-_PYTHON = re.compile(r"\{?[ \t]*\.?(?:i?python|py)[\d.]*(?![\w+#])", re.IGNORECASE)
+_PYTHON = re.compile(
+    r"\{?[ \t]*\.?(?:lang(?:uage)?-)?(?:i?python|py)[\d.]*(?![\w+#])", re.IGNORECASE
+)
+_HARD_INDENT = re.compile(r"^[ \t]*\u00a0[ \t\u00a0]*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A fenced block: what stands after its opening fence, and the lines in it."""
+    """A fenced block: what stands after its opening fence, and what is in it."""
 
     info: str
-    lines: list[str]
+    text: str
 
     @property
     def is_python(self) -> bool:
         return _PYTHON.match(self.info) is not None
 
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
+
+def program_of(completion: str, fit: Callable[[str], int] | None = None) -> str:
+    """Returns of the texts that may be a completion's program (`programs_in`) the one for which
+    `fit` is highest, of several the last."""
+    texts = programs_in(completion)
+    fits = [fit(text) if fit else 0 for text in texts]
+    return next(text for text, one in zip(texts[::-1], fits[::-1], strict=True) if one == max(fits))
 
 
-def program_of(completion: str) -> str:
-    """Returns the last fenced code block of the completion that is marked as Python, else the last
-    one with no mark, else all of it; without empty lines around.
+def programs_in(completion: str) -> list[str]:
+    """Returns the fenced blocks of a completion that have no mark and then those that are marked as
+    Python, each in order; all of the completion if there is neither. Without empty lines around.
 
     A block without a closing fence goes on to the end. The first line keeps its indentation: it may
     be the rest of a function whose beginning was in the prompt. Only the completion's last
@@ -45,8 +60,16 @@ def program_of(completion: str) -> str:
     blocks = [block for block in _blocks(completion[-MAX_SEARCHED_CHARS:]) if block.text.strip()]
     marked = [block.text for block in blocks if block.is_python]
     unmarked = [block.text for block in blocks if not block.info]
-    (program,) = (marked or unmarked or [completion])[-1:]
-    return program.rstrip().lstrip("\r\n")
+    return [_cleaned(text) for text in [*unmarked, *marked] or [completion]]
+
+
+def _cleaned(text: str) -> str:
+    """Returns a program without what editors put into it: a byte order mark at its beginning, and
+    no-break spaces in its indentation."""
+    text = text.rstrip().lstrip("\r\n\ufeff")
+    if "\u00a0" in text:
+        text = _HARD_INDENT.sub(lambda indent: indent[0].replace("\u00a0", " "), text)
+    return text
 
 
 def _blocks(text: str) -> list[_Block]:
@@ -55,20 +78,39 @@ def _blocks(text: str) -> list[_Block]:
     Beyond that, a block of Python may begin at the end of a line of text or in a block that was not
     closed, and any may end at the end of a line of code."""
     blocks: list[_Block] = []
-    fence, indent = "", 0
-    for line in text.split("\n"):
+    fence, info, indent, begin = "", "", 0, 0
+    for start, end in _fenced_lines(text):
+        line = text[start:end]
         opened = _opened(line)
         is_new = opened is not None and (
             not fence or (_PYTHON.match(opened[1]) and opened[2] - indent < 4)
         )
         if opened is not None and is_new:
+            if fence:
+                blocks.append(_Block(info, _unindented(text[begin:start], indent)))
             fence, info, indent = opened
-            blocks.append(_Block(info, []))
+            begin = end + 1
         elif fence:
             code, closes = _closed(line.rstrip("\r"), fence, indent)
-            blocks[-1].lines.extend([] if code is None else [_unindented(code, indent)])
-            fence = "" if closes else fence
+            if closes:
+                blocks.append(_Block(info, _unindented(text[begin:start] + code, indent)))
+                fence = ""
+    if fence:
+        blocks.append(_Block(info, _unindented(text[begin:], indent)))
     return blocks
+
+
+def _fenced_lines(text: str) -> list[tuple[int, int]]:
+    """Returns where each line begins and ends that has a fence in it; of many the last ones."""
+    lines: list[tuple[int, int]] = []
+    last = {mark: text.rfind(mark) for mark in ("```", "~~~")}
+    while (at := max(last.values())) >= 0 and len(lines) < MAX_FENCES:
+        start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
+        lines.append((start, len(text) if end < 0 else end))
+        for mark in last:
+            if last[mark] >= start:
+                last[mark] = text.rfind(mark, 0, start)
+    return lines[::-1]
 
 
 def _opened(line: str) -> tuple[str, str, int] | None:
@@ -77,25 +119,27 @@ def _opened(line: str) -> tuple[str, str, int] | None:
     match = _FENCE.search(line)
     if match is None or "`" in match[2]:
         return None
-    before, info = line[: match.start()], match[2].strip()
-    if not before.strip():
-        return match[1], info, len(before)
+    before, info = line[: match.start()], match[2].strip().strip(_BLANK)
+    if not before.strip().strip(_BLANK):
+        return match[1], info, len(before.lstrip("\ufeff"))
     return (match[1], info, 0) if _PYTHON.match(info) else None
 
 
-def _closed(line: str, fence: str, indent: int) -> tuple[str | None, bool]:
-    """Returns what of a block's line is code, None if nothing, and whether the block ends there."""
+def _closed(line: str, fence: str, indent: int) -> tuple[str, bool]:
+    """Returns what of a block's line is code before the fence that ends the block there, and
+    whether one does."""
     ended = line.rstrip()
     code = ended.rstrip(fence[0])
     if len(ended) - len(code) < len(fence) or fence in code:
-        return line, False
+        return "", False
     if code.strip():
         return code, True
-    return (line, False) if len(code) - indent > 3 else (None, True)
+    return "", len(code) - indent <= 3
 
 
-def _unindented(line: str, indent: int) -> str:
-    return line[min(indent, len(line) - len(line.lstrip(" \t"))) :]
+def _unindented(text: str, indent: int) -> str:
+    text = text.replace("\r\n", "\n").removesuffix("\r")
+    return re.sub(rf"^[ \t\u00a0]{{1,{indent}}}", "", text, flags=re.MULTILINE) if indent else text
 
 
 def fault(execution: Execution) -> tuple[Verdict, str]:

@@ -27,13 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from services.reward.grading.failures import ErrorName, GradingFailed
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox
 from shared.config import Settings
+from shared.documented import Documented
 from shared.errors import BadRequest
 from shared.explain import closest, nearest, sentences
 from shared.job import RewardSpec
@@ -72,13 +73,11 @@ def reference_text(row: Mapping[str, Any]) -> str | None:
     return None
 
 
-class Params(BaseModel):
+class Params(Documented):
     """Base of a grader's params. Without fields of its own: the grader takes none. `GET /graders`
     shows the docstrings of class and fields."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class _ColumnMark:
@@ -259,13 +258,17 @@ def kind_of(name: str) -> type[Grader[Any]]:
 def bind(spec: RewardSpec, tools: GraderTools) -> Grader[Any]:
     """Returns the reward that `spec` names. Raises BadRequest naming an unknown grader or param and
     the nearest valid one."""
+    return kind_of(spec.grader)(spec, params_of(spec), tools)
+
+
+def params_of(spec: RewardSpec) -> Params:
+    """Returns the reward's params. Raises BadRequest as `bind` does."""
     kind = kind_of(spec.grader)
     try:
-        params = kind.params_type.model_validate(spec.params)
+        return kind.params_type.model_validate(spec.params)
     except ValidationError as error:
         faults = sentences(error, kind.params_type, f"params of reward {spec.label!r}")
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
-    return kind(spec, params, tools)
 
 
 def infos() -> tuple[GraderInfo, ...]:

@@ -59,9 +59,8 @@ class Scorer:
         rows), or on one of these `prompts`."""
         there = _AnyColumn() if columns is None else columns
         async with self._checked(rewards, there, None) as callers:
-            for prompt in prompts:
-                for caller in callers:
-                    await _check_row(caller.grader, prompt)
+            for caller in callers:
+                await _check_rows(caller.grader, prompts)
 
     async def tried(
         self, rewards: Sequence[RewardSpec], prompts: Sequence[Prompt]
@@ -123,15 +122,30 @@ class Scorer:
             yield callers
 
 
-async def _check_row(grader: Grader[Any], prompt: Prompt) -> None:
+async def _check_rows(grader: Grader[Any], prompts: Sequence[Prompt]) -> None:
+    """Raises BadRequest for the first row that nobody can pass, and says how many there are."""
+    faults = await asyncio.gather(*(_fault(grader, prompt) for prompt in prompts))
+    found = [
+        (prompt, fault) for prompt, fault in zip(prompts, faults, strict=True) if fault is not None
+    ]
+    if not found:
+        return
+    prompt, fault = found[0]
+    share = f" ({len(found)} of the {len(prompts)} rows tried are refused)"
+    raise BadRequest(
+        f"reward {grader.spec.label!r}, row {prompt.index} of the data: {fault.detail}"
+        + (share if len(prompts) > 1 else "")
+    ) from fault
+
+
+async def _fault(grader: Grader[Any], prompt: Prompt) -> GradingFailed | None:
     try:
         await grader.check_row(prompt.row)
     except GradingFailed as error:
         if error.by_sandbox:
             raise Failed(error.detail) from error
-        raise BadRequest(
-            f"reward {grader.spec.label!r}, row {prompt.index} of the data: {error.detail}"
-        ) from error
+        return error
+    return None
 
 
 async def _graded(

@@ -61,6 +61,12 @@ def columns(template: str) -> set[str]:
     return {path.split(".")[1] for path in _paths(template) if path.startswith("item.")}
 
 
+def is_output(template: str) -> bool:
+    """Whether the template makes nothing but the completion."""
+    slot = _SLOT.fullmatch(template)
+    return slot is not None and slot[1].strip() == "sample.output_text"
+
+
 def _paths(template: str) -> list[str]:
     return [path.strip() for path in _SLOT.findall(template)]
 

@@ -34,6 +34,9 @@ SERVE = "services.reward.job_code.inside.serve"
 
 MAX_WORKERS = 8
 LOAD_DEADLINE_S = 120.0
+MAX_LATE = 8
+"""Late calls for one completion each, after which a function that hangs is called no more."""
+
 LATE_S = 1.0
 """What a worker that bounds its calls itself may take beyond their limit."""
 
@@ -120,21 +123,56 @@ class FunctionWorkers:
 
         Arguments that it has no parameter for are left out. One call is ended after `timeout_s`;
         there is one call for all, or one per completion where it takes one at a time, which
-        then fails alone. Raises GradingFailed where all fail.
+        then fails alone. Where the call for all fails, it is made again for each alone. Raises
+        GradingFailed where all fail.
         """
         async with self._entry(own) as entry:
             signature = (await self._load(entry, own))[1]
             taken = signature.taken(arguments)
-            if signature.calls != "one by one":
+            if signature.calls == "one by one":
+                return await self._one_by_one(entry, own, taken, count, timeout_s)
+            try:
                 return await self._call(entry, own, taken, count, timeout_s)
-            parts: list[Part] = []
-            for position in range(count):
-                try:
-                    one = {name: [values[position]] for name, values in taken.items()}
-                    parts += await self._call(entry, own, one, 1, timeout_s)
-                except GradingFailed as error:
-                    parts.append(error.part())
-            return parts
+            except GradingFailed as error:
+                if count == 1:
+                    raise
+                get_logger().warning(
+                    "reward function failed, and is called for each completion alone",
+                    function=own.spec.function,
+                    reason=error.detail,
+                )
+                parts = await self._one_by_one(entry, own, taken, count, timeout_s)
+                if all(part.verdict in ("error", "sandbox_error") for part in parts):
+                    raise
+                return parts
+
+    async def _one_by_one(
+        self,
+        entry: _Entry,
+        own: Own,
+        arguments: Mapping[str, Any],
+        count: int,
+        timeout_s: float,
+    ) -> list[Part]:
+        """Returns the parts of one call per completion. After MAX_LATE late ones no more are
+        made."""
+        parts: list[Part] = []
+        num_late = 0
+        for position in range(count):
+            one = {name: [values[position]] for name, values in arguments.items()}
+            try:
+                if num_late == MAX_LATE:
+                    raise GradingFailed(f"{own.named} was not called: it was late {num_late} times")
+                parts += await self._call(entry, own, one, 1, timeout_s)
+            except GradingFailed as error:
+                num_late += "unresponsive_reward_error" in error.errors
+                named = GradingFailed(
+                    f"{error.detail} (completion {position})",
+                    *error.errors,
+                    by_sandbox=error.by_sandbox,
+                )
+                parts.append(named.part())
+        return parts
 
     async def release(self, own: Own) -> None:
         """Ends the function's worker, unless it is in use."""
@@ -289,8 +327,8 @@ async def _asked(worker: Worker, message: Mapping[str, Any], deadline_s: float) 
 def _ended_twice(own: Own, error: SlotDied) -> GradingFailed:
     if error.killed:
         return GradingFailed(
-            f"the process of {own.named} was killed twice, from outside or by the kernel for "
-            f"its memory ({error})",
+            f"the process of {own.named} was killed twice, from outside or because its host ran "
+            f"out of memory ({error})",
             "python_grader_server_error",
             by_sandbox=True,
         )

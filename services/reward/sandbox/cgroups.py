@@ -19,9 +19,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.reward.sandbox.inside.child import ooms
+
 ROOT = Path("/sys/fs/cgroup")
 MAX_PROCESSES = 64
-"""Of a slot: above what RLIMIT_NPROC allows a program, and so a second line of defence."""
+"""Most processes of a slot: above a program's RLIMIT_NPROC, so a second line of defence."""
 
 _CONTROLLERS_1 = ("memory", "pids", "cpuacct")
 _NEEDED_2 = {"memory", "pids"}
@@ -64,6 +66,11 @@ class Group:
     def used_bytes(self) -> int:
         name = "memory.current" if self.version == 2 else "memory.usage_in_bytes"
         return int((self.folders["memory"] / name).read_text())
+
+    def reached_limit(self) -> bool:
+        """Returns whether the kernel ever killed a process in here at the group's own limit of
+        memory. Version 1 does not say whose limit it was, which then counts as this one."""
+        return ooms(Path(self.meters()[1]).read_bytes())[0] > 0
 
     def remove(self) -> bool:
         """Removes the group; returns False while something in it still runs."""

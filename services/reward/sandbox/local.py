@@ -1,4 +1,4 @@
-"""The sandbox on this host: a row of warm slots, idle ones in a queue, one program each at a time.
+"""The sandbox on this host: a row of warm slots, one program each at a time, given by turns.
 
 A slot that dies is started again and its program run once more; a second death is the verdict
 "sandbox_error": no program can reach its slot. Backend "unsafe" is the same without namespaces and
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections import deque
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from services.reward.sandbox.cgroups import Groups
 from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER, WORKER_BYTES, WORKER_PROCESSES
 from services.reward.sandbox.packages import NO_PACKAGES, Packages
 from services.reward.sandbox.slots import CannotImport, CannotIsolate, Slot
+from services.reward.sandbox.turns import Turns, asking
 from shared.errors import Failed
 from shared.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
@@ -28,6 +30,7 @@ GRACE_S = 10.0
 """What a slot may take beyond a program's own time limit before it counts as dead."""
 
 MAX_DEFAULT_SLOTS = 8
+LONG_RESULT_CHARS = 16_384
 
 
 class LocalSandbox(Sandbox):
@@ -42,7 +45,8 @@ class LocalSandbox(Sandbox):
         self._groups: Groups | None = None
         self._num_workers = 0
         # In turn, so that a slot has time to fork its next child.
-        self._idle: asyncio.Queue[Slot] = asyncio.Queue()
+        self._idle: deque[Slot] = deque()
+        self._turns = Turns(self._num_slots)
         self._problem: str | None = "the sandbox was not started yet"
         self._probes: dict[str, str] = {}
 
@@ -70,8 +74,7 @@ class LocalSandbox(Sandbox):
             reason = str(failures[0])
             self._problem = reason if isinstance(failures[0], CannotImport) else _refusal(reason)
         else:
-            for slot in self._slots:
-                self._idle.put_nowait(slot)
+            self._idle.extend(self._slots)
             self._problem = await self._test() if self._isolated else None
         if self._problem:
             get_logger().error("sandbox refused", problem=self._problem)
@@ -97,11 +100,13 @@ class LocalSandbox(Sandbox):
         if self._problem:
             raise Failed(self._problem)
         with waiting.get()():
-            slot = await self._idle.get()
+            turn = await self._turns.take(asking.get())
+        slot = self._idle.popleft()
         try:
             return await self._twice(slot, request)
         finally:
-            self._idle.put_nowait(slot)
+            self._idle.append(slot)
+            turn.end()
 
     async def open_worker(self, module: str) -> Worker:
         if self._problem:
@@ -141,9 +146,10 @@ class LocalSandbox(Sandbox):
                 verdict = "sandbox_error" if self._isolated else "runtime_error"
                 reason = str(error) or f"it was silent for {request.timeout_s + GRACE_S:g} s"
             else:
-                verdict, reason = "sandbox_error", verdicts.fault_of_ours(facts)
+                verdict = "sandbox_error"
+                reason = verdicts.fault_of_ours(facts, request, is_last=is_last)
                 if not reason and (is_last or not verdicts.unexplained(facts, request)):
-                    return verdicts.execution(facts, request)
+                    return await _execution(facts, request)
                 reason = reason or "a program was killed, and nothing says by whom"
             get_logger().warning("sandbox run failed", reason=reason)
         return Execution(verdict=verdict, stderr=f"the sandbox failed twice: {reason}")
@@ -153,6 +159,13 @@ class LocalSandbox(Sandbox):
         self._probes = await probes.failures(self.execute)
         faults = [f"{name}: {fault}" for name, fault in self._probes.items() if fault]
         return _refusal(f"its self-test failed: {'; '.join(faults)}") if faults else None
+
+
+async def _execution(facts: verdicts.Facts, request: ExecuteRequest) -> Execution:
+    """Returns the verdict on a program; a long result is read beside the event loop."""
+    if len(facts.result) < LONG_RESULT_CHARS:
+        return verdicts.execution(facts, request)
+    return await asyncio.to_thread(verdicts.execution, facts, request)
 
 
 def _sweep_unsafe_folders() -> None:

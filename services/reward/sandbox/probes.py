@@ -76,7 +76,7 @@ PROBES = (
         "import os, time\ncount = 0\ntry:\n    while count < 100:\n        if os.fork() == 0:\n    "
         "        time.sleep(60)\n"
         "        count += 1\nexcept OSError:\n    pass",
-        "count < 30",
+        "count < 45",
         True,
     ),
     Probe("memory limited", "x = bytearray(1 << 30)", verdict="memory_limit"),

@@ -240,7 +240,8 @@ class Slot(Worker):
             stdin=null,
             stdout=null,
             stderr=log,
-            env={"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"},
+            # One arena: each reserves 64 MiB of what a program may have, whatever is in it.
+            env={"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1", "MALLOC_ARENA_MAX": "1"},
             cwd="/",
             pass_fds=[theirs.fileno(), switched],
             start_new_session=True,
@@ -293,6 +294,8 @@ class Slot(Worker):
         assert self._process is not None
         self._disconnect()
         code = await asyncio.to_thread(self._process.wait)
+        if self._worker and self._group and self._group.reached_limit():
+            return SlotDied("the kernel ended it at its limit of memory")
         if code in _KILLED:
             return SlotDied("its process was ended by SIGKILL", killed=True)
         return SlotDied(f"its process ended with code {code}")

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.reward.sandbox.decoding import NotPlain, decode
+from services.reward.sandbox.inside.program import KEEP_BYTES
 from shared.wire import ExecuteRequest, Execution
 
 Ending = Literal["ok", "runtime_error", "time_limit", "memory_limit", "output_limit"]
 
 MAX_ITEMS = 100_000
-"""Of a result: above what 256 KiB of it hold as Python writes JSON."""
+"""Most items of a result: more than 256 KiB of JSON hold as Python writes it."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,16 @@ def execution(facts: Facts, request: ExecuteRequest) -> Execution:
     )
 
 
-def fault_of_ours(facts: Facts) -> str:
+def fault_of_ours(facts: Facts, request: ExecuteRequest, *, is_last: bool) -> str:
     """Returns what the sandbox or its host did to a program, so that nothing can be said about it;
     "" if they did nothing. Only what is known to be theirs: a policy would learn to cause all else,
-    because a missing reward serves it better than 0."""
+    because a missing reward serves it better than 0. So a program that used much memory when its
+    host ran out, and again when it was run once more, has done that itself."""
     if not facts.began:
         return f"a program could not be started: {facts.stderr.strip()[-200:] or facts.exit}"
     if facts.exit == -signal.SIGKILL and facts.memory == "host":
+        if is_last and _short(facts, request):
+            return ""
         return "a program was killed because its host, or the service's cgroup, ran out of memory"
     return ""
 
@@ -73,9 +77,9 @@ def unexplained(facts: Facts, request: ExecuteRequest) -> bool:
 
 
 def _short(facts: Facts, request: ExecuteRequest) -> bool:
-    """Returns whether a killed program was short of memory. Where no cgroup tells, one that used
-    much of it was killed for that."""
-    if facts.memory == "unknown":
+    """Returns whether a killed program was short of memory. Where no cgroup tells, or its host ran
+    out, one that used much of it was killed for that."""
+    if facts.memory in ("unknown", "host"):
         return facts.peak_bytes >= request.memory_mib << 18
     return facts.memory == "own limit"
 
@@ -104,13 +108,20 @@ def _verdict(facts: Facts, request: ExecuteRequest) -> tuple[Ending, Any, str]:
             None,
             f"TimeLimit: used {facts.cpu_s:.1f} s of CPU, {request.cpu_s:g} s are allowed\n",
         )
-    if facts.overflow:
+    if facts.overflow and not _is_beside(facts, request):
         return "output_limit", None, "OutputLimit: more than 64 KiB were written\n"
     if killed and _short(facts, request):
         return "memory_limit", None, "MemoryLimit: killed by the kernel\n"
     if code < 0:
         return "runtime_error", None, f"Killed: {_signal_name(-code)}\n"
     return _outcome(facts.result, code, request)
+
+
+def _is_beside(facts: Facts, request: ExecuteRequest) -> bool:
+    """Returns whether what a program wrote beyond what is kept is not what it is judged by: it has
+    a value, or all of its stdout is kept."""
+    is_whole = request.expression is not None or len(facts.stdout.encode()) < KEEP_BYTES
+    return is_whole and facts.exit == 0 and _outcome(facts.result, 0, request)[0] == "ok"
 
 
 def _signal_name(number: int) -> str:

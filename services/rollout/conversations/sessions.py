@@ -22,7 +22,7 @@ from shared.logs import get_logger
 from shared.wire import ChatRequest, Fencing, Sampling, ServingWeights, SessionRecord
 
 MAX_FORGOTTEN = 65_536
-"""Of how many forgotten sessions it is known why, so that a turn of one is refused: its earlier
+"""Forgotten sessions of which the reason is kept, so that a further turn is refused: the earlier
 turns would be missing in the record."""
 
 
@@ -225,7 +225,7 @@ class Sessions:
             self._forget(id, f"it was idle longest when {why}")
 
     def _too_much(self) -> str | None:
-        """Returns which bound those that are kept exceed."""
+        """Returns which bound the kept sessions exceed."""
         limit, mib = self._settings.max_sessions, self._settings.sessions_mib
         if sum(bool(each.conversations) for each in self._sessions.values()) > limit:
             return f"another one began, and {limit} are kept (setting HONE_MAX_SESSIONS)"

@@ -3,6 +3,7 @@ on the hardware that is there."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -11,6 +12,8 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from services.rollout.on_vllm.inside.executors import (
     InProcessExecutor,
@@ -25,6 +28,9 @@ from shared.wire import (
 )
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+CPU_SEQUENCES = 256
+"""What vLLM samples at once on a CPU, if nobody says."""
 
 LORA_RANKS = sorted(get_args(MaxLoRARanks))
 """What vLLM can be started for."""
@@ -70,6 +76,7 @@ def engine_args(
         ask_for_masks(args)
     if current_platform.is_cpu():
         args.enforce_eager = True
+        args.max_num_seqs = settings.max_num_seqs or CPU_SEQUENCES
         # Where a prompt is computed in parts, vLLM takes back what it drew for it in between, which
         # the generators of seeded requests cannot do on a CPU: the engine would die.
         args.enable_chunked_prefill = False
@@ -84,6 +91,20 @@ def engine_args(
         args.max_loras = settings.rollout_adapters + 1
         args.max_cpu_loras = args.max_loras + MAX_OLD_ADAPTERS
     return args
+
+
+def start(args: AsyncEngineArgs) -> AsyncLLM:
+    """Returns vLLM once it can sample. On a GPU it takes as much at once as where a program
+    gives it all prompts together: the sizes of its server are for short waits."""
+    context = UsageContext.ENGINE_CONTEXT if current_platform.is_cpu() else UsageContext.LLM_CLASS
+    llm = AsyncLLM.from_engine_args(args, usage_context=context)
+    if args.return_sampling_mask:
+        # With masks vLLM refuses a request without top_k, and a greedy one, for the size of theirs.
+        # Theirs are empty here (inside/masks.py).
+        checks = copy.copy(llm.model_config)
+        checks.return_sampling_mask = False
+        llm.input_processor.model_config = checks
+    return llm
 
 
 def check_devices(num_ranks: int, num_visible: int) -> None:

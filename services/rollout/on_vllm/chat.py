@@ -118,7 +118,7 @@ class VllmChat:
         asked = self._vllm_request(
             request,
             request.messages,
-            **self._masking.wanted(sampling).model_dump(include=fields),
+            **sampling.model_dump(include=fields),
             logprobs=True,
             cache_salt=salt,
             kv_transfer_params={"prompt_token_ids": prompt_token_ids},

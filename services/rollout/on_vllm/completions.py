@@ -92,7 +92,7 @@ def rollout(
 
 
 def _logprobs(completion: CompletionOutput) -> Sequence[float]:
-    """Returns those of the sampled tokens, as vLLM keeps them for us or for its OpenAI routes."""
+    """Returns the sampled tokens' log-probs, as vLLM keeps them for us or its OpenAI routes."""
     assert completion.logprobs is not None
     if isinstance(completion.logprobs, FlatLogprobs):
         return completion.logprobs.logprobs

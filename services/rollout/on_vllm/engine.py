@@ -6,6 +6,7 @@ Importing this module imports vLLM (about 15 s), so only `VllmStarter` does, in 
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -20,12 +21,11 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.rollout.engine import Adapter, BadPrompt, Chat, NothingReceived, Offers
 from services.rollout.on_vllm.adapters import lora_request
-from services.rollout.on_vllm.arguments import can_sleep, engine_args
+from services.rollout.on_vllm.arguments import can_sleep, engine_args, start
 from services.rollout.on_vllm.chat import VllmChat
 from services.rollout.on_vllm.completions import rollout, sampling_params
 from services.rollout.on_vllm.masks import Masking
@@ -54,7 +54,8 @@ from shared.wire import (
 R = TypeVar("R")
 
 
-STOP_S = 3.0
+STOP_S = 15.0
+"""An engine that is asked to end takes a second or two, and ten on a busy machine."""
 
 AHEAD = -1
 """vLLM's priority of a request that waits behind none of the samples."""
@@ -72,7 +73,7 @@ class VllmEngine:
         self._spec = spec
         self._settings = settings
         self._tokenizer = load_tokenizer(spec)
-        self._llm = AsyncLLM.from_engine_args(engine_args(spec, settings))
+        self._llm = start(engine_args(spec, settings))
         self._request_ids = itertools.count()
         self._num_prompt_tokens = self._num_cached_tokens = 0
         self.folder = folder
@@ -82,8 +83,8 @@ class VllmEngine:
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
         lora = self._llm.vllm_config.lora_config
         self.max_lora_rank: int = lora.max_lora_rank if lora else 0
-        on_cpu = current_platform.is_cpu()
-        self._masking = Masking(spec.sampling_masks, self.vocab_size, on_cpu)
+        self.max_num_seqs: int = self._llm.vllm_config.scheduler_config.max_num_seqs
+        self._masking = Masking(spec.sampling_masks)
         self._offers: Offers | None = None
         self.openai: ASGIApp
         self.chat: Chat
@@ -130,7 +131,7 @@ class VllmEngine:
         name = next(self._request_ids)
         ending = asyncio.create_task(self._end_after(name, deadline_s)) if deadline_s else None
         try:
-            params = sampling_params(self._masking.wanted(sampling))
+            params = sampling_params(sampling)
             params.detokenize = bool(sampling.stop)
             output = await self._last_output(prompt_token_ids, params, salt, name, adapter=adapter)
         finally:
@@ -159,7 +160,6 @@ class VllmEngine:
     async def logprobs(self, token_ids: list[int], adapter: Adapter | None = None) -> list[float]:
         params = SamplingParams(
             max_tokens=1,
-            top_k=1,  # vLLM's masks want a bound; it is of the one token that nobody looks at
             prompt_logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -233,7 +233,7 @@ class VllmEngine:
     async def restart(self, folder: Path) -> None:
         await self.stop()
         self._llm = await in_own_thread(
-            lambda: AsyncLLM.from_engine_args(engine_args(self._spec, self._settings, folder))
+            lambda: start(engine_args(self._spec, self._settings, folder))
         )
         self.openai, self.chat = self._entrypoints()
         freeze_heap()
@@ -276,12 +276,18 @@ class VllmEngine:
         return self._llm.get_num_unfinished_requests()
 
     async def stop(self) -> None:
+        """Ends the engine. Nobody listens to it any more by then, or vLLM would log that it
+        died."""
+        if listener := self._llm.output_handler:
+            listener.cancel()
+        self._llm.output_processor.propagate_error(EngineDeadError())
         await in_own_thread(self.shut_down)
 
     def shut_down(self) -> None:
         """Ends the engine's processes, killing them if they take longer than `STOP_S` seconds."""
         self._llm.shutdown(timeout=STOP_S)
         stop_children()  # vLLM does not wait for those that it kills
+        gc.unfreeze()  # of what is frozen as Python ends, nanobind says that it leaked
 
     def _entrypoints(self) -> tuple[ASGIApp, VllmChat]:
         app = openai_app(self._llm, self._spec.model, self._offers, self._settings.tool_parser)

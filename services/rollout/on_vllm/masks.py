@@ -1,8 +1,8 @@
 """Which tokens each token was drawn from, under top-p, top-k or min-p: vLLM's sampling masks.
 
-vLLM's newer model runner, which a GPU has, gives them if `return_sampling_mask` is set, for all
-requests or none. On a CPU vLLM has the older one; there `inside/executors.py`
-adds them.
+vLLM's newer model runner, which a GPU has, gives them if `return_sampling_mask` is set. On a CPU
+vLLM has the older one; there `inside/executors.py` adds them. Either way a token that was drawn
+from the whole vocabulary has an empty one (`inside/masks.py`).
 """
 
 from __future__ import annotations
@@ -17,25 +17,13 @@ from shared.wire import Sampling
 
 @dataclass(frozen=True)
 class Masking:
-    """Whether an engine of `vocab_size` tokens is `asked` for masks, by `EngineSpec`."""
+    """Whether an engine is `asked` for masks, by `EngineSpec`."""
 
     asked: bool
-    vocab_size: int
-    on_cpu: bool
 
     def gives(self, sampling: Sampling) -> bool:
         """Returns whether there is to be a mask for each token that is sampled so."""
         return self.asked and sampling.truncates
-
-    def wanted(self, sampling: Sampling) -> Sampling:
-        """Returns a sampling of the same tokens, with the top_k and the temperature above 0 that
-        vLLM's own masks want of every request. Of tokens that are exactly as likely, greedy
-        decoding then takes any."""
-        if not self.asked or self.on_cpu:
-            return sampling
-        if sampling.temperature == 0:
-            return sampling.model_copy(update={"temperature": 1.0, "top_k": 1})
-        return sampling.model_copy(update={"top_k": sampling.top_k or self.vocab_size})
 
 
 def packed(kept_T: Sequence[Sequence[int]], num_tokens: int) -> tuple[TokenIds, TokenIds]:

@@ -23,6 +23,10 @@ NOISY = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.model_execut
 tensors are compared before they are loaded."""
 
 
+SWEEPING = "ignore::UserWarning:multiprocessing.resource_tracker"
+"""Python's tracker warns of each semaphore of a process that it removes for it, at an orderly end
+of vLLM's too."""
+
 STAGES = {
     "Starting to load model": "reading the weights",
     "Loading weights took": "making room for its cache",
@@ -92,6 +96,7 @@ def set_environment(folder: Path) -> tuple[Path, Path]:
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads, which a fork would freeze
+        PYTHONWARNINGS=",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), SWEEPING))),
     )
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Spinning threads of two engines on shared cores cost 10 times.

@@ -21,7 +21,7 @@ from services.rollout.on_vllm.processes import (
 from shared.config import Settings
 from shared.digest import stored_tensors
 from shared.errors import BadRequest, Failed
-from shared.models import model_folder
+from shared.models import check_hub, model_folder
 from shared.threads import in_own_thread
 from shared.wire import EngineSpec, Sampling
 
@@ -108,6 +108,7 @@ def _hub_folder(spec: EngineSpec) -> Path:
     try:
         config = cached_file(spec.model, "config.json", revision=spec.revision)
     except OSError as error:
+        check_hub(spec.model)
         raise BadRequest(
             f"'model': got {spec.model!r}, no folder here and no model on the hub: "
             f"{' '.join(str(error).split())}"

@@ -48,8 +48,8 @@ class Held:
 
 
 class Adapters:
-    """Those of one engine, of at most `limit` jobs. `serving` is the one that serves, None if the
-    model's own weights do."""
+    """The adapters of one engine, for at most `limit` jobs. `serving` is the adapter that serves,
+    None if the model's own weights do."""
 
     def __init__(self, engine: Engine, copies: Copies, limit: int) -> None:
         self._engine = engine
@@ -62,8 +62,8 @@ class Adapters:
         self.serving: Held | None = None
 
     async def load(self, ref: AdapterWeights, copy: Copy) -> None:
-        """Makes this adapter the one that serves. That of the job's version before is retired, and
-        beyond the limit that of the job whose last load is longest ago. Raises Failed, and changes
+        """Makes this adapter serve. Retires the job's previous adapter, and beyond the limit the
+        adapter of the job whose last load is longest ago. Raises Failed, and changes
         nothing, if the engine does not take it."""
         adapter = Adapter(ref.adapter, next(self._numbers), ref.version, copy.folder)
         try:

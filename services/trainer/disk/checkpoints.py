@@ -31,8 +31,8 @@ PREFIX = "step-"
 DAMAGED = "damaged-"
 
 FORMAT = 1
-"""Of the manifest and of all that is in `trainer/`. It grows by 1 with each change that an older
-version of Hone would misread."""
+"""Version of the manifest and of the files in `trainer/`. It grows by 1 with each change that an
+older version of Hone would misread."""
 
 
 class Manifest(Wire):

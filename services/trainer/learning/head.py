@@ -2,7 +2,7 @@
 vocabulary]` never whole.
 
 For hidden states h_n, head weight W (and bias b), temperature T and target t_n, with logits x_nv =
-(h_n . W_v + b_v) / T:
+z_nv / T, z_nv = h_n . W_v + b_v, or c tanh(z_nv / c) / T where a model caps them (`logits.py`):
 
     logprob_n = x_n,t - log sum_v e^x_nv
     entropy_n = log sum_v e^x_nv - sum_v p_nv x_nv,  p_nv = softmax(x_n)_v
@@ -11,7 +11,7 @@ The sums run over tiles of `[chunk of tokens, part of the vocabulary]`, with a r
 online softmax of arXiv 1805.02867). The backward pass computes each tile of logits again and turns
 it in place into the gradient of the logits,
 
-    d logprob_n / d x_nv = 1[v = t_n] - p_nv
+    d logprob_n / d x_nv = 1[v = t_n] - p_nv,    d x_nv / d z_nv = (1 - (T x_nv / c)^2) / T
 
 of which the gradients of h, W and b are sums. So a pass needs a few tiles beyond its inputs and
 gradients, whatever the vocabulary, and each logit is computed twice and held in cache while it is
@@ -87,13 +87,14 @@ class ScoringHead(nn.Linear):
         temperature: float = 1.0,
         chunk_tokens: int = 1024,
         kept: Kept | None = None,
+        cap: float | None = None,
     ) -> Any:
-        """Returns the logits `[..., V]`; with targets, for hidden states `[N, H]`, log-probs `[N]`
-        and entropies `[N]` in nats."""
+        """Returns the head's output `[..., V]`; with targets, for hidden states `[N, H]`, log-probs
+        `[N]` and entropies `[N]` in nats."""
         if targets_N is None:
             return super().forward(input)
         return _Score.apply(
-            input, self.weight, self.bias, targets_N, temperature, chunk_tokens, kept
+            input, self.weight, self.bias, targets_N, temperature, chunk_tokens, kept, cap
         )
 
 
@@ -106,14 +107,27 @@ def as_scoring_head(head: nn.Module) -> ScoringHead | None:
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """Some tokens' hidden states, and the head that scores them tile by tile."""
+class _Head:
+    """What makes logits of hidden states."""
 
-    hidden_CH: Tensor
     weight_VH: Tensor
     bias_V: Tensor | None
     temperature: float
     kept: Kept | None
+    cap: float | None
+
+    def chunk(self, hidden_NH: Tensor, at: slice) -> _Chunk:
+        kept = None if self.kept is None else self.kept.chunk(at.start, at.stop)
+        return _Chunk(
+            self.weight_VH, self.bias_V, self.temperature, kept, self.cap, hidden_CH=hidden_NH[at]
+        )
+
+
+@dataclass(frozen=True)
+class _Chunk(_Head):
+    """Some tokens' hidden states, and the head that scores them tile by tile; `kept` is theirs."""
+
+    hidden_CH: Tensor
 
     def parts_of_vocabulary(self) -> list[slice]:
         """Returns the tiles' columns. A tile has at most `TILE_LOGITS` logits, and so many numbers
@@ -133,11 +147,20 @@ class _Chunk:
         logits_CV = _product(self.hidden_CH, self.weight_VH[part].t())
         if self.bias_V is not None:
             logits_CV.add_(self.bias_V[part])
+        if self.cap is not None:
+            logits_CV.div_(self.cap).tanh_().mul_(self.cap)
         if self.temperature != 1:
             logits_CV.div_(self.temperature)
         if self.kept is not None:
             self.kept.apply(logits_CV, part)
         return logits_CV
+
+    def slopes(self, logits_CV: Tensor) -> Tensor | None:
+        """Returns T d x / d z of a tile of logits x; None where it is 1. That of a token which
+        could not be sampled is 0."""
+        if self.cap is None:
+            return None
+        return (logits_CV * (self.temperature / self.cap)).square_().neg_().add_(1).clamp_(min=0)
 
 
 class _Score(torch.autograd.Function):
@@ -151,16 +174,18 @@ class _Score(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         kept: Kept | None,
+        cap: float | None,
     ):
+        head = _Head(weight_VH, bias_V, temperature, kept, cap)
         scores = [
-            _score_chunk(_chunk(hidden_NH, weight_VH, bias_V, temperature, kept, at), targets_N[at])
+            _score_chunk(head.chunk(hidden_NH, at), targets_N[at])
             for at in _slices(len(hidden_NH), chunk_tokens)
         ]
         logprobs_N, entropies_N, log_totals_N = (
             torch.cat(parts) for parts in zip(*scores, strict=True)
         )
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, log_totals_N)
-        ctx.temperature, ctx.chunk_tokens, ctx.kept = temperature, chunk_tokens, kept
+        ctx.temperature, ctx.chunk_tokens, ctx.kept, ctx.cap = temperature, chunk_tokens, kept, cap
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
@@ -175,17 +200,22 @@ class _Score(torch.autograd.Function):
         grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=wide) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
+        head = _Head(weight_VH, bias_V, ctx.temperature, ctx.kept, ctx.cap)
         scale_N1 = (grad_logprobs_N / -ctx.temperature)[:, None]
         for at in _slices(len(hidden_NH), ctx.chunk_tokens):
-            chunk = _chunk(hidden_NH, weight_VH, bias_V, ctx.temperature, ctx.kept, at)
+            chunk = head.chunk(hidden_NH, at)
             scale_C1 = scale_N1[at]
             scaled_CH = (chunk.hidden_CH * scale_C1).to(hidden_NH.dtype)
             for part in chunk.parts_of_vocabulary():
                 # p - 1[v = t]; its factor, -gradient / T, is on the small matrices and not on the
                 # tile
-                grad_CV = chunk.logits(part).sub_(log_totals_N[at, None]).exp_()
+                logits_CV = chunk.logits(part)
+                slopes_CV = chunk.slopes(logits_CV)
+                grad_CV = logits_CV.sub_(log_totals_N[at, None]).exp_()
                 here_C, columns_C1 = _targets_in(part, targets_N[at])
                 grad_CV.scatter_add_(1, columns_C1, -here_C[:, None].to(wide))
+                if slopes_CV is not None:
+                    grad_CV.mul_(slopes_CV)
                 if grad_bias_V is not None:
                     grad_bias_V[part] += (grad_CV * scale_C1).sum(0)
                 grad_CV = grad_CV.to(weight_VH.dtype)
@@ -197,24 +227,12 @@ class _Score(torch.autograd.Function):
             None if grad_hidden_NH is None else grad_hidden_NH.mul_(scale_N1).to(hidden_NH.dtype),
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
             None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
-            *[None] * 4,
+            *[None] * 5,
         )
 
 
 def _slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-def _chunk(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    temperature: float,
-    kept: Kept | None,
-    at: slice,
-) -> _Chunk:
-    of_chunk = None if kept is None else kept.chunk(at.start, at.stop)
-    return _Chunk(hidden_NH[at], weight_VH, bias_V, temperature, of_chunk)
 
 
 def _score_chunk(chunk: _Chunk, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ token could see any; and without a mask attention takes its fast path. Packed ro
 `position_ids` that begin again.
 
 What this takes for granted of a model is checked when a job starts, because silently wrong
-log-probs would train: that the head gives the logits as they are (`check_head`), that neither
+log-probs would train: that the head and the model's `LogitRule` give its logits, that neither
 padding nor packing changes a hidden state (`check_head`, `choose_packing`), that recomputing its
 layers does not either (`checkpoint_body`).
 """
@@ -19,6 +19,8 @@ layers does not either (`checkpoint_body`).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -28,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.learning.batch import MicroBatch, collate
 from services.trainer.learning.head import Kept, as_scoring_head
+from services.trainer.learning.logits import AS_THEY_ARE, LogitRule, rule_of
 from shared.errors import BadRequest
 from shared.logs import get_logger
 from shared.packed import TokenIds
@@ -36,6 +39,9 @@ from shared.wire import Example
 MAX_CHUNK_LOGITS = 1 << 26
 """Logits of a chunk where the head is called as it is: 256 MiB in float32, whatever the
 vocabulary."""
+
+LOUD = 60.0
+"""Magnitude of the logits by which a model's rule is told: a cap of 30 hardly shows at 1."""
 
 CANARY_LENGTHS = (5, 8)
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
@@ -53,6 +59,7 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
+        self.rule = rule_of(causal_lm(model).config)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns the log-probs `[N]` and, without gradient, the entropies `[N]` of the batch's
@@ -63,10 +70,21 @@ class Policy(nn.Module):
         scoring = as_scoring_head(head)
         if scoring is not None:
             return scoring(
-                hidden_NH, batch.targets_N, self.temperature, self.chunk_tokens, batch.kept
+                hidden_NH,
+                batch.targets_N,
+                self.temperature / self.rule.scale,
+                self.chunk_tokens,
+                batch.kept,
+                self.rule.cap,
             )
         return chunked_logprobs(
-            head, hidden_NH, batch.targets_N, self.temperature, self.chunk_tokens, batch.kept
+            head,
+            hidden_NH,
+            batch.targets_N,
+            self.temperature,
+            self.chunk_tokens,
+            batch.kept,
+            self.rule,
         )
 
 
@@ -91,6 +109,7 @@ def chunked_logprobs(
     temperature: float,
     chunk_tokens: int,
     kept: Kept | None = None,
+    rule: LogitRule = AS_THEY_ARE,
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probs and entropies `[N]` by any head, called chunk by chunk and again for each
     in the backward pass. Logits are as the head rounds them."""
@@ -103,6 +122,7 @@ def chunked_logprobs(
             targets_N[start : start + size],
             temperature,
             None if kept is None else kept.chunk(start, start + size),
+            rule,
             use_reentrant=False,
         )
         for start in range(0, len(hidden_NH), size)
@@ -117,10 +137,11 @@ def chunk_logprobs(
     targets_C: Tensor,
     temperature: float,
     kept: Kept | None = None,
+    rule: LogitRule = AS_THEY_ARE,
 ) -> tuple[Tensor, Tensor]:
-    """Returns log softmax(head(hidden) / temperature) at the targets `[C]`, and the distribution's
+    """Returns log softmax(logits / temperature) at the targets `[C]`, and the distribution's
     entropies `[C]`."""
-    logits_CV = head(hidden_CH).float() / temperature
+    logits_CV = rule.logits(head(hidden_CH)) / temperature
     if kept is not None:
         kept.apply(logits_CV, slice(0, logits_CV.shape[1]))
     all_logprobs_CV = logits_CV.log_softmax(-1)
@@ -131,8 +152,9 @@ def chunk_logprobs(
 
 @torch.no_grad()
 def check_head(model: Any, name: str) -> None:
-    """Raises BadRequest unless the output head on the last hidden state gives the model's own
-    logits, and unless padding to the right leaves hidden states as they are."""
+    """Raises BadRequest unless the output head on the last hidden state, by the model's
+    `LogitRule`, gives the model's own logits, and unless padding to the right leaves hidden states
+    as they are."""
     model = causal_lm(model)
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
@@ -142,16 +164,19 @@ def check_head(model: Any, name: str) -> None:
         )
     batch = _canary(model, packed=False)
     ids_1T = batch.input_ids_BT[-1:]
-    ours_1TV = head(model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state).float()
-    theirs_1TV = model(
-        input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False
-    ).logits.float()
+    hidden_1TH = model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state
+    rule, loudness = rule_of(model.config), LOUD / max(1e-6, head(hidden_1TH).abs().max().item())
+    with _multiplied_input(head, loudness):
+        ours_1TV = rule.logits(head(hidden_1TH))
+        theirs_1TV = model(
+            input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False
+        ).logits.float()
     difference = (ours_1TV - theirs_1TV).abs().max().item()
-    if difference > 1e-2 * max(1.0, theirs_1TV.abs().max().item()):
+    if difference > 1e-2 * theirs_1TV.abs().max().item():
         raise BadRequest(
             f"the model {name!r} ({type(model).__name__}) changes its logits after the output head "
-            f"(by up to {difference:.3g}); "
-            "this trainer takes models whose head gives the logits as they are"
+            f"(by up to {difference:.3g}) otherwise than by the scale or the cap that its "
+            "config.json says; this trainer takes models whose logits these give"
         )
     padded = _difference_from_alone(model, batch)
     if padded > CLOSE.get(model.dtype, 1e-3):
@@ -160,6 +185,15 @@ def check_head(model: Any, name: str) -> None:
             "padding to its right changes its "
             f"hidden state by {padded:.2g} of its norm; this trainer takes causal models"
         )
+
+
+@contextmanager
+def _multiplied_input(module: nn.Module, factor: float) -> Iterator[None]:
+    hook = module.register_forward_pre_hook(lambda _, inputs: (factor * inputs[0], *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @torch.no_grad()

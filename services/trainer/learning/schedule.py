@@ -30,7 +30,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 def learning_rate(job: Job, step: int) -> float:
     """Returns the rate of `step`, from 1."""
     training = job.training
-    peak, warmup = training.learning_rate, training.warmup_steps
+    peak, warmup = job.learning_rate, training.warmup_steps
     if step <= warmup:
         return peak * step / warmup
     if training.schedule == "constant":

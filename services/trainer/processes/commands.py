@@ -25,6 +25,7 @@ from services.trainer.processes.together import Ranks, as_hone_error
 from services.trainer.trainer import Trainer
 from shared import codec
 from shared.errors import HoneError, Unavailable, from_problem
+from shared.health import Starting
 from shared.logs import get_logger, of_request, request_id
 from shared.wire import CheckpointRequest, PublishRequest, TrainerJob, TrainStepRequest, Wire
 
@@ -122,7 +123,7 @@ class Readiness:
             return None
         what = f"job {self._request.job_id!r}, which was loaded before a failure,"
         if not self._answer.done():
-            return f"{what} is being loaded again"
+            return Starting(f"{what} is being loaded again")
         error = self._answer.exception()
         return f"{what} could not be loaded again: {error}" if error else None
 

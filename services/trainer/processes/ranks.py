@@ -38,11 +38,12 @@ from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import Meeting, Place, meet, tell_libraries
 from services.trainer.processes.together import Ranks
 from services.trainer.trainer import Seams, Trainer
+from services.trainer.transfer.sharing import gpu_of
 from services.trainer.zero.out_of_memory import first_line
-from shared import logs, tracing
+from shared import logs, nvidia, tracing
 from shared.config import Settings
 from shared.environment import load_settings
-from shared.errors import BadRequest, HoneError, Unavailable
+from shared.errors import BadRequest, Failed, HoneError, Unavailable
 from shared.job import Job
 from shared.logs import get_logger
 from shared.processes import end_with_parent
@@ -99,7 +100,7 @@ def join(settings: Settings, place: Place, life: Path, folder: LaunchFolder) -> 
     The process group is made here and not by DeepSpeed, which would bind it to a device
     (`device_id`) and so hang later weight syncs.
     """
-    on_gpu = torch.cuda.is_available()
+    on_gpu = has_gpu()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
     if on_gpu:
         torch.cuda.set_device(device_of(place))
@@ -116,6 +117,27 @@ def join(settings: Settings, place: Place, life: Path, folder: LaunchFolder) -> 
         timeout=COLLECTIVE_TIMEOUT,
     )
     return meeting
+
+
+def has_gpu() -> bool:
+    """Returns whether the ranks compute on GPUs. Raises Failed where there are some that torch
+    cannot use: the CPU would do their work, and nobody would know."""
+    if torch.cuda.is_available():
+        return True
+    cuda, num_cards = torch.version.cuda, nvidia.num_cards()
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if cuda is None or is_hidden or not num_cards:
+        return False
+    try:
+        torch.cuda.init()
+        reason = "torch does not say why"
+    except RuntimeError as error:
+        reason = first_line(error)
+    raise Failed(
+        f"there are {num_cards} GPU(s) and CUDA {cuda} does not start on them: {reason} (driver "
+        f"{nvidia.driver() or 'unknown'}; {nvidia.LEAST_DRIVER} or newer is needed). To train on "
+        "the CPU all the same, set CUDA_VISIBLE_DEVICES to -1"
+    )
 
 
 def device_of(place: Place) -> torch.device:
@@ -177,6 +199,7 @@ def trainer_maker(
         remember_budget=folder.remember_budget,
         budget=folder.budget,
         device_fault=lambda: fault_of(device_of(place)),
+        gpu=gpu_of(device_of(place)),
     )
     return lambda ranks: Trainer(settings, ranks, seams, folder.past())
 
@@ -193,10 +216,13 @@ def lead(
     job that the ranks before had loaded comes first."""
     tracing.configure("trainer", settings)
     inbox = Inbox()
-    readiness = Readiness.after_loading(inbox, folder.job())
+    loaded_before = folder.job()
+    readiness = Readiness.after_loading(inbox, loaded_before)
     service = create_service(
         settings, trainer, inbox.run, versions(channel.num_ranks), readiness.problem, compiling
     )
+    if loaded_before:
+        service.ownership.go_on(loaded_before)
     server = service.server(settings.trainer_port)
     stopping = threading.Event()
 

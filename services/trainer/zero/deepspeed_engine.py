@@ -1,9 +1,5 @@
 """The trained policy on this rank: model, adapters, reference and DeepSpeed put together for one
-job. `update.py` trains it.
-
-Left out: mixture-of-experts models. Their ranks may meet different experts in one micro-batch, and
-would put different gradients into one collective.
-"""
+job. `update.py` trains it."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ from services.trainer.learning import reference
 from services.trainer.learning.batch import collate
 from services.trainer.learning.examples import allowed_versions, check
 from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_packing
-from services.trainer.transfer.sharing import gpu_of
 from services.trainer.zero import lora, state
 from services.trainer.zero import stages as zero
 from services.trainer.zero.internals import bring_back, offload, whole_weights
@@ -152,7 +147,6 @@ class DeepSpeedEngine:
         self.num_parameters = parts.num_parameters
         self.num_trainable = parts.num_trainable
         self.weights_bytes = parts.weights_bytes
-        self.gpu = gpu_of(device)
 
     def update(
         self,

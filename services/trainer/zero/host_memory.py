@@ -16,7 +16,7 @@ from pathlib import Path
 M_MMAP_THRESHOLD = -3
 
 LARGE_BYTES = 1 << 20
-"""Of a block that is mapped by itself, and so goes back to the system when it is freed."""
+"""Least size of a block that is mapped by itself, and so goes back to the system when freed."""
 
 WORTH_BYTES = 128 << 20
 """What a micro-batch takes where anything is worth giving back."""

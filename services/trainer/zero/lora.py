@@ -18,10 +18,13 @@ from peft.tuners.lora import Linear, LoraLayer
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from shared.adapters import PREFIX, WEIGHTS
 from shared.errors import BadRequest
+from shared.experts import has_experts
 from shared.job import LoraSpec
+from shared.plan.model import ATTENTION
 
 ADAPTER = "default"
 BASE = ".base_layer."
@@ -31,14 +34,13 @@ OWN = ".lora_"
 def attach(model: Any, spec: LoraSpec) -> Any:
     """Puts adapters into `model`, freezes the rest and returns PEFT's wrapper around it. Raises
     BadRequest for target modules that the model does not have, or that cannot be merged."""
-    targets = (
-        spec.target_modules if isinstance(spec.target_modules, str) else list(spec.target_modules)
-    )
+    targets = _targets(model, spec)
     settings = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]  (PEFT takes fractions too)
         lora_dropout=spec.dropout,
         target_modules=targets,
+        exclude_modules=_beside_text(model),
         task_type="CAUSAL_LM",
     )
     try:
@@ -62,6 +64,35 @@ def attach(model: Any, spec: LoraSpec) -> Any:
                 "expected other layers"
             )
     return wrapped
+
+
+def _targets(model: Any, spec: LoraSpec) -> str | list[str]:
+    """Returns the layers that are to have adapters, as PEFT is told: of a mixture of experts "all"
+    are attention's, for samplers do not take others."""
+    if not isinstance(spec.target_modules, str):
+        return list(spec.target_modules)
+    if not has_experts(model.config.get_text_config().to_dict()):
+        return spec.target_modules
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and ATTENTION in name
+    ]
+
+
+def _beside_text(model: Any) -> list[str]:
+    """Returns the linear layers that no text goes through: those of other models in this one, as a
+    vision tower, and what connects them."""
+    decoder = model.get_decoder()
+    for_text = [model.get_output_embeddings(), *decoder.modules()]
+    others = [each for each in for_text[2:] if isinstance(each, PreTrainedModel)]
+    found = {id(layer) for layer in for_text}
+    found -= {id(layer) for other in others for layer in other.modules()}
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and id(layer) not in found
+    ]
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:

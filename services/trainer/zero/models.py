@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any, cast
 
-import httpx2
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,9 +25,8 @@ from shared import dtype as dtypes
 from shared.errors import BadRequest, HoneError, from_problem
 from shared.job import Job
 from shared.model_check import check_rope, read_config
-from shared.models import EXPECTED, model_folder
+from shared.models import EXPECTED, check_hub, model_folder
 
-HUB_TIMEOUT_S = 10.0
 SAVED_AS = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -64,20 +61,12 @@ def _configuration(job: Job) -> Path:
     """
     with contextlib.suppress(OSError, ValueError):  # not in the cache: the hub is asked next
         return _cached_configuration(job, local_files_only=True)
-    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    try:
-        httpx2.head(hub, timeout=HUB_TIMEOUT_S)
-    except httpx2.HTTPError as error:
-        raise BadRequest(
-            f"{job.model!r} is neither a folder on this host nor in its Hugging Face cache, and "
-            f"{hub} cannot be reached "
-            f"({type(error).__name__}: {error}); {EXPECTED}"
-        ) from error
+    check_hub(job.model)
     try:
         return _cached_configuration(job)
     except (OSError, ValueError) as error:
         raise BadRequest(
-            f"{hub} has no model {job.model!r} for this token: {str(error).splitlines()[0]}; "
+            f"the hub has no model {job.model!r} for this token: {str(error).splitlines()[0]}; "
             f"{EXPECTED}"
         ) from error
 
@@ -173,7 +162,25 @@ def load_model(job: Job, dtype: torch.dtype, device: torch.device) -> Any:
         raise BadRequest(
             f"cannot load the model {job.model!r}: {_first_line(error)}; {EXPECTED}"
         ) from error
+    _cap_attention(model, job)
     return model.to(device).eval()
+
+
+def _cap_attention(model: Any, job: Job) -> None:
+    """Has a model that caps its attention's logits (Gemma 2) do so, as samplers do: torch's own
+    attention, which transformers prefers, leaves the cap out. Raises BadRequest where the job asks
+    for that one."""
+    config = model.config.get_text_config()
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if not cap or config._attn_implementation != "sdpa":
+        return
+    if job.memory.attention == "sdpa":
+        raise BadRequest(
+            f"memory.attention is 'sdpa', which leaves out the cap of {cap:g} that the model "
+            f"{job.model!r} puts on its attention's logits; expected 'auto', 'eager' or "
+            "'flash_attention_2'"
+        )
+    model.set_attn_implementation("eager")
 
 
 def copy_tokenizer(job: Job, folder: Path) -> None:

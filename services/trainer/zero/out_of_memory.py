@@ -16,7 +16,7 @@ from shared.wire import TrainerMemory
 
 PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "logits", "update")
 PARTS += ("buffers", "overhead")
-"""Of what is planned for a rank, in the order in which it is said."""
+"""Parts of a rank's planned memory, in the order of messages."""
 MESSAGE = re.compile(
     r"can't allocate memory|not enough memory|out of memory|Unable to mmap|Cannot allocate memory",
     re.IGNORECASE,

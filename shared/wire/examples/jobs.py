@@ -47,6 +47,8 @@ KEY = {"name": "dashboard", "access": "read", "created_at": 1763800000}
 
 JOBS: dict[str, Any] = {
     "SubmitRequest": {"job": JOB},
+    "WithdrawRequest": {"key": "9f2c51d07ae84b36c0d1e5fa"},
+    "Withdrawn": {"job": {"id": ID, "status": "cancelled", "cancel_requested": True}},
     "JobRecord": {
         **SUMMARY,
         "run_dir": f"/runs/{ID}",

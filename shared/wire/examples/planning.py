@@ -6,6 +6,7 @@ PLAN = {
     "model": "/models/tiny",
     "num_parameters": 494032768,
     "num_trainable": 494032768,
+    "learning_rate": 1e-6,
     "dtype": "bfloat16",
     "gpus": "1xA10G",
     "fits": True,

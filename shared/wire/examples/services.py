@@ -81,6 +81,8 @@ TRAINERS: dict[str, Any] = {
     },
     "PublishRequest": {**FENCED, "version": 41, "method": "disk"},
     "CheckpointRequest": {**FENCED, "step": 50},
+    "ReleaseRequest": {**FENCED},
+    "Released": {"job_id": FENCED["job_id"]},
     "Checkpoint": CHECKPOINT,
 }
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import pwd
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +17,7 @@ from deploy import local
 from deploy.supervisor import Supervisor, running
 from hone.client import Client
 from shared.config import Settings
+from shared.errors import BadRequest
 from shared.ports import free_port
 
 ELSEWHERE = {"HONE_ROLLOUT_URL": "http://a:1,http://b:1", "HONE_REWARD_URL": "http://c:1"}
@@ -64,26 +71,115 @@ def test_without_an_orchestrator_there_is_no_redis(tmp_path: Path) -> None:
     assert Supervisor(Settings(), tmp_path)._has_redis()
 
 
-@pytest.mark.slow
-def test_an_orchestrator_alone_is_started_and_stopped_with_its_redis(
+def test_a_service_that_is_not_started_needs_an_address_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    volume = tmp_path / "volume" / "redis"
+    monkeypatch.setenv("HONE_REWARD_URL", "http://c:1")
+    supervisor = Supervisor(Settings(), tmp_path, ["trainer", "orchestrator"])
+    with pytest.raises(BadRequest) as caught:
+        supervisor._check_elsewhere()
+    assert caught.value.detail == (
+        "HONE_ROLLOUT_URL not set; expected the addresses of the services that are not started "
+        "here: at the default ones there may be those of another stack"
+    )
+    monkeypatch.setenv("HONE_ROLLOUT_URL", "http://127.0.0.1:8001")
+    Supervisor(Settings(), tmp_path, ["trainer", "orchestrator"])._check_elsewhere()
+    Supervisor(Settings(), tmp_path)._check_elsewhere()
+    Supervisor(Settings(), tmp_path, ["reward"])._check_elsewhere()
+
+
+def test_shared_memory_that_another_has_laid_out_is_refused(tmp_path: Path) -> None:
+    (shared := tmp_path / "shm").mkdir()
+    shared.chmod(0o1777)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (shared / "hone-1").symlink_to(elsewhere)
+    supervisor = Supervisor(Settings(shm_dir=shared / "hone-1"), tmp_path / "stack")
+    with pytest.raises(BadRequest, match=r"is a link to .*; HONE_SHM_DIR names another folder"):
+        supervisor._own_shared_memory()
+    assert not [*elsewhere.iterdir()]
+
+
+def test_the_folder_of_a_stack_that_is_gone_is_not_written_into(tmp_path: Path) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    shm = tmp_path / "shm"
+    (left := shm / "left").mkdir(parents=True)
+    (left / "of-stack").symlink_to(gone)
+    (tmp_path / "stack").mkdir()
+    Supervisor(Settings(shm_dir=shm), tmp_path / "stack")._own_shared_memory()
+    assert not left.exists()
+    assert not [*gone.iterdir()], "looking whether it runs makes no lock there"
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The state of a stack of an orchestrator alone."""
     own = {
         "HONE_ORCHESTRATOR_PORT": str(free_port()),
-        "HONE_REDIS_DIR": str(volume),
+        "HONE_REDIS_DIR": str(tmp_path / "volume" / "redis"),
         "HONE_RUNS_DIR": str(tmp_path / "runs"),
         "HONE_SHM_DIR": str(tmp_path / "shm"),
+        "HONE_TRAINER_URL": "http://127.0.0.1:9",
+        "HONE_ROLLOUT_URL": "http://127.0.0.1:9",
+        "HONE_REWARD_URL": "http://127.0.0.1:9",
     }
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     folder = tmp_path / "stack"
-    state = local.up(folder, quiet=True, services=["orchestrator"])
-    try:
-        assert list(state["urls"]) == ["orchestrator"]
-        with Client(state["urls"]["orchestrator"]) as client:
-            assert client.list(1).jobs == ()
-        assert any(volume.iterdir())
-    finally:
-        assert local.down(folder)
+    yield local.up(folder, quiet=True, services=["orchestrator"])
+    assert local.down(folder)
     assert running(folder) is None
+
+
+@pytest.mark.slow
+def test_an_orchestrator_alone_is_started_and_stopped_with_its_redis(
+    alone: dict[str, Any], tmp_path: Path
+) -> None:
+    assert list(alone["urls"]) == ["orchestrator"]
+    with Client(alone["urls"]["orchestrator"]) as client:
+        assert client.list(1).jobs == ()
+    assert any((tmp_path / "volume" / "redis").iterdir())
+
+
+@pytest.mark.slow
+def test_what_a_stack_leaves_is_its_users_only(alone: dict[str, Any], tmp_path: Path) -> None:
+    with Client(alone["urls"]["orchestrator"]) as client:
+        client.list(1)
+    made = [tmp_path / "stack", tmp_path / "volume", tmp_path / "runs", tmp_path / "shm"]
+    found = [path for folder in made for path in (folder, *folder.rglob("*"))]
+    names = {path.name for path in found}
+    assert {"redis.sock", "orchestrator.log", "stack.json", "lock", "supervisor.err"} <= names
+    readable = [path for path in found if not path.is_symlink() and path.stat().st_mode & 0o077]
+    assert readable == []
+
+
+@pytest.mark.slow
+def test_beside_another_stack_it_is_said_whose_it_is(alone: dict[str, Any], tmp_path: Path) -> None:
+    url = alone["urls"]["orchestrator"]
+    with pytest.raises(BadRequest) as caught:
+        local.up(tmp_path / "second", quiet=True, services=["orchestrator"])
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    assert caught.value.detail == (
+        f"port {url.rpartition(':')[2]} is taken by the orchestrator service of another Hone stack "
+        f"of user {user!r} in {tmp_path / 'stack'}: HONE_ORCHESTRATOR_URL={url} leads to it, `hone "
+        f"down --dir {tmp_path / 'stack'}` stops it, or let this stack have ports of its own "
+        "(HONE_REWARD_PORT, HONE_TRAINER_PORT, HONE_ROLLOUT_PORT, HONE_ORCHESTRATOR_PORT)"
+    )
+
+
+def test_what_is_waited_for_is_said_with_growing_gaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(
+        "deploy.supervisor.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    )
+    report = io.StringIO()
+    Supervisor(Settings(), tmp_path)._wait_for("trainer", lambda: now > 80.0, report)
+    said = [json.loads(line) for line in report.getvalue().splitlines()]
+    assert [(each["event"], each["service"]) for each in said] == [("waiting", "trainer")] * 5
+    assert [each["seconds"] for each in said] == [3, 6, 12, 24, 48]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from hone import cli, commands
 from hone.cli import app
-from hone.commands.rollouts import steps_of
+from hone.commands.regrade import steps_of
 from hone.commands.up import _local
 from hone.shell import REWARDS_ONLY, Output
 from shared.errors import BadRequest
@@ -48,12 +49,18 @@ def test_a_file_of_rewards_alone_is_read_as_in_a_job_with_its_functions_inlined(
 
 def test_every_module_of_commands_is_found_without_being_named() -> None:
     modules = {path.stem for path in Path(commands.__path__[0]).glob("*.py")} - {"__init__"}
-    groups = [group.typer_instance for group in app.registered_groups]
-    registered = [each for part in (app, *groups) if part for each in part.registered_commands]
-    callbacks = [command.callback for command in registered]
-    homes = {callback.__module__.rpartition(".")[2] for callback in callbacks if callback}
+    homes = {module.rpartition(".")[2] for module, _ in cli.found().values()}
     assert homes == modules
     assert not [name for name in modules if f'"{name}"' in Path(cli.__file__).read_text()]
+
+
+def test_every_command_is_listed_with_what_it_does_and_says_the_same_itself() -> None:
+    listed = CliRunner().invoke(app, ["--help"]).output
+    for name, (_, text) in cli.found().items():
+        assert text and f"  {name} " in listed
+        own = CliRunner().invoke(app, [name, "--help"], catch_exceptions=False).output
+        assert text in " ".join(own.split()), name
+    assert "Did you mean 'ls'?" in CliRunner().invoke(app, ["lss"]).output
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(

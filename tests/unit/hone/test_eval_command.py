@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hone import evaluation_view, shell
+from hone import cli, evaluation_view
 from hone.cli import app
 from hone.commands import eval as command
 from shared.errors import BadRequest, NotFound
@@ -216,6 +216,6 @@ def test_a_star_takes_the_exact_test_too_where_few_problems_differ() -> None:
 
 
 def test_a_command_has_its_place_among_the_others() -> None:
-    assert "eval" in {registered.name for registered in shell.app.registered_commands}
+    assert "eval" in cli.found()
     with pytest.raises(BadRequest):
         command._job(FakeClient(), None, None, "math", [])  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hone.cli import app
-from hone.commands import checkpoints, jobs, recover
+from hone.commands import checkpoints, jobs, recover, submit
 from hone.downloading import Downloaded, Progress
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
@@ -93,7 +93,7 @@ def run(monkeypatch: pytest.MonkeyPatch, status: str, *arguments: str) -> tuple[
     def connect() -> Iterator[Orchestrator]:
         yield Orchestrator(status)
 
-    for module in (checkpoints, jobs, recover):
+    for module in (checkpoints, jobs, recover, submit):
         monkeypatch.setattr(module, "connect", connect)
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     return result.exit_code, result.output
@@ -200,7 +200,7 @@ def test_a_queued_job_is_shown_with_its_place_and_who_has_the_trainer(
     assert shown.splitlines()[2:5] == [
         "the trainer gpu-1:8002 is taken by demo-0",
         "the trainer gpu-2:8002 waits for its samplers: evaluation eval-7 has them",
-        "the trainer gpu-3:8002 is away: no connection",
+        "the trainer gpu-3:8002 takes no job: no connection",
     ]
     _, shown = run(monkeypatch, "queued", "get", "demo")
     lines = [" ".join(line.split()) for line in shown.splitlines()]
@@ -208,6 +208,15 @@ def test_a_queued_job_is_shown_with_its_place_and_who_has_the_trainer(
     assert any(
         line.startswith("waits because the trainer gpu-1:8002 is taken by") for line in lines
     )
+
+
+def test_a_job_that_waits_for_what_is_not_there_says_for_what(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    away = "cannot reach the reward service at http://127.0.0.1:8003: ConnectError"
+    monkeypatch.setattr(Orchestrator, "waits", {"waits": away})
+    _, shown = run(monkeypatch, "running", "ls")
+    assert shown.splitlines()[2] == f"demo-1 waits: {away}"
 
 
 def test_checkpoints_are_listed_and_one_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:

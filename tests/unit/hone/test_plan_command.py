@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from hone import graders_here
 from hone.cli import app
+from hone.plan_view import cost_text
+from shared.errors import Failed
+from shared.wire import Cost
 from tests.support.plan_models import LLAMA_8B, QWEN_05B
 
 JOB = """
@@ -20,6 +25,7 @@ steps = 100
 train = "x"
 [[rewards]]
 grader = "length"
+params = {{ target = 64 }}
 """
 
 
@@ -55,6 +61,8 @@ def test_a_plan_is_lines_for_people_and_json_for_programs(job_file: Path) -> Non
     assert "fits on 1xA10G: 1 rank and 1 sampler take turns on the same GPUs" in shown
     assert "settings: HONE_COLOCATE=1 HONE_TRAINER_RANKS=1" in shown
     assert "prices of modal on 2026-09-25" in shown
+    assert "learning rate 1e-06" in shown
+    assert "learning rate 1e-05" in run(job_file, "--gpus", "cpu", "--set", "lora.rank=16")
     found = json.loads(run(job_file, "--gpus", "1xA100-80GB", "-o", "json"))
     assert (found["fits"], found["gpus"], found["steps"]) == (True, "1xA100-80GB", 100)
 
@@ -106,11 +114,39 @@ def test_a_job_that_does_not_fit_says_what_to_change(tmp_path: Path, job_file: P
         (("--set", "model=owner/none"), "neither a folder here nor in the Hugging Face cache"),
         (("--set", "model=/nowhere/at/all"), "there is no folder '/nowhere/at/all' here"),
         (("--set", "memory.zero_stag=1"), "unknown key 'memory.zero_stag'; did you mean"),
+        (("--set", "sampling.group_size=1"), "sampling.group_size is 1: a lone completion has"),
+        (("--set", "rewards.0.grader=lenght"), "no grader 'lenght'; did you mean 'length'?"),
+        (("--set", "rewards.0.params.maxx=1"), "params of reward 'length': unknown key 'maxx'"),
         (("--measured", "/nowhere"), "--measured '/nowhere': No such file or directory; expected"),
     ],
 )
 def test_bad_input_is_a_sentence(job_file: Path, options: tuple[str, ...], message: str) -> None:
     assert message in " ".join(run(job_file, *options, code=2).split())
+
+
+def test_a_model_that_is_nearly_a_folder_here_is_said_to_be_looked_for_on_the_hub(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "task/model").mkdir(parents=True)
+    said = (
+        "warning: there is no folder 'task/modell' here, and 'task' is one; the model is looked "
+        "for on the Hugging Face Hub; did you mean 'task/model'?"
+    )
+    assert run(job_file, "--set", "model=task/modell", code=2).startswith(said)
+    assert "warning" not in run(job_file, "--set", "model=owner/modell", code=2)
+
+
+def test_a_plan_is_made_where_graders_cannot_be_listed(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_: object) -> None:
+        raise Failed("the graders cannot be listed on this machine: no module")
+
+    monkeypatch.setattr(graders_here, "check", none)
+    shown = run(job_file, "--gpus", "1xA100-80GB")
+    assert "the rewards are not checked: the graders cannot be listed" in " ".join(shown.split())
+    assert "fits on 1xA100-80GB" in shown
 
 
 def test_a_run_folder_gives_its_rates(job_file: Path, tmp_path: Path) -> None:
@@ -128,3 +164,22 @@ def test_a_run_folder_gives_its_rates(job_file: Path, tmp_path: Path) -> None:
     assert "no step there both sampled and trained" in run(
         job_file, "--measured", run_folder, code=2
     )
+
+
+@pytest.mark.parametrize(
+    ("hours", "told"),
+    [(0.001, "less than a minute"), (1 / 60, "1 minute"), (0.5, "30 minutes"), (1.5, "1.5 hours")],
+)
+def test_how_long_all_steps_take_is_in_words(hours: float, told: str) -> None:
+    cost = Cost(
+        per_hour=2.5, currency="USD", source="x", per_step=0.1, hours=hours, total=2.5 * hours
+    )
+    assert cost_text(cost).startswith(f"all steps: about {told}, ")
+
+
+def test_a_plan_says_what_is_needed_and_what_there_is(job_file: Path) -> None:
+    shown = run(job_file, "--gpus", "2xA100-80GB")
+    assert re.search(r"trainer, each GPU: needs [\d.]+ GiB and has [\d.]+\n", shown), shown
+    assert re.search(r"sampler, each GPU: needs at least [\d.]+ GiB and has [\d.]+\n", shown)
+    assert re.search(r"a step takes about .* s \(sampling .*; from data sheets\)\n", shown)
+    assert "the trainer has 1 rank and 1 sampler, each on GPUs of its own" in shown

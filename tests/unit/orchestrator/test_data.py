@@ -20,7 +20,7 @@ from services.orchestrator.data.uploads import Uploads, new_id
 from services.orchestrator.loop.decisions import MustPause
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from shared.config import Settings
-from shared.errors import BadRequest, NotFound
+from shared.errors import BadRequest, NotFound, Unavailable
 from shared.job import Job
 
 ROWS = [{"question": f"{n}+1?", "answer": str(n + 1), "level": n % 5} for n in range(40)]
@@ -446,7 +446,7 @@ def test_a_file_that_changes_under_a_running_job_stops_it(
     with pytest.raises(MustPause, match="has changed since the job was submitted"):
         prompts.for_step(2)
     path.unlink()
-    with pytest.raises(MustPause, match="cannot be read any more: No such file"):
+    with pytest.raises(Unavailable, match="cannot be read any more: No such file"):
         prompts.for_step(3)
 
 
@@ -470,3 +470,19 @@ def test_a_dataset_of_the_hub_is_read_at_the_commit_of_the_submission(
         Ask("data.train", "openai/gsm8k", "train", spec, settings, wanted="b" * 40)
     )
     assert len(asked) == 1 and again.arguments["revision"] == "b" * 40
+
+
+@pytest.mark.parametrize(("separator", "called"), [(";", "semicolons"), ("\t", "tabs")])
+def test_a_csv_with_other_separators_than_commas_says_so(
+    settings: Settings, tmp_path: Path, separator: str, called: str
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"prompt{separator}answer\n1?{separator}1\n")
+    with pytest.raises(BadRequest) as refused:
+        load({"train": str(path)}, settings)
+    assert refused.value.detail == (
+        f"dataset {str(path)!r} has {called} between its columns (prompt, answer), and is read "
+        "with commas; save it with commas, or as .jsonl"
+    )
+    path.write_text("prompt\n1; 2?\n")
+    assert load({"train": str(path)}, settings).num_train == 1, "one column is no fault"

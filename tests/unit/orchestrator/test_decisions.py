@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from services.orchestrator.loop.decisions import (
+    LIMITS,
+    MAX_LOSSES,
     MAX_RECOVERIES,
-    PAUSES_S,
     RULES,
     Action,
     Decision,
     MustPause,
     SyncFailed,
+    cause_of,
     decide,
 )
 from services.orchestrator.queue.connection import StoreUnavailable
@@ -35,10 +37,13 @@ from shared.errors import (
 )
 
 STOP, RECOVER, PAUSE, FAIL = Action.STOP, Action.RECOVER, Action.PAUSE, Action.FAIL
-GIVE_BACK = Action.GIVE_BACK
+GIVE_BACK, WAIT, RELOAD = Action.GIVE_BACK, Action.WAIT, Action.RELOAD
 
 EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (BadRequest, "bad_request"): FAIL,
+    (BadRequest, "not_there"): WAIT,
+    (BadRequest, "foreign"): PAUSE,
+    (NotFound, "foreign"): WAIT,
     (Malformed, "malformed"): FAIL,
     (Unauthorized, "unauthorized"): PAUSE,
     (Forbidden, "forbidden"): PAUSE,
@@ -49,16 +54,18 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (Conflict, "body_differs"): PAUSE,
     (Conflict, "stale"): GIVE_BACK,
     (Conflict, "emptied"): STOP,
+    (Conflict, "taken"): WAIT,
     (Conflict, "out_of_order"): RECOVER,
     (Conflict, "no_adapters"): RECOVER,
-    (StateLost, "state_lost"): RECOVER,
-    (Unavailable, "unavailable"): RECOVER,
-    (Unavailable, "unreachable"): RECOVER,
-    (Unavailable, "starting"): RECOVER,
-    (Unavailable, "draining"): RECOVER,
+    (StateLost, "state_lost"): RELOAD,
+    (Unavailable, "unavailable"): WAIT,
+    (Unavailable, "unreachable"): RELOAD,
+    (Unavailable, "starting"): WAIT,
+    (Unavailable, "draining"): WAIT,
+    (Unavailable, "hub_away"): WAIT,
     (Unavailable, "deadline"): PAUSE,
-    (Unavailable, "wrong_type"): RECOVER,
-    (Busy, "busy"): RECOVER,
+    (Unavailable, "wrong_type"): WAIT,
+    (Busy, "busy"): WAIT,
     (Failed, "failed"): RECOVER,
     (Failed, "bug"): RECOVER,
     (Failed, "digest_differs"): RECOVER,
@@ -68,6 +75,7 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (Failed, "out_of_memory"): PAUSE,
     (Failed, "not_finite"): PAUSE,
     (Failed, "disk_full"): RECOVER,
+    (Failed, "run_folder_gone"): PAUSE,
 }
 
 
@@ -93,14 +101,39 @@ def test_errors_of_the_orchestrator_itself_are_decided_too() -> None:
 
 
 def test_recovering_ends_after_a_few_times_in_a_row_and_pauses_with_what_to_do() -> None:
-    error = Unavailable("cannot reach the trainer service", code="unreachable")
+    error = Failed("rank 0 died")
     assert [decide(error, count).action for count in range(5)] == [RECOVER] * 3 + [PAUSE] * 2
-    assert decide(error, 2).why == "cannot reach the trainer service"
+    assert decide(error, 2).why == "rank 0 died"
     assert decide(error, 3).why == (
-        "cannot reach the trainer service; "
-        "make sure that it works (`hone doctor` shows how the services are)"
+        "rank 0 died; make sure that it works (`hone doctor` shows how the services are)"
     )
-    assert len(PAUSES_S) == MAX_RECOVERIES
+    assert LIMITS == {RECOVER: MAX_RECOVERIES, RELOAD: MAX_LOSSES}
+
+
+def test_a_service_that_is_away_is_waited_for_as_often_as_it_takes() -> None:
+    away = Unavailable("the service has no GPU")
+    assert {decide(away, count, again=True).action for count in range(1000)} == {WAIT}
+    nobody = NotFound("a proxy knows no such route", code="foreign")
+    assert decide(nobody, 1000).action is WAIT
+
+
+def test_a_job_that_loses_its_services_again_and_again_pauses_in_the_end() -> None:
+    lost = Unavailable("cannot reach the trainer service", code="unreachable")
+    assert {decide(lost, count, again=True).action for count in range(20)} == {RELOAD}
+    assert decide(lost, 20).action is PAUSE and "ends its services itself" in decide(lost, 20).why
+
+
+def test_one_cause_that_comes_twice_before_any_step_pauses_with_it() -> None:
+    first, second = Failed("head size 40 (after 138.2 s)"), Failed("head size 40 (after 140.9 s)")
+    assert cause_of(first) == cause_of(second) != cause_of(Failed("no space"))
+    assert decide(second, 1, again=True).action is PAUSE
+    assert decide(second, 1, again=False).action is RECOVER
+    assert decide(second, 1, again=True, has_run=True).action is RECOVER
+
+
+def test_a_disk_that_refuses_is_tried_again() -> None:
+    stale = decide(OSError(116, "Stale file handle", "/runs/a/metrics.jsonl"))
+    assert stale.action is RECOVER and stale.why.startswith("the disk refuses: [Errno 116] Stale")
 
 
 def test_a_job_that_has_run_does_not_fail() -> None:

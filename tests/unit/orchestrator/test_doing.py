@@ -26,7 +26,7 @@ def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None
     doing.begin("step 3 of 9")
     with waits.on("rollout", "sampling a group"), waits.on("rollout", "sampling a group"):
         at = time.time() - 25
-        line = doing.line(waits, {"rollout": at})
+        line = doing.line(waits, {"the rollout service": at})
     clock = time.strftime("%H:%M:%S", time.gmtime(at))
     assert line == (
         "step 3 of 9: rollout: 2 x sampling a group, 0 s; the rollout service is away since "

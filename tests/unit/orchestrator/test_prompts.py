@@ -178,7 +178,7 @@ def test_epochs_are_counted_as_they_were_written() -> None:
     """In floats 1.1 * 100 is more than 110."""
     job = make_job(data={"epochs": 1.1}, steps=0, sampling={"prompts_per_step": 10})
     prompts = made(job, rows(100))
-    assert with_steps(job, prompts).steps == 11
+    assert with_steps(job, prompts.num_train).steps == 11
 
 
 def test_weights_serve_before_any_evaluation_of_them() -> None:

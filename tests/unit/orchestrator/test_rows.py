@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.orchestrator.api import rows
-from services.orchestrator.api.checking import MAX_CHECKS, Checking
 from services.orchestrator.api.rows import check_rows
 from services.orchestrator.loop.prompts import load_prompts
 from shared.config import Settings
-from shared.errors import BadRequest, Busy
-from shared.gate import caller
+from shared.errors import BadRequest
 from shared.job import Job
-from shared.wire import ApiKey
 from tests.support.model_folders import make_model_folder
 
 
@@ -98,20 +93,6 @@ def test_rows_that_are_held_out_share_the_time_and_are_not_kept(
     )
 
 
-async def test_more_checks_than_can_wait_are_refused() -> None:
-    checking, release = Checking(), threading.Event()
-    under_way = [
-        asyncio.create_task(checking.run(lambda: release.wait(60))) for _ in range(MAX_CHECKS)
-    ]
-    await asyncio.sleep(0)
-    with pytest.raises(Busy, match="at most 32 are taken"):
-        await checking.run(lambda: None)
-    release.set()
-    assert all(await asyncio.gather(*under_way))
-    caller.set(ApiKey(name="bot", access="full", created_at=0))
-    assert await checking.run(lambda: caller.get()) == caller.get()
-
-
 def test_a_value_that_is_nested_too_deep_to_be_sent_is_found(tmp_path: Path) -> None:
     deep = '{"prompt": "?", "answer": ' + "[" * 300 + "]" * 300 + "}\n"
     (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "answer": []}\n' * 9 + deep)
@@ -119,6 +100,52 @@ def test_a_value_that_is_nested_too_deep_to_be_sent_is_found(tmp_path: Path) -> 
     data = submitted.data.model_copy(update={"train": str(tmp_path / "rows.jsonl")})
     detail = refused(submitted.model_copy(update={"data": data}))
     assert detail.startswith("row 9 of ") and "nested too deep" in detail and "'answer'" in detail
+
+
+# --- the same data is tried once
+
+
+def counting(submitted: Job, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Returns of how many rows prompts are made when the job is checked."""
+    made, prompts = list[int](), load_prompts(submitted, Settings())
+    make = prompts.made_of
+    monkeypatch.setattr(prompts, "made_of", lambda rows: made.append(len(rows)) or make(rows))
+    assert len(check_rows(submitted, prompts)) == 4
+    return sum(made)
+
+
+def test_rows_that_passed_are_not_tried_again_for_another_job_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "?"}\n' * 100)
+    first = job([{"prompt": "?"}]).model_copy(
+        update={
+            "data": job([{"prompt": "?"}], filter="prompt").data.model_copy(
+                update={"train": str(path)}
+            )
+        }
+    )
+    assert counting(first, monkeypatch) == 104, "all rows, and those of the first step"
+    other = first.model_copy(update={"name": "other", "seed": 7, "steps": 9})
+    assert counting(other, monkeypatch) == 4
+    spec = first.data.model_copy(update={"template": "Q: {{ prompt }}"})
+    assert counting(first.model_copy(update={"data": spec}), monkeypatch) == 104
+    path.write_text('{"prompt": "!"}\n' * 100)
+    assert counting(first, monkeypatch) == 104, "the same file with another content"
+    path.write_text('{"prompt": "!"}\n' * 99 + '{"prompt": ""}\n')
+    assert load_prompts(first, Settings()).num_train == 99, "its filter leaves out what is empty"
+
+
+def test_an_index_of_a_file_is_of_the_content_that_it_has_now(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for count, prompt in ((5, "a"), (9, "bb"), (5, "a")):
+        path.write_text(f'{{"prompt": "{prompt}"}}\n' * count)
+        submitted = job([{"prompt": "?"}])
+        data = submitted.data.model_copy(update={"train": str(path)})
+        prompts = load_prompts(submitted.model_copy(update={"data": data}), Settings())
+        assert prompts.num_train == count
+        assert {each.content for each in prompts.for_step(1)} == {prompt}
 
 
 # --- whether prompts leave room for their completions

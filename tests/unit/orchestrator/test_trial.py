@@ -20,12 +20,12 @@ def said(grader: str = "math", weight: float = 1.0, **found: Any) -> tuple[str, 
 def test_a_reward_that_tells_answers_apart_is_shown_without_a_warning() -> None:
     found = {"empty": 0.0, "reference": 1.0, "num_references": 4, "full_mark": 1.0}
     assert said(**found) == (
-        "rewards tried on 4 rows: math: reference answers earn 1.00, empty ones 0.00",
+        "rewards tried on 4 rows: math: reference answers earn 1.00, empty completions earn 0.00",
         (),
     )
     brief = {"empty": 1.0, "reference": None}
     assert said("length", **brief) == (
-        "rewards tried on 4 rows: length: no reference answers, empty ones 1.00",
+        "rewards tried on 4 rows: length: no row has a known answer, empty completions earn 1.00",
         (),
     )
     assert said("llm_judge", why="it asks a language model, which costs")[0].endswith(

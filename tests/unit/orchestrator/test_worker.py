@@ -57,19 +57,19 @@ async def test_a_worker_leaves_also_where_redis_was_emptied() -> None:
     store.halt.assert_awaited_once()
 
 
-@pytest.mark.parametrize(("lost_services", "ends"), [(False, "halt"), (True, "leave")])
-async def test_only_a_job_that_lost_its_services_is_left_to_another_trainer(
-    lost_services: bool, ends: str
+@pytest.mark.parametrize(
+    ("tries", "others", "may_leave"),
+    [(1, [None], True), (1, ["no answer"], False), (1, [], False), (2, [None], False)],
+)
+async def test_a_job_is_left_to_another_trainer_that_is_there_once(
+    tries: int, others: list[str | None], may_leave: bool
 ) -> None:
-    """One whose disk is full, or whose model needs more memory, would meet that there too."""
-    store = Mock(halt=AsyncMock(), leave=AsyncMock())
-    store.slots.others = AsyncMock(return_value=[KnownSlot("other")])
+    """One that lost its second trainer too may end them itself."""
+    known = [KnownSlot(f"other-{number}", away) for number, away in enumerate(others)]
+    store = Mock()
+    store.slots.others = AsyncMock(return_value=known)
     worker = Worker(store, Settings())
-    worker._slot = Mock(look=AsyncMock(), away="no answer")
-    outcome = Outcome("paused", "it stopped", lost_services=lost_services)
-    await worker._finish(Lease("a", 1, "trainer", 30.0), outcome)
-    called = [name for name in ("halt", "leave") if getattr(store, name).await_count]
-    assert called == [ends]
+    assert await worker._may_leave(Lease("a", 1, "trainer", 30.0, tries=tries)) is may_leave
 
 
 async def test_a_trainer_whose_work_cannot_be_stopped_is_noted_no_more(
@@ -194,7 +194,7 @@ async def test_noting_a_trainer_and_heartbeats_go_on_after_an_unexpected_error(
     lease = Lease("a", 1, "trainer", 30.0)
     run = Mock(doing=Mock(side_effect=KeyError("a bug")))
     assert await worker_module._Beats(store, run).beat(lease) is None
-    store.beat.assert_awaited_once_with(lease, None)
+    store.beat.assert_awaited_once_with(lease, None, None)
 
 
 async def _turns(count: int) -> None:

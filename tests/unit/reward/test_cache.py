@@ -173,7 +173,7 @@ async def test_the_bound_on_calls_holds_over_requests() -> None:
 @pytest.mark.parametrize(
     ("how", "detail", "flag"),
     [
-        ("raise", "KeyError: 'lost'", "other_error"),
+        ("raise", "KeyError: 'lost'", "python_grader_runtime_error"),
         ("fail", "the judge refused", "model_grader_refusal_error"),
         ("bad", "column 'x' is 3; expected text", "invalid_variable_error"),
         ("short", "the grader returned 0 verdicts for 1 completions", "other_error"),

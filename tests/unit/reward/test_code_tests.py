@@ -366,6 +366,7 @@ async def test_a_sandbox_compiles_none_of_our_own_code(sandbox: LocalSandbox) ->
         "calls": [["expression", "f(2, 3)"]],
         "cpu_s": 1.0,
         "last": [],
+        "names": [],
     }
     request = inside.candidate_job(arguments)
     files = request.inputs["_files"]

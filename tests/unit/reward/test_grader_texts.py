@@ -344,3 +344,59 @@ async def test_python_is_refused_where_job_code_is_or_where_it_is_not_python(
         await grade(scripted_tools, "python", "x", source="def grade(")
     with pytest.raises(BadRequest, match=r"does not define grade; expected `def grade\(sample"):
         await grade(scripted_tools, "python", "x", source="def grad(sample, item): return 1")
+
+
+@pytest.mark.parametrize(
+    ("operation", "given", "known"),
+    [
+        ("eq", "{{ sample.output_text }}", "Paris!"),
+        ("eq", "{{sample.output_text}}", "Paris!"),
+        ("eq", "said: {{ sample.output_text }}", None),
+        ("like", "{{ sample.output_text }}", None),
+    ],
+)
+def test_string_check_knows_the_answer_that_is_to_be_given_as_it_is(
+    scripted_tools: GraderTools, operation: str, given: str, known: str | None
+) -> None:
+    params = {"input": given, "reference": "{{ item.city }}!", "operation": operation}
+    grader = registry.bind(RewardSpec(grader="string_check", params=params), scripted_tools)
+    assert grader.reference({"city": "Paris"}) == known
+
+
+@pytest.mark.parametrize(
+    ("grader", "params", "message"),
+    [
+        ("text_similarity", {"evaluation_metric": "rouge_l"}, "which has no word to be similar to"),
+        ("text_similarity", {"evaluation_metric": "bleu"}, "which has no word to be similar to"),
+        ("text_similarity", {"evaluation_metric": "fuzzy_match"}, "which has no word"),
+        ("string_check", {"operation": "like"}, "the reference is empty"),
+        ("string_check", {"operation": "ilike"}, "the reference is empty"),
+    ],
+)
+async def test_a_row_by_which_every_text_would_be_right_is_refused(
+    scripted_tools: GraderTools, grader: str, params: dict[str, Any], message: str
+) -> None:
+    spec = RewardSpec(
+        grader=grader,
+        params={"input": "{{ sample.output_text }}", "reference": "{{ item.answer }}", **params},
+    )
+    bound = registry.bind(spec, scripted_tools)
+    await bound.check_row({"answer": "the cat"})
+    for answer in ("", "...") if params.get("evaluation_metric") in ("rouge_l", "bleu") else ("",):
+        with pytest.raises(GradingFailed, match=message):
+            await bound.check_row({"answer": answer})
+    assert similarity("rouge_l", "", "...") == similarity("bleu", "!", "") == 0.0
+
+
+async def test_an_empty_completion_is_in_no_text(scripted_tools: GraderTools) -> None:
+    params = {
+        "input": "{{ item.answer }}",
+        "reference": "{{ sample.output_text }}",
+        "operation": "like",
+    }
+    bound = registry.bind(RewardSpec(grader="string_check", params=params), scripted_tools)
+    await bound.check_row({"answer": "the cat"})
+    items = [
+        ScoreItem(prompt="", completion=text, row={"answer": "the cat"}) for text in ("", "cat")
+    ]
+    assert [part.value for part in await bound.grade(items)] == [0.0, 1.0]

@@ -400,9 +400,7 @@ async def test_a_worker_killed_twice_from_outside_is_not_the_functions_fault(
         await kill()
 
     killer = asyncio.create_task(kill_twice())
-    with pytest.raises(
-        GradingFailed, match="was killed twice, from outside or by the kernel"
-    ) as caught:
+    with pytest.raises(GradingFailed, match="was killed twice, from outside or because") as caught:
         await grade(workers, source, "a")
     await killer
     assert caught.value.part() == Part(

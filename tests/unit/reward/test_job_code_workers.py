@@ -374,3 +374,32 @@ async def test_a_functions_processes_share_one_limit_of_memory(
         folder for parent in set(Groups.find().parents.values()) for folder in parent.iterdir()
     ]
     assert len([f for f in folders if f.name.startswith(f"hone-slot-{os.getpid()}-")]) <= 3
+
+
+OVEREATER = """
+def reward(completions):
+    for text in completions:
+        if text == "eat":
+            held = bytearray(300 << 20)
+            held[::4096] = b"x" * len(held[::4096])
+    return [1.0] * len(completions)
+"""
+
+
+async def test_a_text_that_eats_a_functions_memory_is_no_fault_of_the_sandbox(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "cgroups" not in sandbox.report()["limits"]:
+        pytest.skip("no cgroups can be made here")
+    monkeypatch.setattr("services.reward.sandbox.local.WORKER_BYTES", 128 << 20)
+    workers = FunctionWorkers(sandbox)
+    parts = await outcome(workers, RewardSpec(source=OVEREATER), "a", "eat", "b")
+    assert [(part.value, part.verdict) for part in parts] == [
+        (1.0, "ok"),
+        (None, "error"),
+        (1.0, "ok"),
+    ]
+    assert parts[1].errors == ("python_grader_runtime_error",)
+    assert "ended it at its limit of memory" in parts[1].detail
+    assert parts[1].detail.endswith("(completion 1)")
+    await workers.close()

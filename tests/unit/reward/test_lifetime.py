@@ -116,7 +116,11 @@ def test_nothing_is_left_when_the_service_ends_with_programs_running(end: signal
 def test_no_process_of_a_killed_service_goes_on_comparing() -> None:
     with reward_service() as running:
         reward = {"grader": "math", "params": {"cpu_s": 60}}
-        endless = {"prompt": "", "completion": r"\boxed{9^{9^{9^{9}}} + x}", "row": {"answer": "x"}}
+        endless = {
+            "prompt": "",
+            "completion": r"\boxed{9^{9^{9^{9}}} + x}",
+            "row": {"answer": "x + 1"},
+        }
         scored = {"items": [endless], "rewards": [reward]}
         threading.Thread(target=_quietly, args=(running, "/score", scored), daemon=True).start()
         children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
@@ -243,3 +247,23 @@ def test_an_ordinary_user_gets_the_same_isolation() -> None:
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout.splitlines()[-1])
     assert report == [None, "local", 65534, [["time_limit", None], ["ok", 42]]]
+
+
+KILLED_WHILE_STARTING = """
+import os, signal, sys
+from services.reward.sandbox.inside import isolation, kernel
+
+kernel.unshare = lambda flags, names: os.kill(os.getpid(), signal.SIGKILL)
+isolation._unshare_mapped(60_000)
+"""
+
+
+def test_a_slot_killed_before_it_has_its_namespaces_leaves_no_process() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_STARTING],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,  # its end comes once no process has it any more
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGKILL

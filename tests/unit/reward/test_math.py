@@ -11,8 +11,9 @@ import pytest
 import pytest_asyncio
 
 from services.reward.graders.math import Math
-from services.reward.graders.math.answers import equal, final_answer, number
 from services.reward.grading import registry
+from services.reward.grading.answers.forms import read
+from services.reward.grading.answers.numbers import equal, final_answer, number
 from services.reward.grading.registry import GradingFailed
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
@@ -51,7 +52,16 @@ def test_the_last_marked_answer_counts(text: str, answer: str | None) -> None:
         ("3/4", Fraction(3, 4)),
         (r"-\frac{3}{4}", Fraction(-3, 4)),
         ("1 1/2", Fraction(3, 2)),
-        ("x = −5", -5),
+        ("−5", -5),
+        ("1.6e-19", Fraction(16, 10**20)),
+        ("1e3", 1000),
+        (r"1.6 \times 10^{-19} \text{ C}", Fraction(16, 10**20)),
+        ("3.0×10^8 m/s", 300_000_000),
+        (r"0.1\overline{6}", Fraction(1, 6)),
+        ("x = 5", None),
+        ("3 i", None),
+        ("6 a", None),
+        ("5 squared", None),
         ("**42**", 42),
         (".5", Fraction(1, 2)),
         ("150 percent", 150),
@@ -96,7 +106,16 @@ def test_a_plain_number_is_read_exactly_and_nothing_else_is_one(
         ("0.333333", "1/3", True),
         ("0.3333", "1/3", False),
         ("1000000007", "1000000008", False),
-        ("18.0000001", "18", True),
+        ("18.0000001", "18", False),
+        ("0.0", "1/13983816", False),
+        ("0.0", "1.6e-19", False),
+        ("1.60e-19", "1.6e-19", True),
+        ("1.61e-19", "1.6e-19", False),
+        ("0.666667", "2/3", True),
+        ("0.666666", "2/3", True),
+        ("0.66667", "2/3", False),
+        ("7.15112e-8", "1/13983816", True),
+        ("7.15114e-8", "1/13983816", False),
         ("5 m", "5 km", False),
         ("5m", "5km", False),
         ("5000 m", "5 km", True),
@@ -111,26 +130,61 @@ def test_a_plain_number_is_read_exactly_and_nothing_else_is_one(
         ("90 minutes", "1.5 hours", True),
         ("25 °C", "25 °F", False),
         ("5 cents", "5 dollars", False),
-        ("18 eggs", "18 apples", True),
+        ("18 eggs", "18 apples", False),
+        ("18 eggs", "18 eggs per day", True),
+        ("18 egg", "18 eggs", True),
+        ("$5", "5 dollars", True),
+        ("$5", "€5", False),
+        ("1 N", "1 kg m/s^2", True),
+        ("5m", "5", False),
+        ("5 m", "5", True),
         (r"18\text{k}", "18", False),
         ("3 dozen", "36", True),
         ("3 dozen", "3", False),
         ("2 years", "24 months", True),
     ],
 )
-def test_numbers_are_equal_exactly_or_to_six_decimals(given: str, wanted: str, same: bool) -> None:
+def test_numbers_are_equal_exactly_or_to_six_digits(given: str, wanted: str, same: bool) -> None:
     ours, theirs = number(given), number(wanted)
     assert ours and theirs and equal(ours, theirs) is same
 
 
 @pytest.mark.parametrize(
-    "part", ["\\boxed{", "#", "####\n", "\\text{", "1,111", "9", "1 ", " ", "$", "{", "\\frac{1}{"]
+    "part",
+    [
+        "(",
+        "[1,",
+        "{(",
+        "\\{",
+        "x=",
+        "\\pm",
+        "1:",
+        " a",
+        ") a",
+        "\\text{a}",
+        "1,",
+        "&",
+        "and ",
+        "\\boxed{",
+        "#",
+        "####\n",
+        "\\text{",
+        "1,111",
+        "9",
+        "1 ",
+        " ",
+        "$",
+        "{",
+        "\\frac{1}{",
+    ],
 )
 def test_a_completion_made_to_be_slow_to_read_is_not(part: str) -> None:
     start = time.process_time()
     number(part * 20_000)
     number(final_answer(part * 20_000) or "")
     number(part * 60)
+    read(part * (2000 // len(part)))
+    read(part * 600 + "".join({"(": ")", "[": "]", "{": "}"}.get(one, "") for one in part) * 600)
     assert time.process_time() - start < 2
 
 
@@ -176,6 +230,26 @@ async def test_formulas_are_compared_by_what_they_mean(math: Math) -> None:
         ("no answer at all", "7", 0.0),
         ("", "7", 0.0),
         ("\0\ud7ff \\boxed{\\", "7", 0.0),
+        (r"\boxed{ABCD}", "DBCA", 0.0),
+        (r"\boxed{\text{(C)}}", "C", 1.0),
+        (r"\boxed{2ba}", "2ab", 1.0),
+        (r"\boxed{ba}", "ab", 0.0),
+        (r"\boxed{0.0}", "e^{-20}", 0.0),
+        (r"\boxed{0.0}", r"\frac{1}{13983816}", 0.0),
+        (r"\boxed{y=3}", "x=3", 0.0),
+        (r"\boxed{3}", "x=3", 1.0),
+        (r"\boxed{x=3}", "3", 1.0),
+        (r"\boxed{4=3}", "3", 0.0),
+        (r"\boxed{1+2=3}", "3", 1.0),
+        (r"\boxed{3,3}", "3", 0.0),
+        (r"\boxed{11:30}", "11/30", 0.0),
+        (r"\boxed{0=0}", "x=x+1", 0.0),
+        (r"\boxed{3x=9}", "x=3", 0.0),
+        (r"\boxed{(2)(3)}", "5", 0.0),
+        ("The answer is 1.6e-19.", "1.6e-19", 1.0),
+        ("It comes to 1e3", "1000", 1.0),
+        ("It is 5 squared", "5", 0.0),
+        ("Answer: B", "(B)", 1.0),
     ]
     parts = [
         (completion, (await grade(math, completion, wanted)).value)
@@ -205,6 +279,15 @@ async def test_the_column_may_hold_a_number_or_a_whole_solution_and_nothing_else
     for answer in (None, ["18"], "", True):
         with pytest.raises(GradingFailed, match="expected a number or text"):
             await grade(math, "#### 18", answer)
+    with pytest.raises(GradingFailed, match="is '4=3', which no answer can equal"):
+        await math.check_row({"answer": "4=3"})
+
+
+@of_the_module
+async def test_what_cannot_be_read_is_wrong_and_says_why(math: Math) -> None:
+    part = await grade(math, r"\boxed{5 squared}", "25")
+    assert (part.value, part.verdict) == (0.0, "wrong")
+    assert part.detail == "'5 squared', wanted '25': '5 squared' cannot be read as a formula"
 
 
 @of_the_module

@@ -42,7 +42,10 @@ ENDED: dict[str, Any] = {
         ({}, "ok", 5),
         ({"limit": "wall", "exit": -signal.SIGKILL}, "time_limit", None),
         ({"limit": "idle", "exit": -signal.SIGKILL}, "time_limit", None),
-        ({"overflow": True}, "output_limit", None),
+        ({"overflow": True}, "ok", 5),
+        ({"overflow": True, "result": '{"end": "error"}'}, "output_limit", None),
+        ({"overflow": True, "result": ""}, "output_limit", None),
+        ({"overflow": True, "exit": 1}, "output_limit", None),
         ({"exit": -signal.SIGKILL, "cpu_s": 0.4}, "memory_limit", None),
         ({"exit": -signal.SIGKILL, "cpu_s": 5.0, "memory": "own limit"}, "memory_limit", None),
         ({"exit": -signal.SIGKILL, "memory": "enough"}, "runtime_error", None),
@@ -169,7 +172,7 @@ def test_the_filter_allows_its_table_and_nothing_else(machine: str) -> None:
     known = header_numbers(machine)
     allowed = {number for number in known.values() if answer(program, arch, number) == ALLOW}
     by_argument = {
-        known[name] for name in ("clone", "ioctl", "fcntl", "madvise")
+        known[name] for name in ("clone", "ioctl", "fcntl", "madvise", "preadv2", "pwritev2")
     }  # with all arguments 0; the next test has others
     assert allowed == set(seccomp.numbers(machine).values()) | by_argument
     assert {name: known[name] for name in seccomp.numbers(machine)} == seccomp.numbers(machine)
@@ -197,6 +200,10 @@ def test_the_filter_reads_the_arguments_that_matter(machine: str) -> None:
         answer(program, arch, number["fcntl"], 0, lock)
         for lock in (5, 6, 7, 36, 37, 38, 1024, 1026, 1031)
     } == {EPERM}
+    for name in ("preadv2", "pwritev2"):
+        assert answer(program, arch, number[name], 3, 0, 1, 0, 0, 0) == ALLOW
+        for flags in (1, 8, 1 << 31):
+            assert answer(program, arch, number[name], 3, 0, 1, 0, 0, flags) == EPERM
     assert answer(program, arch, number["flock"]) == EPERM
     assert answer(program, arch, 0x40000000) == EPERM
     assert answer(program, 0x40000003, number["read"]) == KILL
@@ -264,8 +271,21 @@ def test_the_counts_of_a_cgroup_say_whose_memory_ran_out(
 def test_only_what_is_known_to_be_ours_is_no_fault_of_the_program(
     facts: dict[str, Any], ours: str
 ) -> None:
-    fault = verdicts.fault_of_ours(Facts(**ENDED | facts))
-    assert fault.endswith(ours) and bool(fault) == bool(ours)
+    request = ExecuteRequest(expression="x")
+    for is_last in (False, True):
+        fault = verdicts.fault_of_ours(Facts(**ENDED | facts), request, is_last=is_last)
+        assert fault.endswith(ours) and bool(fault) == bool(ours)
+
+
+@pytest.mark.parametrize(("used_mib", "is_own"), [(300, True), (20, False)])
+def test_a_program_twice_killed_with_much_memory_has_done_it_itself(
+    used_mib: int, is_own: bool
+) -> None:
+    facts = Facts(**ENDED | KILLED | {"memory": "host", "peak_bytes": used_mib << 20})
+    request = ExecuteRequest(expression="x", memory_mib=512)
+    faults = [verdicts.fault_of_ours(facts, request, is_last=last) for last in (False, True)]
+    assert [bool(fault) for fault in faults] == [True, not is_own]
+    assert (verdicts.execution(facts, request).verdict == "memory_limit") is is_own
 
 
 def test_a_forged_reason_that_is_no_text_can_be_sent_on() -> None:

@@ -1,29 +1,65 @@
 """vLLM's sampling masks as a rollout has them."""
 
-from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from services.rollout.on_vllm.masks import Masking, packed
 from shared.errors import Failed
 from shared.wire import Sampling
 
 
 def test_masks_are_packed_token_by_token_and_one_that_is_missing_is_an_error():
+    from services.rollout.on_vllm.masks import packed
+
     assert packed([[7, 30], [], [1, 9, 2]], 3) == ([7, 30, 1, 9, 2], [2, 0, 3])
     assert packed([], 0) == ([], [])
     with pytest.raises(Failed, match="vLLM gave 2 sampling masks for 3 tokens, expected one each"):
         packed([[7], [8]], 3)
 
 
-def test_what_vllm_wants_with_masks_samples_the_same_tokens():
-    on_gpu = Masking(asked=True, vocab_size=64, on_cpu=False)
-    greedy = on_gpu.wanted(Sampling(temperature=0, top_p=0.9))
-    assert (greedy.temperature, greedy.top_k) == (1.0, 1)
-    assert on_gpu.wanted(Sampling(top_p=0.9)) == Sampling(top_p=0.9, top_k=64)
-    assert on_gpu.wanted(Sampling(top_k=5)) == Sampling(top_k=5)
-    for other in (replace(on_gpu, on_cpu=True), replace(on_gpu, asked=False)):
-        assert other.wanted(Sampling(top_p=0.9)) == Sampling(top_p=0.9)
+def vllm_masks(counts: list[int], kept: list[list[int]], vocab_size: int) -> Any:
+    """Returns what vLLM's kernel leaves of a step: two ids a row, and a bit for each token."""
+    import torch
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+
+    bits_BV = np.zeros((len(kept), vocab_size), dtype=np.uint8)
+    for row, ids in zip(bits_BV, kept, strict=True):
+        row[ids] = 1
+    return SamplingMaskTensors(
+        torch.tensor([[*ids, 0, 0][:2] for ids in kept], dtype=torch.int32),
+        torch.from_numpy(np.packbits(bits_BV, axis=1, bitorder="little")),
+        torch.tensor(counts, dtype=torch.int32),
+        vocab_size,
+    )
+
+
+def test_on_a_gpu_a_token_drawn_from_the_whole_vocabulary_has_an_empty_mask(monkeypatch):
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+
+    from services.rollout.on_vllm.inside.masks import leave_out_whole_rows
+
+    monkeypatch.setattr(SamplingMaskTensors, "tolists", SamplingMaskTensors.tolists)
+    leave_out_whole_rows()
+    step = vllm_masks([1, 10, 3], [[4], list(range(10)), [2, 5, 9]], vocab_size=10)
+    lists = step.tolists(np.array([1, 1, 1]))
+    assert lists.slice_request(0, 1).token_ids.tolist() == [4]
+    assert lists.slice_request(1, 1).token_ids.tolist() == []
+    assert lists.slice_request(2, 1).token_ids.tolist() == [2, 5, 9]
+
+
+def test_beside_masks_vllm_takes_requests_without_a_top_k_and_greedy_ones(monkeypatch):
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from services.rollout.on_vllm.arguments import start
+
+    asked = SimpleNamespace(return_sampling_mask=True)
+    llm = SimpleNamespace(model_config=asked, input_processor=SimpleNamespace(model_config=asked))
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda args, usage_context: llm)
+    assert start(cast(Any, SimpleNamespace(return_sampling_mask=True))) is llm
+    assert not llm.input_processor.model_config.return_sampling_mask
+    assert llm.model_config.return_sampling_mask, "the engine itself still gives masks"
 
 
 @pytest.mark.parametrize(

@@ -138,3 +138,19 @@ def test_a_frozen_heap_is_not_gone_through_and_the_one_before_is_collected() -> 
         assert seen() is None
     finally:
         gc.unfreeze()
+
+
+LEAVES_A_SEMAPHORE = """
+import multiprocessing, os, sys
+from pathlib import Path
+from services.rollout.on_vllm.processes import set_environment
+set_environment(Path(sys.argv[1]))
+lock = multiprocessing.get_context("spawn").Lock()
+os._exit(0)
+"""
+
+
+def test_a_semaphore_that_vllm_leaves_is_removed_without_a_word(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEAVES_A_SEMAPHORE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

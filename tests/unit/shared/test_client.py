@@ -14,10 +14,10 @@ import pytest
 from services.rollout.weights.fetching import Fetcher
 from shared import codec
 from shared.client import Client
-from shared.errors import HoneError, NotFound
+from shared.errors import Busy, HoneError, NotFound, Unavailable
 from shared.logs import of_job, of_request
-from shared.operations import WAIT_PATH
-from shared.wire import NoBody, PauseState, WaitRequest, WaitResult, WeightFile
+from shared.rendering import problem
+from shared.wire import WAIT_PATH, NoBody, PauseState, WaitRequest, WaitResult, WeightFile
 
 
 async def test_an_answer_that_cannot_be_decompressed_is_asked_for_again_after_a_pause() -> None:
@@ -49,6 +49,58 @@ async def test_an_answer_that_cannot_be_decompressed_is_asked_for_again_after_a_
         WAIT_PATH,
         "/operations/a",
     ]
+
+
+async def test_a_busy_service_is_asked_again_when_it_said_up_to_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("shared.client.asyncio.sleep", note)
+    answers = iter([Busy("full", retry_after_s=7), Busy("full", retry_after_s=3), None])
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        if (busy := next(answers)) is None:
+            return httpx.Response(200, content=codec.encode(PauseState(paused=True)))
+        response = problem(busy)
+        return httpx.Response(429, headers=dict(response.headers), content=bytes(response.body))
+
+    transport = httpx.MockTransport(answer)
+    async with Client("rollout", "http://localhost", transport=transport) as client:
+        await client.get("/pause", PauseState, deadline_s=20)
+        assert slept == [7, 3]
+        answers = iter([Busy("full", retry_after_s=60)])
+        with pytest.raises(Busy, match="full") as raised:
+            await client.get("/pause", PauseState, deadline_s=20)
+    assert raised.value.retry_after_s == 60 and slept == [7, 3], "it is not done by then"
+
+
+@pytest.mark.parametrize(("is_back", "code"), [(False, "unreachable"), (True, "deadline")])
+async def test_a_deadline_that_passes_while_the_service_is_away_is_not_its_slowness(
+    is_back: bool, code: str
+) -> None:
+    """A host that is off refuses no connection: the attempt under way lasts until the deadline."""
+    requests: list[str] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(request.url.path)
+        if len(requests) == 1:
+            raise httpx.ConnectTimeout("no answer")
+        if is_back and request.url.path == "/pause":
+            return httpx.Response(202, headers={"location": "/operations/a"})
+        await asyncio.sleep(60)
+        raise AssertionError("it is waited for beyond the deadline")
+
+    transport = httpx.MockTransport(answer)
+    async with Client("reward", "http://localhost", transport=transport) as client:
+        with pytest.raises(Unavailable) as raised:
+            await client.call("POST", "/pause", NoBody(), PauseState, deadline_s=0.5)
+    assert raised.value.code == code
 
 
 async def test_a_service_that_forgot_an_operation_is_there_and_is_asked_anew() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shared import codec
 from shared.errors import BadRequest
-from shared.wire import Example, ExecuteRequest, Execution, Prompt, ScoreRequest
+from shared.wire import Example, ExecuteRequest, Execution, NoBody, Prompt, ScoreRequest
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(tuple)
 logprobs = st.lists(st.floats(-100, 0, width=32), max_size=40).map(tuple)
@@ -54,6 +54,16 @@ def test_token_ids_are_little_endian_int32_and_logprobs_float32() -> None:
 def test_bytes_that_are_no_body_are_a_bad_request(media_type: str) -> None:
     with pytest.raises(BadRequest):
         codec.decode(Example, b"\xff\xfe{", media_type)
+
+
+def test_why_bytes_are_no_msgpack_is_never_empty() -> None:
+    with pytest.raises(BadRequest, match=r"a body of 1 bytes is not valid .*: FormatError$"):
+        codec.decode(NoBody, b"\xc1", codec.MSGPACK)
+
+
+def test_a_body_without_keys_lists_none() -> None:
+    with pytest.raises(BadRequest, match=r"^unknown key 'x'; there are no valid keys$"):
+        codec.decode(NoBody, b'{"x": 1}')
 
 
 def test_an_unknown_field_is_refused_by_name() -> None:

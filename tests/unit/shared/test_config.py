@@ -41,6 +41,21 @@ def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         load_settings()
 
 
+def test_what_is_no_number_is_told_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HONE_WAIT_LIMIT_S", "soon")
+    with pytest.raises(BadRequest, match=r"'HONE_WAIT_LIMIT_S': got 'soon'; .*; expected seconds$"):
+        load_settings()
+
+
+def test_a_password_in_a_url_that_is_none_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HONE_REWARD_URL", "http://me:s3cret@host:99999")
+    with pytest.raises(
+        BadRequest, match=r"'http://\*\*\*@host:99999' is no URL: port 99999 is beyond 65535;"
+    ) as error:
+        load_settings()
+    assert "s3cret" not in str(error.value.errors)
+
+
 def test_no_deadline_is_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HONE_LEASE_S", "inf")
     with pytest.raises(BadRequest, match=r"'HONE_LEASE_S': got 'inf'; .* a finite number"):

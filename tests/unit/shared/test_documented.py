@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.config import Settings
+from shared.documented import descriptions
 from shared.explain import sections
 from shared.job import Job
 
@@ -13,7 +14,7 @@ MODELS = [*sections(Job), Settings]
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_every_field_has_a_docstring_of_its_own(model: type[Job]) -> None:
-    texts = {name: field.description or "" for name, field in model.model_fields.items()}
+    texts = {name: descriptions(model).get(name, "") for name in model.model_fields}
     assert [name for name, text in texts.items() if not text.endswith((".", '"'))] == []
     assert len(set(texts.values())) == len(texts)
 
@@ -29,6 +30,6 @@ def test_all_sections_of_a_job_are_found() -> None:
 
 def test_the_openapi_schema_of_a_job_shows_the_same_texts() -> None:
     schema = Job.model_json_schema()
-    assert schema["properties"]["steps"]["description"] == Job.model_fields["steps"].description
+    assert schema["properties"]["steps"]["description"] == descriptions(Job)["steps"]
     group_size = schema["$defs"]["SamplingSpec"]["properties"]["group_size"]
     assert group_size["description"].startswith("Completions per prompt")

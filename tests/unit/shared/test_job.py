@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import threading
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shared import job_file
 from shared.errors import BadRequest
 from shared.job import Job
-from shared.job_file import load_job, parse_job
+from shared.job.learned import same_learning
+from shared.job_file import load_job, parse_job, read_source
 
 MINIMAL = """
 name = "demo"
@@ -31,7 +36,7 @@ def write(folder: Path, text: str = MINIMAL) -> Path:
 
 def test_defaults_are_the_usual_recipe(tmp_path: Path) -> None:
     job = load_job(write(tmp_path))
-    assert (job.training.loss, job.training.learning_rate, job.training.max_grad_norm) == (
+    assert (job.training.loss, job.learning_rate, job.training.max_grad_norm) == (
         "dapo",
         1e-6,
         1.0,
@@ -42,6 +47,18 @@ def test_defaults_are_the_usual_recipe(tmp_path: Path) -> None:
         8,
     )
     assert (job.max_staleness, job.sampling.temperature, job.sampling.top_p) == (0, 1.0, 1.0)
+
+
+def test_adapters_are_trained_at_ten_times_the_rate_unless_the_job_says_one(tmp_path: Path) -> None:
+    lora = write(tmp_path, MINIMAL + "\n[lora]\n")
+    assert load_job(lora).learning_rate == 1e-5
+    assert load_job(lora, ["training.learning_rate=1e-6"]).learning_rate == 1e-6
+    assert load_job(lora, ["training.learning_rate=0"]).learning_rate == 0
+    assert load_job(lora, ["training.min_learning_rate=1e-5"]).learning_rate == 1e-5
+    with pytest.raises(BadRequest, match=r"min_learning_rate is 2e-05, above .* 1e-05"):
+        load_job(lora, ["training.min_learning_rate=2e-5"])
+    said = load_job(lora, ["training.learning_rate=1e-5"])
+    assert same_learning(load_job(lora), said)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +86,7 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
             "training.lerning_rate=1",
             "unknown key 'training.lerning_rate'; did you mean 'learning_rate'?",
         ),
-        ("training.lr=1", "unknown key 'training.lr'; did you mean 'learning_rate'?"),
+        ("training.lr=1", "unknown key 'training.lr'; here it is 'training.learning_rate'"),
         (
             "training.zero_stage=3",
             "unknown key 'training.zero_stage'; did you mean 'memory.zero_stage'?",
@@ -95,6 +112,10 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
         (
             "training.schedule=step",
             "'training.schedule': got 'step'; input should be 'constant', 'linear' or 'cosine'",
+        ),
+        (
+            "lora.target_modules=q_proj",
+            "'lora.target_modules': got 'q_proj'; expected \"all-linear\" or a list of modules",
         ),
         ("rewards.4.weight=1", "'4' is not a position in a list of 1"),
         ("steps", "expected KEY=VALUE"),
@@ -197,6 +218,51 @@ def test_a_missing_file_and_broken_toml_are_sentences(tmp_path: Path) -> None:
         load_job(tmp_path / "nope.toml")
     with pytest.raises(BadRequest, match="not valid TOML"):
         load_job(write(tmp_path, "steps = = 3"))
+
+
+@pytest.mark.parametrize("device", ["/dev/full", "/dev/null"])
+def test_a_device_is_no_job_file_and_is_not_read(tmp_path: Path, device: str) -> None:
+    with pytest.raises(BadRequest, match=f"^'{device}' is a device; expected a text file$"):
+        load_job(device)
+    with pytest.raises(BadRequest, match="is a device; expected a text file"):
+        read_source(Path(device))
+
+
+def test_a_byte_order_mark_before_a_job_file_is_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "marked.toml"
+    path.write_text("\ufeff" + MINIMAL)
+    assert load_job(path) == load_job(write(tmp_path))
+
+
+def test_a_job_file_may_be_a_pipe_and_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(MINIMAL,))
+    writer.start()
+    assert load_job(pipe) == load_job(write(tmp_path))
+    writer.join()
+    monkeypatch.setattr(job_file, "MAX_FILE_MIB", 0)
+    with pytest.raises(BadRequest, match="is larger than 0 MiB; expected a text file"):
+        load_job(write(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "sentence"),
+    [
+        (3, [], "the job file is 3; expected a path"),
+        ("x.toml", "steps=2", "the overrides are 'steps=2'; expected a list, for example"),
+        ("x.toml", None, "the overrides are None; expected a list, for example"),
+        ("a\0b", [], "not valid TOML: embedded null byte"),
+        ("x.toml", [2], "the overrides are [2]; expected a list, for example"),
+    ],
+)
+def test_what_is_no_path_and_no_list_of_overrides_is_a_sentence(
+    path: Any, overrides: Any, sentence: str
+) -> None:
+    with pytest.raises(BadRequest, match=re.escape(sentence)):
+        load_job(path, overrides)
 
 
 def test_a_reward_file_travels_as_source(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_the_hub_is_asked_for_the_configuration_alone(monkeypatch: pytest.Monkey
         (httpx2.Response(200, text="<html>"), "as its config.json is no JSON"),
         (httpx2.Response(200, json=[1]), "is no JSON object"),
         (httpx2.Response(200, json={"model_type": "gemma4", **CONFIG}), "is of type 'gemma4', who"),
-        (httpx2.Response(200, json={"num_experts": 8}), "is a mixture of experts"),
+        (httpx2.Response(200, json={"num_experts": 8}), "has no 'num_experts_per_tok'"),
     ],
 )
 @pytest.mark.usefixtures("offline")
@@ -217,3 +217,56 @@ def test_a_folder_without_a_configuration_or_a_size_is_named(tmp_path: Path) -> 
         find_model(str(folder))
     with pytest.raises(BadRequest, match=r"there is no folder '\./nothing' here"):
         find_model("./nothing")
+
+
+QWEN_30B = CONFIG | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 48,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+MIXTRAL_8X7B = CONFIG | {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "all_of_them", "experts"),
+    [
+        # 48 layers of 128 experts of 3 x 2048 x 768; published as 30.5B, of which 3.3B are active
+        (QWEN_30B, 30_532_122_624, 28_991_029_248),
+        # 32 layers of 8 experts of 3 x 4096 x 14336; published as 46.7B, of which 12.9B are active
+        (MIXTRAL_8X7B, 46_702_792_704, 45_097_156_608),
+    ],
+    ids=["Qwen3-30B-A3B", "Mixtral-8x7B"],
+)
+def test_memory_counts_all_experts_and_time_those_of_a_token(
+    config: dict[str, object], all_of_them: int, experts: int
+) -> None:
+    found = of_config(config, "m")
+    assert (found.num_parameters, found.num_expert_parameters) == (all_of_them, experts)
+    share = 1 / 16 if config is QWEN_30B else 1 / 4
+    assert found.num_read() == round(all_of_them - experts * (1 - share))
+    assert found.num_read(2) == round(all_of_them - experts * (1 - share) ** 2)
+    assert found.num_read(2000) == pytest.approx(all_of_them, rel=1e-9)
+    dense = of_config(CONFIG | {"model_type": "llama"}, "m")
+    assert dense.num_read() == dense.num_read(9) == dense.num_parameters

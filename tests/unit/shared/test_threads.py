@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from shared.threads import in_own_thread
+from shared.threads import Look, in_own_thread
 
 
 async def test_a_thread_returns_its_value_or_raises_its_error() -> None:
@@ -44,3 +44,19 @@ async def test_who_is_cancelled_does_not_wait_and_the_thread_ends_undisturbed() 
     release.set()
     threads[0].join(5)
     assert not threads[0].is_alive()
+
+
+async def test_a_look_that_hangs_is_one_thread_and_keeps_nobody_waiting() -> None:
+    answers, looks, look = threading.Event(), list[str](), Look[str](0.05)
+
+    def hangs() -> str:
+        looks.append("looked")
+        answers.wait(60)
+        return "there"
+
+    assert [await look.at(hangs, "late") for _ in range(3)] == ["late"] * 3
+    assert looks == ["looked"]
+    answers.set()
+    while (said := await look.at(hangs, "late")) == "late":
+        await asyncio.sleep(0)
+    assert said == "there"

@@ -33,6 +33,7 @@ class Blind(nn.Module):
 
     def __init__(self, hidden_BTH: Tensor) -> None:
         super().__init__()
+        self.config = transformers.PretrainedConfig()
         self.head = nn.Linear(3, 3, bias=False)
         self.head.weight = nn.Parameter(torch.eye(3))
         self.hidden_BTH = hidden_BTH

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 from services.rollout.weights.adapter_files import adapter_shapes, read_config
 from services.rollout.weights.proofs import shapes
@@ -15,6 +16,8 @@ from shared.adapters import CONFIG
 from shared.digest import stored_tensors
 from shared.errors import BadRequest
 from shared.job import LoraSpec
+from shared.plan.model import find_model
+from tests.support.tiny_experts import KINDS, make_tiny_experts
 from tests.support.tiny_models import make_tiny_model
 
 
@@ -110,3 +113,68 @@ def test_dropout_is_off_until_it_is_turned_on(folder):
 def test_target_modules_that_cannot_be_merged_are_refused(folder, targets, sentence):
     with pytest.raises(BadRequest, match=sentence):
         lora.attach(load(folder, "float32"), LoraSpec(rank=2, target_modules=targets))
+
+
+def save_vision_language_model(folder) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    text = sizes | {"vocab_size": 64, "num_key_value_heads": 1, "head_dim": 16}
+    vision = sizes | {"image_size": 16, "patch_size": 4}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "k_proj")])
+def test_the_vision_tower_of_a_text_job_has_no_adapters(tmp_path, targets):
+    save_vision_language_model(tmp_path)
+    model = load(tmp_path, "float32")
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    lora.attach(model, LoraSpec(rank=2, target_modules=targets))
+    adapted = set(lora.lora_layers(model))
+    prefix, head = "model.language_model.layers.", {"lm_head"}
+    wanted = {name for name in linear - head if name.startswith(prefix)}
+    if targets != "all-linear":
+        wanted = {name for name in wanted if name.endswith(targets)}
+    assert len(wanted) == (14 if targets == "all-linear" else 4) and adapted == wanted
+    assert any("vision_tower" in name and name.endswith("q_proj") for name in linear)
+    plan = find_model(str(tmp_path))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert plan.num_adapter_parameters(LoraSpec(rank=2, target_modules=targets)) == trained
+
+
+def test_adapters_on_a_vision_tower_alone_are_refused(tmp_path):
+    save_vision_language_model(tmp_path)
+    with pytest.raises(BadRequest, match=r"lora.target_modules is \('fc1',\)"):
+        lora.attach(load(tmp_path, "float32"), LoraSpec(rank=2, target_modules=("fc1",)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixture_of_experts_has_adapters_on_its_attention(tmp_path, kind):
+    make_tiny_experts(kind, tmp_path)
+    model, spec = load(tmp_path, "float32"), LoraSpec(rank=2)
+    wrapped = lora.attach(model, spec)
+    kinds = {name.rpartition("layers.0.")[2] for name in lora.lora_layers(model) if ".0." in name}
+    assert kinds == {f"self_attn.{each}_proj" for each in "qkvo"}
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    # Of each of two layers: q and o are 64 x 64, k and v 64 x 32; rank 2.
+    assert trained == 2 * 2 * (2 * (64 + 64) + 2 * (64 + 32))
+    assert find_model(str(tmp_path)).num_adapter_parameters(spec) == trained
+    with torch.no_grad():
+        for layer in lora.lora_layers(model).values():
+            layer.lora_B["default"].weight.normal_()
+    merged, ids = load(tmp_path, "float32"), torch.arange(12)[None]
+    merged.load_state_dict(lora.merged(model, whole_weights(model)))
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-3)
+    (tmp_path / "adapter").mkdir()
+    lora.save_adapter(wrapped, whole_weights(model, lora.is_adapters), tmp_path / "adapter")
+    expected = adapter_shapes(read_config(tmp_path / "adapter"), shapes(stored_tensors(tmp_path)))
+    assert shapes(stored_tensors(tmp_path / "adapter")) == expected
+    for targets, sentence in (("gate", "expected linear layers"), ("experts", "is not supported")):
+        with pytest.raises(BadRequest, match=sentence):
+            lora.attach(load(tmp_path, "float32"), LoraSpec(rank=2, target_modules=(targets,)))

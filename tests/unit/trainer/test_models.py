@@ -6,12 +6,12 @@ import json
 import httpx2
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from services.trainer.zero import models
 from services.trainer.zero.models import check_model, choose_dtype, copy_tokenizer
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Unavailable
 from tests.support.engine_ranks import a_job
 from tests.support.model_folders import CONFIG, make_model_folder
 from tests.support.tiny_models import make_tiny_model
@@ -21,9 +21,11 @@ from tests.support.trainer_fakes import job_request
 def test_an_id_that_is_not_cached_on_a_host_without_a_network_is_one_sentence(
     monkeypatch, tmp_path
 ):
+    """A job waits for the hub: it is not to blame that it is away."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
-        BadRequest,
+        Unavailable,
         match=r"'nobody/nothing' is neither a folder .* http://127.0.0.1:9 cannot be reached",
     ):
         check_model(job_request(model="nobody/nothing").job)
@@ -117,3 +119,24 @@ def test_the_attention_implementation_is_the_one_that_is_asked_for(tmp_path):
             a_job(folder, memory={"attention": asked}), torch.float32, torch.device("cpu")
         )
         assert model.config._attn_implementation == asked
+
+
+def test_attention_whose_logits_are_capped_is_computed_with_the_cap(tmp_path):
+    config = Gemma2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attn_logit_softcapping=0.5,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ids, cpu = torch.arange(12)[None], torch.device("cpu")
+    eager = models.load_model(a_job(tmp_path, memory={"attention": "eager"}), torch.float32, cpu)
+    ours = models.load_model(a_job(tmp_path), torch.float32, cpu)
+    assert ours.config._attn_implementation == "eager"
+    torch.testing.assert_close(ours(ids).logits, eager(ids).logits)
+    with pytest.raises(BadRequest, match=r"memory.attention is 'sdpa', which leaves out the cap"):
+        models.load_model(a_job(tmp_path, memory={"attention": "sdpa"}), torch.float32, cpu)

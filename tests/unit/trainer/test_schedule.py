@@ -6,6 +6,7 @@ import pytest
 
 from services.trainer.learning.schedule import learning_rate
 from shared.job_file import parse_job
+from tests.support.engine_ranks import a_job
 
 
 def rates(steps: int, **training: object) -> list[float]:
@@ -42,6 +43,11 @@ def test_the_rate_warms_up_to_its_peak_and_falls_to_its_minimum_at_the_last_step
     training, expected
 ):
     assert rates(5, **training) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_peak_of_adapters_is_1e_5_where_the_job_says_none():
+    job = a_job("m", lora={}, training={"warmup_steps": 4})
+    assert [learning_rate(job, step) for step in (1, 4)] == pytest.approx([2.5e-6, 1e-5])
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

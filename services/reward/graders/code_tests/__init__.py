@@ -4,8 +4,9 @@ where it runs.
     asserts.py    assert-style tests -> calls to make, and what must hold of the results
     sound.py      which tests mean nothing, whatever the program
     candidate.py  makes the calls in a sandbox (`inside_candidate.py`); results are plain data
-                  (`codec.py`)
-    evaluate.py   evaluates the assertions, here, over those results
+                  (`grading/codec.py`)
+    judging.py    has the assertions evaluated over those results, in a process with limits
+                  (`grading/limited/assertions.py`)
     proxy.py      tests that cannot be converted: in a second sandbox (`inside_tests.py`), with
                   proxies for the candidate's functions
     stdio.py      inputs and outputs of whole programs
@@ -18,6 +19,7 @@ arguments (calls get copies).
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import itertools
 import re
@@ -29,11 +31,10 @@ from pydantic import Field
 
 from services.reward.graders.code_tests import proxy, stdio
 from services.reward.graders.code_tests.asserts import Case
-from services.reward.graders.code_tests.candidate import NO_VALUE, CallEnd, Candidate, TestLimits
-from services.reward.graders.code_tests.codec import Unfinished
-from services.reward.graders.code_tests.evaluate import CannotHold, evaluate
+from services.reward.graders.code_tests.candidate import NO_VALUE, Candidate, TestLimits
+from services.reward.graders.code_tests.judging import judged
 from services.reward.graders.code_tests.tests import Style, Tests, owner, read
-from services.reward.grading.programs import program_of
+from services.reward.grading.programs import program_of, programs_in
 from services.reward.grading.registry import (
     Column,
     Grader,
@@ -108,7 +109,8 @@ class CodeTests(Grader[CodeTestsParams]):
     """1 if the completion's program passes the row's tests, else 0; with partial credit, the share
     of them that it passes.
 
-    The program is the last fenced block of the completion, or all of it.
+    The program is the last fenced block of the completion that defines what is tested, else the
+    last one, or all of it.
     """
 
     pure = True
@@ -129,13 +131,31 @@ class CodeTests(Grader[CodeTestsParams]):
         tests, nothing = await self._read(row, "")
         for code in tests.codes:
             await proxy.first_calls(nothing, code)
+        await self._check_reference(row)
+
+    async def _check_reference(self, row: Mapping[str, Any]) -> None:
+        """Raises GradingFailed where the row has a program of its own and its tests refuse that.
+        One that runs out of time may do so for the host's reasons."""
+        reference = self.reference(row)
+        if reference is None or not _is_python(reference):
+            return
+        tests, candidate = await self._read(row, reference)
+        if not (tests.fit(candidate.program) or (tests.pairs and "print" in candidate.program)):
+            return
+        for verdict, detail in await self._verdicts(candidate, tests):
+            if verdict in ("wrong", "runtime_error"):
+                raise GradingFailed(
+                    f"the row's own solution fails its tests: {detail}; expected tests that it "
+                    "passes",
+                    "invalid_variable_error",
+                )
 
     def reference(self, row: Mapping[str, Any]) -> str | None:
         return reference_text(row)
 
     def content(self, item: ScoreItem) -> Any:
         return [
-            program_of(item.completion),
+            programs_in(item.completion),
             *(item.row.get(column) for column in self._columns if column),
         ]
 
@@ -147,29 +167,32 @@ class CodeTests(Grader[CodeTestsParams]):
         return self.params.tests, self.params.entry_point, self.params.setup, self.params.prefix
 
     async def _grade(self, item: ScoreItem) -> Part:
-        tests, candidate = await self._read(item.row, program_of(item.completion))
+        tests, candidate = await self._read(item.row, item.completion)
         verdicts = await self._verdicts(candidate, tests)
         return self._part(verdicts, tests.count, candidate)
 
-    async def _read(self, row: Mapping[str, Any], program: str) -> tuple[Tests, Candidate]:
-        """As `_given`, and beside the event loop where the tests are long."""
-        if len(str(row.get(self.params.tests))) < LONG_CHARS:
-            return self._given(row, program)
-        return await asyncio.to_thread(self._given, row, program)
+    async def _read(self, row: Mapping[str, Any], completion: str) -> tuple[Tests, Candidate]:
+        """As `_given`, and beside the event loop where the tests are long, or the completion."""
+        if len(str(row.get(self.params.tests))) + len(completion) < LONG_CHARS:
+            return self._given(row, completion)
+        return await asyncio.to_thread(self._given, row, completion)
 
-    def _given(self, row: Mapping[str, Any], program: str) -> tuple[Tests, Candidate]:
+    def _given(self, row: Mapping[str, Any], completion: str) -> tuple[Tests, Candidate]:
         """Returns the row's tests, and the program to try by them. Raises GradingFailed."""
         params = self.params
         value = row.get(params.tests)
         entry, setup, prefix = (self._text(row, column) for column in self._columns[1:])
         tests = read(value, params.style, entry or None, setup, prefix, params.tolerance)
         limits = TestLimits(params.cpu_s, params.timeout_s, params.idle_s, params.memory_mib)
+        program = program_of(completion, tests.fit)
         given, program = completed(program, prefix, owner(entry) or "")
         before = "\n".join((setup, tests.imports, given)).strip()
         spoken = frozenset(
             name for name, pattern in _SPOKEN.items() if pattern.search(f"{value!r} {setup}")
         )
-        return tests, Candidate(self.tools.sandbox, before, program, limits, special=spoken)
+        return tests, Candidate(
+            self.tools.sandbox, before, program, limits, special=spoken, names=tests.names
+        )
 
     def _text(self, row: Mapping[str, Any], column: str | None) -> str:
         text = row.get(column) if column else ""
@@ -203,14 +226,18 @@ class CodeTests(Grader[CodeTestsParams]):
         verdicts: list[tuple[Verdict, str]] = []
         for start in range(0, len(cases), CALLS_PER_JOB):
             several = cases[start : start + CALLS_PER_JOB]
-            answers = await _judged(
-                candidate, several, last=NO_VALUE if self.params.credit == "binary" else (), share=2
+            answers = await judged(
+                self.tools.limited,
+                candidate,
+                several,
+                last=NO_VALUE if self.params.credit == "binary" else (),
+                share=2,
             )
             for case, answer in itertools.zip_longest(several, answers or ()):
                 if self._is_over(candidate, verdicts):
                     return verdicts
                 if answers is None:
-                    (answer,) = await _judged(candidate, [case]) or [("runtime_error", "no result")]
+                    (answer,) = await judged(self.tools.limited, candidate, [case]) or [None]
                 verdicts.append(answer or ("runtime_error", "no result"))
         return verdicts
 
@@ -240,46 +267,13 @@ class CodeTests(Grader[CodeTestsParams]):
         )
 
 
-async def _judged(
-    candidate: Candidate, cases: Sequence[Case], *, last: Sequence[str] = (), share: int = 1
-) -> list[tuple[Verdict, str]] | None:
-    """Returns the verdicts of cases run in one process; None where that process ended and another
-    try, one by one, may tell more."""
-    calls = [["expression", call] for case in cases for call in case.calls]
-    outcomes = await candidate.call(calls, last=last, share=min(share, len(cases)))
-    if isinstance(outcomes, CallEnd):
-        return [(outcomes.verdict, outcomes.detail)] if len(cases) == 1 else None
-    verdicts: list[tuple[Verdict, str]] = []
-    start = 0
-    for case in cases:
-        own = outcomes[start : start + len(case.calls)]
-        start += len(case.calls)
-        verdicts.append(_verdict(case, own))
-    return verdicts
-
-
-def _verdict(case: Case, outcomes: list[CallEnd]) -> tuple[Verdict, str]:
-    for outcome in outcomes:
-        if outcome.verdict != "ok":
-            return outcome.verdict, f"{outcome.detail} in {case.source:.100}"
-    if len(outcomes) < len(case.calls):
-        return "runtime_error", f"no result in {case.source:.100}"
-    values = {f"_{number}": outcome.value for number, outcome in enumerate(outcomes)}
-    shown = ", ".join(f"{value!r:.80}" for value in values.values())
+def _is_python(text: str) -> bool:
+    """Returns whether a text is a program, or the body of a function."""
     try:
-        holds = evaluate(case.test, values)
-    except (
-        CannotHold,
-        Unfinished,
-        ArithmeticError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RecursionError,
-        AttributeError,
-    ) as error:
-        return "wrong", f"{case.source:.100} cannot hold for {shown} ({error!s:.80})"
-    return ("ok", "") if holds else ("wrong", f"{case.source:.100} does not hold: it got {shown}")
+        ast.parse(textwrap.dedent(program_of(text)))
+    except (SyntaxError, RecursionError, MemoryError, ValueError):
+        return False
+    return True
 
 
 def completed(program: str, prefix: str, entry_point: str) -> tuple[str, str]:

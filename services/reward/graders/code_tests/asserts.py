@@ -4,7 +4,7 @@ hold of their results.
     assert add(1, 2) == 3     ->   call "add(1, 2)", and afterwards, outside: _0 == 3
 
 A call of the candidate is sent whole, with its arguments (`f(g(1))`, `Solution().f([1])`,
-`f(1)[0]`); everything around it is evaluated outside by `evaluate.py`. Tests with anything else in
+`f(1)[0]`); everything around it is evaluated outside by `judging.py`. Tests with anything else in
 them (loops, helper functions, `try`) are not converted; they run as they are in a second sandbox
 (`proxy.py`).
 """
@@ -17,20 +17,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from services.reward.graders.code_tests.evaluate import FUNCTIONS, supported
 from services.reward.graders.code_tests.sound import always_holds
+from services.reward.grading.limited.assertions import FUNCTIONS, supported
 
 BUILTINS = frozenset(dir(builtins))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One assertion: `calls` are sources of expressions, whose values `test` has under the names
-    `_0`, `_1`, ..."""
+    """One assertion: `calls` are sources of expressions, whose values `test`, also a source, has
+    under the names `_0`, `_1`, ..."""
 
     source: str
     calls: tuple[str, ...]
-    test: ast.expr
+    test: str
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def from_check(tests: str, entry_point: str) -> Suite | None:
 def _suite(body: list[ast.stmt], candidates: frozenset[str], known: frozenset[str]) -> Suite | None:
     imports: list[str] = []
     cases: list[Case] = []
+    is_sound = False
     for part in body:
         if _imports(part):
             imports.append(ast.unparse(part))
@@ -94,9 +95,9 @@ def _suite(body: list[ast.stmt], candidates: frozenset[str], known: frozenset[st
             if case is None:
                 return None
             cases += [case] if case.calls else []
+            is_sound = is_sound or (bool(case.calls) and not always_holds(part.test))
         elif not _idle(part):
             return None
-    is_sound = any(not always_holds(case.test) for case in cases)
     return Suite("\n".join(imports), tuple(cases)) if is_sound else None
 
 
@@ -112,7 +113,7 @@ def _case(test: ast.expr, candidates: frozenset[str], known: frozenset[str]) -> 
         or (not results and not isinstance(test, ast.Constant))
     ):
         return None
-    return Case(source, tuple(ast.unparse(call) for call in extraction.calls), rest)
+    return Case(source, tuple(ast.unparse(call) for call in extraction.calls), ast.unparse(rest))
 
 
 class _Extraction(ast.NodeTransformer):

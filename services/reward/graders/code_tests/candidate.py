@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.reward.graders.code_tests import inside
-from services.reward.graders.code_tests.codec import SPECIAL, NotPlain, decode
+from services.reward.grading.codec import SPECIAL
 from services.reward.grading.programs import KEEP_CHARS, explained, fault
 from services.reward.sandbox.base import Sandbox
 from services.reward.sandbox.inside.child import WALL_PER_CPU
@@ -42,25 +42,26 @@ class TestLimits:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """What one call came to. `verdict` "ok": `value` counts, and `text` is that value encoded.
-    `how` is "value" or one of `NO_VALUE`."""
+    """What one call came to. `verdict` "ok": `text` is what it returned, by the program's own
+    account, and nothing was made of that yet. `how` is "value" or one of `NO_VALUE`."""
 
     verdict: Verdict
     detail: str = ""
-    value: Any = None
     how: str = ""
     text: str = ""
 
 
 @dataclass
 class Candidate:
-    """One program, with what it printed and how long it ran so far."""
+    """One program, with what it printed and how long it ran so far. `names` are those that its
+    tests have from it."""
 
     sandbox: Sandbox
     setup: str
     program: str
     limits: TestLimits
     special: frozenset[str] = SPECIAL
+    names: frozenset[str] = frozenset()
     stdout: str = ""
     wall_s: float = 0.0
     idle_s: float = 0.0
@@ -85,6 +86,7 @@ class Candidate:
             "calls": list(calls),
             "cpu_s": self.limits.cpu_s,
             "last": list(last),
+            "names": sorted(self.names),
         }
         execution = await self.execute(inside.candidate_job(arguments, **self.job_limits(share)))
         verdict, detail = fault(execution)
@@ -124,10 +126,7 @@ class Candidate:
         """Returns what a call came to by the program's own account. It may send any word; one that
         is not of ours says that the call gave no value."""
         if how == "value":
-            try:
-                return CallEnd("ok", value=decode(text, special=self.special), how=how, text=text)
-            except NotPlain as error:
-                how, text = "opaque", str(error)
+            return CallEnd("ok", how=how, text=text)
         how, text = how if how in NO_VALUE else "raised", text[:MAX_MESSAGE_CHARS]
         detail = f"returned {text}" if how == "opaque" else explained(text)
         return CallEnd(_VERDICTS[how], detail, how=how, text=detail)

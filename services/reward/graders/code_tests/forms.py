@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.reward.graders.code_tests.asserts import Case
-from services.reward.graders.code_tests.evaluate import AGREES
+from services.reward.grading.limited.assertions import AGREES
 from services.reward.grading.registry import GradingFailed
 
 _PROGRAM = "solution"
@@ -86,11 +86,7 @@ def calls(
 def _case(function: str, arguments: list[Any], wanted: list[Any], tolerance: float) -> Case:
     called = f"({function} if {function!r} in globals() else Solution().{function})"
     given = ", ".join(map(repr, arguments))
-    test = ast.Call(
-        ast.Name(AGREES, ast.Load()),
-        [ast.Name("_0", ast.Load()), ast.Constant(wanted), ast.Constant(tolerance)],  # pyright: ignore[reportArgumentType]
-        [],
-    )
+    test = f"{AGREES}(_0, {wanted!r}, {tolerance!r})"
     return Case(f"{function}({given}) == {wanted[-1]!r}", (f"{called}({given})",), test)
 
 

@@ -6,14 +6,16 @@ programs. A sandbox with another Python gets to compile the source.
 
 from __future__ import annotations
 
+import importlib.util
 import marshal
 import sys
 from pathlib import Path
 from typing import Any
 
+from services.reward.grading import codec
 from shared.wire import ExecuteRequest
 
-_FOLDER = Path(__file__).parent
+_CODEC = codec.__name__
 _PACKAGE = __name__.rpartition(".")[0]
 _LOADER = """
 import marshal, sys, types
@@ -25,12 +27,18 @@ for _name, _compiled, _source in _files:
 _CALL = "_module.run(**_arguments)"
 
 
-def _inputs(*files: str) -> dict[str, Any]:
-    sources = {f"{_PACKAGE}.{file}": (_FOLDER / f"{file}.py").read_text() for file in files}
+def _inputs(*modules: str) -> dict[str, Any]:
+    sources = {name: _source(name) for name in modules}
     return {
         "_hexversion": sys.hexversion,
         "_files": [[name, _compiled(source, name), source] for name, source in sources.items()],
     }
+
+
+def _source(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).read_text()
 
 
 def _compiled(source: str, name: str) -> str:
@@ -38,8 +46,8 @@ def _compiled(source: str, name: str) -> str:
     return marshal.dumps(code).hex()
 
 
-_CANDIDATE = _inputs("codec", "inside_candidate")
-_TESTS = _inputs("codec", "inside_tests")
+_CANDIDATE = _inputs(_CODEC, f"{_PACKAGE}.inside_candidate")
+_TESTS = _inputs(_CODEC, f"{_PACKAGE}.inside_tests")
 
 
 def candidate_job(arguments: dict[str, Any], **limits: Any) -> ExecuteRequest:

@@ -7,13 +7,14 @@ value is anywhere near.
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
-from services.reward.graders.code_tests.codec import (
+from services.reward.grading.codec import (
     Awaited,
     NotPlain,
     TooLarge,
@@ -22,6 +23,36 @@ from services.reward.graders.code_tests.codec import (
 )
 
 MAX_MESSAGE_CHARS = 200
+
+GIVEN = {
+    "bisect": "bisect_left bisect_right insort insort_left insort_right",
+    "collections": "ChainMap Counter OrderedDict defaultdict deque namedtuple",
+    "copy": "deepcopy",
+    "dataclasses": "dataclass field",
+    "datetime": "date timedelta",
+    "decimal": "Decimal",
+    "enum": "Enum",
+    "fractions": "Fraction",
+    "functools": "cache cached_property cmp_to_key lru_cache partial reduce wraps",
+    "heapq": "heapify heappop heappush heappushpop heapreplace nlargest nsmallest",
+    "itertools": "accumulate chain combinations combinations_with_replacement count cycle "
+    "dropwhile groupby islice pairwise permutations product repeat starmap takewhile zip_longest",
+    "math": "acos asin atan atan2 ceil comb cos degrees dist exp fabs factorial floor fmod gcd "
+    "hypot inf isclose isqrt lcm log log10 log2 nan perm pi prod radians sin sqrt tan trunc",
+    "operator": "attrgetter itemgetter mul or_ xor",
+    "queue": "PriorityQueue Queue",
+    "random": "choice randint shuffle",
+    "statistics": "mean median",
+    "string": "ascii_letters ascii_lowercase ascii_uppercase digits punctuation",
+    "typing": "Any Callable DefaultDict Deque Dict FrozenSet Generator Iterable Iterator List "
+    "Literal NamedTuple Optional Sequence Set Tuple Type TypeVar Union",
+}
+MODULES = """
+bisect collections copy datetime functools heapq itertools json math operator os random re
+statistics string sys time typing
+"""
+"""What a program of functions may use without an import, as on the sites that such programs are
+written for: the names of some modules, and then modules by name."""
 
 
 class TimeLimit(BaseException):
@@ -36,16 +67,24 @@ class Absent(BaseException):
 
 
 def run(
-    setup: str, program: str, calls: list[list[str]], cpu_s: float, last: list[str]
+    setup: str,
+    program: str,
+    calls: list[list[str]],
+    cpu_s: float,
+    last: list[str],
+    names: list[str],
 ) -> list[list[str]]:
     """Returns one `[how, text]` per call: "value" with the encoded value; else "raised", "absent",
     "opaque", "large", "late" or "memory" with why.
 
     A call is `["expression", source]`, or `["call", name, encoded (arguments, keywords)]`. The
     first call that ends as one of `last` is the last one made. A program that fails before any call
-    fails them all: its functions are then "absent", as is one that it does not define.
+    fails them all: its functions are then "absent", as is one that it does not define: `names` are
+    these, and are not among what every program is given.
     """
     module = types.ModuleType("program")
+    module.__file__ = "program.py"
+    module.__dict__.update({name: value for name, value in _given().items() if name not in names})
     sys.modules[module.__name__] = module
     _ = signal.signal(signal.SIGPROF, _late)
     outcomes: list[list[str]] = []
@@ -62,6 +101,15 @@ def run(
         if how[0] in last:
             break
     return outcomes
+
+
+def _given() -> dict[str, Any]:
+    of_modules = {
+        name: getattr(importlib.import_module(module), name)
+        for module, names in GIVEN.items()
+        for name in names.split()
+    }
+    return of_modules | {name: importlib.import_module(name) for name in MODULES.split()}
 
 
 def _outcome(step: Callable[[], Any], cpu_s: float) -> list[str]:
@@ -86,7 +134,11 @@ def _outcome(step: Callable[[], Any], cpu_s: float) -> list[str]:
 
 def _execute(setup: str, program: str, names: dict[str, Any]) -> None:
     for source in (setup, program):
-        exec(compile(source, "program.py", "exec", dont_inherit=True), names)
+        try:
+            exec(compile(source, "program.py", "exec", dont_inherit=True), names)
+        except SystemExit as error:  # what it defined before it ended as it should stands
+            if error.code not in (None, 0):
+                raise
 
 
 def _made(call: list[str], names: dict[str, Any]) -> Any:

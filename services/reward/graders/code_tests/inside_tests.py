@@ -15,7 +15,7 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from services.reward.graders.code_tests.codec import (
+from services.reward.grading.codec import (
     Awaited,
     NotPlain,
     WrongType,
@@ -77,9 +77,11 @@ class Proxies:
     (its result is not known yet), "opaque" (its result is not plain data) or "unfit" (its arguments
     are not). From then on no call is noted and none returns, whatever the tests make of that."""
 
-    def __init__(self, known: list[list[str]], guess: bool) -> None:
-        """`known`: one `[name, encoded arguments, how, text]` per call made so far, in order."""
+    def __init__(self, known: list[list[str]], special: frozenset[str], guess: bool) -> None:
+        """`known`: one `[name, encoded arguments, how, text]` per call made so far, in order.
+        `special`: the floats of `SPECIAL` that a result may be."""
         self._known = known
+        self._special = special
         self._outcomes: dict[tuple[str, str], list[list[str]]] = {}
         for name, given, how, text in known:
             self._outcomes.setdefault((name, given), []).append([how, text])
@@ -113,8 +115,10 @@ class Proxies:
         if how != "value":
             self._stop("opaque", text)
         try:
-            value = decode(text)
-        except BaseException as error:  # it was decoded outside: this process is out of something
+            value = decode(text, special=self._special)
+        except NotPlain as error:
+            self._stop("opaque", f"returned {error}")
+        except BaseException as error:  # this process is out of something
             self._stop("opaque", f"more than the tests can hold ({type(error).__name__})")
         return _coroutine(value.value) if isinstance(value, Awaited) else value
 
@@ -211,13 +215,19 @@ def _failure(error: BaseException, tests: str) -> str:
 
 
 def run(
-    setup: str, tests: str, names: list[str], entry: str | None, known: list[list[str]], guess: bool
+    setup: str,
+    tests: str,
+    names: list[str],
+    entry: str | None,
+    known: list[list[str]],
+    special: list[str],
+    guess: bool,
 ) -> dict[str, Any]:
     """Returns the calls made (`Proxies.calls`), `how` the tests ended ("passed", "failed", or as
     `Proxies.end`) and `text`, why. `entry` is given to the tests' `check` if there is one. "passed"
     means that all was run to its end, and no call stopped it."""
     _agree()
-    proxies = Proxies(known, guess)
+    proxies = Proxies(known, frozenset(special), guess)
     module = types.ModuleType("__main__")  # for tests that run under `if __name__ == "__main__"`
     sys.modules[module.__name__] = module
     failed = _unittest_failures() if "unittest" in tests else []

@@ -188,6 +188,7 @@ async def _turn(
         "names": list(tests.names),
         "entry": tests.entry,
         "known": known,
+        "special": sorted(candidate.special),
         "guess": guess,
     }
     execution = await candidate.sandbox.execute(

@@ -36,11 +36,11 @@ async def run(candidate: Candidate, pair: Pair, tolerance: float) -> tuple[Verdi
 
 
 def agree(given: str, wanted: str, tolerance: float = 0.0) -> bool:
-    """Returns whether two outputs are the same line by line, blanks at the ends of lines and of the
-    text aside. With a `tolerance`, numbers may differ by that much (absolute, or relative to what
-    is wanted)."""
+    """Returns whether two outputs are the same line by line, empty lines around them and blanks at
+    the ends of lines aside. With a `tolerance`, numbers may differ by that much (absolute, or
+    relative to what is wanted)."""
     ours, theirs = (
-        [line.split() if tolerance else line.rstrip() for line in text.rstrip().splitlines()]
+        [line.split() if tolerance else line.rstrip() for line in _lines(text)]
         for text in (given, wanted)
     )
     if not tolerance or ours == theirs:
@@ -50,6 +50,13 @@ def agree(given: str, wanted: str, tolerance: float = 0.0) -> bool:
         and all(_near(a, b, tolerance) for a, b in zip(left, right, strict=True))
         for left, right in zip(ours, theirs, strict=True)
     )
+
+
+def _lines(text: str) -> list[str]:
+    """Returns the lines of a text from its first to its last that is not empty."""
+    lines = text.rstrip().splitlines()
+    first = next((number for number, line in enumerate(lines) if line.strip()), 0)
+    return lines[first:]
 
 
 def _near(given: str, wanted: str, tolerance: float) -> bool:

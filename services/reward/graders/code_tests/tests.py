@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.reward.graders.code_tests import asserts, forms, sound
+from services.reward.graders.code_tests import names as names_of_tests
 from services.reward.graders.code_tests.asserts import Case
 from services.reward.graders.code_tests.proxy import TestCode, unconverted
 from services.reward.graders.code_tests.stdio import MAX_OUTPUT_BYTES, Pair
@@ -18,6 +19,12 @@ from services.reward.grading.registry import GradingFailed
 
 _ENTRY_POINT = re.compile(r"[^\W\d]\w*(\(\)\.[^\W\d]\w*)?")
 """A function, or a method of an object that is made without arguments."""
+
+_DEFINED = re.compile(
+    r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|^[ \t]*(\w+)[ \t]*(?::[^=\n]*)?=(?!=)",
+    re.MULTILINE,
+)
+_READS = re.compile(r"\b(?:input|stdin|fileinput)\b|\b(?:open|read)\(0")
 
 Style = Literal["asserts", "check", "stdio"]
 EXPECTED = {
@@ -28,35 +35,32 @@ EXPECTED = {
 }
 
 
-_STANDARD = {
-    "Counter": "from collections import Counter",
-    "Decimal": "from decimal import Decimal",
-    "Fraction": "from fractions import Fraction",
-    "OrderedDict": "from collections import OrderedDict",
-    "asyncio": "import asyncio",
-    "collections": "import collections",
-    "defaultdict": "from collections import defaultdict",
-    "deque": "from collections import deque",
-    "itertools": "import itertools",
-    "math": "import math",
-    "timedelta": "from datetime import timedelta",
-}
-"""What tests use under these names without an import is Python's own."""
-
-
 @dataclass(frozen=True)
 class Tests:
     """What to run: assertions on calls, test code in a second sandbox, inputs and outputs.
-    `imports` are what calls may use."""
+    `imports` are what calls may use; `names` what a program defines that can pass, of a single
+    function or a class `Solution` with it either one."""
 
     imports: str = ""
     cases: tuple[Case, ...] = ()
     codes: tuple[TestCode, ...] = ()
     pairs: tuple[Pair, ...] = ()
+    names: frozenset[str] = frozenset()
 
     @property
     def count(self) -> int:
         return len(self.cases) + len(self.codes) + len(self.pairs)
+
+    def fit(self, program: str) -> int:
+        """Returns how much of what is tested a program defines; of one that is tested by inputs,
+        whether it reads any."""
+        if self.pairs:
+            has_input = any(pair.stdin.strip() for pair in self.pairs)
+            return int(has_input and _READS.search(program) is not None)
+        defined = {name for match in _DEFINED.findall(program) for name in match}
+        is_either = "Solution" in self.names and len(self.names) == 2
+        num_defined = len(self.names & defined)
+        return min(num_defined, 1) if is_either else num_defined
 
 
 def read(
@@ -123,19 +127,6 @@ def _not_python(error: SyntaxError, texts: list[str]) -> str:
     return f"{what} not Python: {error.msg} (line {error.lineno}{line})"
 
 
-def _complete(text: str, setup: str, entry_point: str | None) -> str:
-    """Returns tests with the imports that they leave to the program: what a standard name means in
-    them must not be the program's to say. Left as they are where no other name of the program's
-    would remain."""
-    tree = ast.parse(text)
-    known = asserts.BUILTINS | asserts.bound_names(tree) | asserts.bound_names(ast.parse(setup))
-    unknown = asserts.loaded_names(tree) - known
-    missing = sorted(unknown & _STANDARD.keys())
-    if entry_point is None and not unknown - _STANDARD.keys():
-        return text
-    return "\n".join([*(_STANDARD[name] for name in missing), text])
-
-
 def _texts(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if isinstance(value, str) and value.lstrip().startswith("["):  # a list in a CSV
@@ -154,16 +145,17 @@ def _asserts(texts: list[str], entry_point: str | None, setup: str) -> Tests:
     cases: list[Case] = []
     codes: list[TestCode] = []
     texts = [part for text in texts for part in forms.as_asserts(text)]
+    names = _of_program("\n".join(texts), setup, entry_point)
     if not all(sound.assert_something(ast.parse(text)) for text in texts):
         texts = ["\n".join(texts)]  # one is for those after it, such as imports
-    for text in [_complete(text, setup, entry_point) for text in texts]:
+    for text in [names_of_tests.completed(text, setup, names) for text in texts]:
         suite = asserts.from_asserts(text, entry_point, setup)
         if suite is None:
             codes.append(_sound(unconverted(text, setup), "asserts"))
         else:
             imports.append(suite.imports)
             cases += suite.cases
-    return Tests("\n".join(imports).strip(), tuple(cases), tuple(codes))
+    return Tests("\n".join(imports).strip(), tuple(cases), tuple(codes), names=names)
 
 
 def _check(texts: list[str], entry_point: str | None, setup: str) -> Tests:
@@ -174,11 +166,25 @@ def _check(texts: list[str], entry_point: str | None, setup: str) -> Tests:
             "entry_point names",
             "invalid_variable_error",
         )
-    source = _complete(forms.without_program("\n".join(texts)), setup, entry_point)
+    source = forms.without_program("\n".join(texts))
+    name = owner(entry_point) or entry_point
+    names = _of_program(source, setup, name)
+    source = names_of_tests.completed(source, setup, names)
     suite = asserts.from_check(source, entry_point)
     if suite is None:
-        return Tests(codes=(_sound(unconverted(source, setup, entry_point), "check"),))
-    return Tests(suite.imports, suite.cases)
+        code = _sound(unconverted(source, setup, entry_point), "check")
+        return Tests(codes=(code,), names=frozenset({name}))
+    return Tests(suite.imports, suite.cases, names=frozenset({name}))
+
+
+def _of_program(source: str, setup: str, entry_point: str | None) -> frozenset[str]:
+    """Returns the names that tests have from the program. Raises GradingFailed where their verdict
+    would then mean nothing, or no program could pass."""
+    tree = ast.parse(source)
+    names = names_of_tests.of_program(tree, setup, entry_point)
+    if fault := names_of_tests.fault(tree, names):
+        raise GradingFailed(fault, "invalid_variable_error")
+    return names
 
 
 def _sound(code: TestCode, style: Style) -> TestCode:
@@ -231,7 +237,10 @@ def _data(value: Any, entry_point: str | None, tolerance: float) -> Tests:
         raise _no_pairs(value)
     function = str(function).rpartition(".")[2]
     given, wanted = ([test[key] for test in tests] for key in ("input", "output"))
-    return Tests(cases=forms.calls(function, given, wanted, tolerance) if tests else ())
+    return Tests(
+        cases=forms.calls(function, given, wanted, tolerance) if tests else (),
+        names=frozenset({function, "Solution"}),
+    )
 
 
 def _pairs(value: list[Any] | tuple[Any, ...]) -> tuple[Pair, ...]:

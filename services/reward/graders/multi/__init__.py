@@ -23,13 +23,19 @@ from shared.wire import Part, ScoreItem
 
 
 class MultiParams(Params):
-    """`graders`: at most 32 of OpenAI's grader objects by name. `calculate_output`: a formula of
-    those names."""
+    """Several of OpenAI's graders, and what is made of their values."""
 
     type: Literal["multi"] = "multi"
+    """The grader's name, as OpenAI's grader objects have it."""
+
     name: str = "multi"
+    """What OpenAI's grader objects call it. What metrics call it is the reward's own `name`."""
+
     graders: dict[str, dict[str, Any]] = Field(min_length=1, max_length=32)
+    """At most 32 of OpenAI's grader objects, by the names that the formula has for them."""
+
     calculate_output: str
+    """A formula of these names, for example "0.8 * right + 0.2 * kind"."""
 
     @field_validator("calculate_output")
     @classmethod

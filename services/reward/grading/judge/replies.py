@@ -1,66 +1,78 @@
-"""Reads what a judge said: the last JSON object in its reply, in which one key counts.
+"""Reads what a judge said: the JSON object that its reply ends with, which has to hold the key that
+only this question named.
 
-The last, because a judge may quote the completion, and the completion may hold an object of its
-own.
+A judge may quote the completion, and the completion may hold an object of its own. No completion
+knows the key: it is drawn when the judge is asked.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from services.reward.grading.registry import GradingFailed
+from services.reward.grading.failures import GradingFailed
 
-MAX_CHARS = 4000
-"""Of a reply, how much of its end is searched."""
+MAX_CHARS = 20_000
+"""Characters at the end of a reply that are searched."""
+
+KEY = "key"
+
+_CLOSING_FENCE = re.compile(r"\s*(?:```\s*)?\Z")
 
 
-def last_object(text: str) -> dict[str, Any] | None:
-    """Returns the last JSON object at the end of `text` that is inside no other one; None if there
-    is none."""
-    text = text[-MAX_CHARS:]
-    decoder = json.JSONDecoder()
-    found: dict[str, Any] | None = None
-    position = text.find("{")
-    while position >= 0:
-        try:
-            value, end = decoder.raw_decode(text, position)
-            found = value
-        except (ValueError, RecursionError):
-            end = position + 1
-        position = text.find("{", end)
+class Unreadable(GradingFailed):
+    """A reply has no verdict, and the judge may be asked again."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, "model_grader_parse_error")
+
+
+def verdict(text: str, key: str) -> dict[str, Any]:
+    """Returns the JSON object that ends `text`, a closing fence after it not counted. Raises
+    Unreadable where there is none, or one without this `key`."""
+    found = _last_object(text[-MAX_CHARS:])
+    if found is None:
+        raise Unreadable(f"the judge's reply does not end with a JSON object: {text[-200:]!r}")
+    if found.get(KEY) != key:
+        raise Unreadable(
+            f"the object that ends the judge's reply has {KEY!r} {found.get(KEY)!r:.40}, expected "
+            f"the one in its question, {key!r}: {text[-200:]!r}"
+        )
     return found
 
 
-def number(text: str, key: str, low: float, high: float) -> float:
-    """Returns the number under `key`. Raises GradingFailed if there is none from `low` to
-    `high`."""
-    value = _under(text, key)
-    if type(value) not in (int, float) or not (math.isfinite(value) and low <= value <= high):
-        raise GradingFailed(
-            f"the judge gave {value!r:.80}; expected {key!r} from {low:g} to {high:g}",
-            "model_grader_parse_error",
+def number(found: Mapping[str, Any], name: str, low: float, high: float) -> float:
+    """Returns the number under `name`. Raises Unreadable if there is none from `low` to `high`."""
+    value: Any = found.get(name)
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise Unreadable(
+            f"the judge gave {value!r:.80}; expected {name!r} from {low:g} to {high:g}"
         )
     return float(value)
 
 
-def label(text: str, key: str, labels: tuple[str, ...]) -> str:
-    """Returns the label under `key`. Raises GradingFailed if it is none of `labels`."""
-    value = _under(text, key)
+def label(found: Mapping[str, Any], name: str, labels: tuple[str, ...]) -> str:
+    """Returns the label under `name`. Raises Unreadable if it is none of `labels`."""
+    value = found.get(name)
     if value not in labels:
-        raise GradingFailed(
-            f"the judge gave {value!r:.80}; expected one of {', '.join(labels)}",
-            "model_grader_parse_error",
-        )
+        raise Unreadable(f"the judge gave {value!r:.80}; expected one of {', '.join(labels)}")
     return value
 
 
-def _under(text: str, key: str) -> Any:
-    found = last_object(text)
-    if found is None or key not in found:
-        raise GradingFailed(
-            f"the judge's reply has no JSON object with {key!r}: {text[-200:]!r}",
-            "model_grader_parse_error",
-        )
-    return found[key]
+def _last_object(text: str) -> dict[str, Any] | None:
+    """Returns the largest JSON object that reaches to the end of `text`; None: there is none."""
+    text = _CLOSING_FENCE.sub("", text, count=1)
+    decoder = json.JSONDecoder()
+    position = text.find("{") if text.endswith("}") else -1
+    while position >= 0:
+        try:
+            found, end = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            end = position + 1
+        else:
+            if end == len(text):
+                return found
+        position = text.find("{", end)
+    return None

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.reward.grading.failures import GradingFailed
+from services.reward.sandbox.base import waiting
+from services.reward.sandbox.turns import Turns, asking
 from shared.wire import Part
 
 MAX_WORKERS = 4
@@ -75,7 +77,7 @@ class LimitedPool:
     """At most `count` processes; None: one per core, but no more than `MAX_WORKERS`."""
 
     def __init__(self, count: int | None = None) -> None:
-        self._free = asyncio.Semaphore(count or min(MAX_WORKERS, len(os.sched_getaffinity(0))))
+        self._turns = Turns(count or min(MAX_WORKERS, len(os.sched_getaffinity(0))))
         self._idle: list[_Idle] = []  # the one used last is used next, so that others become old
         self._reaping: asyncio.TimerHandle | None = None
 
@@ -90,7 +92,9 @@ class LimitedPool:
             "memory_mib": call.memory_mib,
         }
         code: int | None = None
-        async with self._free:
+        with waiting.get()():
+            turn = await self._turns.take(asking.get())
+        try:
             for _ in range(2):
                 process = self._idle.pop().process if self._idle else await self._start()
                 reply = await self._ask(process, request)
@@ -104,6 +108,8 @@ class LimitedPool:
                 if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
                     # A C library that ran out of memory or stack does not always say so.
                     raise NoValue("memory_limit", f"its process ended with code {code}")
+        finally:
+            turn.end()
         raise GradingFailed(
             f"the process for {call.module}.{call.function} ended twice, last with code {code}"
         )

@@ -23,6 +23,10 @@ def prepare() -> None:
     from rapidfuzz import distance, fuzz  # noqa: F401
 
 
+def has_words(text: str) -> bool:
+    return _WORD.search(text) is not None
+
+
 def similarity(metric: str, given: str, wanted: str) -> float:
     """Returns how similar two texts are by `metric`, 0 to 1."""
     if metric == "fuzzy_match":
@@ -31,7 +35,7 @@ def similarity(metric: str, given: str, wanted: str) -> float:
         return fuzz.ratio(given, wanted) / 100
     words = [_WORD.findall(text.lower()) for text in (given, wanted)]
     if not all(words):
-        return float(words[0] == words[1])
+        return 0.0
     if metric == "rouge_l":
         return rouge_l(*words)
     if metric.startswith("rouge_"):

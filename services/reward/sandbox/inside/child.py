@@ -55,7 +55,7 @@ class ServiceGone(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a program, in seconds: wall clock, CPU time, and wall clock in which it does nothing."""
+    """A program's limits in seconds: wall clock, CPU time, and wall clock in which it is idle."""
 
     timeout_s: float
     cpu_s: float
@@ -271,19 +271,20 @@ def facts_of(message: bytes) -> tuple[dict[str, Any], tuple[int, int, int]]:
 
 
 def short_of_memory(before: bytes | None, after: bytes | None) -> str:
-    """Returns whose memory ran out between two looks at a cgroup's counts: of how often it reached
-    its own limit (`oom`), and how many of its processes were killed, whoever was short
-    (`oom_kill`). Version 1 has only the latter, which then stands for both."""
+    """Returns whose memory ran out between two looks at a cgroup's counts (`oom`, `oom_kill`).
+    Version 1 has only the latter, which then stands for both."""
     if before is None or after is None:
         return "unknown"
-    limit_before, killed_before = _ooms(before)
-    limit_after, killed_after = _ooms(after)
+    limit_before, killed_before = ooms(before)
+    limit_after, killed_after = ooms(after)
     if limit_after > limit_before:
         return "own limit"
     return "host" if killed_after > killed_before else "enough"
 
 
-def _ooms(told: bytes) -> tuple[int, int]:
+def ooms(told: bytes) -> tuple[int, int]:
+    """Returns how often a cgroup reached its own limit of memory, and how many of its processes
+    were killed, by its file of counts."""
     words = told.split()
     counts = dict(zip(words[::2], words[1::2], strict=True))
     killed = int(counts[b"oom_kill"])

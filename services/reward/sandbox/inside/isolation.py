@@ -99,7 +99,9 @@ def _unshare_mapped(uid: int | None) -> None:
     me = os.getpid()
     helper = os.fork()  # writing such a map takes a process that stayed outside
     if not helper:
-        os.read(unshared_r, 1)
+        os.close(unshared_w)  # so that the read ends when the other process dies
+        if not os.read(unshared_r, 1):
+            os._exit(1)
         try:
             _write(f"/proc/{me}/uid_map", f"0 {uid} 1")
             _write(f"/proc/{me}/gid_map", f"0 {uid} 1")

@@ -22,16 +22,20 @@ import types
 from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import kernel
+from services.reward.sandbox.inside.furnish import FILE, furnish
 
 KEEP_BYTES = 64 * 1024
 """Kept of each of stdout and stderr; a program that writes more is told so."""
 
 RESULT_BYTES = 256 * 1024
 FILE_BYTES = 16 << 20
+PROCESSES = 40
+"""And threads, of one program: contest programs start 32."""
+
 REHEARSALS = 16
 MAX_DEPTH = 32
 MAX_TRACE_CHARS = 8192
-_SOURCES = ("program.py", "expression")
+_SOURCES = (FILE, "expression")
 
 
 Rlimits = dict[int, tuple[int, int]]
@@ -83,6 +87,7 @@ def within_own(limits: dict[int, int]) -> Rlimits:
 def run(request: dict[str, Any], result_fd: int) -> NoReturn:
     """Runs `request["code"]`, then evaluates `request["expression"]` if there is one, and ends the
     process."""
+    furnish(request["memory_mib"])
     try:
         outcome = _outcome(request)
         encoded = json.dumps(outcome, allow_nan=False).encode()
@@ -117,6 +122,7 @@ def rehearse() -> None:
 
 def _outcome(request: dict[str, Any]) -> dict[str, Any]:
     main = types.ModuleType("__main__")
+    main.__file__ = FILE
     sys.modules["__main__"] = main
     # Fork reseeds; a program that draws numbers should earn the same reward each time.
     random.seed(0)

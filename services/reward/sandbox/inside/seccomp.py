@@ -8,7 +8,8 @@ A `socketpair` of Unix streams is fine (asyncio needs it): one of datagrams coul
 any socket in the file system. No options of sockets, which take filters of packets. No file locks,
 which would be seen by a program in another slot on the files that both are shown; so sqlite3
 works in memory only. Nothing that tells or changes which pages of a file the host has in its cache
-(`fadvise64`, `mincore`, two kinds of `madvise`), and no pipes of another size than all have.
+(`fadvise64`, `mincore`, `cachestat`, `readahead`, two kinds of `madvise`, and `preadv2` and
+`pwritev2` with any flag: RWF_NOWAIT tells), and no pipes of another size than all have.
 `clone3` answers ENOSYS, so that libc falls back to `clone`, whose flags the filter can read.
 `ioctl` without the two that type into a terminal; `prctl` for thread names only.
 """
@@ -21,7 +22,7 @@ import struct
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
-_CLONE, _CLONE3, _IOCTL, _PRCTL, _FCNTL, _SOCKETPAIR, _MADVISE = (
+_CLONE, _CLONE3, _IOCTL, _PRCTL, _FCNTL, _SOCKETPAIR, _MADVISE, _PREADV2, _PWRITEV2 = (
     (56, 220),
     (435, 435),
     (16, 29),
@@ -29,8 +30,10 @@ _CLONE, _CLONE3, _IOCTL, _PRCTL, _FCNTL, _SOCKETPAIR, _MADVISE = (
     (72, 25),
     (53, 199),
     (28, 233),
+    (327, 286),
+    (328, 287),
 )
-"""Those whose arguments matter: number on x86_64, and on aarch64."""
+"""System calls whose arguments matter: their numbers on x86_64 and on aarch64."""
 
 _ALLOWED = """
 read 0 63, write 1 64, open 2 -1, close 3 57, stat 4 -1, fstat 5 80, lstat 6 -1, poll 7 -1,
@@ -65,7 +68,7 @@ epoll_pwait 281 22, signalfd 282 -1, timerfd_create 283 85, eventfd 284 -1, fall
 timerfd_settime 286 86, timerfd_gettime 287 87, signalfd4 289 74, eventfd2 290 19,
 epoll_create1 291 20, dup3 292 24, pipe2 293 59, preadv 295 69, pwritev 296 70, prlimit64 302 261,
 getcpu 309 168, renameat2 316 276, getrandom 318 278, execveat 322 281, membarrier 324 283,
-copy_file_range 326 285, preadv2 327 286, pwritev2 328 287, statx 332 291, rseq 334 293,
+copy_file_range 326 285, statx 332 291, rseq 334 293,
 pidfd_send_signal 424 424, pidfd_open 434 434, close_range 436 436, openat2 437 437,
 faccessat2 439 439, epoll_pwait2 441 441
 """
@@ -87,8 +90,11 @@ _NOT_A_STREAM = 0xE
 _CACHE_ADVICE = (20, 21)
 """MADV_COLD and MADV_PAGEOUT."""
 
+_ANY_FLAG = 0xFFFFFFFF
+
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _OFFSET_NR, _OFFSET_ARCH, _OFFSET_ARG0, _OFFSET_ARG1, _OFFSET_ARG2 = 0, 4, 16, 24, 32
+_OFFSET_ARG5 = 56
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _X32_BIT = 0x40000000
 
@@ -114,6 +120,7 @@ def build(machine: str | None = None) -> bytes:
         deny,
         allow,
     ]
+    no_flags = [_instruction(_JUMP_ANY_BIT, _ANY_FLAG, 0, 1), deny, allow]
     program = [
         _instruction(_LOAD, _OFFSET_ARCH),
         _instruction(_JUMP_EQUAL, _AUDIT_ARCH[machine], 1, 0),
@@ -132,6 +139,8 @@ def build(machine: str | None = None) -> bytes:
         *_when(_PRCTL[column], _OFFSET_ARG0, [*_if_equal(_THREAD_NAME, allow), deny]),
         *_when(_FCNTL[column], _OFFSET_ARG1, [*_if_equal((*_LOCKS, _PIPE_SIZE), deny), allow]),
         *_when(_MADVISE[column], _OFFSET_ARG2, [*_if_equal(_CACHE_ADVICE, deny), allow]),
+        *_when(_PREADV2[column], _OFFSET_ARG5, no_flags),
+        *_when(_PWRITEV2[column], _OFFSET_ARG5, no_flags),
         *_when(_SOCKETPAIR[column], _OFFSET_ARG0, stream_of_unix),
         *_tree(_steps(set(numbers(machine).values()), allow, deny)),
     ]

@@ -107,7 +107,9 @@ class Zygote:
             own_bytes=_own_bytes(
                 inside.statm if inside else os.open("/proc/self/statm", os.O_RDONLY)
             ),
-            limits=program.standing_limits(files=64, processes=24 if isolated else None),
+            limits=program.standing_limits(
+                files=64, processes=program.PROCESSES if isolated else None
+            ),
             cpu_meter=cpu_meter,
             oom_meter=oom_meter,
             oom_score=inside.oom_score if inside else None,

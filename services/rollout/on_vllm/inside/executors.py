@@ -16,45 +16,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.outputs import SamplingMaskLists
 from vllm.v1.sample import sampler as vllm_sampler
 
 from services.rollout.on_vllm.inside import ranks
+from services.rollout.on_vllm.inside.masks import Masks
 from services.rollout.on_vllm.processes import SERVICE_PID
 from shared.processes import die_with
-
-
-class Masks:
-    """Stands in for the `forward` of vLLM's top-k and top-p sampler, and remembers what it left."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._forward = sampler.forward
-        self.kept_BV: Tensor | None = None
-
-    def __call__(
-        self, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the sampled tokens, and the log-probs of all: -inf for what could not be sampled,
-        whether it was cut off here or before (min-p)."""
-        tokens_B, logprobs_BV = self._forward(logits, generators, k, p)
-        self.kept_BV = logprobs_BV > -torch.inf
-        return tokens_B, logprobs_BV
-
-    def lists(self) -> SamplingMaskLists | None:
-        """Returns the tokens that each row of the step could have been, none for a row that could
-        be any; None for a step that drew none."""
-        if self.kept_BV is None:
-            return None
-        kept_BV = self.kept_BV & ~self.kept_BV.all(1, keepdim=True)
-        ids = kept_BV.nonzero()[:, 1].numpy().astype(np.int32)
-        return SamplingMaskLists(ids, np.concatenate([[0], kept_BV.sum(1).cumsum(0).numpy()]))
 
 
 class MaskingScheduler(Scheduler):
@@ -97,3 +68,4 @@ class ProcessPerDeviceExecutor(MultiprocExecutor):
 
 if os.environ.get(SERVICE_PID, str(os.getpid())) != str(os.getpid()):
     die_with(int(os.environ[SERVICE_PID]))
+    os.setpgid(0, 0)  # else a Ctrl-C or SIGTERM to all of the service's group ends the engine first

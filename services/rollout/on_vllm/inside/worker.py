@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from services.rollout.on_vllm.inside import readback, transfer
+from services.rollout.on_vllm.inside import masks, readback, transfer
 
 
 class WorkerExtension:
@@ -78,3 +78,7 @@ def share_packed_output(worker: Any) -> None:
     }
     for layer in layers:
         layer.cpu_linear = packed.get(layer.weight.data_ptr(), layer.cpu_linear)
+
+
+if not current_platform.is_cpu():
+    masks.leave_out_whole_rows()

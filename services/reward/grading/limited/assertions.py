@@ -1,10 +1,12 @@
-"""Evaluates the assertion of a test, on the trusted side, over plain values: a small language, read
+"""Evaluates the assertions of tests, on the trusted side, over plain values: a small language, read
 from Python's syntax tree.
 
 Constants, collections, arithmetic, comparisons, `and`/`or`/`not`, subscripts, a few functions and
 methods. `supported` says before anything runs whether an expression stays within it. Equality is
-`same` of compare.py, not Python's. A value comes from untrusted code, so whatever could take long
-or much memory is bounded.
+`same` of compare.py, not Python's.
+
+A value comes from untrusted code: what is known to take long or much memory is refused, so that it
+costs nobody anything, and for all else there are the limits of this process.
 """
 
 from __future__ import annotations
@@ -13,17 +15,22 @@ import ast
 import json
 import math
 import operator
+import sys
 from collections import deque
 from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from services.reward.graders.code_tests.codec import crowded
+from services.reward.grading.codec import NotPlain, Unfinished, crowded, decode
 from services.reward.grading.compare import same
 
 MAX_SIZE = 1_000_000
 MAX_BITS = 100_000
 MAX_DIGITS = 1000
+MAX_TEXT_DIGITS = 30_000
+"""Most digits of a number as text: writing or reading it takes their square."""
+
 MAX_JOINED = 10_000
 
 
@@ -79,12 +86,21 @@ def _join(between: Any, items: Any) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    bits = 0
-    if isinstance(base, int | Fraction):
-        bits = base.numerator.bit_length() + base.denominator.bit_length()
+    bits = _bits(base)
+    if isinstance(exponent, Fraction) and exponent.denominator == 1:
+        exponent = exponent.numerator  # as Python takes it
     if isinstance(exponent, int) and bits * abs(exponent) > MAX_BITS:
         raise CannotHold(f"a number of more than {MAX_BITS} bits")
     return base**exponent
+
+
+def _bits(number: Any) -> int:
+    """Returns at least as many bits as an exact number has, 0 of others."""
+    if isinstance(number, Decimal):
+        return abs(number.adjusted()) + 1
+    if isinstance(number, int | Fraction):
+        return number.numerator.bit_length() + number.denominator.bit_length()
+    return 0
 
 
 _KINDS: list[Any] = [
@@ -109,8 +125,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in _KIN
     "round": _round,
     "sum": _sum,
 }
-AGREES = "agrees with one of"
-"""A function that no source can name: its arguments are a result, a list of data, a tolerance."""
+AGREES = "_agrees_with_one_of"
+"""A function for tests that are given as data: of a result, a list of data, and a tolerance."""
 
 
 def _agrees(value: Any, wanted: list[Any], tolerance: float) -> bool:
@@ -237,6 +253,46 @@ def _supported_function(node: ast.expr, names: frozenset[str]) -> bool:
     return isinstance(node, ast.Attribute | ast.Name) and supported(node, names)
 
 
+def prepare() -> None: ...
+
+
+def judged(cases: list[tuple[str, str, list[str]]], special: list[str]) -> list[list[str]]:
+    """Returns verdict and reason of each case: how it is shown, what must hold, and the results
+    `_0`, `_1`, ... that it is about, as `codec` has them, with the special floats that may be in
+    them."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(MAX_TEXT_DIGITS)
+    try:
+        return [_verdict(*case, frozenset(special)) for case in cases]
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+def _verdict(shown: str, test: str, results: list[str], special: frozenset[str]) -> list[str]:
+    try:
+        values = [decode(text, special=special) for text in results]
+    except NotPlain as error:
+        return ["wrong", f"returned {error} in {shown:.100}"]
+    got = ", ".join(map(_shown, values))
+    try:
+        holds = evaluate(
+            ast.parse(test, mode="eval").body,
+            {f"_{number}": value for number, value in enumerate(values)},
+        )
+    except (
+        CannotHold,
+        Unfinished,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+        AttributeError,
+    ) as error:
+        return ["wrong", f"{shown:.100} cannot hold for {got} ({error!s:.80})"]
+    return ["ok", ""] if holds else ["wrong", f"{shown:.100} does not hold: it got {got}"]
+
+
 def evaluate(node: ast.expr, values: dict[str, Any]) -> Any:
     """Returns the value of a supported expression; `values` are those of its free names. Raises
     CannotHold, or what Python would."""
@@ -338,6 +394,13 @@ def _to_hash(function: Any, items: Any) -> Any:
     if crowded(part[0] if function is dict else part for part in parts):
         raise CannotHold("too many items of one hash")
     return parts
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        return f"a number of more than {MAX_TEXT_DIGITS} digits"
 
 
 def _holds(kind: ast.cmpop, left: Any, right: Any) -> bool:

@@ -21,14 +21,17 @@ MAX_ITEMS = 100_000
 MAX_CHARS = 200_000
 MAX_OF_ONE_HASH = 64
 MAX_DECIMAL = 1000
-"""Of digits of a decimal number, before and after its point: `int` of one takes as many."""
+"""Most digits of a decimal number, before and after its point: `int` of it takes as many."""
+
+MAX_FRACTION_BITS = 100_000
+"""To reduce one takes the square of its length."""
 
 ALWAYS_TAKEN, TAKEN_S = 1000, 0.5
-"""Of what an iterator gives, so many items are taken, and more while they take no longer than so
-many seconds of CPU time: it may have no end."""
+"""So many items are taken from an iterator, and more within so many seconds of CPU time: it may
+have no end."""
 
 KEPT_CHARS = 10_000
-"""Of the beginning of one that may have no end."""
+"""Characters that are kept of an iterator that may have no end."""
 
 SPECIAL = frozenset({"nan", "inf"})
 """The floats that are no numbers to calculate with: they make a tolerance hold."""
@@ -80,6 +83,8 @@ def encode(value: Any) -> str:
 def _tree(value: Any, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise NotPlain(f"data nested deeper than {MAX_DEPTH}")
+    if isinstance(value, int) and not -_LONG < value < _LONG:
+        return {"int": [hex(value)]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -104,13 +109,17 @@ def _tree(value: Any, depth: int) -> Any:
     if isinstance(value, Awaited):
         return {"awaited": [_tree(value.value, depth + 1)]}
     if kind := _imported(value):
-        return {kind: _PARTS[kind](value)}
+        return {kind: [_tree(part, depth + 1) for part in _PARTS[kind](value)]}
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return _tree(value.item(), depth + 1)
     if hasattr(value, "__next__"):
         return _taken(value, depth)
     raise WrongType(type(value))
 
+
+_LONG = 10**4000
+"""Numbers from here on cross in hexadecimal: Python reads no more than 4300 decimal digits, and
+that in a time that grows with their square."""
 
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _PARTS: dict[str, Callable[[Any], list[Any]]] = {
@@ -202,6 +211,8 @@ def _range(start: int, stop: int, step: int) -> range:
 def _fraction(numerator: int, denominator: int) -> Any:
     from fractions import Fraction
 
+    if numerator.bit_length() + denominator.bit_length() > MAX_FRACTION_BITS:
+        raise NotPlain(f"a fraction of more than {MAX_FRACTION_BITS} bits")
     return Fraction(numerator, denominator)
 
 
@@ -227,6 +238,7 @@ def _of_datetime(kind: str) -> Callable[..., Any]:
 
 
 _SCALARS: dict[str, tuple[tuple[type, ...], Callable[..., Any]]] = {
+    "int": ((str,), lambda text: int(text, 16)),
     "range": ((int, int, int), _range),
     "Fraction": ((int, int), _fraction),
     "Decimal": ((str,), _decimal),

@@ -1,0 +1,215 @@
+"""Formulas, equations and several answers, as MATH has them."""
+
+from __future__ import annotations
+
+import random
+
+from bench.answers.made import Made, kind, two
+
+
+@kind
+def roots(rng: random.Random) -> Made:
+    n, m = rng.randrange(2, 20), rng.choice([2, 3, 5, 7])
+    right = [rf"{n}\sqrt{m}", rf"\sqrt{{{n * n * m}}}", f"{n * m**0.5:.8f}"]
+    wrong = [
+        rf"{n + 1}\sqrt{m}",
+        rf"\sqrt{{{n * m}}}",
+        f"{n * m**0.5:.2f}",
+        rf"{n}\sqrt[3]{{{m}}}",
+        f"{n * m}",
+    ]
+    return rf"{n}\sqrt{{{m}}}", right, wrong
+
+
+@kind
+def roots_with_units(rng: random.Random) -> Made:
+    n = rng.randrange(2, 20)
+    right = [rf"{n}\sqrt{{2}}\text{{ cm}}", rf"{n}\sqrt{{2}}", rf"\sqrt{{{2 * n * n}}}\text{{ cm}}"]
+    return (
+        rf"{n}\sqrt{{2}} \text{{ cm}}",
+        right,
+        [rf"{n}\sqrt{{2}}\text{{ kg}}", rf"{n}\sqrt{{3}}\text{{ cm}}", f"{n} cm"],
+    )
+
+
+@kind
+def multiples_of_pi(rng: random.Random) -> Made:
+    n = rng.randrange(2, 30)
+    right = [rf"{n} \cdot \pi", rf"\frac{{{2 * n}\pi}}{{2}}", f"{n}π"]
+    return rf"{n}\pi", right, [f"{n}", rf"{n + 1}\pi", rf"{n}\pi^2", f"{n * 3.14:.2f}", rf"{n}+\pi"]
+
+
+@kind
+def tiny_formulas(rng: random.Random) -> Made:
+    n = rng.randrange(20, 60)
+    right = [rf"e^{{-{n}}}", rf"\frac{{1}}{{e^{{{n}}}}}"]
+    return rf"e^{{-{n}}}", right, ["0", "0.0", rf"2e^{{-{n}}}", rf"e^{{{n}}}", rf"e^{{-{n + 1}}}"]
+
+
+@kind
+def polynomials(rng: random.Random) -> Made:
+    a, b = two(rng, 1, 20)
+    right = [rf"(x+{a})(x+{b})", rf"x^2+{a + b}x+{a * b}", rf"{a * b}+{a + b}x+x^2"]
+    wrong = [
+        rf"x^2+{a + b}x+{a * b + 1}",
+        rf"(x-{a})(x-{b})",
+        rf"y^2+{a + b}y+{a * b}",
+        rf"x^2+{a * b}",
+    ]
+    return rf"x^2 + {a + b}x + {a * b}", right, wrong
+
+
+@kind
+def products_of_letters(rng: random.Random) -> Made:
+    n = rng.randrange(2, 30)
+    right = [f"{n}ab", f"{n}ba", rf"{n} a \cdot b", rf"{n}\,ab"]
+    return f"{n}ab", right, [f"{n}a", f"{n}ac", f"{n}a+b", f"{n + 1}ab", f"{n}ab^2", f"{n}"]
+
+
+@kind
+def trigonometry(rng: random.Random) -> Made:
+    n = rng.randrange(2, 9)
+    right = [rf"{n}\sin^2 x", rf"{n} - {n}\cos^2 x", rf"{n}(1-\cos^2 x)"]
+    return rf"{n}\sin^2 x", right, [rf"{n}\cos^2 x", rf"{n}\sin x", rf"{n}\sin^2 y", rf"{n}"]
+
+
+@kind
+def lists(rng: random.Random) -> Made:
+    a, b = two(rng)
+    right = [
+        f"{a}, {b}",
+        f"{b}, {a}",
+        rf"{a} \text{{ and }} {b}",
+        rf"x = {a}, {b}",
+        rf"\{{{a}, {b}\}}",
+    ]
+    return f"{a}, {b}", right, [f"{a}", f"{a}, {a}", f"{a}, {b}, {b}", f"{a}, {b + 1}", f"{a}{b}"]
+
+
+@kind
+def one_and_no_list(rng: random.Random) -> Made:
+    n = rng.randrange(2, 99)
+    return (
+        f"{n}",
+        [f"{n}", f"x = {n}"],
+        [f"{n}, {n}", f"{n}, {n + 1}", rf"\{{{n}, 0\}}", rf"\pm {n}", f"({n}, {n})"],
+    )
+
+
+@kind
+def plus_and_minus(rng: random.Random) -> Made:
+    n = rng.randrange(2, 99)
+    right = [rf"\pm {n}", f"{n}, -{n}", f"-{n}, {n}", rf"x = \pm {n}"]
+    return rf"\pm {n}", right, [f"{n}", f"-{n}", f"{n}, {n}", rf"\pm {n + 1}"]
+
+
+@kind
+def points_and_intervals(rng: random.Random) -> Made:
+    a, b = two(rng)
+    closing, other = rng.choice([")]", "])"])
+    right = [f"({a}, {b}{closing}", rf"\left({a},{b}\right{closing}", rf"({a}.0, {b}{closing}"]
+    wrong = [
+        f"({b}, {a}{closing}",
+        f"({a}, {b}{other}",
+        f"({a}, {b + 1}{closing}",
+        f"{a}",
+    ]
+    return f"({a},{b}{closing}", right, wrong
+
+
+@kind
+def unions(rng: random.Random) -> Made:
+    a, b = two(rng)
+    right = [rf"(-\infty,{a})\cup({b},\infty)", rf"({b},\infty) \cup (-\infty,{a})"]
+    wrong = [
+        rf"(-\infty,{a}]\cup({b},\infty)",
+        rf"(-\infty,{a})",
+        rf"({a},{b})",
+        rf"(-\infty,{b})\cup({a},\infty)",
+    ]
+    return rf"(-\infty, {a}) \cup ({b}, \infty)", right, wrong
+
+
+@kind
+def inequalities(rng: random.Random) -> Made:
+    n = rng.randrange(2, 99)
+    right = [f"x > {n}", f"{n} < x", rf"({n}, \infty)"]
+    return f"x > {n}", right, [rf"x \ge {n}", f"x < {n}", f"{n}", f"x = {n}", rf"[{n}, \infty)"]
+
+
+@kind
+def matrices(rng: random.Random) -> Made:
+    a, b = two(rng)
+
+    def matrix(cells: str, mark: str = "p") -> str:
+        return rf"\begin{{{mark}matrix}} {cells} \end{{{mark}matrix}}"
+
+    right = [matrix(rf"{a} & {b} \\ 0 & 1"), matrix(rf"{a}&{b}\\0&1", "b")]
+    wrong = [
+        matrix(rf"{b} & {a} \\ 0 & 1"),
+        matrix(rf"{a} & {b}"),
+        matrix(rf"{a} & 0 \\ {b} & 1"),
+        f"{a}, {b}, 0, 1",
+    ]
+    return matrix(rf"{a} & {b} \\ 0 & 1"), right, wrong
+
+
+@kind
+def named_values(rng: random.Random) -> Made:
+    n = rng.randrange(2, 99)
+    right = [f"x={n}", f"{n}", f"x = {n}.0", f"{n} = x"]
+    return (
+        f"x={n}",
+        right,
+        [f"y={n}", f"x={n + 1}", f"x={n + 1}={n}", f"2x={2 * n}", f"x>{n}", "x=x"],
+    )
+
+
+@kind
+def values_with_any_name(rng: random.Random) -> Made:
+    n = rng.randrange(5, 99)
+    right = [f"x={n}", f"f(2) = {n}", f"{n - 2}+2={n}", rf"\theta = {n}"]
+    return (
+        f"{n}",
+        right,
+        [f"{n + 1}={n}", f"{n}={n + 1}", f"x={n + 1}", f"x > {n}", f"{n}={n}={n + 2}"],
+    )
+
+
+@kind
+def lines(rng: random.Random) -> Made:
+    a, b = two(rng, 2, 20)
+    right = [f"y={a}x+{b}", f"{a}x+{b}", f"{a}x - y + {b} = 0", f"y - {b} = {a}x"]
+    return (
+        f"y = {a}x + {b}",
+        right,
+        [f"y={b}x+{a}", f"y={a}x-{b}", "0=0", f"x={a}y+{b}", "y=y", f"{b}"],
+    )
+
+
+@kind
+def equations(rng: random.Random) -> Made:
+    a, b = two(rng, 2, 20)
+    right = [f"{a}x+{b}y=1", f"{2 * a}x+{2 * b}y=2", f"1={a}x+{b}y", f"{a}x+{b}y-1=0"]
+    return (
+        f"{a}x + {b}y = 1",
+        right,
+        [f"{b}x+{a}y=1", f"{a}x+{b}y=2", "1=1", f"{a}x+{b}y>1", f"{a}x+{b}y"],
+    )
+
+
+@kind
+def nonsense_equations(rng: random.Random) -> Made:
+    n = rng.randrange(2, 99)
+    return f"x=x+{n}", [f"x=x+{n}", f"x = x + {n}"], ["0=0", f"0={n}", f"{n}={n}", "x=x", f"x+{n}"]
+
+
+@kind
+def functions(rng: random.Random) -> Made:
+    a, b = two(rng, 2, 20)
+    right = [f"f(x)={a}x+{b}", f"{a}x+{b}", f"f(x) = {b}+{a}x"]
+    return (
+        f"f(x) = {a}x + {b}",
+        right,
+        [f"f(x)={b}x+{a}", f"g(x)={a}x+{b}", f"{a}x", "f(x)", f"f(x)={a}x+{b}+1"],
+    )

@@ -1,0 +1,138 @@
+"""`hone submit`: a job from its file to the queue."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from typing import Annotated
+
+import typer
+
+from hone import view
+from hone.client import Client
+from hone.commands.logs import follow
+from hone.plan_view import estimate_line
+from hone.shell import (
+    INTERRUPTED,
+    JobFileArgument,
+    Output,
+    OutputOption,
+    OverridesOption,
+    as_json,
+    command,
+    connect,
+    err,
+    job_in,
+    out,
+    saying,
+    show,
+)
+from shared.errors import HoneError, Unavailable
+from shared.job import Job
+from shared.wire import JobRecord
+
+CHECKING = "checking the job's data, model and rewards"
+
+
+@command
+def submit(
+    file: JobFileArgument,
+    overrides: OverridesOption = None,
+    following: Annotated[
+        bool, typer.Option("--follow", help="show progress until the job ends or pauses")
+    ] = False,
+    key: Annotated[
+        str | None, typer.Option(help="idempotency key: the same key and job submit once")
+    ] = None,
+    dry: Annotated[
+        bool,
+        typer.Option("--dry-run", help="only check the job, and show its first prompts"),
+    ] = False,
+    output: OutputOption = Output.table,
+) -> None:
+    """Submit a job.
+
+    Ctrl-C before the job's id is shown takes the submission back. With --follow it exits 0 if the
+    job succeeded, 1 if not, and 3 if it is paused."""
+    job = job_in(file, overrides)
+    with connect() as client:
+        if dry:
+            with saying(CHECKING):
+                tried = client.dry_run(job)
+            show(output, tried, lambda: view.dry_run(tried))
+            return
+        if following:
+            submit_and_follow(client, job, output, key=key)
+            return
+        record = accepted(client, job, output, key)
+        if output is Output.table:
+            _say_more(client, record, job)
+            out.print(f"  hone logs -f {record.id}    to watch it", highlight=False)
+            out.print(f"  hone cancel {record.id}     to stop it", highlight=False)
+
+
+def submit_and_follow(client: Client, job: Job, output: Output, *, key: str | None = None) -> None:
+    """Shows a job from its submission to its end or a pause, and exits as `follow` does."""
+    record = accepted(client, job, output if output is Output.table else None, key)
+    if output is Output.table:
+        _say_more(client, record, job)
+    follow(client, record.id, output)
+
+
+def accepted(client: Client, job: Job, output: Output | None, key: str | None) -> JobRecord:
+    """Returns the record of the job once it is accepted and shown (None: that is not). Interrupted
+    before, nothing of it remains, unless the caller gave it a key to submit it once."""
+    own = secrets.token_hex(12) if key is None else key
+    try:
+        with saying(CHECKING):
+            record = client.submit(job, key=own)
+        if output is Output.json:
+            as_json(record)
+        elif output is Output.table:
+            said = f"job {record.id} accepted; results go to {record.run_dir}"
+            out.print(said, soft_wrap=True, highlight=False)
+        return record
+    except Unavailable:
+        if key is None:
+            with contextlib.suppress(HoneError):  # the first error says more
+                client.withdraw(own)
+        raise
+    except KeyboardInterrupt as error:
+        became = _taken_back(client, job, own) if key is None else _may_be_submitted(key)
+        err.print(f"\ninterrupted: {became}", markup=False, highlight=False)
+        raise typer.Exit(INTERRUPTED) from error
+
+
+def _may_be_submitted(key: str) -> str:
+    return f"the job may be submitted by --key {key}; the same command again shows it"
+
+
+def _taken_back(client: Client, job: Job, key: str) -> str:
+    """Returns what became of a submission."""
+    unknown = f"it is not known whether the job was submitted; `hone ls --name {job.name}` shows it"
+    try:
+        found = client.withdraw(key).job
+    except HoneError as error:
+        return f"{unknown} ({error.detail})"
+    except KeyboardInterrupt:
+        return unknown
+    if found is None:
+        return "the job is not submitted"
+    if found.status == "cancelled":
+        return f"job {found.id} was accepted just before, and is cancelled"
+    goes_on = f"job {found.id} was accepted just before, and is {found.status}"
+    return f"{goes_on}; it is being cancelled" if found.cancel_requested else goes_on
+
+
+def _say_more(client: Client, record: JobRecord, job: Job) -> None:
+    for line in (*(f"warning: {each}" for each in record.warnings), _estimate(client, job)):
+        out.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _estimate(client: Client, job: Job) -> str:
+    """Returns what the orchestrator expects of the job, in a line. That it cannot say it is no
+    fault of a job that was accepted."""
+    try:
+        return estimate_line(client.plan(job))
+    except HoneError as error:
+        return f"not planned: {error.detail}"

@@ -1,0 +1,123 @@
+"""What a job's data and model are found to be before it is accepted. Everything here may take long,
+and may be done in another process (`checking.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from services.orchestrator.api.findings import findings
+from services.orchestrator.api.rows import check_rows
+from services.orchestrator.data.allowed import named_model_folder
+from services.orchestrator.data.hub import cached_model
+from services.orchestrator.data.preview import preview
+from services.orchestrator.loop.prompts import load_held_out, load_prompts
+from shared.config import Settings
+from shared.errors import Failed, Unavailable
+from shared.experts import cannot_reload_on_cpu, not_tried
+from shared.gate import caller
+from shared.job import Job
+from shared.model_check import (
+    Config,
+    check_config,
+    check_model_folder,
+    check_rope,
+    cpu_limit,
+    read_config,
+)
+from shared.wire import ApiKey, PreviewedPrompt, Prompt
+
+T = TypeVar("T")
+
+ELSEWHERE = (
+    "name a file, or a mirror of the Hub by HF_ENDPOINT; with HF_HUB_OFFLINE=1 the orchestrator "
+    "takes what is in its Hugging Face cache"
+)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a job has: `columns`, `num_train` and `num_held_out` as `Prompts` has them, `versions`
+    of its sources, the prompts of its `first` step. `warnings` are what is not refused and probably
+    not meant, and `cpu_limit` is why no sampler on a CPU can have the model. `shown` are the first
+    prompts as the model reads them, if that was asked for, and `not_counted` is why their tokens
+    are not known."""
+
+    columns: tuple[str, ...]
+    num_train: int | None
+    num_held_out: int
+    versions: dict[str, str]
+    first: tuple[Prompt, ...]
+    warnings: tuple[str, ...]
+    cpu_limit: str | None = None
+    shown: tuple[PreviewedPrompt, ...] = ()
+    not_counted: str = ""
+
+
+def look(job: Job, settings: Settings, why_not: str | None, showing: bool) -> Looked:
+    """Returns what the job has. `why_not` is why a model of the Hub could not be fetched. Raises
+    BadRequest for what would fail the job later, and Failed where the Hub cannot be reached."""
+    folder = _model_looked_at(job, settings)
+    untried = not_tried(job.model, read_config(folder)) if folder else _shows_later(job, why_not)
+    warnings = [*([untried] if untried else []), *findings(job)]
+    try:
+        prompts = load_prompts(job, settings)
+        first = check_rows(job, prompts)
+    except Unavailable as error:  # the Hub, which asking again at once does not bring back
+        raise Failed(f"{error.detail}; {ELSEWHERE}") from error
+    shown, not_counted = preview(job, first) if showing else ((), "")
+    return Looked(
+        prompts.columns,
+        prompts.num_train,
+        prompts.num_held_out,
+        prompts.versions,
+        first,
+        tuple(warnings),
+        _cpu_limit(job, read_config(folder)) if folder else None,
+        shown,
+        _not_looked_at(job, why_not) if why_not and showing else not_counted,
+    )
+
+
+def on_behalf_of(who: ApiKey | None, work: Callable[..., T], *args: Any) -> T:
+    """Returns what `work` does, as if that key had asked for it here."""
+    caller.set(who)
+    return work(*args)
+
+
+def look_at_held_out(job: Job, settings: Settings) -> None:
+    """Raises as `load_held_out`, but Failed where the Hub cannot be reached."""
+    try:
+        load_held_out(job, settings)
+    except Unavailable as error:
+        raise Failed(f"{error.detail}; {ELSEWHERE}") from error
+
+
+def _model_looked_at(job: Job, settings: Settings) -> Path | None:
+    """Returns the folder of the model, None where it is not here. Raises BadRequest for a model
+    that cannot be trained."""
+    if folder := named_model_folder(job.model, settings):
+        check_model_folder(folder, job.max_model_len)
+    elif folder := cached_model(job.model, job.model_revision):
+        if not (folder / "config.json").is_file():
+            return None
+        check_config(folder, job.max_model_len)
+    else:
+        return None
+    check_rope(job.model, read_config(folder), job.max_model_len)
+    return folder
+
+
+def _cpu_limit(job: Job, config: Config) -> str | None:
+    return cpu_limit(config) or cannot_reload_on_cpu(config, job.weight_sync)
+
+
+def _shows_later(job: Job, why_not: str | None) -> str:
+    return f"{_not_looked_at(job, why_not)}; what is wrong with it shows only when the job begins"
+
+
+def _not_looked_at(job: Job, why_not: str | None) -> str:
+    why = why_not or "the Hugging Face cache here does not have its config.json"
+    return f"the model {job.model!r} was not looked at: {why}"

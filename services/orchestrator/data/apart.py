@@ -1,0 +1,81 @@
+"""Work in a process of its own, which is killed once nobody waits for it: what asks the Hub may
+hang in ways that no deadline of its libraries ends, and a thread cannot be killed.
+
+`python -m services.orchestrator.data.apart PID` is that process, which ends with process PID: what
+is to be done comes by its stdin, and what came of it goes by its stdout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from shared.errors import Failed, HoneError
+from shared.processes import die_with
+
+QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+T = TypeVar("T")
+
+
+class NotInTime(Failed):
+    """The work was not done by its deadline, and was killed."""
+
+
+async def apart(work: Callable[..., T], *args: Any, deadline_s: float) -> T:
+    """Returns what `work(*args)` returns. `work` is a function of a module, and what goes in and
+    comes out can be pickled. Raises the work's own HoneError, and NotInTime."""
+    asked = pickle.dumps((work, args))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "services.orchestrator.data.apart", str(os.getpid())),
+        env=os.environ | QUIET,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=DEVNULL,
+    )
+    try:
+        async with asyncio.timeout(deadline_s):
+            answer, _ = await process.communicate(asked)
+    except TimeoutError as error:
+        raise NotInTime(f"it was not done in {deadline_s:g} s") from error
+    finally:
+        await _end(process)
+    if not answer:
+        raise Failed(f"the process that looked at it ended with status {process.returncode}")
+    error, result = pickle.loads(answer)
+    if error is not None:
+        raise error
+    return result
+
+
+async def _end(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+def _main() -> None:
+    die_with(int(sys.argv[1]))  # not os.getppid(): whoever asked may be gone by now
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)  # what a library prints is no answer
+        pickle.dump(_answer(), answer)
+
+
+def _answer() -> tuple[HoneError | None, Any]:
+    work, args = pickle.load(sys.stdin.buffer)
+    try:
+        return None, work(*args)
+    except HoneError as error:
+        return error, None
+    except Exception as error:  # a bug: the last resort of the process
+        return Failed(f"{type(error).__name__}: {error}", code="bug"), None
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,53 @@
+"""Fetching a job's data from the Hugging Face Hub: in a process that is killed at its deadline, or
+once nobody waits for it, for a download may hang. Then its rows are read from this machine's
+cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from services.orchestrator.data.apart import NotInTime, apart
+from services.orchestrator.data.hub_tables import Pinned
+from services.orchestrator.data.sources import COMMIT, Ask, asks_of, is_on_hub, open_source
+from shared.config import Settings
+from shared.errors import Unavailable
+from shared.job import Job
+from shared.models import hub_is_offline
+
+FETCH_S = 1200.0
+"""Seconds that reading a data set from the Hub may take."""
+
+
+def asks_hub(job: Job, settings: Settings) -> bool:
+    """Whether the Hub must be asked for any of the job's data."""
+    return not hub_is_offline() and any(map(_is_asked, asks_of(job, settings).values()))
+
+
+async def fetch(asks: Iterable[Ask]) -> None:
+    """Puts what is asked for and is on the Hub into this machine's cache; of a stream nothing
+    stays. Raises as `load_prompts`, and Unavailable for a Hub that hangs."""
+    asked = [ask for ask in asks if await asyncio.to_thread(_is_asked, ask)]
+    if not asked or hub_is_offline():
+        return
+    try:
+        await apart(_fetch, asked, deadline_s=FETCH_S)
+    except NotInTime as error:
+        raise Unavailable(f"the job's data was not fetched: {error.detail}") from error
+
+
+def _fetch(asks: Sequence[Ask]) -> None:
+    for ask in asks:
+        table = open_source(ask)
+        if ask.spec.streaming:
+            next(table.stream(), None)
+        else:
+            table.rows()
+
+
+def _is_asked(ask: Ask) -> bool:
+    if not is_on_hub(ask.source):
+        return False
+    commit = ask.wanted or ask.spec.revision or ""
+    is_known = COMMIT.fullmatch(commit) is not None
+    return not (is_known and Pinned(ask.text, ask.spec.config, commit).cached())

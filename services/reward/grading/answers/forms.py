@@ -1,0 +1,320 @@
+"""What an answer is, as far as its text says. Pure.
+
+"DBCA", "(C)", "Tuesday"       Text        letters alone
+"(C) Paris"                    Choice      a letter, and what it stands for
+"3/4", "18 eggs", "10\\sqrt{2} cm"  Amount   a number or a formula, and what it counts
+"1, 2", "\\pm 1", "\\{1, 2\\}"  Several     in any order
+"(1, 2]", a matrix, "x > 3"    Ordered     in this order, between these brackets
+"x = 3", "f(x) = 2x"           Named       a value under a name
+"2x + 3y = 5", "3 = 3"         Relation
+"11:30", "101_2", "H_2O"       Literal     the same text, or not
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from services.reward.grading.answers.latex import clean, depth, is_one_bracket, split, without_marks
+from services.reward.grading.answers.literals import literal
+from services.reward.grading.answers.numbers import Number, number
+from services.reward.grading.answers.units import NOTHING, Counted, after_number
+
+MAX_PARTS = 64
+MAX_DEPTH = 24
+"""Most nested brackets: an answer with more is not read."""
+
+_SEPARATOR = re.compile(r",|;|\\text ?\{ ?(?:and|or) ?\}|\\(?:lor|vee|land)\b|(?<= )(?:and|or) ")
+_UNION = re.compile(r"\\cup\b")
+_RELATION = re.compile(r"=|<|>|\\(?:le|ge|ne|in|approx|sim|equiv)(?![A-Za-z])")
+_MATRIX = re.compile(r"\\begin\{([pbBvV]?)matrix\}(.*)\\end\{\1matrix\}")
+_ARRAY = re.compile(r"([\[(|]) ?\\begin\{array\} ?\{[^{}]*\}(.*)\\end\{array\} ?[\])|]")
+_BUILDER = re.compile(
+    r"[A-Za-z](?: ?\\in ?\\mathbb ?\{? ?R ?\}?)? ?(?:\\mid\b|\\vert\b|:|\|) ?(?P<rest>.*)"
+)
+_ROW, _CELL = re.compile(r"\\\\"), re.compile("&")
+_LETTERS = re.compile(r"[^\W\d_](?:[^\W\d_]|[ '’.!?-])*")
+_APPLIED = re.compile(r"(?:sin|cos|tan|cot|sec|csc|ln|log|exp) [a-z]")
+_SAYS = r"(?:(?:[Tt]he )?(?:correct )?(?:[Aa]nswer|[Oo]ption|[Cc]hoice)(?: is)?:? )"
+_LABEL = re.compile(
+    rf"{_SAYS}?(?:\((?P<round>[A-Za-z])\)|(?P<dotted>[A-Za-z])[.)])|{_SAYS}(?P<bare>[A-J])"
+)
+_CHOICE = re.compile(
+    rf"{_SAYS}?(?:\((?P<round>[A-J])\)|(?P<bare>[A-J])(?P<mark>[.):])) (?P<text>(?!and|or|not)\S.*)"
+)
+_OTHER_CHOICE = re.compile(r"\([A-J]\)|(?<![A-Za-z])(?:[B-J](?![A-Za-z])|A(?! [a-z]|[A-Za-z]))")
+_OPERATOR = re.compile(r"[+*/^=<>|]|-\D|\\(?:c[au]p|times|cdot|in|to|subset)\b")
+_ALIASES = {
+    "all real numbers": "(-\\infty,\\infty)",
+    "all reals": "(-\\infty,\\infty)",
+    "\\mathbb{r}": "(-\\infty,\\infty)",
+    "empty set": "\\emptyset",
+    "the empty set": "\\emptyset",
+    "does not exist": "DNE",
+    "no solutions": "no solution",
+}
+"""Whole answers in other words."""
+
+_NAME = re.compile(
+    r"m?(?:\\(?:angle|triangle|overline|vec|hat|bar|mathbb|mathcal) ?)?"
+    r"(?:\{?[A-Za-z][A-Za-z ]{0,30}\}?|\\(?!frac|sqrt|sin|cos|tan|log|ln|text)[A-Za-z]+)"
+    r" ?(?:_ ?(?:\{[^{}]{1,20}\}|\w))?'{0,2}(?:\^ ?\{-1\})?"
+    r" ?(?:\([^()=]{1,40}\))?"
+)
+_COMMA = re.compile(",|;")
+_CONSTANTS = {"e", "i", "\\pi", "\\infty", "\\cdot", "\\times", "\\frac", "\\sqrt", "\\text"}
+_ATOM = re.compile(r"[A-Za-z]|\\[A-Za-z]+")
+_TAIL = re.compile(r"(?P<formula>.*[\d)}!°A-Za-z]) ?\\text ?\{(?P<words>[^{}]*)\}(?P<power>\^\S+)?")
+_BARE_TAIL = re.compile(r"(?P<formula>.*[)}]) (?P<words>[A-Za-z°][A-Za-z°/^{}\d ]*)")
+
+
+@dataclass(frozen=True)
+class Text:
+    letters: str
+
+
+@dataclass(frozen=True)
+class Literal:
+    text: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A letter and what it stands for; `is_marked` unless that is only a dot: E. coli."""
+
+    letter: str
+    text: Form
+    is_marked: bool
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A formula, what it counts, and the number that it is if it is a plain one."""
+
+    formula: str
+    counted: Counted = NOTHING
+    number: Number | None = None
+
+    @property
+    def has_variables(self) -> bool:
+        return self.number is None and bool(_variables(self.formula))
+
+
+@dataclass(frozen=True)
+class Several:
+    parts: tuple[Form, ...]
+
+
+@dataclass(frozen=True)
+class Ordered:
+    opening: str
+    closing: str
+    parts: tuple[Form, ...]
+
+
+@dataclass(frozen=True)
+class Relation:
+    """`signs` stand between the `sides`, which are formulas."""
+
+    signs: tuple[str, ...]
+    sides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Named:
+    """`values`: one, or several that are said to be equal."""
+
+    name: str
+    values: tuple[Form, ...]
+    relation: Relation = field(compare=False)
+
+
+Form = Text | Literal | Choice | Amount | Several | Ordered | Relation | Named
+
+
+def read(text: str) -> Form:
+    """Returns what the answer `text` is."""
+    text = clean(text)
+    return Literal(text) if depth(text) > MAX_DEPTH else _read(_unwrapped(text))
+
+
+def _read(text: str) -> Form:
+    if (written := literal(text)) is not None:
+        return Literal(written)
+    if plain := number(text):
+        return Amount(text, plain.counted, plain)
+    words = without_marks(text).strip()
+    if (label := _LABEL.fullmatch(words.strip("{} "))) is not None:
+        return Text(label["round"] or label["dotted"] or label["bare"])
+    if (alias := _ALIASES.get(words.lower())) is not None:
+        return _read(alias)
+    if (choice := _CHOICE.fullmatch(words)) is not None and _is_choice(choice["text"]):
+        letter, mark = choice["round"] or choice["bare"], choice["mark"] or ")"
+        return Choice(letter, _read(choice["text"]), mark != ".")
+    items = split(text, _SEPARATOR)
+    if _LETTERS.fullmatch(words) and len(items) == 1 and not _APPLIED.fullmatch(words):
+        return Text("".join(words.split()))
+    if 1 < len(items) <= MAX_PARTS:
+        said = [item for item in items if item]
+        return _several(said) if said else Literal(text)
+    if len(unions := split(text, _UNION)) > 1:
+        return Several(tuple(_read(_unwrapped(part)) for part in unions[:MAX_PARTS]))
+    return _matrix(text) or _bracketed(text) or _related(text) or _signed(text) or _amount(text)
+
+
+def _is_choice(text: str) -> bool:
+    """Returns whether `text` after a letter says what that stands for, and no other letter."""
+    return not _OTHER_CHOICE.search(text) and not _OPERATOR.match(text)
+
+
+def _unwrapped(text: str) -> str:
+    """Returns `text` without braces or `\\text{}` around all of it, and without a leading `=`."""
+    text = text.removeprefix("=").strip()
+    inner = re.fullmatch(r"\\text ?(\{.*\})|(\{.*\})", text)
+    whole = (inner[1] or inner[2]) if inner else ""
+    if whole and is_one_bracket(whole):
+        return _unwrapped(whole[1:-1].strip())
+    return text
+
+
+def _several(items: list[str]) -> Form:
+    forms = _parts(items)
+    names = {form.name if isinstance(form, Named) else None for form in forms}
+    first = forms[0]
+    if isinstance(first, Named) and len(names) == 1:
+        return Named(first.name, (Several(tuple(_value(form) for form in forms)),), first.relation)
+    others_have_none = not any(isinstance(form, Named | Relation) for form in forms[1:])
+    if isinstance(first, Named) and others_have_none:
+        parts = (first.values[-1], *forms[1:])
+        return Named(first.name, (Several(parts),), first.relation)
+    return Several(tuple(forms)) if len(forms) > 1 else forms[0]
+
+
+def _parts(texts: list[str]) -> list[Form]:
+    """Returns what each text is; one with a plus-minus sign is two."""
+    found: list[Form] = []
+    for text in texts:
+        form = _read(_unwrapped(text))
+        found += form.parts if isinstance(form, Several) and "\\pm" in text else (form,)
+    return found
+
+
+def _value(form: Form) -> Form:
+    return form.values[-1] if isinstance(form, Named) else form
+
+
+def _matrix(text: str) -> Form | None:
+    found = _MATRIX.fullmatch(text) or _ARRAY.fullmatch(text)
+    if found is None:
+        return None
+    rows = [split(row, _CELL) for row in split(found[2].strip(), _ROW) if row]
+    kind = "|" if found[1] in ("v", "V", "|") else "["
+    if kind == "[" and 1 < len(rows) <= MAX_PARTS and all(len(row) == 1 for row in rows):
+        return Ordered("(", ")", tuple(_read(row[0]) for row in rows))
+    return Ordered(
+        f"{kind}matrix",
+        "",
+        tuple(Ordered("row", "", tuple(_read(cell) for cell in row)) for row in rows[:MAX_PARTS]),
+    )
+
+
+def _bracketed(text: str) -> Form | None:
+    if text.startswith("\\{") and text.endswith("\\}"):
+        builder = _BUILDER.fullmatch(text[2:-2].strip())
+        if builder and isinstance(built := _read(builder["rest"]), Ordered):
+            return built
+        parts = [part for part in split(text[2:-2], _SEPARATOR) if part]
+        forms = _parts(parts[:MAX_PARTS])
+        is_value = len(forms) == 1 and not isinstance(forms[0], Literal)
+        return forms[0] if is_value else Several(tuple(forms))
+    if not (text[:1] in ("(", "[") and text[-1:] in (")", "]")):
+        return None
+    if not is_one_bracket(text):
+        return None
+    parts = split(text[1:-1], _COMMA)
+    if len(parts) == 1:
+        return _read(parts[0]) if text[0] == "(" and text[-1] == ")" else None
+    return Ordered(text[0], text[-1], tuple(_read(_unwrapped(p)) for p in parts[:MAX_PARTS]))
+
+
+def _related(text: str) -> Form | None:
+    sides = split(text, _RELATION)
+    if not 1 < len(sides) <= MAX_PARTS:
+        return None
+    signs = _signs(text, sides)
+    if "" in sides:
+        return Literal(text)
+    relation = Relation(tuple(signs), tuple(sides))
+    if set(signs) == {"="} or signs == ["\\in"]:
+        if len(sides) == 2 and _is_name(sides[1]) and not _is_name(sides[0]):
+            sides = sides[::-1]
+        head = re.sub(r"[_(].*", "", sides[0])
+        is_own = _variables(head) & _variables(" ".join(sides[1:]))
+        if _is_name(sides[0]) and not is_own:
+            name = "".join(without_marks(sides[0]).split())
+            return Named(name, tuple(_read(_unwrapped(side)) for side in sides[1:]), relation)
+        return relation
+    return _interval(signs, sides) or relation
+
+
+def _signs(text: str, sides: list[str]) -> list[str]:
+    """Returns the signs between the `sides`."""
+    signs: list[str] = []
+    position = 0
+    for left, right in pairwise(sides):
+        position = text.index(left, position) + len(left)
+        end = text.index(right, position)
+        signs.append(text[position:end].strip())
+        position = end
+    return signs
+
+
+def _interval(signs: list[str], sides: list[str]) -> Form | None:
+    """Returns the interval that `x > 3` or `1 <= x < 2` is; None if it is none."""
+    flipped = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
+    if any(sign not in flipped for sign in signs):
+        return None
+    if len(sides) == 2 and _is_name(sides[1]):
+        sides, signs = sides[::-1], [flipped[signs[0]]]
+    if len(sides) == 2 and _is_name(sides[0]):
+        bound, infinity = _read(sides[1]), Amount("\\infty")
+        if signs[0] in ("<", "\\le"):
+            return Ordered("(", ")" if signs[0] == "<" else "]", (Amount("-\\infty"), bound))
+        return Ordered("(" if signs[0] == ">" else "[", ")", (bound, infinity))
+    if len(sides) == 3 and _is_name(sides[1]):
+        if signs[0] in (">", "\\ge"):
+            sides, signs = sides[::-1], [flipped[sign] for sign in reversed(signs)]
+        if all(sign in ("<", "\\le") for sign in signs):
+            opening, closing = ("(" if signs[0] == "<" else "["), (")" if signs[1] == "<" else "]")
+            return Ordered(opening, closing, (_read(sides[0]), _read(sides[2])))
+    return None
+
+
+def _variables(formula: str) -> set[str]:
+    """Returns the letters and commands in `formula` that may stand for anything."""
+    return set(_ATOM.findall(re.sub(r"\(.*\)$", "", formula) or formula)) - _CONSTANTS
+
+
+def _is_name(side: str) -> bool:
+    side = without_marks(side)
+    return _NAME.fullmatch(side) is not None
+
+
+def _signed(text: str) -> Form | None:
+    """Returns both values of what has a plus-minus sign."""
+    if "\\pm" not in text or text.count("\\pm") > 1:
+        return None
+    plus, minus = text.replace("\\pm", "+").removeprefix("+"), text.replace("\\pm", "-")
+    return Several((_read(plus.strip()), _read(minus)))
+
+
+def _amount(text: str) -> Form:
+    for tail in (_TAIL, _BARE_TAIL):
+        found = tail.fullmatch(text)
+        words = f"{found['words']}{found.groupdict().get('power') or ''}" if found else ""
+        counted = after_number(words.strip()) if found else None
+        if found and counted and counted.scale == 1:
+            return Amount(found["formula"], counted)
+    money = text[:1] == "$"
+    return Amount(text[1:].strip(), after_number("dollars") or NOTHING) if money else Amount(text)

@@ -1,0 +1,85 @@
+"""Mixtures of experts: what a configuration says of them, and which were tried here.
+
+They are trained whole, router included, by any number of ranks: transformers keeps the experts of a
+layer in two tensors, which have a gradient in each micro-batch, whichever experts its tokens go to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TRIED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
+"""Architectures whose update was compared with plain transformers
+(tests/system/test_trainer_experts.py), and whose log-probs with vLLM's on a CPU."""
+
+NUM = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+"""Keys of configurations, as architectures call them."""
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`num` experts in a layer, of which a token goes to `per_token`; each has the size
+    `intermediate`, and `shared` is that of what all tokens go to beside them."""
+
+    num: int
+    per_token: int
+    intermediate: int
+    shared: int = 0
+
+    @property
+    def active_share(self) -> float:
+        """The part of the experts' weights that a token goes through."""
+        return self.per_token / self.num
+
+    def touched_share(self, tokens: int) -> float:
+        """Returns the part of the experts' weights that is read for so many tokens at once, each of
+        which goes to experts of its own: 1 - (1 - k / E)^tokens."""
+        return 1 - (1 - self.active_share) ** tokens
+
+
+def has_experts(config: Config) -> bool:
+    return config.get("enable_moe_block") is not False and any(config.get(key) for key in NUM)
+
+
+def experts_of(config: Config) -> Experts | None:
+    """Returns what the configuration, of the language model, says of experts; None for a model
+    without. Raises KeyError for one that does not say how many a token goes to, or their size."""
+    if not has_experts(config):
+        return None
+    num = next(config[key] for key in NUM if config.get(key))
+    per_token = next((config[key] for key in PER_TOKEN if config.get(key)), None)
+    if per_token is None:
+        raise KeyError(PER_TOKEN[0])
+    each = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+    shared = config.get("shared_expert_intermediate_size") or (
+        each * int(config.get("n_shared_experts") or 0)
+    )
+    return Experts(int(num), int(per_token), each, int(shared))
+
+
+def not_tried(model: str, config: Config) -> str | None:
+    """Returns what a job with a mixture of experts that was not tried is warned of."""
+    inner: Config = config.get("text_config") or config
+    names: Any = config.get("architectures") or [None]
+    if not has_experts(inner) or names[0] in TRIED:
+        return None
+    return (
+        f"the model {model!r} is a mixture of experts of the architecture {names[0]!r}, which was "
+        f"not tried; tried were {' and '.join(TRIED)}"
+    )
+
+
+def cannot_reload_on_cpu(config: Config, weight_sync: str) -> str | None:
+    """Returns why a sampler on a CPU cannot be given new weights, or an adapter; None: it can."""
+    inner: Config = config.get("text_config") or config
+    if weight_sync == "restart" or not has_experts(inner):
+        return None
+    return (
+        "it is a mixture of experts, whose weights vLLM packs on a CPU when it starts and does not "
+        f'exchange afterwards: weight_sync is "{weight_sync}", and only "restart" works there'
+    )

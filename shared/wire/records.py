@@ -1,0 +1,134 @@
+"""The jobs API: what has the job itself, as a submission and a job's record do, and its stored
+rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+
+from shared.job import Job, RewardSpec
+from shared.wire.base import Listing, Message, Wire
+from shared.wire.jobs import JobSummary
+from shared.wire.planning import Plan
+from shared.wire.rewards import Part
+from shared.wire.rollouts import FinishReason
+
+
+class SubmitRequest(Wire):
+    """`POST /v1/jobs`. `job` is a whole job file's content; files it names must be readable by the
+    orchestrator."""
+
+    job: Job
+
+
+class JobRecord(JobSummary):
+    """All there is to know of a job. `run_dir` holds everything it wrote. `data` says which content
+    its data has, by "train" and "eval": a file's digest, or a dataset's commit on the Hub. It goes
+    on with that content only. `summary` is what came of it, once it has succeeded. `warnings` were
+    found in it when it was submitted: what is allowed, and probably not meant."""
+
+    run_dir: str
+    summary: dict[str, Any] | None = None
+    data: dict[str, str] = {}
+    warnings: tuple[str, ...] = ()
+    job: Job
+
+
+class PreviewedPrompt(Wire):
+    """A prompt as a job would send it: `index` is its row, `content` what the row became. `text` is
+    what the model reads, chat template included, in `num_tokens` tokens; None where its tokenizer
+    is not known here."""
+
+    index: int
+    content: str | tuple[Message, ...]
+    text: str | None = None
+    num_tokens: int | None = None
+
+
+class DryRun(Wire):
+    """`POST /v1/jobs/dry_run`: the job as it would run, and its first prompts. `num_train` is None
+    for a stream; `data` are the versions as in a job's record. `not_counted` says why prompts have
+    no `num_tokens`, and `not_planned` why there is no `plan`. `trial` says what the rewards
+    give empty completions and reference answers, and what is probably wrong with them; empty if the
+    reward service did not say so soon. `warnings` are as in a job's record."""
+
+    job: Job
+    columns: tuple[str, ...]
+    num_train: int | None
+    num_held_out: int
+    data: dict[str, str]
+    prompts: tuple[PreviewedPrompt, ...]
+    not_counted: str = ""
+    plan: Plan | None = None
+    not_planned: str = ""
+    trial: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class GradedRollout(Wire):
+    """A stored rollout as people look at it."""
+
+    prompt_index: int
+    prompt: str | tuple[Message, ...]
+    completion: str
+    finish_reason: FinishReason
+    versions: tuple[int, ...]
+    reward: float | None
+    parts: dict[str, Part]
+    advantage: float | None
+
+
+class RolloutList(Listing[GradedRollout]):
+    """A page of a step's rollouts, all of a prompt's group in a row. `next_after` goes back as
+    `?after=` for the next page; None at the end."""
+
+    step: int
+    rollouts: tuple[GradedRollout, ...]
+    next_after: int | None = None
+
+    def listed(self) -> Sequence[GradedRollout]:
+        return self.rollouts
+
+
+class RegradeRequest(Wire):
+    """`POST /v1/jobs/{id}/regrade`: what other `rewards` would say of the stored rollouts of
+    `first_step` to `last_step`, both included. Nothing is written to the run. `num_examples` bounds
+    the rollouts shown."""
+
+    first_step: int = Field(ge=1)
+    last_step: int = Field(ge=1)
+    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    num_examples: int = Field(default=10, ge=0, le=1000)
+
+
+class RegradedStep(Wire):
+    """Old and new mean reward of a step (None: no reward at all), how many rollouts have none, how
+    many get another one, and which advantages change their sign, by position in `[P*G]`. The sign
+    of no advantage is 0."""
+
+    step: int
+    num_rollouts: int
+    old_reward: float | None
+    new_reward: float | None
+    old_missing: int
+    new_missing: int
+    num_changed: int
+    flipped: tuple[int, ...]
+
+
+class RegradedRollout(Wire):
+    """A rollout as it was graded, and as it would be."""
+
+    step: int
+    position: int
+    old: GradedRollout
+    new: GradedRollout
+
+
+class RegradeReport(Wire):
+    """What would flip. `examples` are the rollouts whose reward differs most, in that order."""
+
+    steps: tuple[RegradedStep, ...]
+    examples: tuple[RegradedRollout, ...]

@@ -1,0 +1,49 @@
+"""What `hone doctor` says of services that run: the real sampler over HTTP, with an engine at the
+`Engine` seam."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+from hone.commands.doctor import Check, examine_stack
+from shared.config import Settings
+from tests.support.rollout_bench import RolloutBench
+from tests.support.running import serve
+
+NOBODY = "http://127.0.0.1:9"
+
+
+async def test_a_sampler_whose_engine_starts_is_no_fault(tmp_path: Path) -> None:
+    bench = RolloutBench(tmp_path)
+    bench.may_start.clear()
+    server = bench.service.server(0)
+    serving = asyncio.create_task(serve(server))
+    while not server.started:
+        await asyncio.sleep(0.01)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    starting = asyncio.create_task(bench.put())
+    while not await bench.sampler.unready():
+        await asyncio.sleep(0.001)
+    found = await sampler_at(url)
+    assert found.state == "starting"
+    assert re.fullmatch(
+        rf"{url} engine: starting the engine for 'tiny', since \d\d:\d\d:\d\d UTC \(\d+ s\)",
+        found.detail,
+    )
+    bench.may_start.set()
+    await starting
+    assert (await sampler_at(url)).state == "ok"
+    bench.engine.dead = True
+    assert (await sampler_at(url)).state == "fault"
+    server.should_exit = True
+    await serving
+
+
+async def sampler_at(url: str) -> Check:
+    settings = Settings(
+        rollout_url=url, trainer_url=NOBODY, reward_url=NOBODY, orchestrator_url=NOBODY
+    )
+    checks = await examine_stack(settings)
+    return next(check for check in checks if check.name == "rollout")

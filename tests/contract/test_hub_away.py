@@ -1,0 +1,128 @@
+"""A Hub that hangs, cannot be reached or lacks what is asked for, when jobs are looked at: the real
+`huggingface_hub` and `datasets`, in processes that are killed, against an endpoint of the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator.api import checking
+from services.orchestrator.api.checking import Checks
+from shared.config import Settings
+from shared.errors import BadRequest, Failed
+from shared.job import Job
+from shared.ports import free_port
+from tests.support.fake_hub import NOT_FOUND, FakeHub
+from tests.support.model_folders import make_model_folder
+
+pytestmark = pytest.mark.slow
+
+ON_HUB = {"train": "owner/data", "revision": "a" * 40}
+LOCAL = {"train": [{"prompt": "1?"}]}
+
+
+def make_job(model: str, data: dict[str, Any]) -> Job:
+    return Job.model_validate(
+        {
+            "name": "t",
+            "model": model,
+            "steps": 1,
+            "data": data,
+            "sampling": {"max_tokens": 4},
+            "rewards": [{"grader": "length"}],
+        }
+    )
+
+
+@pytest.fixture
+def local_model(tmp_path: Path) -> str:
+    return str(make_model_folder(tmp_path / "model"))
+
+
+@pytest.fixture
+async def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[FakeHub]:
+    found = FakeHub()
+    async with found.serving() as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        yield found
+
+
+async def test_data_sets_of_a_hub_that_hangs_delay_no_other_job_and_end_with_their_caller(
+    hub: FakeHub, settings: Settings, local_model: str
+) -> None:
+    checks = Checks(settings)
+    looks = [
+        asyncio.create_task(checks.look(make_job(local_model, ON_HUB)))
+        for _ in range(2 * checking.MAX_FETCHES)
+    ]
+    await hub.until_open(checking.MAX_FETCHES - 1)
+    looked = await asyncio.wait_for(checks.look(make_job(local_model, LOCAL)), 120)
+    assert looked.num_train == 1 and looked.warnings == ()
+    for look in looks:
+        look.cancel()
+    assert [type(each) for each in await asyncio.gather(*looks, return_exceptions=True)] == [
+        asyncio.CancelledError
+    ] * len(looks)
+    await hub.until_open(0)
+    assert hub.most_open < checking.MAX_FETCHES, "one place is kept from whoever has all others"
+
+
+async def test_a_model_is_waited_for_some_seconds_and_not_asked_for_again_at_once(
+    hub: FakeHub, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "MODEL_S", 0.5)
+    checks = Checks(settings)
+    (said,) = (await checks.look(make_job("owner/model", LOCAL))).warnings
+    assert "the model 'owner/model' was not looked at: http://127.0.0.1:" in said
+    assert "did not answer in 0.5 s; what is wrong with it shows only when the job begins" in said
+    num_asked = hub.num_asked
+    assert (await checks.look(make_job("owner/model", LOCAL))).warnings == (said,)
+    with pytest.raises(Failed, match="the job's data cannot be fetched: http:"):
+        await checks.look(make_job("owner/model", ON_HUB))
+    assert hub.num_asked == num_asked
+
+
+async def test_a_name_of_no_model_is_refused_before_the_hub_is_asked(
+    hub: FakeHub, settings: Settings
+) -> None:
+    with pytest.raises(BadRequest, match="no folder 'gpt-4o-mini' here, and ids of the Hugging"):
+        await Checks(settings).look(make_job("gpt-4o-mini", ON_HUB))
+    assert hub.num_asked == 0
+    with pytest.raises(BadRequest, match="there is no folder"):
+        await Checks(settings).look(make_job("./no/model", ON_HUB))
+    assert hub.num_asked == 0
+
+
+async def test_a_hub_that_cannot_be_reached_is_one_sentence(
+    hub: FakeHub, settings: Settings, local_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    monkeypatch.setattr(checking, "MODEL_S", 300.0)  # its process may be slow to start
+    checks = Checks(settings)
+    with pytest.raises(Failed) as refused:
+        await checks.look(make_job(local_model, ON_HUB))
+    assert refused.value.detail == (
+        f"dataset 'owner/data' cannot be fetched: {url} cannot be reached ([Errno 111] Connection "
+        "refused); name a file, or a mirror of the Hub by HF_ENDPOINT; with HF_HUB_OFFLINE=1 the "
+        "orchestrator takes what is in its Hugging Face cache"
+    )
+    (said,) = (await checks.look(make_job("owner/model", LOCAL))).warnings
+    assert f"was not looked at: {url} cannot be reached ([Errno 111] Connection refused)" in said
+
+
+async def test_what_the_hub_does_not_have_is_refused(
+    hub: FakeHub, settings: Settings, local_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "MODEL_S", 300.0)  # its process may be slow to start
+    hub.answer = NOT_FOUND
+    with pytest.raises(BadRequest, match="the Hub has no model 'owner/model' at revision 'main'"):
+        await Checks(settings).look(make_job("owner/model", LOCAL))
+    with pytest.raises(BadRequest, match="the Hub has no dataset 'owner/data' at revision 'aaaa"):
+        await Checks(settings).look(make_job(local_model, ON_HUB))

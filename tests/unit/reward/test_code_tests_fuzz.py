@@ -1,0 +1,152 @@
+"""Texts of all kinds against the grader of code: none earns 1 or chooses to be missing, and none
+holds up the service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+
+import pytest
+import pytest_asyncio
+
+from services.reward.graders.code_tests.tests import read
+from services.reward.grading import registry
+from services.reward.grading.cache import VerdictCache
+from services.reward.grading.calling import Caller
+from services.reward.grading.programs import program_of, programs_in
+from services.reward.grading.registry import GraderTools
+from shared.job import RewardSpec
+from shared.wire import Part, ScoreItem
+from tests.support.reward_helpers import running_tools
+from tests.support.texts import HUGE_CHARS, texts
+
+MAX_STALL_S = 0.5
+"""Of CPU time of the loop's thread between two of its turns: of a busy machine it has no more."""
+
+ROWS = (
+    {"tests": "assert f(7) == 91823645\nassert f(8) != f(7)"},
+    {"tests": "for x in (7, 8):\n    assert f(x) == 91823645 + x"},
+    {"tests": [{"input": "7\n", "output": "91823645"}]},
+    {"tests": {"fn_name": "f", "inputs": [[7]], "outputs": [91823645]}},
+)
+HOSTILE = {
+    "a power": (
+        "assert 2 ** f(7) == 8",
+        "from fractions import Fraction\nf = lambda x: Fraction(10**10)",
+    ),
+    "a number": ("assert str(f(7)) == 'a'", "f = lambda x: 7 ** 200000"),
+    "many parts": (
+        "assert sorted(f(7)) == f(7)[::-1]",
+        "f = lambda x: [[i] for i in range(15000)]",
+    ),
+    "deep": (
+        "assert f(7) == [[]]",
+        "def f(x):\n    a = []\n    for _ in range(46): a = [a]\n    return a",
+    ),
+    "its own result": (
+        "assert f(7) == 1",
+        "import os, json\ntext = json.dumps({'end': 'ok', 'value': [[]] * 60000})\n"
+        "os.pwrite(3, text.encode(), 0)\nos._exit(0)",
+    ),
+    "a great decimal": (
+        "assert int(f(7) ** 900) == 1",
+        "from decimal import Decimal\nf = lambda x: Decimal('1E1000')",
+    ),
+    "a long number": ("assert int(str(f(7)) * 5) == 1", "f = lambda x: 7**230000"),
+    "fences": ("assert f(7) == 1", "```\n" * (HUGE_CHARS // 4)),
+    "fences of python": ("assert f(7) == 1", "```python\n" * (HUGE_CHARS // 10)),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tools() -> AsyncGenerator[GraderTools]:
+    async with running_tools(4) as made:
+        yield made
+
+
+def caller_of(tools: GraderTools, **params: float) -> Caller:
+    spec = RewardSpec(grader="code_tests", params={"cpu_s": 0.5, **params})
+    return Caller(registry.bind(spec, tools), VerdictCache(0))
+
+
+@contextlib.asynccontextmanager
+async def loop_watched() -> AsyncGenerator[list[float]]:
+    """Yields a list that will have the longest stall of this loop, in seconds of CPU time."""
+    stalls = [0.0]
+
+    async def watch() -> None:
+        while True:
+            before_s = time.thread_time()
+            await asyncio.sleep(0)  # one turn of all others
+            stalls[0] = max(stalls[0], time.thread_time() - before_s)
+            await asyncio.sleep(0.001)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield stalls
+    finally:
+        watching.cancel()
+
+
+def test_20_000_texts_are_read_and_none_takes_long() -> None:
+    tests = [read(row["tests"], None, None, "", "") for row in ROWS]
+    longest_s = 0.0
+    for number, text in enumerate(texts(20_000)):
+        start_s = time.thread_time()
+        programs = programs_in(text)
+        program = program_of(text, tests[number % len(tests)].fit)
+        longest_s = max(longest_s, time.thread_time() - start_s)
+        assert program in programs and programs
+    assert longest_s < 0.25
+
+
+async def no_text_earns(tools: GraderTools, count: int, seed: int) -> Counter[str]:
+    items = [
+        ScoreItem(prompt=str(number // 16), completion=text, row=ROWS[number % len(ROWS)])
+        for number, text in enumerate(texts(count, seed))
+    ]
+    parts: dict[int, Part] = {}
+    async with loop_watched() as stalls:
+        await caller_of(tools).grade(items, parts.__setitem__)
+    wrong = {at: part for at, part in parts.items() if part.value != 0.0}
+    assert wrong == {} and len(parts) == count
+    assert stalls[0] < MAX_STALL_S
+    return Counter(part.verdict for part in parts.values())
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_no_text_earns_anything_or_stalls_the_loop(tools: GraderTools) -> None:
+    verdicts = await no_text_earns(tools, 600, seed=1)
+    assert {*verdicts} <= {"runtime_error", "wrong", "time_limit", "memory_limit", "output_limit"}
+
+
+@pytest.mark.soak
+@pytest.mark.asyncio(loop_scope="module")
+async def test_none_of_20_000_texts_earns_anything_or_stalls_the_loop(tools: GraderTools) -> None:
+    for seed in range(20):
+        await no_text_earns(tools, 1000, seed)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_16_hostile_programs_leave_the_loop_to_4_honest_ones(
+    name: str, tools: GraderTools
+) -> None:
+    tests, program = HOSTILE[name]
+    row = {"tests": "assert f(7) == 8"}
+    hostile = [
+        ScoreItem(prompt="", completion=f"{program}\n# {at}", row={"tests": tests})
+        for at in range(16)
+    ]
+    honest = [
+        ScoreItem(prompt="", completion=f"def f(x): return x + 1\n# {at}", row=row)
+        for at in range(4)
+    ]
+    parts: dict[int, Part] = {}
+    async with loop_watched() as stalls:
+        await caller_of(tools).grade([*hostile, *honest], parts.__setitem__)
+    assert [parts[at].value for at in range(20)] == [0.0] * 16 + [1.0] * 4, parts
+    assert stalls[0] < MAX_STALL_S

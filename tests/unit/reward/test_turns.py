@@ -1,0 +1,138 @@
+"""Who is next: jobs, groups and completions have their turns, whoever came first."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+import pytest_asyncio
+
+from services.reward.grading.cache import VerdictCache
+from services.reward.grading.calling import Caller
+from services.reward.grading.registry import Grader, GraderTools, Params
+from services.reward.sandbox.local import LocalSandbox
+from services.reward.sandbox.turns import Path, Turns, asking
+from shared.job import RewardSpec
+from shared.wire import ExecuteRequest, ScoreItem
+
+HOLD_S = 0.02
+
+
+async def order_of(turns: Turns, paths: list[tuple[Path, int]]) -> list[str]:
+    """Returns the last name of each path in the order in which their turns came, of paths that ask
+    so many times, one after the other."""
+    order: list[str] = []
+
+    async def ask(path: Path, times: int) -> None:
+        for _ in range(times):
+            async with turns.one(path):
+                order.append(str(path[-1]))
+                await asyncio.sleep(HOLD_S)
+
+    await asyncio.gather(*(ask(*one) for one in paths))
+    return order
+
+
+async def test_a_job_that_asks_for_much_waits_for_one_that_asks_for_little() -> None:
+    many = [(("big", "group", f"big {number}"), 1) for number in range(20)]
+    order = await order_of(Turns(1), [*many, (("small", "group", "small"), 1)])
+    assert order.index("small") <= 2 and len(order) == 21
+
+
+async def test_groups_of_a_job_have_turns_whatever_their_sizes() -> None:
+    many = [(("job", "big", f"big {number}"), 1) for number in range(20)]
+    few = [(("job", "small", f"small {number}"), 1) for number in range(3)]
+    order = await order_of(Turns(1), [*many, *few])
+    assert max(order.index(name) for name in order if name.startswith("small")) <= 6
+
+
+async def test_a_completion_that_has_run_waits_for_those_that_have_not() -> None:
+    again = [(("job", "group", f"again {number}"), 5) for number in range(4)]
+    once = [(("job", "group", f"once {number}"), 1) for number in range(4)]
+    order = await order_of(Turns(2), [*again, *once])
+    assert {*order[:8]} == {name for (*_, name), _ in [*again, *once]} and len(order) == 24
+
+
+async def test_who_comes_later_owes_nothing_and_is_owed_nothing() -> None:
+    turns = Turns(1)
+    order: list[str] = []
+
+    async def ask(name: str, times: int) -> None:
+        for _ in range(times):
+            async with turns.one((name,)):
+                order.append(name)
+                await asyncio.sleep(HOLD_S)
+
+    first = [asyncio.create_task(ask("first", 8)) for _ in range(2)]
+    await asyncio.sleep(4.5 * HOLD_S)
+    await asyncio.gather(*first, *(ask("later", 3) for _ in range(2)))
+    begin = order.index("later")
+    assert 3 <= begin <= 7 and 4 <= order[begin : begin + 10].count("later") <= 6
+
+
+async def test_turns_that_are_no_longer_wanted_are_given_to_others() -> None:
+    turns = Turns(1)
+    held = await turns.take(("a",))
+    tasks = [asyncio.create_task(turns.take((name,))) for name in "bcd"]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    held.end()
+    tasks[1].cancel()  # it has just been given the turn
+    last = await asyncio.wait_for(tasks[2], 10)
+    last.end()
+    async with asyncio.timeout(10):
+        again = await turns.take(("e",))
+    again.end()
+    assert tasks[0].cancelled() and tasks[1].cancelled()
+
+
+class Slow(Grader[Params]):
+    """Takes a while for each."""
+
+    items_per_call = 1
+    max_concurrency = 2
+
+    async def grade(self, items):  # type: ignore[no-untyped-def]
+        seen.append((str(items[0].prompt), tuple(asking.get())))
+        await asyncio.sleep(HOLD_S)
+        raise AssertionError("not looked at")
+
+
+seen: list[tuple[str, tuple[object, ...]]] = []
+
+
+async def test_a_graders_calls_are_taken_in_turns_by_group(scripted_tools: GraderTools) -> None:
+    seen.clear()
+    Slow.name = "slow"
+    caller = Caller(Slow(RewardSpec(grader="slow"), Params(), scripted_tools), VerdictCache(0))
+    big, small = (
+        [ScoreItem(prompt=name, completion=str(number)) for number in range(count)]
+        for name, count in (("big", 20), ("small", 2))
+    )
+    await asyncio.gather(*(caller.grade(items, lambda *_: None) for items in (big, small)))
+    assert max(at for at, (name, _) in enumerate(seen) if name == "small") <= 6
+    assert ("big", (None, "big", 3)) in seen
+
+
+@pytest_asyncio.fixture
+async def one_slot() -> AsyncGenerator[LocalSandbox]:
+    sandbox = LocalSandbox(isolated=True, num_slots=1)
+    await sandbox.start()
+    yield sandbox
+    await sandbox.close()
+
+
+async def test_programs_of_a_job_wait_for_no_other_jobs_queue(one_slot: LocalSandbox) -> None:
+    ended: dict[str, float] = {}
+
+    async def run(job: str, number: int, code: str) -> None:
+        asking.set((job, "group", number))
+        await one_slot.execute(ExecuteRequest(code=code))
+        ended[f"{job} {number}"] = time.monotonic()
+
+    sleeps = [run("hostile", number, "import time; time.sleep(0.3)") for number in range(8)]
+    await asyncio.gather(
+        *map(asyncio.create_task, sleeps), asyncio.create_task(run("honest", 0, "1"))
+    )
+    assert sum(ended["honest 0"] > other for other in ended.values()) <= 2

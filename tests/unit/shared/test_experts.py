@@ -1,0 +1,62 @@
+"""Mixtures of experts, by their configurations."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.experts import TRIED, Experts, cannot_reload_on_cpu, experts_of, not_tried
+
+MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 100}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"intermediate_size": 100}, None),
+        ({"num_experts": None, "intermediate_size": 100}, None),
+        ({"num_experts": 8, "enable_moe_block": False}, None),
+        (MIXTRAL, Experts(8, 2, 100)),
+        (
+            {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
+            | {"shared_expert_intermediate_size": 30, "intermediate_size": 100},
+            Experts(8, 2, 10, 30),
+        ),
+        (
+            {"n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 10}
+            | {"n_shared_experts": 2},
+            Experts(64, 6, 10, 20),
+        ),
+    ],
+)
+def test_what_a_configuration_says_of_experts(config, expected) -> None:
+    assert experts_of(config) == expected
+
+
+def test_how_many_a_token_goes_to_is_not_guessed() -> None:
+    with pytest.raises(KeyError, match="num_experts_per_tok"):
+        experts_of({"num_experts": 8, "intermediate_size": 100})
+
+
+def test_the_experts_read_for_tokens_by_hand() -> None:
+    experts = Experts(8, 2, 100)
+    assert experts.active_share == 0.25 and experts.touched_share(1) == 0.25
+    assert experts.touched_share(2) == 1 - 0.75**2
+
+
+def test_a_mixture_of_experts_that_was_not_tried_is_a_warning() -> None:
+    assert not_tried("m", {"architectures": ["Qwen2ForCausalLM"]}) is None
+    assert not_tried("m", MIXTRAL | {"architectures": [TRIED[0]]}) is None
+    said = not_tried("m", MIXTRAL | {"architectures": ["OlmoeForCausalLM"]})
+    assert said is not None
+    assert said.startswith(
+        "the model 'm' is a mixture of experts of the architecture 'OlmoeForCausalLM', which was "
+        "not tried; tried were MixtralForCausalLM and Qwen3MoeForCausalLM"
+    )
+
+
+def test_on_a_cpu_experts_are_exchanged_by_a_new_engine_alone() -> None:
+    assert cannot_reload_on_cpu(MIXTRAL, "restart") is None
+    assert cannot_reload_on_cpu({"intermediate_size": 8}, "auto") is None
+    for config in (MIXTRAL, {"text_config": MIXTRAL}):
+        said = cannot_reload_on_cpu(config, "auto")
+        assert said is not None and 'weight_sync is "auto", and only "restart" works' in said
