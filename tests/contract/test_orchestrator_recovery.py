@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import job_loading, peers
+from services.orchestrator.loop import job_loading, peers, run
 from shared import presence
 from shared.errors import BadRequest, Conflict, Failed, Unavailable
 from shared.job import CheckpointSpec, Job
@@ -191,9 +191,11 @@ async def test_a_sampler_that_lost_its_weights_is_given_them_again(stack: Stack)
 
 @pytest.mark.parametrize("route", ["validate", "job", "model"])
 async def test_a_service_that_cannot_work_at_the_start_is_waited_for(
-    stack: Stack, route: str
+    stack: Stack, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More often than a job that fails is tried again."""
+    """More often than a job that fails is tried again. The last pause is longer than two of the
+    heartbeats that say what the job waits for."""
+    monkeypatch.setattr(run, "PAUSES_S", (*[0.0] * 5, 2.5))
     stack.settings.__dict__["patience_s"] = 0.1
     stack.fakes.fault[route] = away(stack, route, 1_000_000)
     job_id = (await stack.submit()).id
