@@ -5,15 +5,18 @@ BIN := $(VENV)/bin
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up down test soak faults gpu compose-test check format docs lock clean
+.PHONY: help setup cuda demo up down test soak faults gpu compose-test check format docs lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(VENV)/.ready: requirements/cpu.txt requirements/install.sh pyproject.toml
+$(VENV)/.ready: requirements/cpu.txt requirements/cuda.txt requirements/install.sh pyproject.toml
 	PYTHON="$(PYTHON)" sh requirements/install.sh $(VENV)
 
 setup: $(VENV)/.ready ## make the environment (the other targets do it too)
+
+cuda: ## make the environment with CUDA, on a machine with GPUs (`make clean` goes back)
+	PYTHON="$(PYTHON)" sh requirements/install.sh $(VENV) cuda
 
 demo: $(VENV)/.ready ## the main job: make a tiny model, start the stack, train it (SEED=0)
 	$(BIN)/python -m deploy.demo --seed $(SEED)

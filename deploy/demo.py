@@ -25,6 +25,7 @@ from deploy.plot import plot_learning_curve
 from hone import Client, Job, load_job
 from hone.rollout_view import rollout_table
 from hone.view import Follower, duration
+from shared import nvidia
 from shared.errors import BadRequest, Failed, HoneError
 from shared.wire import TERMINAL, JobRecord
 
@@ -62,6 +63,8 @@ def main() -> None:
                 f"another demo runs in {STACK}; wait for it, or stop it: .venv/bin/hone down --dir "
                 f"{STACK}"
             )
+        if num := nvidia.hide_from_cpu_build():
+            console.print(f"the {num} GPU(s) have no part: `make cuda` installs what they need")
         console.print(
             f"[bold]1/2[/] making a tiny model and its problems (seed {arguments.seed}), and "
             "starting Redis and the four services beside it"

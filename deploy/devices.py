@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared import nvidia
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.plan.placement import SHARED_UTILIZATION, TURNS_UTILIZATION
@@ -100,10 +101,11 @@ def _check_enough(devices: tuple[str, ...], needed: int, names: str, count: str)
         )
 
 
-def visible_devices(folder: Path = Path("/dev")) -> tuple[str, ...]:
+def visible_devices(folder: Path = nvidia.DEVICES) -> tuple[str, ...]:
     """Returns the NVIDIA devices that a process started now would see."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = os.environ.get(nvidia.VISIBLE)
+    if named in nvidia.HIDDEN:
+        return ()
     if named is not None:
         return tuple(name.strip() for name in named.split(",") if name.strip())
-    num = sum(path.name.removeprefix("nvidia").isdigit() for path in folder.glob("nvidia*"))
-    return tuple(map(str, range(num)))
+    return tuple(map(str, range(nvidia.num_cards(folder))))

@@ -44,9 +44,4 @@ for extra in $(echo "$extras" | tr , ' '); do set -- "$@" --extra "$extra"; done
 /opt/uv/bin/uv pip install --quiet -r pyproject.toml "$@" \
     --constraint "requirements/$variant.txt" --override "$never"
 
-# FlashInfer links with -lcudart from lib64; NVIDIA's wheels have neither name.
-for cuda in /opt/venv/lib/python3*/site-packages/nvidia/cu13; do
-    [ -d "$cuda" ] || continue
-    ln -s lib "$cuda/lib64"
-    ln -s libcudart.so.13 "$cuda/lib/libcudart.so"
-done
+sh requirements/link_cuda.sh /opt/venv

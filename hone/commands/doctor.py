@@ -176,14 +176,23 @@ def _disks() -> list[Check]:
 
 
 def _gpu() -> Check:
+    """Says whether the GPUs can be used: torch is asked, and where there is none, the driver's
+    version tells."""
     cards, driver = nvidia.num_cards(), nvidia.driver()
+    told = f"driver {driver or 'unknown'}; CUDA 13 needs driver {nvidia.LEAST_DRIVER} or newer"
     if not cards:
         return Check(name="gpu", state="note", detail="none: the CPU does the work")
-    needed = f"CUDA 13 needs driver {nvidia.LEAST_DRIVER} or newer"
-    if driver is None:
-        return Check(name="gpu", state="note", detail=f"{cards}, driver unknown; {needed}")
-    state = "fault" if nvidia.is_too_old(driver) else "ok"
-    return Check(name="gpu", state=state, detail=f"{cards}, driver {driver}; {needed}")
+    if not nvidia.num_seen():
+        hidden = f"{cards}, hidden by {nvidia.VISIBLE}: the CPU does the work; {told}"
+        return Check(name="gpu", state="note", detail=hidden)
+    if _version("torch"):
+        reason = nvidia.why_unusable()
+        fault = nvidia.refusal(cards, reason).detail if reason else None
+        return Check(
+            name="gpu", state="fault" if fault else "ok", detail=fault or f"{cards}, {told}"
+        )
+    state = "note" if driver is None else "fault" if nvidia.is_too_old(driver) else "ok"
+    return Check(name="gpu", state=state, detail=f"{cards}, {told}")
 
 
 def _sandbox(settings: Settings) -> Check:

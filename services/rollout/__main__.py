@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from shared import disk, volume
+from shared import disk, nvidia, volume
 from shared.config import Settings
 from shared.errors import BadRequest
 from shared.models import model_folder
@@ -25,6 +25,7 @@ def main(settings: Settings) -> None:
             f"HONE_TRAINER_URL is {settings.trainer_url!r}; expected one URL: a sampler has the "
             "weights of one trainer"
         )
+    nvidia.check()
     if settings.rollout_model:
         model_folder(settings.rollout_model)
     replica = settings.rollout_replica or f"{socket.gethostname()}:{settings.rollout_port}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from services.trainer.processes.launch_folder import LaunchFolder
 from services.trainer.processes.launcher import Launcher
 from services.trainer.processes.nodes import check_nodes
-from shared import disk
+from shared import disk, nvidia
 from shared.config import Settings
 from shared.ports import check_port
 from shared.startup import run_main
@@ -19,6 +19,7 @@ from shared.startup import run_main
 
 def main(settings: Settings) -> int:
     check_nodes(settings)
+    nvidia.check()
     with contextlib.suppress(OSError):  # who writes there says so: not all jobs do
         disk.own_folder(settings.shm_dir)
     if settings.trainer_node_rank == 0:

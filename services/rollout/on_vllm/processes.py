@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
+from shared import nvidia
+
 SERVICE_PID = "ROLLOUT_SERVICE_PID"
 """The variable that tells every process below the service which one it must not outlive: see
 `inside/executors.py`."""
@@ -89,6 +91,7 @@ def set_environment(folder: Path) -> tuple[Path, Path]:
     logging_config = folder / "logging.json"
     logging_config.write_text(json.dumps(_logging_config(errors, progress)), encoding="utf-8")
     os.environ[SERVICE_PID] = str(os.getpid())
+    os.environ.update(nvidia.compilers())
     os.environ.update(
         VLLM_LOGGING_CONFIG_PATH=str(logging_config),
         VLLM_RPC_BASE_PATH=str(folder),  # sockets and other files that vLLM leaves behind

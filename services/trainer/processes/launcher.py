@@ -19,6 +19,7 @@ from types import FrameType
 from services.trainer.processes.extensions import own_folder, remove_stale_locks
 from services.trainer.processes.launch_folder import LaunchFolder, Past
 from services.trainer.processes.nodes import interface_of
+from shared import nvidia
 from shared.config import Settings
 from shared.logs import get_logger
 from shared.processes import ending_with_parent
@@ -141,6 +142,7 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         | idle_threads
         | own_folder()
         | os.environ
+        | nvidia.compilers()
         | no_store_server
         | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     )

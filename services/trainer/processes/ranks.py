@@ -43,7 +43,7 @@ from services.trainer.zero.out_of_memory import first_line
 from shared import logs, nvidia, tracing
 from shared.config import Settings
 from shared.environment import load_settings
-from shared.errors import BadRequest, Failed, HoneError, Unavailable
+from shared.errors import BadRequest, HoneError, Unavailable
 from shared.job import Job
 from shared.logs import get_logger
 from shared.processes import end_with_parent
@@ -121,23 +121,12 @@ def join(settings: Settings, place: Place, life: Path, folder: LaunchFolder) -> 
 
 def has_gpu() -> bool:
     """Returns whether the ranks compute on GPUs. Raises Failed where there are some that torch
-    cannot use: the CPU would do their work, and nobody would know."""
+    cannot use."""
     if torch.cuda.is_available():
         return True
-    cuda, num_cards = torch.version.cuda, nvidia.num_cards()
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if cuda is None or is_hidden or not num_cards:
-        return False
-    try:
-        torch.cuda.init()
-        reason = "torch does not say why"
-    except RuntimeError as error:
-        reason = first_line(error)
-    raise Failed(
-        f"there are {num_cards} GPU(s) and CUDA {cuda} does not start on them: {reason} (driver "
-        f"{nvidia.driver() or 'unknown'}; {nvidia.LEAST_DRIVER} or newer is needed). To train on "
-        "the CPU all the same, set CUDA_VISIBLE_DEVICES to -1"
-    )
+    if num := nvidia.num_seen():
+        raise nvidia.refusal(num, nvidia.why_unusable() or "only another process can")
+    return False
 
 
 def device_of(place: Place) -> torch.device:

@@ -1,14 +1,48 @@
-"""NVIDIA's cards and driver, as files of the kernel show them."""
+"""NVIDIA's cards and driver, as files of the kernel show them, and who computes where they are."""
 
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
+from deploy.devices import visible_devices
 from hone.commands import doctor
+from services.trainer.processes.ranks import has_gpu
 from shared import nvidia
+from shared.errors import Failed
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC 13"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
+OLD = "RuntimeError: The NVIDIA driver on your system is too old (found version 12040)."
+WHY_OLD = (
+    f"there are 1 GPU(s) and torch cannot compute on them: {OLD} (driver 550.54.15; CUDA 13 needs "
+    "580 or newer, and `make cuda` installs the packages that have CUDA). To compute on the CPU "
+    "all the same, set CUDA_VISIBLE_DEVICES to -1"
+)
+NO_CUDA = "AssertionError: Torch not compiled with CUDA enabled"
+
+on_cpu_build = pytest.mark.skipif(
+    not version("torch").endswith("+cpu"), reason="needs torch's CPU build"
+)
+
+
+@pytest.fixture
+def one_card(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(nvidia, "num_cards", lambda: 1)
+    monkeypatch.setattr(nvidia, "driver", lambda: "550.54.15")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return monkeypatch
+
+
+def says(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Has this Python code stand for the import of torch and the start of CUDA."""
+    monkeypatch.setattr(nvidia, "PROBE", (sys.executable, "-c", code))
 
 
 def test_cards_are_those_with_a_number(tmp_path: Path) -> None:
@@ -32,6 +66,93 @@ def test_a_driver_tells_its_version(
     assert nvidia.is_too_old(version) is is_too_old
 
 
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_cards_are_those_of_no_service(one_card: pytest.MonkeyPatch, hidden: str) -> None:
+    assert nvidia.num_seen() == 1
+    one_card.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert (nvidia.num_seen(), visible_devices()) == (0, ())
+
+
+def test_beside_cards_that_cuda_cannot_use_nothing_is_computed(
+    one_card: pytest.MonkeyPatch,
+) -> None:
+    says(one_card, f"raise RuntimeError({OLD.removeprefix('RuntimeError: ')!r})")
+    for refused in (nvidia.check, has_gpu):
+        with pytest.raises(Failed) as caught:
+            refused()
+        assert caught.value.detail == WHY_OLD
+    one_card.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    nvidia.check()
+    assert not has_gpu()
+
+
+def test_a_rank_that_has_lost_the_card_goes_on_nowhere(one_card: pytest.MonkeyPatch) -> None:
+    says(one_card, "pass")
+    nvidia.check()
+    with pytest.raises(Failed, match="on them: only another process can"):
+        has_gpu()
+
+
+def test_a_driver_that_hangs_is_waited_for_no_longer_than_a_cold_import(
+    one_card: pytest.MonkeyPatch,
+) -> None:
+    says(one_card, "import time; time.sleep(600)")
+    one_card.setattr(nvidia, "PROBE_S", 0.1)
+    with pytest.raises(Failed, match=r"CUDA did not start within 0\.1 s"):
+        nvidia.check()
+
+
+@on_cpu_build
+def test_the_laptops_packages_do_not_compute_beside_a_card(one_card: pytest.MonkeyPatch) -> None:
+    assert torch.version.cuda is None
+    with pytest.raises(Failed, match=NO_CUDA):
+        nvidia.check()
+    one_card.setenv("CUDA_VISIBLE_DEVICES", "0")  # and what it was comes back after the test
+    assert nvidia.hide_from_cpu_build() == 1  # the demo and the tests say the CPU is meant
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
+    nvidia.check()
+
+
+@on_cpu_build
+@pytest.mark.parametrize("service", ["trainer", "rollout"])
+def test_a_service_beside_a_card_that_it_cannot_use_does_not_start(
+    service: str, tmp_path: Path
+) -> None:
+    started = (
+        "from shared import nvidia, startup; nvidia.num_cards = lambda: 1; "
+        f"from services.{service}.__main__ import main; startup.run_main({service!r}, main)"
+    )
+    environment = {**os.environ, "HONE_SHM_DIR": str(tmp_path), "HONE_RUNS_DIR": str(tmp_path)}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    ended = subprocess.run(
+        [sys.executable, "-c", started], env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 2
+    assert f"there are 1 GPU(s) and torch cannot compute on them: {NO_CUDA}" in ended.stderr
+
+
+def test_compilers_that_came_as_wheels_are_found_where_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "nvidia/cu13/bin/nvcc"
+    compiler.parent.mkdir(parents=True)
+    monkeypatch.setattr(nvidia.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    path = {"PATH": f"{Path(sys.executable).parent}:/usr/bin"}
+    assert nvidia.compilers() == path
+    compiler.touch()
+    assert nvidia.compilers() == path | {"CUDA_HOME": str(tmp_path / "nvidia/cu13")}
+    monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda")
+    assert nvidia.compilers() == path
+
+
+def gpu() -> tuple[str, str]:
+    check = doctor._gpu()
+    return check.state, check.detail
+
+
 @pytest.mark.parametrize(
     ("cards", "driver", "state", "detail"),
     [
@@ -41,39 +162,20 @@ def test_a_driver_tells_its_version(
         (1, None, "note", "1, driver unknown; CUDA 13 needs driver 580 or newer"),
     ],
 )
-def test_doctor_names_a_driver_that_is_too_old(
-    monkeypatch: pytest.MonkeyPatch, cards: int, driver: str | None, state: str, detail: str
+def test_without_torch_doctor_judges_by_the_driver(
+    one_card: pytest.MonkeyPatch, cards: int, driver: str | None, state: str, detail: str
 ) -> None:
-    monkeypatch.setattr(nvidia, "num_cards", lambda: cards)
-    monkeypatch.setattr(nvidia, "driver", lambda: driver)
-    (check,) = (check for check in doctor.examine().checks if check.name == "gpu")
-    assert (check.state, check.detail) == (state, detail)
+    one_card.setattr(doctor, "_version", lambda name: None)
+    one_card.setattr(nvidia, "num_cards", lambda: cards)
+    one_card.setattr(nvidia, "driver", lambda: driver)
+    assert gpu() == (state, detail)
 
 
-def test_a_trainer_does_not_train_on_the_cpu_beside_a_gpu_that_cuda_cannot_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import torch
-
-    from services.trainer.processes.ranks import has_gpu
-    from shared.errors import Failed
-
-    def init() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old\nmore")
-
-    monkeypatch.setattr(nvidia, "num_cards", lambda: 1)
-    assert torch.version.cuda is None
-    assert not has_gpu(), "torch was built for a CPU"
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.setattr(nvidia, "driver", lambda: "550.54.15")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(Failed) as caught:
-        has_gpu()
-    assert caught.value.detail == (
-        "there are 1 GPU(s) and CUDA 13.0 does not start on them: RuntimeError: The NVIDIA driver "
-        "on your system is too old (driver 550.54.15; 580 or newer is needed). To train on the CPU "
-        "all the same, set CUDA_VISIBLE_DEVICES to -1"
-    )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert not has_gpu()
+def test_doctor_says_of_cards_what_a_service_would(one_card: pytest.MonkeyPatch) -> None:
+    says(one_card, f"raise RuntimeError({OLD.removeprefix('RuntimeError: ')!r})")
+    assert gpu() == ("fault", WHY_OLD)
+    says(one_card, "pass")
+    assert gpu() == ("ok", "1, driver 550.54.15; CUDA 13 needs driver 580 or newer")
+    one_card.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    state, detail = gpu()
+    assert state == "note" and detail.startswith("1, hidden by CUDA_VISIBLE_DEVICES: the CPU does")
