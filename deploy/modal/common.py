@@ -166,9 +166,10 @@ def _environment() -> dict[str, str]:
         "HONE_TRAINER_RANKS": str(num_gpus(TRAINER_GPU)),
         "HONE_TENSOR_PARALLEL_SIZE": str(num_gpus(ROLLOUT_GPU)),
     } | {
-        f"{PREFIX}{name.upper()}": _text(getattr(SETTINGS, name))
+        f"{PREFIX}{name.upper()}": _text(value)
         for name in Settings.model_fields
         if name.startswith("modal_") and name not in ("modal_key", "modal_secret")
+        if (value := getattr(SETTINGS, name)) is not None
     }
 
 

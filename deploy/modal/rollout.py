@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import modal
 
-from deploy.modal import inside
+from deploy.modal import inside, resources
 from deploy.modal.common import (
     CACHES,
     ROLLOUT_GPU,
@@ -43,6 +43,7 @@ def _server(number: int) -> modal.Server:
     return app.server(
         image=IMAGE,
         gpu=ROLLOUT_GPU,
+        **resources.sampler(ROLLOUT_GPU),
         volumes={RUNS: runs.with_mount_options(read_only=True), CACHES: caches},
         secrets=secrets("huggingface"),
         env={"HONE_ROLLOUT_REPLICA": own.__name__.lower()},

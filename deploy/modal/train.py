@@ -14,7 +14,7 @@ from typing import Any
 
 import modal
 
-from deploy.modal import inside, rollout
+from deploy.modal import inside, resources, rollout
 from deploy.modal.common import (
     CACHES,
     DATA,
@@ -40,6 +40,7 @@ app = modal.App(f"{SETTINGS.modal_name}-train").include(rollout.app)
 @app.function(
     image=image("orchestrator", "rollout", "trainer", "reward", "modal", "redis", cuda=True),
     gpu=TRAINER_GPU,
+    **resources.everything(TRAINER_GPU),
     volumes={RUNS: runs, CACHES: caches, DATA: data.with_mount_options(read_only=True)},
     secrets=secrets("huggingface", "wandb", "judge"),
     timeout=DAY_S,
@@ -115,7 +116,7 @@ def main(
     chosen, placement = checked(flags, TRAINER_GPU)
     samplers = [str(server.get_url()) for server in rollout.servers[: placement.num_samplers]]
     run = resume or f"{chosen.name}-{random.token_hex(4)}"
-    function = train.with_options(gpu=placement.gpu)
+    function = train.with_options(gpu=placement.gpu, **resources.everything(placement.gpu))
     call = function.spawn(run, chosen.model_dump(mode="json"), placement, samplers)
     print(f"run {run} on {placement.gpu}, {len(samplers)} samplers beside it: {call.object_id}")
     ended = call.get()

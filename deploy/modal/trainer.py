@@ -13,7 +13,7 @@ from typing import Any
 
 import modal
 
-from deploy.modal import calls, cluster, inside
+from deploy.modal import calls, cluster, inside, resources
 from deploy.modal.common import (
     CACHES,
     DATA,
@@ -46,6 +46,7 @@ def in_cluster(function: Any) -> Any:
 @app.function(
     image=image("trainer", "orchestrator", "modal", cuda=True, packages=RDMA),
     gpu=TRAINER_GPU,
+    **resources.trainer(TRAINER_GPU),
     volumes={RUNS: runs, CACHES: caches, DATA: data.with_mount_options(read_only=True)},
     secrets=[*secrets("huggingface", "wandb"), REDIS_SECRET],
     timeout=DAY_S,

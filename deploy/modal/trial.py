@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import modal
 
-from deploy.modal import inside
+from deploy.modal import inside, resources
 from deploy.modal.common import (
     CACHES,
     DATA,
@@ -40,6 +40,7 @@ app = modal.App(f"{SETTINGS.modal_name}-trial")
 @app.server(
     image=image("orchestrator", "rollout", "trainer", "reward", "modal", "redis", cuda=True),
     gpu=TRAINER_GPU,
+    **resources.everything(TRAINER_GPU),
     volumes={RUNS: runs, CACHES: caches, DATA: data.with_mount_options(read_only=True)},
     secrets=secrets("huggingface", "wandb", "judge"),
     min_containers=1,

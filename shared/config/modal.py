@@ -20,6 +20,15 @@ class ModalSettings(FromEnvironment):
     """GPUs of the trainer on Modal, as Modal writes them, such as "H100:2": a rank for each. The
     default trains models up to 3B with all their weights."""
 
+    modal_trainer_cpu: float | None = Field(default=None, gt=0)
+    """CPU cores that the trainer's container on Modal asks for, the training loop's included. None:
+    4 for each GPU and 2 more. A container with all services has it too, for all of them."""
+
+    modal_trainer_memory_gib: int | None = Field(default=None, ge=1)
+    """GiB of the host's memory that it asks for, likewise. None: as much as its GPUs have, and 8
+    for each rank, at most 256: a full GPU's master weights and Adam's moments, and three versions
+    of the weights. `hone plan` says what a job needs with `memory.offload_optimizer`."""
+
     modal_trainer_nodes: int = Field(default=1, ge=1, le=32)
     """Machines of the trainer on Modal, from 1 to 32, each with the GPUs of `modal_trainer_gpu`.
     Several have to be whole ones, such as "H100:8": Modal calls them a cluster."""
@@ -27,6 +36,14 @@ class ModalSettings(FromEnvironment):
     modal_rollout_gpu: str = "A10G"
     """GPUs of each sampler on Modal, likewise: its model is split over them. The default serves
     models up to 7B."""
+
+    modal_rollout_cpu: float | None = Field(default=None, gt=0)
+    """CPU cores that each sampler on Modal asks for. None: 4, and 1 for each GPU after the
+    first."""
+
+    modal_rollout_memory_gib: int | None = Field(default=None, ge=1)
+    """GiB of the host's memory that each sampler on Modal asks for. None: half as much as its GPUs
+    have, and 8 for each."""
 
     modal_rollouts: int = Field(default=1, ge=1, le=8)
     """Samplers on Modal, from 1 to 8, each a Server with GPUs of its own."""

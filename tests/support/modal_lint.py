@@ -36,6 +36,8 @@ def _faults(function: dict[str, Any]) -> Iterator[str]:
             yield "a clustered function is no web function"
         if count % 8:
             yield f"clustered with {count} GPUs, expected whole machines of 8"
+    if kind and not {"milli_cpu", "memory_mb"} <= function["resources"].keys():
+        yield "a GPU without CPU cores and memory of the host"
     if kind and function.get("scheduler_placement", {}).get("nonpreemptible"):
         yield "every function with a GPU is preemptible"
     if (cron := function.get("schedule", {}).get("cron")) and not _is_cron(cron["cron_string"]):

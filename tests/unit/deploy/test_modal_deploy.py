@@ -42,18 +42,18 @@ app = modal.App("mistakes")
 @app.function(timeout=90000)
 def too_long(): ...
 
-@app.function(gpu="FOO")
+@app.function(gpu="FOO", cpu=1.0, memory=512)
 def no_such_gpu(): ...
 
-@app.function(gpu="H100:9")
+@app.function(gpu="H100:9", cpu=1.0, memory=512)
 def too_many_gpus(): ...
 
-@app.function(gpu="H100:8")
+@app.function(gpu="H100:8", cpu=1.0, memory=512)
 @modal.clustered(size=2)
 @modal.fastapi_endpoint(requires_proxy_auth=True)
 def clustered_web(): ...
 
-@app.function(gpu="H100:4")
+@app.function(gpu="H100:4", cpu=1.0, memory=512)
 @modal.clustered(size=2)
 def part_of_a_machine(): ...
 
@@ -65,8 +65,11 @@ def label(): ...
 @modal.fastapi_endpoint()
 def open_door(): ...
 
-@app.function(gpu="T4", nonpreemptible=True)
+@app.function(gpu="T4", cpu=1.0, memory=512, nonpreemptible=True)
 def nonpreemptible(): ...
+
+@app.function(gpu="T4")
+def starved(): ...
 
 @app.function(schedule=modal.Cron("61 25 * * *"))
 def cron(): ...
@@ -142,6 +145,67 @@ def test_each_sampler_is_a_server_of_its_own_with_its_gpu(
             CACHES: ("vo-hone-caches", False),
         }
         assert {"hone", "hone-huggingface"} <= secrets(sampler)
+
+
+def asked(function: dict[str, Any]) -> tuple[float, float]:
+    """Returns the cores and the GiB that a container is to have."""
+    return function["resources"]["milli_cpu"] / 1000, function["resources"]["memory_mb"] / 1024
+
+
+def test_containers_with_gpus_ask_for_cores_and_memory_of_the_host(
+    functions: dict[str, dict[str, Any]],
+) -> None:
+    # H100: 79.1 GiB. Two ranks of 4 cores and 8 GiB, the loop with 2 and 4: 2 (79.1 + 8) + 4.
+    assert asked(functions["work"]) == (10, 178)
+    # and vLLM's 4 and 8, the graders' 4 and 8
+    assert asked(functions["Stack"]) == (18, 194)
+    # A10G: 22 GiB, half of it and 8
+    assert asked(functions["Sampler0"]) == (4, 19)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "of_trainer", "of_sampler"),
+    [
+        ("A100", (6, 39.4 + 8 + 4), (4, 19.7 + 8)),
+        ("A100-80GB", (6, 79.1 + 8 + 4), (4, 39.55 + 8)),
+        ("H100:8", (34, 256), (11, 256)),
+        ("B300", (6, 256), (4, 134 + 8)),
+    ],
+)
+def test_what_is_asked_for_is_sized_by_the_gpus(
+    gpus: str, of_trainer: tuple[float, float], of_sampler: tuple[float, float]
+) -> None:
+    from deploy.modal import resources
+
+    for made, (cores, gib) in (
+        (resources.trainer(gpus), of_trainer),
+        (resources.sampler(gpus), of_sampler),
+    ):
+        assert made == {"cpu": cores, "memory": round(gib) * 1024}
+
+
+def test_every_gpu_of_modal_has_its_memory() -> None:
+    from deploy.modal import resources
+    from deploy.modal.common import GPU_TYPES
+
+    assert all(resources.sampler(gpu)["memory"] > 8 * 1024 for gpu in GPU_TYPES)
+
+
+def test_settings_ask_for_other_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deploy.modal import resources
+
+    settings = resources.SETTINGS.model_copy(
+        update={
+            "modal_trainer_cpu": 16.0,
+            "modal_trainer_memory_gib": 320,
+            "modal_rollout_cpu": 0.5,
+            "modal_rollout_memory_gib": 12,
+        }
+    )
+    monkeypatch.setattr(resources, "SETTINGS", settings)
+    for made in (resources.trainer("H100"), resources.everything("H100")):
+        assert made == {"cpu": 16.0, "memory": 320 * 1024}
+    assert resources.sampler("A10G") == {"cpu": 0.5, "memory": 12 * 1024}
 
 
 def test_the_trainer_is_a_long_function_that_is_started_again(
@@ -276,6 +340,7 @@ def test_the_lint_finds_what_modal_takes_in_silence(tmp_path: Path) -> None:
         "label: no label of a host: 'Bad_Label'",
         "open_door: a web function without proxy authentication",
         "nonpreemptible: every function with a GPU is preemptible",
+        "starved: a GPU without CPU cores and memory of the host",
         "cron: no cron line: '61 25 * * *'",
         "Server: a Server without proxy authentication",
         "Server: exit_grace_period 60 s, expected at most 30",
@@ -336,6 +401,8 @@ def test_modal_run_sends_the_job_of_the_flags_and_shows_how_it_ended() -> None:
         "gpu_type": "A100",
         "count": 1,
     }
+    # one GPU of 39.4 GiB, for the job's own placement
+    assert asked(options["function_options"]) == (14, 67)
     assert plane.functions["Sampler0"]["resources"]["gpu_config"]["gpu_type"] == "A10G"
     assert plane.functions["train"]["timeout_secs"] == 24 * 3600
     assert f"run {run} on A100, 2 samplers beside it" in ended.stdout
