@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ VERSION = "1.31"
 SERVICES = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003}
 PODS = (*SERVICES, "redis")
 OF_KUSTOMIZE = "kustomization.yaml"
+VARIANTS = sorted(BASE.parent.glob(f"*/{OF_KUSTOMIZE}"))
 MANIFESTS = [
     pytest.param(document, id=f"{file.name}-{number}")
     for file in sorted(BASE.glob("*.yaml"))
@@ -161,10 +163,11 @@ def test_redis_asks_the_orchestrator_for_a_password_and_its_probes_have_it() -> 
     assert "--from-literal=redis-password=" in PAGE.read_text()
 
 
-def test_a_registry_is_written_into_both_variants_by_one_command(tmp_path: Path) -> None:
+def test_a_registry_is_written_into_all_variants_by_one_command(tmp_path: Path) -> None:
     ((script, files),) = re.findall(r"sed -i (\S+) (deploy/\S+)", PAGE.read_text())
-    base, cpu = (BASE.parent / variant / OF_KUSTOMIZE for variant in ("base", "cpu"))
-    assert {base, cpu} == {*ROOT.glob(files)}
+    base, cpu, other = (BASE.parent / it / OF_KUSTOMIZE for it in ("base", "cpu", "runtime-class"))
+    assert [base, cpu, other] == VARIANTS == sorted(ROOT.glob(files))
+    assert "images" not in yaml.safe_load(other.read_text()), "it has the base's"
     copies = [tmp_path / "base", tmp_path / "cpu"]
     for file, copy in zip((base, cpu), copies, strict=True):
         copy.write_text(file.read_text())
@@ -176,8 +179,68 @@ def test_a_registry_is_written_into_both_variants_by_one_command(tmp_path: Path)
 
 
 def test_a_new_sampler_waits_for_the_gpu_of_the_one_that_it_replaces() -> None:
-    updating = workload("rollout")["spec"]["strategy"]["rollingUpdate"]
-    assert updating == {"maxSurge": 0, "maxUnavailable": 1}
+    """As a pod of a set does: its name is free again when the old one is gone."""
+    assert workload("rollout")["kind"] == "StatefulSet"
+    assert "updateStrategy" not in workload("rollout")["spec"]
+
+
+@pytest.mark.parametrize("name", ["trainer", "rollout"])
+def test_what_is_compiled_outlives_a_pod_and_is_shared_with_none(name: str) -> None:
+    spec = workload(name)["spec"]
+    (claim,) = spec["volumeClaimTemplates"]
+    assert claim["metadata"] == {"name": "cache"}
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert {"name": "cache", "mountPath": "/cache"} in container(name)["volumeMounts"]
+    assert "cache" not in {volume["name"] for volume in pod(name)["volumes"]}
+    assert spec["serviceName"] == name
+    services = yaml.safe_load_all((BASE / f"{name}.yaml").read_text())
+    (service,) = (it for it in services if it["kind"] == "Service")
+    assert service["metadata"]["name"] == name and service["spec"]["clusterIP"] == "None"
+
+
+@pytest.mark.parametrize("name", ["trainer", "rollout"])
+def test_every_cache_of_an_image_is_on_a_volume_that_outlives_the_pod(name: str) -> None:
+    """HOME counts too: FlashInfer's kernels and vLLM's graphs are below it."""
+    image = (ROOT / f"docker/{name}.Dockerfile").read_text()
+    environment = dict(re.findall(r"(\w*(?:HOME|CACHE)\w*)=(/\S+)", image.partition("USER ")[0]))
+    assert {"HOME", "XDG_CACHE_HOME", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"} <= (
+        environment.keys()
+    )
+    for variable, path in environment.items():
+        assert path.startswith(("/cache", "/models", "/opt/venv")), variable
+    claimed = {it["name"] for it in pod(name)["volumes"] if "persistentVolumeClaim" in it}
+    kept = claimed | {
+        it["metadata"]["name"] for it in workload(name)["spec"]["volumeClaimTemplates"]
+    }
+    assert {"cache", "models"} <= kept
+
+
+def test_pods_with_gpus_are_let_onto_nodes_that_keep_others_off() -> None:
+    has_gpus = {it for it in PODS if "nvidia.com/gpu" in container(it)["resources"]["limits"]}
+    assert has_gpus == {"trainer", "rollout"}
+    tolerated = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert {it: pod(it).get("tolerations") for it in PODS} == {
+        it: tolerated if it in has_gpus else None for it in PODS
+    }
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@pytest.mark.parametrize("variant", [it.parent.name for it in VARIANTS])
+def test_a_variant_is_built_as_its_schemas_accept_it(variant: str) -> None:
+    built = subprocess.run(
+        ["kubectl", "kustomize", BASE.parent / variant], capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    manifests = list(yaml.safe_load_all(built.stdout))
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, VERSION, strict=True)
+    sets = {it["metadata"]["name"]: it for it in manifests if it["kind"] == "StatefulSet"}
+    for name in ("trainer", "rollout"):
+        spec = sets[name]["spec"]["template"]["spec"]
+        (only,) = spec["containers"]
+        expected = "nvidia" if variant == "runtime-class" else None
+        assert spec.get("runtimeClassName") == expected
+        assert ("nvidia.com/gpu" in only["resources"]["limits"]) is (variant != "cpu")
 
 
 def test_who_reads_data_has_the_claim_of_data() -> None:
