@@ -65,6 +65,7 @@ CODES = {
     "not_seen": "the folder of the weights is not there on the sampler's side; publish or mount it",
     "digest_differs": "the weights read are not those published and were not loaded; publish again",
     "not_loaded": "the engine does not hold what it was to load; load again, or another way",
+    "not_met": "trainer and sampler do not reach each other this way; send the weights another way",
     "no_adapters": "the engine takes no such adapter; send merged weights",
     "tensors_differ": "the weights are not of the model that serves and were not loaded",
 }

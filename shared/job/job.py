@@ -113,11 +113,11 @@ class Job(Section):
     These two need `HONE_TRAINER_URL` at the sampler as "http" does, which a version goes by that
     did not arrive, and neither LoRA nor ZeRO-3.
 
-    "auto" tries, each time the job is loaded, "lora" for a job with `[lora]`, "ipc" or "nccl" where
-    both sides compute on GPUs that allow it, and else "shm" and then "disk" with one sampler, or
-    several that are all on the orchestrator's host. Where one sees neither folder, and on several
-    hosts, it takes "delta" up to a learning rate of 1e-5, beyond which most elements change at each
-    step, and "http" there. The choice and its reason are an event of the job."""
+    "auto" tries "lora" for a job with `[lora]`, "ipc" or "nccl" where both sides compute on GPUs
+    that allow it, and else "shm", then "disk" with one sampler, or several that are all on the
+    orchestrator's host. Where one sees neither folder it takes "delta" up to a learning rate of
+    1e-5, beyond which most elements change at each step, and "http" there. What one sampler could
+    not take is not tried again by the job. The choice and its reason are an event of it."""
 
     sync_every: int = Field(default=1, ge=1, le=65)
     """Steps between two syncs, from 1 to `max_staleness` + 1. 1: after each step. More save time

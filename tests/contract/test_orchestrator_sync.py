@@ -166,10 +166,10 @@ async def test_auto_takes_what_the_sampler_sees_and_says_why(stack: Stack, job: 
     assert await warnings(stack, job_id) == []
 
 
-def test_auto_on_several_hosts_takes_what_needs_none_of_their_folders(job: Job) -> None:
+def test_auto_tries_shared_memory_whatever_the_addresses_of_the_samplers_say(job: Job) -> None:
     fast = job.training.model_copy(update={"learning_rate": 1e-4})
     slow = candidates(job, NO_GPUS, one_host=False)
-    assert [method for method, _ in slow] == ["delta"]
+    assert [method for method, _ in slow] == ["shm", "delta"]
     faster = candidates(job.model_copy(update={"training": fast}), NO_GPUS, one_host=True)
     assert [method for method, _ in faster] == ["shm", "disk", "http"]
 
@@ -214,11 +214,11 @@ async def test_what_the_gpus_did_not_bring_goes_by_http_from_then_on(
     ]
     assert await warnings(stack, job_id) == [
         'weight sync: the trainer did not send version 3; the weights are pushed again by "http", '
-        "as are later ones"
+        'and later versions do not go by "nccl"'
     ]
 
 
-async def test_what_cannot_be_taken_off_the_trainers_gpu_goes_by_http(
+async def test_what_cannot_be_taken_off_the_trainers_gpu_goes_by_the_next_way(
     stack: Stack, job: Job
 ) -> None:
     async def fails(request: PublishRequest) -> None:
@@ -228,9 +228,44 @@ async def test_what_cannot_be_taken_off_the_trainers_gpu_goes_by_http(
     stack.fakes.fault["publish"] = fails
     stack.fakes.gpus = "GPU-1", ("GPU-2",)
     job_id = await finished(stack, job)
-    assert {ref.method for ref in stack.fakes.reloads} == {"http"}
-    (warning,) = await warnings(stack, job_id)
-    assert warning.endswith('trained; the weights are pushed again by "http", as are later ones')
+    assert {ref.method for ref in stack.fakes.reloads} == {"shm"}
+    assert await warnings(stack, job_id) == []
+    said = [event.message for event in await stack.events(job_id) if "not go by" in event.message]
+    assert said == [
+        "weight sync: 2 tensors of the version have another name while they are trained; weights "
+        'do not go by "nccl"'
+    ]
+
+
+async def test_gpus_that_do_not_reach_each_other_are_tried_once_in_a_job(
+    stack: Stack, job: Job
+) -> None:
+    """Also after the job was loaded again."""
+    tried: list[int] = []
+
+    async def unreached(ref: Published) -> None:
+        if getattr(ref, "method", None) == "nccl":
+            tried.append(ref.version)
+            raise Failed("trainer and sampler did not meet within 15 s", code="not_met")
+
+    async def fails_once(body: Any) -> None:
+        if body.step == 3 and not stack.fakes.calls["failed"]:
+            stack.fakes.calls["failed"] += 1
+            raise Failed("the step failed")
+
+    stack.fakes.fault |= {"reload": unreached, "train_step": fails_once}
+    stack.fakes.gpus = "GPU-1", ("GPU-2",)
+    record = await stack.until((await stack.submit(job)).id)
+    assert (record.status, record.recoveries) == ("succeeded", 1)
+    assert tried == [0]
+    assert [ref.method for ref in stack.fakes.reloads] == ["shm"] * 10
+    ways = [event for event in await stack.events(record.id) if "go by" in event.message]
+    refused = "weight sync: trainer and sampler did not meet within 15 s; weights do not go by"
+    assert [event.message for event in ways] == [
+        f'{refused} "nccl"',
+        *['weights go by "shm": every sampler sees the trainer\'s shared memory'] * 2,
+    ]
+    assert ways[1].data["weight_sync"] == "shm" and ways[1].data["seconds"] >= 0
 
 
 async def test_a_transfer_that_may_take_longer_than_it_is_waited_for_goes_by_http(
@@ -243,7 +278,7 @@ async def test_a_transfer_that_may_take_longer_than_it_is_waited_for_goes_by_htt
         "weight sync: HONE_TRANSFER_DEADLINE_S of the trainer is 300 s, so a sampler may take "
         "1500 s to receive a version, and the orchestrator waits 600 s for it "
         "(HONE_SYNC_DEADLINE_S); lower the one, or raise the other; the weights are pushed again "
-        'by "http", as are later ones'
+        'by "http", and later versions do not go by "nccl"'
     ]
 
 
@@ -296,16 +331,17 @@ async def test_after_an_adapter_that_did_not_arrive_weights_are_merged(
     lying(stack, 1, canary_logprobs=logprobs_of(2))
     job_id = await finished(stack, job.model_copy(update=LORA))
     pushed = [(ref.version, ref.method, ref.again) for ref in stack.fakes.reloads][3:6]
-    assert pushed == [(3, "lora", False), (3, "http", True), (4, "http", False)]
+    assert pushed == [(3, "lora", False), (3, "http", True), (4, "shm", False)]
     (warning,) = await warnings(stack, job_id)
-    assert warning.endswith('; the weights are pushed again by "http", as are later ones')
+    again = '; the weights are pushed again by "http", and later versions do not go by "lora"'
+    assert warning.endswith(again)
 
 
 @pytest.mark.parametrize(
     ("changes", "one_host", "methods"),
     [
         (LORA, True, ["lora", "shm", "disk", "delta"]),
-        (LORA, False, ["lora", "delta"]),
+        (LORA, False, ["lora", "shm", "delta"]),
         ({"lora": LoraSpec(rank=513)}, True, ["shm", "disk", "delta"]),
     ],
 )

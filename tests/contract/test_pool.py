@@ -264,11 +264,29 @@ async def test_a_folder_not_seen_by_one_is_left_also_where_another_one_fails(
     assert record.recoveries == 0 and not await pool.said(record, "did not load")
 
 
-async def test_folders_are_left_while_a_sampler_came_back_that_may_not_see_them(pool: Pool) -> None:
+async def test_a_folder_is_left_once_a_sampler_came_later_that_does_not_see_it(pool: Pool) -> None:
     first, second = pool.samplers
+    asked: list[str] = []
+
+    async def blind_to_memory(ref: Any) -> None:
+        asked.append(ref.method)
+        if ref.method == "shm":
+            raise Failed("'path': got '/w', which is not a folder here", code="not_seen")
+
+    async def train(body: Any) -> None:
+        if body.step == 2:
+            await second.start()
+            while len(asked) < 2:  # it is asked again once it is known what it answered
+                await asyncio.sleep(0.01)
+        while body.step == 4 and second.serving.version is None:
+            await asyncio.sleep(0.01)
+
+    second.fault["reload"] = blind_to_memory
+    pool.stack.fakes.fault["train_step"] = train
     await second.kill()
-    assert await methods_of(pool, first) == [(version, "delta") for version in range(5)]
-    await second.start()
+    by_memory, by_volume = ((0, "shm"), (1, "shm")), ((2, "disk"), (3, "disk"), (4, "disk"))
+    assert await methods_of(pool, first) == [*by_memory, *by_volume]
+    assert second.serving.version == 4
 
 
 async def test_a_slow_group_is_asked_of_another_sampler_and_counted_once(pool: Pool) -> None:

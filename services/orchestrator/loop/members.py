@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.discovery import Registered, sampler_urls
 from services.orchestrator.loop.replica import Length, Replica
-from services.orchestrator.loop.sampler_loading import Push, give_model, load
+from services.orchestrator.loop.sampler_loading import NOT_HERE, Push, give_model, load
 from services.orchestrator.loop.tasks import stop
 from services.orchestrator.loop.transport import transport_to
 from shared import tracing
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import BadRequest, HoneError, Unavailable
+from shared.job import SyncMethod
 from shared.logs import get_logger
 from shared.presence import Tell, tell_nobody
 from shared.wire import ModelRequest
@@ -36,8 +37,9 @@ STALE = "stale"
 
 class Members:
     """The samplers of one job, `replicas` by URL, whether up or away. One that joins is brought to
-    the model and to `pushed`, the version that serves. `changed` is called whenever there may be
-    more room for groups. `headers` go with each request."""
+    the model and to `pushed`, the version that serves; if it cannot take that as it was published,
+    the method is in `given_up`. `changed` is called whenever there may be more room for groups.
+    `headers` go with each request."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Members:
         self._headers = headers
         self.replicas: dict[str, Replica] = {}
         self.pushed: Push | None = None
+        self.given_up: set[SyncMethod] = set()
         self._spec: ModelRequest | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._discover_at = self._found_at = 0.0
@@ -142,7 +145,12 @@ class Members:
         settings = self._settings
         replica.configure(await give_model(replica, self._spec, settings, patience_s))
         while (pushed := self.pushed) is not None:
-            await load(replica, pushed, settings, patience_s, late=True)
+            try:
+                await load(replica, pushed, settings, patience_s, late=True)
+            except HoneError as error:
+                if error.code in NOT_HERE:
+                    self.given_up.add(pushed.ref.root.method)
+                raise
             if pushed is self.pushed:  # else a newer one was pushed meanwhile
                 break
         replica.begin(pushed.ref if pushed else None)

@@ -81,7 +81,8 @@ NOT_GRADED = Score(value=None, parts={})
 
 class Peers:
     """One job's view of the services. `close` ends the connections. `sync_method` is how weights go
-    to the samplers in this epoch, once that was chosen (syncing.py). `waits` says what is under
+    to the samplers in this epoch, once that was chosen, and `given_up` how they do not any more
+    (syncing.py). `waits` says what is under
     way. `identity` names the orchestrator's Redis, by which trainer and samplers know whose job
     it is. With `grading_waits`, grading waits for a reward service that is away, so that the
     sampled completions are not lost."""
@@ -136,13 +137,17 @@ class Peers:
         """Makes every call from now on one of another epoch: what was asked for
         before is refused or never joined."""
         self._who = self._who.model_copy(update={"epoch": self._who.epoch + 1})
-        self.sync_method = None
+        if self._job.weight_sync == "auto":
+            self.sync_method = None
 
     @property
     def one_host(self) -> bool:
-        """Whether samplers can be on no more than one, and all are there: one that comes later may
-        see other folders."""
-        return is_one_host(self._settings.rollout_urls) and self._samplers.all_up()
+        """Whether all samplers that there can be are on one."""
+        return is_one_host(self._settings.rollout_urls)
+
+    @property
+    def given_up(self) -> set[SyncMethod]:
+        return self._samplers.given_up
 
     @property
     def gpus(self) -> Gpus:

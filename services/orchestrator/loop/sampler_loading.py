@@ -19,9 +19,9 @@ NUM_ASKED_WHO = 4
 own. A load balancer between two samplers that chooses at random goes unnoticed once in 16 times,
 and then at the latest when weights are loaded."""
 
-NOT_HERE = frozenset({"not_seen", "no_adapters"})
+NOT_HERE = frozenset({"not_seen", "no_adapters", "not_met"})
 """Codes of samplers that cannot take weights this way, now or later: one that does not see their
-folder, and one whose engine takes no such adapter."""
+folder, one whose engine takes no such adapter, and one that the trainer's GPU does not reach."""
 
 NUM_LIVES = 3
 """Times that a sampler is given the model, if each time it dies before it says who it is."""

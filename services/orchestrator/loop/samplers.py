@@ -22,6 +22,7 @@ from services.orchestrator.loop.sampler_loading import NOT_HERE, Push, load
 from shared.client import Client
 from shared.config import Settings
 from shared.errors import HoneError, Unavailable
+from shared.job import SyncMethod
 from shared.presence import Tell
 from shared.wire import (
     AbortRequest,
@@ -104,9 +105,6 @@ class Samplers:
         """Returns the clients of all, whether they are up or away."""
         return [replica.client for replica in self._members.replicas.values()]
 
-    def all_up(self) -> bool:
-        return all(replica.up for replica in self._members.replicas.values())
-
     def one(self) -> Client:
         """Returns the client of a sampler, of one that is up if there is one. Raises Unavailable if
         there is none at all."""
@@ -115,6 +113,12 @@ class Samplers:
         return max(self._members.replicas.values(), key=lambda replica: replica.up).client
 
     # --- weights ---------------------------------------------------------------------------------
+
+    @property
+    def given_up(self) -> set[SyncMethod]:
+        """The ways to move weights that "auto" does not try again: a sampler could not take them
+        so."""
+        return self._members.given_up
 
     async def push(self, push: Push) -> list[ServingWeights]:
         """Makes all samplers serve a version, and returns what each answered. One that fails is

@@ -42,7 +42,7 @@ FULLER: dict[str, SyncMethod] = {
 """What loads the files of a version whose first push failed, where that is not the same again."""
 
 GIVEN_UP = frozenset({"nccl", "ipc", "lora"})
-"""Methods that are given up, until the job is loaded again, once they failed."""
+"""Methods that the job does not try again once they failed."""
 
 FEW_CHANGE = 1e-5
 """Largest learning rate at which "auto" takes deltas."""
@@ -86,22 +86,36 @@ async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -
     the log-probs of its canary. One sampler of several that does not is taken out of the pool. If
     none does, it is pushed once more, by a fuller method if there is one; then raises SyncFailed.
     """
-    method = peers.sync_method
-    if method is None and job.weight_sync != "auto":
-        method = job.weight_sync
-    if method is not None:
+    if job.weight_sync != "auto":
+        method = peers.sync_method or job.weight_sync
         return await _sync(peers, job, version, method, journal)
+    if peers.sync_method in peers.given_up:
+        peers.sync_method = None
+    if peers.sync_method is None:
+        return await _find_way(peers, job, version, journal)
+    return await _sync(peers, job, version, peers.sync_method, journal)
+
+
+async def _find_way(peers: Peers, job: Job, version: int, journal: Journal) -> Synced:
+    """The same by the first candidate that every sampler can take, which later versions go by."""
+    start = time.monotonic()
     for method, why in candidates(job, peers.gpus, one_host=peers.one_host):
+        if method in peers.given_up:
+            continue
         try:
             synced = await _sync(peers, job, version, method, journal)
         except SyncFailed as error:
             if error.code not in NOT_HERE:
                 raise
+            peers.given_up.add(method)
+            if error.code == "not_met":
+                await journal.log(f'{error.detail}; weights do not go by "{method}"')
             continue
-        if peers.sync_method is not None:  # the method was given up
-            return synced
-        peers.sync_method = method
-        await journal.log(f'weights go by "{method}": {why}', weight_sync=method)
+        if method not in peers.given_up:
+            peers.sync_method = method
+            seconds = round(time.monotonic() - start, 1)
+            how = f'weights go by "{method}": {why}'
+            await journal.log(how, weight_sync=method, seconds=seconds)
         return synced
     raise AssertionError("the last candidate needs no folder that a sampler may not see")
 
@@ -115,24 +129,22 @@ def candidates(job: Job, gpus: Gpus, *, one_host: bool) -> list[tuple[SyncMethod
 
 def _by_files(job: Job, *, one_host: bool) -> list[tuple[SyncMethod, str]]:
     rate = job.learning_rate
-    where = (
-        "not every sampler sees the trainer's folders"
-        if one_host
-        else "there may be samplers on several hosts"
-    )
+    folders = "folders" if one_host else "shared memory"
+    where = f"not every sampler sees the trainer's {folders}"
     last: tuple[SyncMethod, str] = (
         ("delta", f"{where}, and at a learning rate of {rate:g} few elements change in a step")
         if rate <= FEW_CHANGE
         else ("http", f"{where}, and at a learning rate of {rate:g} most elements change in a step")
     )
-    by_folder: list[tuple[SyncMethod, str]] = [
-        ("shm", "every sampler sees the trainer's shared memory"),
+    memory: tuple[SyncMethod, str] = ("shm", "every sampler sees the trainer's shared memory")
+    # several hosts may share a volume, and what is fetched comes sooner than what it shows them
+    volume: list[tuple[SyncMethod, str]] = [
         ("disk", "every sampler sees HONE_RUNS_DIR, and not the trainer's shared memory"),
     ]
     adapter: list[tuple[SyncMethod, str]] = [
         ("lora", "the job trains an adapter, and the engine takes it beside the model")
     ]
-    return [*(adapter if job.served_rank else []), *(by_folder if one_host else []), last]
+    return [*(adapter if job.served_rank else []), memory, *(volume if one_host else []), last]
 
 
 async def _sync(
@@ -141,13 +153,15 @@ async def _sync(
     try:
         return await _push(peers, job, version, method, journal)
     except SyncFailed as error:
-        if error.code in NOT_HERE:  # nor would it be the second time
-            raise
+        if error.code in NOT_HERE and (_is_trial(peers, job) or error.code != "not_met"):
+            raise  # it would be the same the second time
         # in the place of an adapter the merged weights
         fuller = "http" if method == "lora" else FULLER.get(method, method)
         how = "" if fuller == method else f' by "{fuller}"'
         if method in GIVEN_UP:
-            peers.sync_method, how = fuller, f"{how}, as are later ones"
+            peers.given_up.add(method)
+            peers.sync_method = None if job.weight_sync == "auto" else fuller
+            how = f'{how}, and later versions do not go by "{method}"'
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
         return await _push(peers, job, version, fuller, journal, again=True)
 
@@ -164,10 +178,9 @@ async def _push(
     start = time.monotonic()
     published = await _published(peers, version, method)
     fuller = _fuller(published)
-    is_trial = job.weight_sync == "auto" and peers.sync_method is None
     try:
         ref = fuller if again else published
-        push = Push(ref, fuller, prove, job.drain_before_sync, is_trial=is_trial)
+        push = Push(ref, fuller, prove, job.drain_before_sync, is_trial=_is_trial(peers, job))
         answers = await peers.push_weights(push)
     except SyncFailed:
         raise
@@ -184,6 +197,10 @@ async def _push(
     return Synced(published.root, answers, time.monotonic() - start)
 
 
+def _is_trial(peers: Peers, job: Job) -> bool:
+    return job.weight_sync == "auto" and peers.sync_method is None
+
+
 async def _published(peers: Peers, version: int, method: SyncMethod) -> WeightsRef:
     """Returns the reference of the version. Raises SyncFailed where it cannot be taken off the
     trainer's device, as files can, or could take longer than it is waited for."""
@@ -195,7 +212,7 @@ async def _published(peers: Peers, version: int, method: SyncMethod) -> WeightsR
     except (Failed, Conflict) as error:
         if method not in GIVEN_UP or error.code in NOT_OF_THE_SYNC | {"out_of_order"}:
             raise
-        raise SyncFailed(f"weight sync: {error.detail}", code=error.code) from error
+        raise SyncFailed(f"weight sync: {error.detail}", code="not_met") from error
 
 
 def _fuller(published: WeightsRef) -> WeightsRef:

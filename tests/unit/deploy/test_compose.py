@@ -216,6 +216,8 @@ def test_only_the_trainer_writes_weights_and_only_init_the_token(file: str) -> N
     mounted = {name: it.get("volumes", []) for name, it in services([file]).items()}
     assert "weights:/weights" in mounted["trainer"]
     assert "weights:/weights:ro" in mounted["rollout"]
+    for name in ("trainer", "rollout"):  # where weight_sync "shm" puts them, and looks for them
+        assert "HONE_SHM_DIR=/weights" in (ROOT / f"docker/{name}.Dockerfile").read_text()
     assert "runs:/runs:ro" in mounted["rollout"]
     for name in SERVICES:
         assert "secrets:/run/hone/secrets:ro" in mounted[name]

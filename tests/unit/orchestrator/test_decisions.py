@@ -70,6 +70,7 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (Failed, "bug"): RECOVER,
     (Failed, "digest_differs"): RECOVER,
     (Failed, "not_seen"): RECOVER,
+    (Failed, "not_met"): RECOVER,
     (Failed, "not_loaded"): RECOVER,
     (Failed, "tensors_differ"): RECOVER,
     (Failed, "out_of_memory"): PAUSE,
