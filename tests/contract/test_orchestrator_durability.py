@@ -37,6 +37,7 @@ from tests.support.orchestrator_stack import (
     orchestrator,
     orchestrator_client,
     until_ended,
+    until_noted,
 )
 
 pytestmark = pytest.mark.slow
@@ -58,7 +59,7 @@ async def test_an_orchestrator_that_dies_loses_nothing(
             await asyncio.sleep(0.2)
 
     fakes.fault["train_step"] = block
-    settings = settings.model_copy(update={"lease_s": 3.0})
+    settings = settings.model_copy(update={"lease_s": 5.0})
     async with fakes.running(settings) as settings:
         async with orchestrator_client(settings, redis_url) as client:
             record = await client.call(
@@ -173,7 +174,7 @@ async def test_the_event_of_a_step_that_a_crash_left_out_is_there_after_it(
             await asyncio.wait_for(cut.wait(), 30)
         folder = RunFolder(Path(record.run_dir))
         assert [row.step for row in folder.metrics()] == [0, 1, 2, 3, 4], "written, not yet said"
-        settings = settings.model_copy(update={"lease_s": 3.0})
+        settings = settings.model_copy(update={"lease_s": 5.0})
         store = Store(redis_url)
         for lease_key in [key async for key in store._redis.scan_iter("hone:lease:*")]:
             await store._redis.delete(lease_key)
@@ -260,13 +261,6 @@ async def test_a_job_that_cannot_be_read_is_paused_and_the_next_one_runs(
         (ids[0], "paused"),  # lists read what submission wrote beside the job
     ]
     await store.close()
-
-
-async def until_noted(folder: RunFolder, status: str) -> Note:
-    async with asyncio.timeout(20):
-        while (note := folder.note()) is None or note.status != status:
-            await asyncio.sleep(0.02)
-    return note
 
 
 async def test_an_end_that_was_not_noted_is_noted_at_the_next_start(

@@ -21,7 +21,7 @@ from shared.wire import (
     ScoreRequest,
 )
 from tests.support import orchestrator_stack
-from tests.support.orchestrator_stack import Stack
+from tests.support.orchestrator_stack import Stack, until_noted
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,9 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 async def done(stack: Stack) -> JobRecord:
-    return await stack.until((await stack.submit()).id)
+    record = await stack.until((await stack.submit()).id)
+    await until_noted(stack.folder(record.id), "succeeded")  # after which nothing is written
+    return record
 
 
 async def test_a_reward_turned_round_flips_every_advantage_and_writes_nothing(

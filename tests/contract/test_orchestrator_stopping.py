@@ -391,7 +391,7 @@ async def test_a_job_that_was_cut_off_skips_what_it_would_have_skipped(
     """Twice the same job; the second time the orchestrator dies, and the trainer goes back to a
     checkpoint: batches since are replayed, and later ones are of the same problems."""
     job = skipping(job, checkpoints={"every": 3})
-    settings = settings.model_copy(update={"lease_s": 2.0})
+    settings = settings.model_copy(update={"lease_s": 5.0})
     undisturbed = FakeServices(settings)
     undisturbed.grade = by_difficulty
     async with (

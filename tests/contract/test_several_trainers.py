@@ -186,7 +186,7 @@ async def test_a_job_that_was_cut_off_goes_back_to_its_own_trainer(
             update={
                 "trainer_url": f"{one.trainer_url};{other.trainer_url}",
                 "rollout_url": f"{one.rollout_url};{other.rollout_url}",
-                "lease_s": 3.0,
+                "lease_s": 5.0,
             }
         )
         gates = blocked(first), blocked(second)
@@ -207,10 +207,10 @@ async def test_after_redis_was_away_a_job_goes_on_with_the_trainer_that_has_it(
 ) -> None:
     """Though the other orchestrator is the first to be back, and has nothing to do."""
     for module in (known_slots, worker_side):
-        monkeypatch.setattr(module, "KNOWN_S", 5.0)
+        monkeypatch.setattr(module, "KNOWN_S", 10.0)
     monkeypatch.setattr(worker, "NOTE_S", 0.2)
     monkeypatch.setattr(worker, "PAUSE_S", 0.1)
-    settings = settings.model_copy(update={"lease_s": 1.5})
+    settings = settings.model_copy(update={"lease_s": 4.0})
     server, paths = Path(redis_url.removeprefix("unix://")), (tmp_path / "a", tmp_path / "b")
     raw = redis.from_url(redis_url)
     fakes = FakeServices(settings), FakeServices(settings)

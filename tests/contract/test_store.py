@@ -315,12 +315,12 @@ async def test_beats_keep_a_lease_and_an_older_worker_is_refused(
     store: Store, other: Store
 ) -> None:
     job_id = await submit(store)
-    first = await take(store, lease_s=0.5)
+    first = await take(store, lease_s=2)
     for _ in range(4):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.7)
         assert await store.beat(first) is None
     assert await other.take("b", TRAINER, 30) is None
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(2.2)
     second = await take(other)
     assert (second.job_id, (await other.get(job_id)).attempts) == (job_id, 2)
     for act in (
@@ -543,7 +543,7 @@ async def test_a_worker_that_redis_cannot_be_reached_from_stops_within_its_lease
     job_id = await submit(other)
     async with linked(redis_url, tmp_path) as (store, link):
         taken_at = time.monotonic()
-        lease = await take(store, lease_s=2)
+        lease = await take(store, lease_s=5)
         beat = asyncio.create_task(heartbeat.keep(store, lease, taken_at, REDIS))
         await asyncio.sleep(1)
         assert not beat.done()
@@ -552,7 +552,7 @@ async def test_a_worker_that_redis_cannot_be_reached_from_stops_within_its_lease
         with pytest.raises(LeaseLost, match="no heartbeat"):
             await beat
         stopped_at = time.monotonic()
-        assert 1.0 < stopped_at - cut_at < 2.0
+        assert 2.0 < stopped_at - cut_at < 5.0
         while not (second := await other.take("b", TRAINER, 30)):
             await asyncio.sleep(0.02)
         assert second.job_id == job_id and time.monotonic() > stopped_at, "stopped before"
@@ -570,12 +570,12 @@ async def test_a_redis_that_stands_still_stops_the_worker_within_its_lease(
     await submit(store)
     pid = (await raw.info("server"))["process_id"]
     taken_at = time.monotonic()
-    lease = await take(store, lease_s=1)
+    lease = await take(store, lease_s=4)
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(LeaseLost, match="no heartbeat"):
             await heartbeat.keep(store, lease, taken_at, REDIS)
-        assert 0.5 < time.monotonic() - taken_at < 1.0
+        assert 2.0 < time.monotonic() - taken_at < 4.0
     finally:
         os.kill(pid, signal.SIGCONT)
 

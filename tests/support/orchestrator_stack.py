@@ -22,6 +22,7 @@ from services.orchestrator.app import create_service
 from services.orchestrator.loop import run
 from services.orchestrator.queue.store import Store
 from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.record.note import Note
 from shared.client import Client
 from shared.config import Settings
 from shared.job import Job
@@ -139,6 +140,14 @@ async def ended(client: Client, job_id: str, *statuses: str) -> JobRecord:
         ):
             await asyncio.sleep(POLL_S)
     return found
+
+
+async def until_noted(folder: RunFolder, status: str) -> Note:
+    """Returns the run folder's note once it says so: the last that is written of a job."""
+    async with asyncio.timeout(60):
+        while (note := folder.note()) is None or note.status != status:
+            await asyncio.sleep(0.02)
+    return note
 
 
 async def until_ended(store: Store, job_id: str) -> JobRecord:
