@@ -46,7 +46,7 @@ class Peer:
 
     async def closed_after_s(self) -> float:
         start = time.monotonic()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             with contextlib.suppress(ConnectionError):
                 while await self.reader.read(4096):
                     pass
@@ -123,5 +123,5 @@ async def test_a_header_that_came_twice_is_refused(port: int) -> None:
     for header in (b"Host: evil.example", b"Content-Type: application/msgpack"):
         peer = await Peer.to(port)
         peer.send(HEAD + header + b"\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY)
-        assert b" 400 " in await asyncio.wait_for(peer.reader.readline(), 20)
+        assert b" 400 " in await asyncio.wait_for(peer.reader.readline(), 60)
         await peer.closed_after_s()

@@ -124,7 +124,7 @@ async def test_a_removal_that_a_crash_broke_off_is_finished_at_the_next_start(
     await store.removals.add(broken_off)
     await store.removals.add(again.model_copy(update={"created_at": again.created_at - 1}))
     app = create_service(settings, store, works=False).app
-    async with app.router.lifespan_context(app), asyncio.timeout(20):
+    async with app.router.lifespan_context(app), asyncio.timeout(90):
         while len(found := uploads.list()) == 3 or await store.removals.created_at(again.id):
             await asyncio.sleep(0.02)
         assert {file.id for file in found} == {again.id, other.id}

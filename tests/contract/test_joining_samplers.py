@@ -95,7 +95,7 @@ async def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGener
         await joining.samplers.open(ModelRequest(**WHO, model="tiny"))
         assert await joining.push(1) == ["first"]
         joining.urls.append(second)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while not (joining.second.engines and "v1" in joining.second.engine.calls):
                 await asyncio.sleep(0.005)
         yield joining
@@ -131,6 +131,6 @@ async def test_a_version_that_is_pushed_while_it_joins_is_loaded_before_it_serve
 
 
 async def joined(joining: Joining) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while not joining.said:
             await asyncio.sleep(0.005)

@@ -60,7 +60,7 @@ async def test_polls_that_land_elsewhere_lose_no_work_and_do_not_flood(
     async with (
         round_robin(*urls) as url,
         Client("reward", url, patience_s=20.0) as client,
-        asyncio.timeout(60),
+        asyncio.timeout(90),
     ):
         keys = [f"key-{number}" for number in range(count)]
         calls = [

@@ -63,7 +63,7 @@ async def test_a_job_that_ended_leaves_no_object_behind(
             (await store.submit(Submission(tiny(job), settings.runs_dir))).id for _ in range(count)
         ]
         for job_id in ids:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(90):
                 while (status := await store.status(job_id)) not in TERMINAL:
                     await asyncio.sleep(0.01)
             assert status == "succeeded"

@@ -296,7 +296,7 @@ async def _takes_jobs(url: str, plane: ControlPlane, job: Job) -> None:
             body = SubmitRequest(job=job.model_copy(update={"name": f"job-{number}"}))
             record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
             assert record.status == "queued"
-        async with asyncio.timeout(60):  # what is started is started after the answer
+        async with asyncio.timeout(90):  # what is started is started after the answer
             while len(plane.calls["VolumeCommit"]) < 2 or len(plane.inputs) < 2:
                 await asyncio.sleep(0.05)
         jobs = await client.get("/v1/jobs", JobList)

@@ -80,7 +80,7 @@ async def create(client: openai.AsyncOpenAI, **more: Any) -> Any:
 
 
 async def ended(client: openai.AsyncOpenAI, job_id: str) -> Any:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(90):
         while (job := await client.fine_tuning.jobs.retrieve(job_id)).finished_at is None:
             await asyncio.sleep(0.02)
     return job
@@ -349,4 +349,4 @@ async def test_a_call_ends_at_the_sampler_when_its_client_goes_away(stack: Stack
     calls = Calls(stack.settings, stack.store)
     with pytest.raises(Failed, match="its client went away"):
         await asyncio.wait_for(calls.pass_on(Request(scope, receive)), 10)
-    await asyncio.wait_for(ended.wait(), 10)
+    await asyncio.wait_for(ended.wait(), 60)

@@ -392,7 +392,7 @@ async def test_what_a_stopped_job_has_under_way_is_aborted(stack: Stack, action:
     await reached.wait()
     await stack.post(f"{job_id}/{action}")
     await stack.until(job_id, "cancelled", "paused")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(90):
         while not stack.fakes.aborted:
             await asyncio.sleep(0.02)
     (abort,) = stack.fakes.aborted

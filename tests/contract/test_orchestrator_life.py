@@ -189,6 +189,6 @@ async def test_prometheus_hears_how_many_jobs_run_and_wait(stack: Stack) -> None
 
 
 async def until_said(stack: Stack, metric: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while metric not in (await stack.http.get("/metrics")).text:
             await asyncio.sleep(0.1)

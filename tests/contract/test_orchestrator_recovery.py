@@ -199,7 +199,7 @@ async def test_a_service_that_cannot_work_at_the_start_is_waited_for(
     stack.settings.__dict__["patience_s"] = 0.1
     stack.fakes.fault[route] = away(stack, route, 1_000_000)
     job_id = (await stack.submit()).id
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(90):
         while (record := await stack.get(job_id)).recoveries < 6 or not record.waits:
             assert record.status in ("queued", "running"), record.error
             await asyncio.sleep(0.05)
@@ -223,15 +223,15 @@ async def test_a_reward_service_that_stays_away_is_waited_for_once_as_long_as_ma
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(presence, "AWAY_S", 0.2)
-    stack.settings.__dict__.update(patience_s=0.1, wait_limit_s=4.0)
+    stack.settings.__dict__.update(patience_s=0.1, wait_limit_s=8.0)
     stack.fakes.fault["score"] = away(stack, "score", 1_000_000)
     job_id = (await stack.submit()).id
     while not stack.fakes.calls["score"]:
         await asyncio.sleep(0.05)
     began = time.monotonic()
     paused = await stack.until(job_id, "paused", "failed")
-    assert paused.status == "paused" and "; it has waited for 4 s, " in str(paused.error)
-    assert time.monotonic() - began < 7.5
+    assert paused.status == "paused" and "; it has waited for 8 s, " in str(paused.error)
+    assert time.monotonic() - began < 15.5
 
 
 async def test_a_reward_service_that_is_slow_to_check_a_job_that_begins_is_waited_for(
@@ -257,7 +257,7 @@ async def test_a_reward_service_that_is_away_in_the_middle_costs_nothing_but_tim
     stack.settings.__dict__["patience_s"] = 0.1
     stack.fakes.fault["score"] = away(stack, "score", 40)
     job_id = (await stack.submit()).id
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while not (record := await stack.get(job_id)).waits:
             await asyncio.sleep(0.05)
     assert record.waits.startswith("the reward service is away since ")
@@ -297,7 +297,7 @@ async def test_a_hub_that_is_away_is_named_and_not_the_service_that_asks_it(
 
     stack.fakes.fault["model"] = fault
     job_id = (await stack.submit()).id
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while not (record := await stack.get(job_id)).waits:
             await asyncio.sleep(0.05)
     assert record.waits.startswith("the Hugging Face Hub is away since ")

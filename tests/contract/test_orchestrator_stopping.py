@@ -315,7 +315,7 @@ async def test_what_an_attempt_takes_is_on_disk_before_it_ends(
     stack.fakes.fault["train_step"] = wait
     id = (await stack.submit(changed(stack.job, steps=1, data={"eval": None}))).id
     folder = stack.folder(id)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while folder.hours() == 0:
             await asyncio.sleep(0.02)
     go.set()
@@ -412,10 +412,10 @@ async def test_a_job_that_was_cut_off_skips_what_it_would_have_skipped(
         async with orchestrator_client(of_second, redis_url) as client:
             body = SubmitRequest(job=job)
             record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
-            await asyncio.wait_for(reached.wait(), 20)
+            await asyncio.wait_for(reached.wait(), 60)
         fakes.restart_trainer()
         async with orchestrator_client(of_second, redis_url) as client:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(90):
                 while record.status != "succeeded":
                     record = await client.get(f"/v1/jobs/{record.id}", JobRecord)
                     await asyncio.sleep(0.05)

@@ -357,7 +357,7 @@ async def test_of_many_orchestrators_none_gets_what_another_one_has(redis_url: s
             held.difference_update(resources)
             await store.report(lease, "status", "ok", {"status": "succeeded"}, status="succeeded")
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(90):
         await asyncio.gather(*(work(store, trainer) for store in stores for trainer in SLOTS))
     for store in stores:
         await store.close()

@@ -213,7 +213,7 @@ async def test_a_sampler_renews_its_lease_and_unregisters_when_it_drains(
     server = create_service(own, store).server(port)
     async with registered(own, lambda: serving[0], draining):
         running = asyncio.create_task(server._serve())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while not (found := await store.samplers.all()):
                 await asyncio.sleep(0.01)
             assert (found[0].replica, found[0].url, found[0].version) == ("r0", URL, None)
@@ -264,7 +264,7 @@ async def test_whatever_goes_wrong_at_a_renewal_the_next_one_comes(
     async with (
         serving_orchestrator(settings, store) as own,
         registered(own, serving, Draining("rollout")),
-        asyncio.timeout(20),
+        asyncio.timeout(90),
     ):
         while not await store.samplers.all():
             await asyncio.sleep(0.01)
@@ -284,7 +284,7 @@ async def test_a_sampler_that_was_refused_leaves_the_other_one_of_its_name_regis
         asked.append("r0")
         return ServingWeights(replica="r0")
 
-    async with serving_orchestrator(settings, store) as own, asyncio.timeout(20):
+    async with serving_orchestrator(settings, store) as own, asyncio.timeout(90):
         other = "http://127.0.0.1:8002"
         taken = await store.samplers.register("r0", Registration(url=other))
         async with registered(own, serving, Draining("rollout")):
@@ -307,7 +307,7 @@ async def test_the_rollout_service_is_registered_from_its_start_to_its_end(
     orchestrator_url = f"http://127.0.0.1:{port}"
     bench = RolloutBench(tmp_path, rollout_advertise_url=URL, orchestrator_url=orchestrator_url)
     app = bench.service.app
-    async with app.router.lifespan_context(app), asyncio.timeout(20):
+    async with app.router.lifespan_context(app), asyncio.timeout(90):
         while not (found := await store.samplers.all()):
             await asyncio.sleep(0.01)
         assert [(each.replica, each.url) for each in found] == [("here:1", URL)]
@@ -363,7 +363,7 @@ async def test_a_job_is_taken_with_its_first_sampler_and_finds_others_on_its_way
 
     pool.stack.fakes.fault["train_step"] = train
     job_id = (await pool.stack.submit()).id
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while not (await pool.stack.get(job_id)).waits_for:
             await asyncio.sleep(0.01)
     assert not pool.stack.fakes.calls["job"]
@@ -429,7 +429,7 @@ async def test_while_no_sampler_is_registered_at_all_a_job_keeps_those_it_has(po
 
 async def test_a_job_that_no_sampler_comes_for_waits_in_the_queue_and_says_so(pool: Pool) -> None:
     job_id = (await pool.stack.submit()).id
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while not (record := await pool.stack.get(job_id)).waits_for:
             await asyncio.sleep(0.05)
     (obstacle,) = record.waits_for.values()
@@ -465,7 +465,7 @@ async def test_while_redis_is_away_the_samplers_are_those_of_before(
     monkeypatch.setattr(members, "LOOK_AT_AWAY_S", 0.01)
     monkeypatch.setattr(members, "DISCOVER_S", 0.0)
     asked: list[str] = []
-    async with pool_of(1, settings) as (fake,), asyncio.timeout(30):
+    async with pool_of(1, settings) as (fake,), asyncio.timeout(90):
 
         async def urls() -> list[str]:
             asked.append("again")

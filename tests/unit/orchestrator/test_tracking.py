@@ -45,7 +45,7 @@ class FakeRun:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):  # the real package takes seconds to start
+    async with asyncio.timeout(90):  # the real package takes seconds to start
         while not condition():
             await asyncio.sleep(0.005)
 

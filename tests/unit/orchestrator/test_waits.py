@@ -87,4 +87,4 @@ async def test_a_stall_that_was_told_and_whose_call_failed_begins_the_work_again
         await told.wait()
         raise ValueError
     with pytest.raises(Failed, match="nothing is under way"):
-        await asyncio.wait_for(watching, 1)
+        await asyncio.wait_for(watching, 60)

@@ -105,7 +105,7 @@ async def test_a_trainer_whose_work_cannot_be_stopped_is_noted_no_more(
     worker._slot = Mock(was_looked_at=True, away=None)
     noting = asyncio.create_task(worker._note_slot())
     working = asyncio.create_task(worker._work(Lease("a", 1, "trainer", 30.0), 0.0))
-    await asyncio.wait_for(is_cancelled.wait(), 20)
+    await asyncio.wait_for(is_cancelled.wait(), 60)
     await _turns(3)
     num_noted = store.slots.note.await_count
     await _turns(20)

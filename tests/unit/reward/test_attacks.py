@@ -60,7 +60,7 @@ async def at_first(sandbox: LocalSandbox) -> tuple[Rest, object]:
 
 async def at_rest() -> Rest:
     """Waits until the slot has forked its next child."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while len(processes_of(os.getpid())) != 3:
             await asyncio.sleep(0.01)
     slot = processes_of(os.getpid())[1]

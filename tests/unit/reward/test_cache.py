@@ -234,6 +234,6 @@ async def test_a_stream_that_is_closed_ends_its_grading() -> None:
         await parts(once, "b")
     start = time.monotonic()
     await lines.aclose()
-    assert time.monotonic() - start < 2, "long before the deadline of the call"
+    assert time.monotonic() - start < 10, "long before the deadline of the call"
     assert [part.value for part in await parts(once, "b")] == [1.0]
     assert len(asyncio.all_tasks()) == 1

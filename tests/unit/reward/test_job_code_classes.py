@@ -41,7 +41,7 @@ async def processes_while_idle() -> int:
     """Returns how many there are once what was ended is gone, and each slot that lives has forked
     its next child."""
     seen = [-1, 0]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while len(set(seen[-8:])) > 1:
             await asyncio.sleep(0.05)
             seen.append(len(processes_of(os.getpid())))
@@ -114,7 +114,7 @@ async def test_an_async_score_waits_for_all_completions_at_once(workers: Functio
     await grade(workers, source, "a")
     start = time.monotonic()
     parts = await grade(workers, source, *("a" * 10), "")
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 10 * 0.4
     assert [part.value for part in parts] == [1.0] * 10 + [None]
     assert "mine.py line 6: ZeroDivisionError" in parts[10].detail
 
@@ -232,7 +232,7 @@ async def test_programs_of_many_threads_run_beside_each_other(workers: FunctionW
         import asyncio, hone
         class Own(hone.Reward):
             async def score(self, completion):
-                code = "import time; time.sleep(0.2)"
+                code = "import time; time.sleep(0.5)"
                 run = await asyncio.to_thread(
                     self.execute_in_sandbox, code, expression=completion
                 )
@@ -242,7 +242,7 @@ async def test_programs_of_many_threads_run_beside_each_other(workers: FunctionW
     start = time.monotonic()
     parts = await grade(workers, source, *(str(number) for number in range(12)))
     assert [part.value for part in parts] == [float(number) for number in range(12)]
-    assert time.monotonic() - start < 12 * 0.2, "two slots halve the time"
+    assert time.monotonic() - start < 12 * 0.5, "two slots halve the time"
 
 
 @pytest.mark.parametrize(

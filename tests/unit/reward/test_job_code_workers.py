@@ -34,7 +34,7 @@ PROCESSES_PER_WORKER = 3
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandbox() -> AsyncGenerator[LocalSandbox]:
     async with running_sandbox(1) as sandbox:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while len(processes_of(os.getpid())) != PROCESSES_PER_WORKER:
                 await asyncio.sleep(0.01)  # the slot forks its next program's process
         yield sandbox
@@ -319,7 +319,7 @@ def cpu_s() -> float:
 async def test_nothing_of_a_function_runs_between_its_calls(workers: FunctionWorkers) -> None:
     spec = RewardSpec(source=BUSY)
     assert await call(workers, spec, "a") == [1.0]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while (before := cpu_s()) != await later(cpu_s):
             pass
     await asyncio.sleep(0.5)

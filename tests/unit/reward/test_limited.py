@@ -53,7 +53,7 @@ def children() -> list[int]:
 
 
 async def until_gone(pids: list[int]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while any(is_alive(pid) for pid in pids):
             await asyncio.sleep(0.01)
 

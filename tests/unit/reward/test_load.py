@@ -82,7 +82,7 @@ async def sandbox() -> AsyncGenerator[LocalSandbox]:
 
 async def standing(num_slots: int) -> Standing:
     """Waits until every slot has forked its next child."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while len(processes_of(os.getpid())) != 3 * num_slots:
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.1)

@@ -56,7 +56,7 @@ time.sleep({seconds})
 
 
 async def until_processes_are(count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while len(processes_of(os.getpid())) != count:
             await asyncio.sleep(0.05)
 
