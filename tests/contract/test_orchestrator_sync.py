@@ -77,7 +77,12 @@ def test_rounding_makes_at_most_a_tenth_of_the_spread(
 
 @pytest.mark.parametrize(
     ("found", "served"),
-    [({}, True), ({"unread": ("norm",)}, False), ({"differing": ("norm",)}, False)],
+    [
+        ({}, True),
+        ({"unread": ("norm",)}, False),
+        ({"unread": ("layers.0.mlp.experts.0.up_proj.weight",)}, True),
+        ({"differing": ("norm",)}, False),
+    ],
 )
 async def test_a_canary_off_by_rounding_needs_every_tensor_read_back(
     found: dict[str, Any], served: bool

@@ -30,6 +30,9 @@ from shared.wire import (
 NOT_OF_THE_SYNC = frozenset({"stale", "tensors_differ", "disk_full", "out_of_memory"})
 """Codes of errors that another push does not mend."""
 
+EXPERTS = ".experts."
+"""What the names of a mixture's experts have in them, as checkpoints call them."""
+
 CHECK_S = 120.0
 """Seconds for reading an engine's tensors back, which only names what is wrong."""
 
@@ -236,8 +239,9 @@ async def prove(sampler: Client, published: WeightsRef, serving: ServingWeights)
         checked = await _read_back(sampler)
         if _holds_all(checked) and canary.may_be_rounding(ref.canary, serving):
             get_logger().warning(
-                "the canary differs, but every tensor of the engine is as published",
+                "the canary differs, but no tensor that was read back from the engine does",
                 version=ref.version,
+                unread=0 if isinstance(checked, HoneError) else len(checked.unread),
                 difference=canary.difference(ref.canary, serving),
             )
             return
@@ -258,15 +262,19 @@ async def _read_back(sampler: Client) -> CheckedWeights | HoneError:
 
 
 def _holds_all(checked: CheckedWeights | HoneError) -> bool:
-    """Returns whether every tensor was read back, and none differs."""
-    return isinstance(checked, CheckedWeights) and not (checked.differing or checked.unread)
+    """Returns whether every tensor was read back, and none differs. A mixture's experts need not
+    be: some kernels keep them in an order that the sampler does not know."""
+    if not isinstance(checked, CheckedWeights) or checked.differing:
+        return False
+    return all(EXPERTS in name for name in checked.unread)
 
 
 def _describe(checked: CheckedWeights | HoneError) -> str:
     if isinstance(checked, HoneError):
         return f"its tensors could not be read back: {checked.detail}"
     if not checked.differing:
-        return f"the {checked.num_tensors} tensors of the engine are those published"
+        read = checked.num_tensors - len(checked.unread)
+        return f"the {read} tensors of the engine that could be read back are those published"
     return (
         f"{len(checked.differing)} of {checked.num_tensors} tensors of the engine are not those "
         f"published, the first is {checked.differing[0]!r}"

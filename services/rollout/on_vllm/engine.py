@@ -261,7 +261,13 @@ class VllmEngine:
         return (await self._answer(call))[0]
 
     async def digests(self) -> dict[str, str]:
-        return (await self._answer(self._llm.collective_rpc("loaded_digests")))[0]
+        found: dict[str, str] = {}
+        begin: int | None = 0
+        while begin is not None:  # in turns, between which it samples
+            call = self._llm.collective_rpc("loaded_digests", args=(begin,))
+            read, begin = (await self._answer(call))[0]
+            found |= read
+        return found
 
     async def set_version(self, owner: str, version: int) -> None:
         await self._answer(self._llm.update_weight_version(label(owner, version)))

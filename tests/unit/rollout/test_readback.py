@@ -4,6 +4,7 @@ does, by hand."""
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,141 @@ def test_each_device_reads_the_whole_tensors_back(size: int, kv_heads: int) -> N
         assert read_back.keys() == whole.keys()
         for name, expected in whole.items():
             assert read_back[name].equal(expected), name
+
+
+def experts_of(whole: dict[str, Any], rank: int, size: int, kernel: str) -> Any:
+    """Returns a mixture's layer of two experts, of inner size 4, as one of `size` devices has it:
+    padded to twice that, and with the gate's and the up matrix swapped if its kernel wants that."""
+    import torch
+    from torch import nn
+    from vllm.model_executor.layers.fused_moe import routed_experts, unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    method = object.__new__(unquantized_fused_moe_method.UnquantizedFusedMoEMethod)
+    nn.Module.__init__(method)
+    method.unquantized_backend = UnquantizedMoeBackend[kernel]
+    own = 4 // size
+
+    def stacked(part: str) -> Any:
+        return torch.stack([whole[f"mlp.experts.{number}.{part}.weight"] for number in range(2)])
+
+    gate, up = (
+        nn.functional.pad(stacked(part).chunk(size, 1)[rank], (0, 0, 0, own))
+        for part in ("gate_proj", "up_proj")
+    )
+    swapped = kernel == "FLASHINFER_CUTLASS"
+    layer_ = layer(
+        routed_experts.RoutedExperts,
+        quant_method=method,
+        w13_weight=nn.Parameter(torch.cat([up, gate] if swapped else [gate, up], 1)),
+        w2_weight=nn.Parameter(
+            nn.functional.pad(stacked("down_proj").chunk(size, 2)[rank], (0, own))
+        ),
+        ckpt_gate_proj_name="gate_proj",
+        ckpt_up_proj_name="up_proj",
+        ckpt_down_proj_name="down_proj",
+        moe_config=SimpleNamespace(
+            num_experts=2,
+            num_logical_experts=2,
+            num_local_experts=2,
+            is_act_and_mul=True,
+            hidden_dim_unpadded=HIDDEN,
+            intermediate_size_per_partition_unpadded=own,
+        ),
+    )
+    model = nn.Module()
+    model.mlp, model.mlp.experts = nn.Module(), nn.Module()
+    model.mlp.experts.routed_experts = layer_
+    return model
+
+
+def some_experts() -> dict[str, Any]:
+    import torch
+
+    shapes = {"gate_proj": (4, HIDDEN), "up_proj": (4, HIDDEN), "down_proj": (HIDDEN, 4)}
+    return {
+        f"mlp.experts.{number}.{part}.weight": torch.randn(shape)
+        for number in range(2)
+        for part, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kernel", ["TRITON", "FLASHINFER_CUTLASS"])
+def test_each_expert_is_read_back_whole_from_all_devices(size: int, kernel: str) -> None:
+    from services.rollout.on_vllm.inside import readback
+
+    whole, devices = some_experts(), Devices(size)
+    found: list[dict[str, Any]] = [{} for _ in range(size)]
+
+    def read(rank: int) -> None:
+        model = experts_of(whole, rank, size, kernel)
+        found[rank] = dict(readback.tensors(model, {}, devices.gather_of(rank)))
+
+    threads = [threading.Thread(target=read, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for read_back in found:
+        assert read_back.keys() == whole.keys()
+        for name, expected in whole.items():
+            assert read_back[name].equal(expected), name
+
+
+def test_experts_that_a_kernel_reorders_or_devices_share_are_not_read_back() -> None:
+    from services.rollout.on_vllm.inside import readback
+
+    model = experts_of(some_experts(), 0, 1, "FLASHINFER_TRTLLM")
+    assert dict(readback.tensors(model, {})) == {}
+    model = experts_of(some_experts(), 0, 1, "TRITON")
+    model.mlp.experts.routed_experts.moe_config.num_local_experts = 1
+    assert dict(readback.tensors(model, {})) == {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_that_vllm_packs_for_a_cpu_are_unpacked_to_the_bit(dtype: str) -> None:
+    import torch
+    from vllm import _custom_ops
+    from vllm.platforms import current_platform
+
+    from services.rollout.on_vllm.inside import experts
+
+    if not current_platform.is_cpu():
+        pytest.skip("vLLM packs experts on a CPU only")
+    plain = torch.randn(3, 128, 192).to(getattr(torch, dtype))  # 24,576 elements: 15 bits
+    packed = _custom_ops.cpu_prepack_moe_weight(plain, "vec")
+    assert not packed.equal(plain)
+    assert experts.unpacked(packed, "vec").equal(plain)
+
+
+def test_weights_are_read_back_in_turns_and_hashed_on_one_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from services.rollout.on_vllm.inside import readback
+
+    whole = some_experts()
+    model = experts_of(whole, 0, 1, "TRITON")
+    model.mlp.first, model.mlp.last = (layer_norm(number) for number in (1.0, 2.0))
+    expected, end = readback.digests(model)
+    assert end is None and expected.keys() == {*whole, "mlp.first.weight", "mlp.last.weight"}
+    monkeypatch.setattr(readback, "TURN_BYTES", 1)
+    begin, turns = 0, []
+    while begin is not None:
+        found, begin = readback.digests(model, begin)
+        assert readback.digests(model, 0, hashes=False)[0] == {}
+        turns.append(found)
+    assert [len(found) for found in turns] == [6, 1, 1]
+    assert {name: digest for found in turns for name, digest in found.items()} == expected
+
+
+def layer_norm(value: float) -> Any:
+    import torch
+    from torch import nn
+
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.full((HIDDEN,), value))
+    return module
 
 
 def test_more_devices_than_there_are_is_one_sentence() -> None:

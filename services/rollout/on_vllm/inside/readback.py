@@ -7,14 +7,16 @@ identity matrix are its columns, exactly, for every product but one is 0. (Only 
 zero is lost.)
 
 Split over several devices, each holds a part of most matrices: the parts are gathered, tensor by
-tensor, on all of them at once.
+tensor, on all of them at once, and hashed on the first.
+
+It is done in turns, between which the engine samples: a turn is as many layers as have
+`TURN_BYTES`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -34,11 +37,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from services.rollout.on_vllm.inside import experts
 from shared.adapters import CONFIG, PREFIX, WEIGHTS
 from shared.digest import MAX_THREADS, digest_of_bytes
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
+TURN_BYTES = 64 << 20
+"""So much is read back at a time, or one layer: on a GPU in about 20 ms."""
 
 Gather = Callable[[Tensor, int], Tensor]
 """Returns the parts that all devices have of a tensor, put together along an axis."""
@@ -49,43 +55,65 @@ def alone(tensor: Tensor, _: int) -> Tensor:
     return tensor
 
 
-def digests(model: nn.Module, gather: Gather = alone) -> dict[str, str]:
-    """Returns the digest of each tensor, by its name in the checkpoint: those of
-    `shared/digest.py`."""
+def digests(
+    model: nn.Module, begin: int = 0, gather: Gather = alone, *, hashes: bool = True
+) -> tuple[dict[str, str], int | None]:
+    """Returns the digests of tensors of the modules from number `begin` on, by their names in the
+    checkpoint (those of `shared/digest.py`), and with which module the next turn begins; None: all
+    were read. A device that does not hash only gathers."""
     packed = getattr(model, "packed_modules_mapping", {})
-    num_threads = min(MAX_THREADS, os.cpu_count() or 1)
-    ahead = threading.Semaphore(2 * num_threads)  # copies in the host's memory at a time
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="digest") as pool:
-        hashing: dict[str, Future[str]] = {}
-        for name, tensor in tensors(model, packed, gather):
-            ahead.acquire()
-            hashing[name] = pool.submit(_digest, tensor.detach().cpu())
-            hashing[name].add_done_callback(lambda _: ahead.release())
-        return {name: future.result() for name, future in hashing.items()}
+    modules = list(model.named_modules())
+    hashing: dict[str, Future[str]] = {}
+    num_read, size_bytes = begin, 0
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "digest") as pool:
+        while num_read < len(modules) and size_bytes < TURN_BYTES:
+            path, module = modules[num_read]
+            for name, tensor in of_module(path, module, packed, gather):
+                size_bytes += tensor.nbytes
+                if hashes:
+                    hashing[name] = pool.submit(_digest, tensor.detach().cpu())
+            num_read += 1
+    found = {name: future.result() for name, future in hashing.items()}
+    return found, num_read if num_read < len(modules) else None
 
 
-@torch.no_grad()
 def tensors(
     model: nn.Module, packed: Mapping[str, list[str]], gather: Gather = alone
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the whole tensors. `packed` names the matrices that vLLM keeps in one."""
     for path, module in model.named_modules():
-        layer: Any = module
-        name = path.replace(".base_layer", "")
+        yield from of_module(path, module, packed, gather)
+
+
+def of_module(
+    path: str, module: nn.Module, packed: Mapping[str, list[str]], gather: Gather
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the whole tensors of a module, those of its submodules apart."""
+    layer: Any = module
+    name = path.replace(".base_layer", "")
+    with torch.no_grad():
         if isinstance(module, LinearBase):
-            parent, _, last = name.rpartition(".")
-            parts = packed.get(last, [last])
-            for kind, own in (("weight", _matrix(layer)), ("bias", layer.bias)):
-                if own is None:
-                    continue
-                for part, tensor in zip(parts, own.split(_sizes(layer, len(parts))), strict=True):
-                    yield f"{parent}.{part}.{kind}", _whole(layer, part, kind, tensor, gather)
+            yield from _of_linear(name, layer, packed, gather)
         elif isinstance(module, VocabParallelEmbedding):
             own = _matrix(layer) if isinstance(module, ParallelLMHead) else layer.weight
             yield f"{name}.weight", gather(own, 0)[: layer.org_vocab_size]
+        elif isinstance(module, RoutedExperts):
+            yield from experts.tensors(path, layer, gather)
         else:
             for last, tensor in module.named_parameters(recurse=False):
                 yield f"{name}.{last}", tensor
+
+
+def _of_linear(
+    name: str, layer: Any, packed: Mapping[str, list[str]], gather: Gather
+) -> Iterator[tuple[str, Tensor]]:
+    parent, _, last = name.rpartition(".")
+    parts = packed.get(last, [last])
+    for kind, own in (("weight", _matrix(layer)), ("bias", layer.bias)):
+        if own is None:
+            continue
+        for part, tensor in zip(parts, own.split(_sizes(layer, len(parts))), strict=True):
+            yield f"{parent}.{part}.{kind}", _whole(layer, part, kind, tensor, gather)
 
 
 def _sizes(layer: Any, num_parts: int) -> list[int]:

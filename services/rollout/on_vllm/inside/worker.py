@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from vllm.distributed import (
+    get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
@@ -49,10 +50,16 @@ class WorkerExtension:
         """Returns the digest of each tensor of the adapter that this worker computes with."""
         return readback.adapter_digests(self.model_runner.lora_manager, number, Path(folder))
 
-    def loaded_digests(self: Any) -> dict[str, str]:
-        """Returns the digest of each tensor that the workers compute with, together."""
+    def loaded_digests(self: Any, begin: int) -> tuple[dict[str, str], int | None]:
+        """Returns the digests of tensors that the workers compute with, together, and where the
+        next turn begins; the digests on the first worker only."""
         is_split = get_tensor_model_parallel_world_size() > 1
-        return readback.digests(self.get_model(), gather if is_split else readback.alone)
+        return readback.digests(
+            self.get_model(),
+            begin,
+            gather if is_split else readback.alone,
+            hashes=get_tensor_model_parallel_rank() == 0,
+        )
 
 
 def gather(tensor: torch.Tensor, dim: int) -> torch.Tensor:
