@@ -226,7 +226,7 @@ async def test_a_stream_that_is_closed_ends_its_grading() -> None:
             ScoreItem(prompt="", completion="x", finish_reason="error"),
             ScoreItem(prompt="", completion="a"),
         ),
-        rewards=(RewardSpec(grader="test_probe", params={"how": "hang"}),),
+        rewards=(RewardSpec(grader="test_probe", params={"how": "hang", "deadline_s": 60.0}),),
     )
     lines = once.stream(request)
     assert (await anext(lines)).index == 0
