@@ -1,11 +1,13 @@
-"""A control group for each slot: memory and processes of everything in it are bounded together, and
-its CPU time is metered, where the host lets the service make one. Without, each process has its own
-limits and the slot's user a number of processes.
+"""A control group for each slot: memory and processes of everything in it are bounded together, its
+CPU time is metered, and it has no more of the cores than each other slot, where the host lets the
+service make one. Without, each process has its own limits and its own share of the cores, and the
+slot's user a number of processes.
 
     version 2   the service's own group must be writable and hold nobody else (systemd:
                 Delegate=yes; or a container whose /sys/fs/cgroup is writable): the service moves
                 itself to `<own>/hone-service`, slots are `<own>/hone-slot-*`
     version 1   root only: `<own>/hone-slot-*` under each of the controllers memory, pids, cpuacct
+                and, for shares of the cores, cpu where that can be had
 
 A slot's process enters its group before it forks anything. Nothing is ever moved again: that costs
 more than a program.
@@ -27,6 +29,10 @@ MAX_PROCESSES = 64
 
 _CONTROLLERS_1 = ("memory", "pids", "cpuacct")
 _NEEDED_2 = {"memory", "pids"}
+_SHARES = "cpu"
+SERVICE_WEIGHT = "1000"
+"""Of the cores, to 100 of each slot: the service answers and judges whatever programs do."""
+
 _numbers = itertools.count()
 
 
@@ -152,6 +158,12 @@ def _parents(root: Path, membership: str) -> tuple[int, dict[str, Path]]:
     parents = {kind: root / kind / by_controller[kind].lstrip("/") for kind in _CONTROLLERS_1}
     for folder in parents.values():
         _try(folder)
+    # Often one folder with cpuacct.
+    shares = (root / _SHARES / by_controller.get(_SHARES, "").lstrip("/")).resolve()
+    if shares != parents["cpuacct"].resolve():
+        with contextlib.suppress(OSError):
+            _try(shares)
+            parents[_SHARES] = shares
     return 1, parents
 
 
@@ -176,6 +188,9 @@ def _delegated(own: Path) -> Path:
     if not is_root:
         (own / "hone-service").mkdir(exist_ok=True)
         (own / "hone-service" / "cgroup.procs").write_text(str(os.getpid()))
+    with contextlib.suppress(OSError):  # not there, or refused: a process here may be real-time
+        (own / "cgroup.subtree_control").write_text(f"+{_SHARES}")
+        (own / "hone-service" / "cpu.weight").write_text(SERVICE_WEIGHT)
     (own / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in sorted(_NEEDED_2)))
     return own
 

@@ -12,6 +12,7 @@ import asyncio
 import os
 import shutil
 from collections import deque
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,15 @@ GRACE_S = 10.0
 MAX_DEFAULT_SLOTS = 8
 LONG_RESULT_CHARS = 16_384
 
+SHORT_S = {"cpu_s": 0.25, "idle_s": 0.5, "timeout_s": 3.0}
+"""What a program may use at first. One that takes longer is run again from its beginning, with its
+own limits, and after all that have used less: programs that never end make another one wait for
+this time of each, and not for their limits."""
+
+is_long: ContextVar[bool] = ContextVar("is_long", default=False)
+"""Whether a program of the completion took longer than `SHORT_S`: its next ones get their own
+limits at once."""
+
 
 class LocalSandbox(Sandbox):
     def __init__(
@@ -47,6 +57,8 @@ class LocalSandbox(Sandbox):
         # In turn, so that a slot has time to fork its next child.
         self._idle: deque[Slot] = deque()
         self._turns = Turns(self._num_slots)
+        # Programs that are busy for long leave a slot, where there are several, to others.
+        self._long_turns = Turns(max(self._num_slots - 1, 1))
         self._problem: str | None = "the sandbox was not started yet"
         self._probes: dict[str, str] = {}
 
@@ -99,6 +111,23 @@ class LocalSandbox(Sandbox):
     async def execute(self, request: ExecuteRequest) -> Execution:
         if self._problem:
             raise Failed(self._problem)
+        short, only_idled = _short(request), False
+        if short == request or not is_long.get():
+            execution = await self._in_turn(short)
+            if short == request or execution.verdict != "time_limit":
+                return execution
+            is_long.set(True)
+            only_idled = execution.cpu_s < short.cpu_s and execution.wall_s < short.timeout_s
+        if only_idled:  # it holds its slot for `idle_s` at most, whatever else runs
+            return await self._in_turn(request)
+        with waiting.get()():
+            long_turn = await self._long_turns.take(asking.get())
+        try:
+            return await self._in_turn(request)
+        finally:
+            long_turn.end()
+
+    async def _in_turn(self, request: ExecuteRequest) -> Execution:
         with waiting.get()():
             turn = await self._turns.take(asking.get())
         slot = self._idle.popleft()
@@ -159,6 +188,12 @@ class LocalSandbox(Sandbox):
         self._probes = await probes.failures(self.execute)
         faults = [f"{name}: {fault}" for name, fault in self._probes.items() if fault]
         return _refusal(f"its self-test failed: {'; '.join(faults)}") if faults else None
+
+
+def _short(request: ExecuteRequest) -> ExecuteRequest:
+    """Returns the program with what it may use at first."""
+    limits = {name: min(getattr(request, name), most) for name, most in SHORT_S.items()}
+    return request.model_copy(update=limits)
 
 
 async def _execution(facts: verdicts.Facts, request: ExecuteRequest) -> Execution:

@@ -20,28 +20,42 @@ asking: ContextVar[Path] = ContextVar("asking", default=())
 
 
 class _Node:
-    """A job, a group or a completion, while it waits for a turn or has one."""
+    """A job, a group or a completion. Jobs and groups are here while they wait for a turn or have
+    one; a completion, which comes again for each of its tests, as long as its group is."""
 
     def __init__(self, used_s: float = 0.0) -> None:
-        self.used_s = used_s
+        self._ended_s = used_s
+        self._num_running = 0
         self.num_waiting = 0
         self.num_here = 0
         self.children: dict[Hashable, _Node] = {}
         self.waiting: deque[asyncio.Future[None]] = deque()
 
-    def entered(self, key: Hashable) -> _Node:
-        """Returns the child with this key. A new child starts with the least time that any other
-        child has used: it owes nothing for the time before it came."""
+    def used_s(self) -> float:
+        """Returns the time of all turns, up to now where they have not ended."""
+        return self._ended_s + (self._num_running * time.monotonic() if self._num_running else 0.0)
+
+    def began(self) -> None:
+        self._ended_s -= time.monotonic()
+        self._num_running += 1
+
+    def ended(self) -> None:
+        self._ended_s += time.monotonic()
+        self._num_running -= 1
+
+    def entered(self, key: Hashable, *, is_completion: bool) -> _Node:
+        """Returns the child with this key. A new job or group starts with the least time that any
+        other has used: it owes nothing for the time before it came. A new completion has used
+        nothing, so it comes before all that have run."""
         if key not in self.children:
-            self.children[key] = _Node(
-                min((child.used_s for child in self.children.values()), default=0.0)
-            )
+            others = [] if is_completion else [one.used_s() for one in self.children.values()]
+            self.children[key] = _Node(min(others, default=0.0))
         return self.children[key]
 
     def next(self) -> _Node:
         """Returns the waiting child that has used the least time; the first of several."""
         waiting = (child for child in self.children.values() if child.num_waiting)
-        return min(waiting, key=lambda child: child.used_s)
+        return min(waiting, key=_Node.used_s)
 
 
 class Turns:
@@ -65,7 +79,7 @@ class Turns:
         keys = [*path, *(None for _ in range(DEPTH - len(path)))]
         nodes = [self._root]
         for key in keys:
-            nodes.append(nodes[-1].entered(key))
+            nodes.append(nodes[-1].entered(key, is_completion=len(nodes) == DEPTH))
         for node in nodes:
             node.num_here += 1
         turn = Turn(self, keys, nodes)
@@ -73,7 +87,7 @@ class Turns:
             self._free -= 1
         else:
             await self._waited(turn)
-        turn.start = time.monotonic()
+        turn.begin()
         return turn
 
     async def _waited(self, turn: Turn) -> None:
@@ -89,7 +103,7 @@ class Turns:
                 leaf.waiting.remove(granted)
                 for node in turn.nodes:
                     node.num_waiting -= 1
-                self._left(turn)
+                _left(turn)
             else:
                 self.ended(turn)
             raise
@@ -97,7 +111,7 @@ class Turns:
     def ended(self, turn: Turn) -> None:
         """Takes a turn back, and gives it to the next."""
         self._free += 1
-        self._left(turn)
+        _left(turn)
         while self._free and self._root.num_waiting:
             nodes = [self._root]
             while nodes[-1].children:
@@ -109,22 +123,29 @@ class Turns:
             if not granted.cancelled():  # else its task will be told, and ends this turn
                 granted.set_result(None)
 
-    def _left(self, turn: Turn) -> None:
-        used_s = time.monotonic() - turn.start if turn.start else 0.0
-        for node in turn.nodes:
-            node.num_here -= 1
-            node.used_s += used_s
-        for parent, key in zip(turn.nodes, turn.keys, strict=False):
-            if key in parent.children and not parent.children[key].num_here:
-                del parent.children[key]
-
 
 class Turn:
     def __init__(self, turns: Turns, keys: list[Hashable], nodes: list[_Node]) -> None:
         self.keys = keys
         self.nodes = nodes
-        self.start = 0.0
+        self.has_begun = False
         self._turns = turns
+
+    def begin(self) -> None:
+        self.has_begun = True
+        for node in self.nodes:
+            node.began()
 
     def end(self) -> None:
         self._turns.ended(self)
+
+
+def _left(turn: Turn) -> None:
+    for node in turn.nodes:
+        node.num_here -= 1
+        if turn.has_begun:
+            node.ended()
+    *above, _, _ = turn.nodes
+    for parent, key in zip(above, turn.keys, strict=False):
+        if key in parent.children and not parent.children[key].num_here:
+            del parent.children[key]

@@ -14,7 +14,7 @@ import pytest
 
 from hone.host import missing_primitive
 from services.reward.sandbox.cgroups import MAX_PROCESSES, Group, Groups
-from services.reward.sandbox.local import LocalSandbox
+from services.reward.sandbox.local import SHORT_S, LocalSandbox
 from shared.wire import ExecuteRequest
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +41,7 @@ def test_version_2_moves_the_service_aside_and_gives_each_slot_a_group(tmp_path:
     assert groups.bounded == "whole programs, by cgroups of version 2"
     assert (tmp_path / "own/hone-service/cgroup.procs").read_text() == str(os.getpid())
     assert (tmp_path / "own/cgroup.subtree_control").read_text() == "+memory +pids"
+    assert (tmp_path / "own/hone-service/cpu.weight").read_text() == "1000"  # after "+cpu"
     group = groups.make()
     assert group is not None
     folder = group.folders["memory"]
@@ -116,6 +117,63 @@ def test_what_a_killed_service_left_is_removed_by_the_next(tmp_path: Path) -> No
     assert (left.exists(), of_another.exists()) == (False, True)
 
 
+def version_1(root: Path, **controllers: str) -> Groups:
+    """A tree of version 1: the folder of each controller, of which some may be one."""
+    for folder in set(controllers.values()):
+        (root / folder).mkdir()
+    for name, folder in controllers.items():
+        if name != folder:
+            (root / name).symlink_to(root / folder)
+    lines = (f"{number}:{name}:/" for number, name in enumerate(controllers))
+    (root / "membership").write_text("\n".join(lines))
+    return Groups.find(root, root / "membership")
+
+
+def test_version_1_gives_each_slot_its_share_of_the_cores_where_it_can(tmp_path: Path) -> None:
+    own = {name: name for name in ("memory", "pids", "cpuacct", "cpu")}
+    together = {"memory": "memory", "pids": "pids", "cpuacct": "both", "cpu": "both"}
+    for number, (controllers, folders) in enumerate(
+        [
+            (own, {"memory", "pids", "cpuacct", "cpu"}),
+            (together, {"memory", "pids", "cpuacct"}),  # which the cpu's is as well
+            ({name: name for name in ("memory", "pids", "cpuacct")}, {"memory", "pids", "cpuacct"}),
+        ]
+    ):
+        root = tmp_path / str(number)
+        root.mkdir()
+        groups = version_1(root, **controllers)
+        assert (groups.problem, set(groups.parents)) == ("", folders)
+        group = groups.make()
+        assert group is not None and len(group.entrances()) == len(folders)
+
+
+@pytest.mark.slow
+async def test_thirty_processes_leave_another_program_its_share_of_the_cores() -> None:
+    if "cpu" not in Groups.find().parents:
+        pytest.skip("no shares of the cores can be given here")
+    many = """
+import os, time
+for _ in range(30):
+    if not os.fork():
+        os.setsid()
+        while True: pass
+time.sleep(60)
+"""
+    sandbox = LocalSandbox(isolated=True, num_slots=3)
+    await sandbox.start()
+    try:
+        forks, one = await sandbox.run(
+            [
+                ExecuteRequest(code=code, cpu_s=60, timeout_s=2 * SHORT_S["timeout_s"])
+                for code in (many, "while True: pass")
+            ]
+        )
+    finally:
+        await sandbox.close()
+    # It has one core at most, of which two are shared by the 30: a 30th of that before.
+    assert one.cpu_s > forks.cpu_s / 10
+
+
 @pytest.mark.slow
 async def test_a_program_and_its_children_share_one_bound_of_memory_and_of_cpu_time() -> None:
     if Groups.find().problem:
@@ -144,7 +202,7 @@ while killed < 6:  # 192 MiB are three times 60
         spinners = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
         ended = await sandbox.execute(ExecuteRequest(code=spinners, cpu_s=1, timeout_s=60))
         assert ended.verdict == "time_limit"
-        assert ended.cpu_s < 0.9  # of the first process, when all eight together had used a second
+        assert ended.cpu_s >= 1  # of all eight, of which the first had used an eighth
         assert (await sandbox.execute(ExecuteRequest(expression="6 * 7"))).value == 42
     finally:
         await sandbox.close()

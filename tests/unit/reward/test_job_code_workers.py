@@ -373,7 +373,8 @@ async def test_a_functions_processes_share_one_limit_of_memory(
     folders = [
         folder for parent in set(Groups.find().parents.values()) for folder in parent.iterdir()
     ]
-    assert len([f for f in folders if f.name.startswith(f"hone-slot-{os.getpid()}-")]) <= 3
+    own = {f.name for f in folders if f.name.startswith(f"hone-slot-{os.getpid()}-")}
+    assert len(own) <= 1  # the sandbox's slot
 
 
 OVEREATER = """

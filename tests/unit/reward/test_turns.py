@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from typing import Any
 
+import pytest
 import pytest_asyncio
 
 from services.reward.grading.cache import VerdictCache
@@ -14,7 +16,7 @@ from services.reward.grading.registry import Grader, GraderTools, Params
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.turns import Path, Turns, asking
 from shared.job import RewardSpec
-from shared.wire import ExecuteRequest, ScoreItem
+from shared.wire import ExecuteRequest, Execution, ScoreItem
 
 HOLD_S = 0.02
 
@@ -52,6 +54,24 @@ async def test_a_completion_that_has_run_waits_for_those_that_have_not() -> None
     once = [(("job", "group", f"once {number}"), 1) for number in range(4)]
     order = await order_of(Turns(2), [*again, *once])
     assert {*order[:8]} == {name for (*_, name), _ in [*again, *once]} and len(order) == 24
+
+
+async def test_a_completion_of_many_short_tests_waits_for_none_that_has_run_longer() -> None:
+    """Each of its tests is a turn of its own, between which it neither waits nor has one."""
+    turns, order = Turns(1), list[str]()
+
+    async def ask(name: str, times: int, hold_s: float) -> None:
+        for _ in range(times):
+            async with turns.one(("job", "group", name)):
+                order.append(name)
+                await asyncio.sleep(hold_s)
+            await asyncio.sleep(0)
+
+    long = [ask(f"long {number}", 3, 10 * HOLD_S) for number in range(3)]
+    await asyncio.gather(*long, ask("short", 5, HOLD_S / 20))
+    last = max(number for number, name in enumerate(order) if name == "short")
+    # The first turn of each; then one of the long at most between two of the short.
+    assert last <= 3 + 2 * 5 - 1 and len(order) == 3 * 3 + 5
 
 
 async def test_who_comes_later_owes_nothing_and_is_owed_nothing() -> None:
@@ -113,6 +133,82 @@ async def test_a_graders_calls_are_taken_in_turns_by_group(scripted_tools: Grade
     await asyncio.gather(*(caller.grade(items, lambda *_: None) for items in (big, small)))
     assert max(at for at, (name, _) in enumerate(seen) if name == "small") <= 6
     assert ("big", (None, "big", 3)) in seen
+
+
+class ScriptedSlots(LocalSandbox):
+    """Slots whose programs need the seconds that are their text: of CPU, or with an `i` of
+    idling. `began` has the programs in the order in which they began, each with the CPU time that
+    it may use."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(isolated=True, num_slots=num_slots)
+        self._problem = None
+        self._idle.extend(Any for _ in range(num_slots))  # type: ignore[misc]
+        self.began: list[tuple[str, float]] = []
+
+    async def _twice(self, slot: Any, request: ExecuteRequest) -> Execution:
+        self.began.append((request.code, request.cpu_s))
+        needed_s, idles = float(request.code.rstrip("i")), request.code.endswith("i")
+        used_s = min(needed_s, request.idle_s if idles else request.cpu_s)
+        await asyncio.sleep(used_s / 50)
+        return Execution(
+            verdict="ok" if used_s == needed_s else "time_limit",
+            wall_s=used_s,
+            cpu_s=0.0 if idles else used_s,
+        )
+
+
+async def scripted(num_slots: int, programs: list[str]) -> tuple[list[str], list[Any]]:
+    """Returns what programs of one group ended with, in the order in which they did, and what
+    began."""
+    slots, ended = ScriptedSlots(num_slots), list[str]()
+
+    async def run(number: int, code: str) -> None:
+        asking.set(("job", "group", number))
+        execution = await slots.execute(ExecuteRequest(code=code, cpu_s=4, idle_s=3))
+        ended.append(f"{code} {execution.verdict}")
+
+    await asyncio.gather(*(run(number, code) for number, code in enumerate(programs)))
+    return ended, slots.began
+
+
+@pytest.mark.parametrize("num_slots", [1, 4])
+async def test_short_programs_end_before_any_that_never_end(num_slots: int) -> None:
+    ended, began = await scripted(num_slots, ["9"] * 16 + ["9i"] * 4 + ["0.1"] * 4)
+    assert ended[:4] == ["0.1 ok"] * 4
+    assert sorted(ended[4:]) == ["9 time_limit"] * 16 + ["9i time_limit"] * 4
+    assert began.count(("9", 0.25)) == began.count(("9", 4)) == 16
+
+
+async def test_a_program_that_needs_long_is_run_again_with_its_own_limits() -> None:
+    ended, began = await scripted(2, ["3.5", "0.2", "2i"])
+    assert sorted(ended) == ["0.2 ok", "2i ok", "3.5 ok"]
+    assert sorted(began) == [("0.2", 0.25), ("2i", 0.25), ("2i", 4), ("3.5", 0.25), ("3.5", 4)]
+
+
+async def test_a_program_that_comes_late_finds_a_slot_that_is_not_busy_for_long() -> None:
+    slots, events = ScriptedSlots(2), list[str]()
+
+    async def run(code: str, times: int = 1) -> None:
+        asking.set(("job", "group", f"{code} {times}"))
+        for _ in range(times):
+            await slots.execute(ExecuteRequest(code=code, cpu_s=100))
+            events.append(code)
+
+    long = [asyncio.create_task(run("200")) for _ in range(3)]
+    while sum(cpu_s == 100 for _, cpu_s in slots.began) < 1:
+        await asyncio.sleep(0)
+    await run("0.1", times=3)
+    assert events == ["0.1"] * 3  # while the first of the long ones has not ended
+    for task in long:
+        task.cancel()
+
+
+async def test_the_later_programs_of_a_completion_that_needs_long_are_run_once() -> None:
+    slots = ScriptedSlots(2)
+    for code in ("2", "2", "0.1"):
+        assert (await slots.execute(ExecuteRequest(code=code, cpu_s=4))).verdict == "ok"
+    assert slots.began == [("2", 0.25), ("2", 4), ("2", 4), ("0.1", 4)]
 
 
 @pytest_asyncio.fixture

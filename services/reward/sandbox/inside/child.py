@@ -112,10 +112,12 @@ class Child:
         if request is None:
             return False
         timeout_s, cpu_s, idle_s, stdin_size, program_size = REQUEST.unpack(request)
-        start, ooms_before = time.monotonic(), self._ooms()
+        start, ooms_before, metered_before_s = time.monotonic(), self._ooms(), self._metered_s()
         self._hand_over(stdin_size, program_size)
         limit = self._watch(Limits(timeout_s, cpu_s, idle_s), start)
         status, usage = self._end(by_force=limit is not None)
+        # Its usage is without processes that ended with it, and the meter is of the whole slot.
+        used_s = max(usage.ru_utime + usage.ru_stime, self._metered_s() - metered_before_s)
         wall_s, code = time.monotonic() - start, os.waitstatus_to_exitcode(status)
         memory = short_of_memory(ooms_before, self._ooms() if code == -signal.SIGKILL else None)
         _, stdout_size, stderr_size, result_size = [os.fstat(fd).st_size for fd in self._files]
@@ -129,7 +131,7 @@ class Child:
             code,
             _LIMITS.index(limit),
             wall_s,
-            usage.ru_utime + usage.ru_stime,
+            used_s,
             _MEMORY.index(memory),
             usage.ru_maxrss << 10,
             max(stdout_size, stderr_size) > program.KEEP_BYTES,
@@ -239,6 +241,12 @@ class Child:
         if self._slot.cpu_meter is None:
             # The number of its clock, as clock_getcpuclockid(3) makes it.
             return time.clock_gettime(~self._pid << 3 | 2)
+        return self._metered_s()
+
+    def _metered_s(self) -> float:
+        """Returns the CPU time of everything in the slot so far, 0 where that is not metered."""
+        if self._slot.cpu_meter is None:
+            return 0.0
         told = os.pread(self._slot.cpu_meter, 64, 0).split()
         return int(told[1]) / 1e6 if told[0] == b"usage_usec" else int(told[0]) / 1e9
 
