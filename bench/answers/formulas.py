@@ -155,6 +155,67 @@ def matrices(rng: random.Random) -> Made:
 
 
 @kind
+def matrices_as_lists(rng: random.Random) -> Made:
+    a, b = two(rng)
+    gold = rf"\begin{{pmatrix}} {a} & {b} \\ 0 & 1 \end{{pmatrix}}"
+    right = [f"[[{a}, {b}], [0, 1]]", rf"\left[[{a},{b}],[0,1]\right]", f"[[{a}.0,{b}],[0,1]]"]
+    wrong = [
+        *(f"[[{b}, {a}], [0, 1]]", f"[[{a}, 0], [{b}, 1]]", f"[[{a}, {b}, 0, 1]]"),
+        *(f"[{a}, {b}], [0, 1]", f"[{a}, {b}, 0, 1]", f"[[{a}, {b}], [0]]", f"[[{a}], [{b}]]"),
+        *(
+            f"[[{a}, {b}], [0, 1], [0, 1]]",
+            rf"\begin{{vmatrix}} {a} & {b} \\ 0 & 1 \end{{vmatrix}}",
+        ),
+    ]
+    lists = f"[[{a}, {b}], [0, 1]]"
+    return (gold, right, wrong) if rng.random() < 0.5 else (lists, [gold, lists], wrong[:6])
+
+
+@kind
+def intervals_with_turned_brackets(rng: random.Random) -> Made:
+    a, b = two(rng)
+    turned = {"(": "]", ")": "[", "[": "[", "]": "]"}
+    opening, closing = rng.choice(["()", "(]", "[)"])
+    said, plain = f"{turned[opening]}{a}, {b}{turned[closing]}", f"({a}, {b}{closing}"
+    plain = f"{opening}{plain[1:]}"
+    right = [said, rf"\left{said[0]}{a};{b}\right{said[-1]}", rf"x \in {said}", plain]
+    others = {f"{left}{a}, {b}{right}" for left in "[]" for right in "[]"} - {said}
+    wrong = [*sorted(others), f"{said[0]}{b}, {a}{said[-1]}", f"{said[0]}{a}, {b + 1}{said[-1]}"]
+    union = rf"{said} \cup ]{b + 1},+\infty["
+    return rng.choice([plain, said]), right, [*wrong, union, f"{a}", f"{a}, {b}"]
+
+
+@kind
+def unions_with_turned_brackets(rng: random.Random) -> Made:
+    a, b = two(rng)
+    right = [rf"]-\infty,{a}] \cup ]{b},+\infty[", rf"]{b};\infty[ \cup ]-\infty;{a}]"]
+    wrong = [
+        *(rf"]-\infty,{a}[ \cup ]{b},+\infty[", rf"]-\infty,{a}] \cup [{b},+\infty["),
+        *(rf"]-\infty,{a}]", rf"]{a},{b}[", rf"]-\infty,{b}] \cup ]{a},+\infty["),
+    ]
+    return rf"(-\infty, {a}] \cup ({b}, \infty)", right, wrong
+
+
+@kind
+def unit_vectors(rng: random.Random) -> Made:
+    a, b = two(rng)
+    hats, plain = rf"{a}\hat{{i}}+{b}\hat{{j}}", f"{a}i+{b}j"
+    right = [hats, plain, rf"{a}\mathbf{{i}}+{b}\mathbf{{j}}", rf"{b}\hat\jmath + {a}\hat\imath"]
+    wrong = [
+        *(f"{b}i+{a}j", f"{a}i-{b}j", f"{a}+{b}i", f"{a}+{b}j", f"{a}x+{b}y", f"{a + b}"),
+        *(rf"{b}\hat{{i}}+{a}\hat{{j}}", rf"{a}\hat{{i}}+{b}\hat{{k}}", f"{a}i", f"{a}ij+{b}"),
+    ]
+    return rng.choice([hats, plain]), right, wrong
+
+
+@kind
+def imaginary_numbers_are_no_vectors(rng: random.Random) -> Made:
+    a, b = two(rng)
+    wrong = [rf"{a}+{b}\hat{{i}}", rf"{a}\hat{{i}}+{b}\hat{{j}}", rf"{b}\hat{{i}}", f"{a}i+{b}"]
+    return f"{a}+{b}i", [f"{a}+{b}i", f"{b}i+{a}"], wrong
+
+
+@kind
 def named_values(rng: random.Random) -> Made:
     n = rng.randrange(2, 99)
     right = [f"x={n}", f"{n}", f"x = {n}.0", f"{n} = x"]

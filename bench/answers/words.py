@@ -77,6 +77,28 @@ def words_after_numbers(rng: random.Random) -> Made:
 
 
 @kind
+def numbers_that_are_one_word(rng: random.Random) -> Made:
+    word, (number, others) = rng.choice(
+        [
+            ("half", (r"\frac{1}{2}", ["0.4", "2", "half-life", "halves", "not half", "third"])),
+            ("hundred", ("100", ["10", "hundreds", "hundredth", "hundred and one", "1000"])),
+            ("thousand", ("1000", ["100", "thousands", "thousandth", "thousand or so"])),
+            ("dozen", ("12", ["10", "24", "dozens", "a dozen and one", "a dozen or so", "1"])),
+        ]
+    )
+    right = [word, f"a {word}", f"one {word}", word.capitalize(), rf"\text{{{word}}}", number]
+    return rng.choice([number, word]), right, others
+
+
+@kind
+def names_that_begin_with_a_number(rng: random.Random) -> Made:
+    one, number = rng.choice(
+        [("Hundred Years War", "100"), ("half-life", r"\frac{1}{2}"), ("Dozen Peaks", "12")]
+    )
+    return one, [one, rf"\text{{{one}}}"], [number, one[:4], one[5:]]
+
+
+@kind
 def lengths(rng: random.Random) -> Made:
     n = rng.randrange(2, 90)
     right = [f"{n} km", f"{n}000 m", rf"{n}\text{{ kilometers}}", f"{n}", rf"{n}\ \mathrm{{km}}"]

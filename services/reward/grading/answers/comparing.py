@@ -22,11 +22,19 @@ from services.reward.grading.answers.forms import (
     Text,
     read,
 )
+from services.reward.grading.answers.latex import without_marks
 from services.reward.grading.answers.numbers import equal
 from services.reward.grading.answers.units import agree
 
 _QUOTES = re.compile(r"^['’](.*)['’]$")
 """Quotes around a text. A single one is part of the name: A' is not A."""
+
+_VECTOR = re.compile(
+    r"\\(?:hat|vec)(?: ?\{ ?\\?([ijk])(?:math)? ?\}| ?\\?([ijk])(?:math)?(?![A-Za-z]))"
+)
+_HAT = re.compile(r"\\hat\{[ijk]\}")
+_LETTER = re.compile(r"(?<![\\A-Za-z])([ijk])(?![A-Za-z])")
+"""A unit vector by its letter alone."""
 
 MIN_WORD = 3
 """Letters of a word, whose case does not matter: `AB` and `ab` are other names."""
@@ -133,10 +141,27 @@ def _same_amount(given: Form, wanted: Amount, formulas: Formulas) -> bool:
         given = Amount(given.letters)
     if not isinstance(given, Amount):
         return False
+    given, wanted = _with_hats(given, wanted)
     if given.number and wanted.number:
         return equal(given.number, wanted.number)
     factor = agree(given.counted, wanted.counted)
     return factor is not None and formulas.same(given, wanted, factor)
+
+
+def _with_hats(given: Amount, wanted: Amount) -> tuple[Amount, Amount]:
+    r"""Returns both with i, j and k as unit vectors, where one has them as such: as `\hat{i}`. In a
+    row's answer i alone is the imaginary unit, and next to j or k it is none."""
+    ours, theirs = (_VECTOR.sub(r"\\hat{\1\2}", one.formula) for one in (given, wanted))
+    have_hats = [_HAT.search(formula) is not None for formula in (ours, theirs)]
+    if have_hats == [False, True]:
+        ours = _LETTER.sub(r"\\hat{\1}", without_marks(ours))
+    elif have_hats == [True, False] and len(set(_LETTER.findall(theirs))) > 1:
+        theirs = _LETTER.sub(r"\\hat{\1}", without_marks(theirs))
+    return _written(given, ours), _written(wanted, theirs)
+
+
+def _written(amount: Amount, formula: str) -> Amount:
+    return amount if formula == amount.formula else Amount(formula, amount.counted)
 
 
 def _same_in_any_order(given: Several, wanted: Several, formulas: Formulas) -> bool:

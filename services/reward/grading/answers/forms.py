@@ -4,7 +4,8 @@
 "(C) Paris"                    Choice      a letter, and what it stands for
 "3/4", "18 eggs", "10\\sqrt{2} cm"  Amount   a number or a formula, and what it counts
 "1, 2", "\\pm 1", "\\{1, 2\\}"  Several     in any order
-"(1, 2]", a matrix, "x > 3"    Ordered     in this order, between these brackets
+"(1, 2]", "[1, 2[", a matrix, "[[1, 2], [3, 4]]", "x > 3"
+                               Ordered     in this order, between these brackets
 "x = 3", "f(x) = 2x"           Named       a value under a name
 "2x + 3y = 5", "3 = 3"         Relation
 "11:30", "101_2", "H_2O"       Literal     the same text, or not
@@ -25,6 +26,10 @@ MAX_PARTS = 64
 MAX_DEPTH = 24
 """Most nested brackets: an answer with more is not read."""
 
+_INTERVAL = re.compile(r"([\[\]])([^\[\],;]+[,;][^\[\],;]+)([\[\]])")
+_TURNED = re.compile(
+    rf"(?:[A-Za-z] ?(?:=|\\in) ?)?{_INTERVAL.pattern}(?: ?\\cup ?{_INTERVAL.pattern})*"
+)
 _SEPARATOR = re.compile(r",|;|\\text ?\{ ?(?:and|or) ?\}|\\(?:lor|vee|land)\b|(?<= )(?:and|or) ")
 _UNION = re.compile(r"\\cup\b")
 _RELATION = re.compile(r"=|<|>|\\(?:le|ge|ne|in|approx|sim|equiv)(?![A-Za-z])")
@@ -135,8 +140,21 @@ Form = Text | Literal | Choice | Amount | Several | Ordered | Relation | Named
 
 def read(text: str) -> Form:
     """Returns what the answer `text` is."""
-    text = clean(text)
+    text = _in_round_brackets(clean(text))
     return Literal(text) if depth(text) > MAX_DEPTH else _read(_unwrapped(text))
+
+
+def _in_round_brackets(text: str) -> str:
+    """Returns `[2, 5[` as `[2, 5)`, and `]2, 5]` as `(2, 5]`: what is open has a bracket that is
+    turned away."""
+    if not _TURNED.fullmatch(text):
+        return text
+    return _INTERVAL.sub(
+        lambda found: (
+            ("(" if found[1] == "]" else "[") + found[2] + (")" if found[3] == "[" else "]")
+        ),
+        text,
+    )
 
 
 def _read(text: str) -> Form:
@@ -160,7 +178,9 @@ def _read(text: str) -> Form:
         return _several(said) if said else Literal(text)
     if len(unions := split(text, _UNION)) > 1:
         return Several(tuple(_read(_unwrapped(part)) for part in unions[:MAX_PARTS]))
-    return _matrix(text) or _bracketed(text) or _related(text) or _signed(text) or _amount(text)
+    if (rows := _matrix(text) or _nested(text)) is not None:
+        return rows
+    return _bracketed(text) or _related(text) or _signed(text) or _amount(text)
 
 
 def _is_choice(text: str) -> bool:
@@ -209,7 +229,21 @@ def _matrix(text: str) -> Form | None:
     if found is None:
         return None
     rows = [split(row, _CELL) for row in split(found[2].strip(), _ROW) if row]
-    kind = "|" if found[1] in ("v", "V", "|") else "["
+    return _of_rows(rows, "|" if found[1] in ("v", "V", "|") else "[")
+
+
+def _nested(text: str) -> Form | None:
+    """Returns the matrix that `[[1, 2], [3, 4]]` is."""
+    if not (text.startswith("[") and is_one_bracket(text)):
+        return None
+    rows = split(text[1:-1], _COMMA)
+    if not all(row.startswith("[") and is_one_bracket(row) and row[-1] == "]" for row in rows):
+        return None
+    cells = [split(row[1:-1], _COMMA) for row in rows]
+    return _of_rows(cells, "[") if len({len(row) for row in cells}) == 1 else None
+
+
+def _of_rows(rows: list[list[str]], kind: str) -> Form:
     if kind == "[" and 1 < len(rows) <= MAX_PARTS and all(len(row) == 1 for row in rows):
         return Ordered("(", ")", tuple(_read(row[0]) for row in rows))
     return Ordered(

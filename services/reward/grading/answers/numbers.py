@@ -60,6 +60,10 @@ _ONES: list[str] = re.split(
 )
 _TENS: list[str] = re.split(" ", "twenty thirty forty fifty sixty seventy eighty ninety")
 _PARTS: list[str] = re.split(" ", "half third quarter fifth sixth seventh eighth ninth tenth")
+_ALONE = {"half", *SCALES} - {"k"}
+"""Words that are a number by themselves. With another behind them they may be a name: Hundred Years
+War."""
+
 _SPOKEN = re.compile(
     rf"(?P<sign>(?:minus|negative) )?(?:(?P<tens>{'|'.join(_TENS)})(?:[- ](?P<and>"
     rf"{'|'.join(_ONES[1:10])}))?|(?P<ones>{'|'.join(_ONES)})|(?P<an>an?)(?= (?:{'|'.join(SCALES)}|"
@@ -119,6 +123,7 @@ def number(answer: str) -> Number | None:
         text = _REPEATING.sub(_repeated, _FRACTION.sub(_as_slash, text))
         text = " ".join(_CUT.sub(r"\1", text).split())
     if text[:1].isalpha():
+        text = f"a {text.lower()}" if text.lower() in _ALONE else text
         spoken = _SPOKEN.match(text)
         text = _digits(spoken) + text[spoken.end() :] if spoken else text
     found = _NUMBER.fullmatch(text)
