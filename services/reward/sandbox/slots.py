@@ -215,6 +215,7 @@ class Slot(Worker):
             "service_pid": os.getpid(),
             "home": _HOME,
             "worker": self._worker,
+            "worker_bytes": zygote.WORKER_BYTES,
             "isolated": self._isolated,
             "control_fd": theirs.fileno(),
             "switch_fd": switched,
@@ -296,6 +297,8 @@ class Slot(Worker):
         code = await asyncio.to_thread(self._process.wait)
         if self._worker and self._group and self._group.reached_limit():
             return SlotDied("the kernel ended it at its limit of memory")
+        if code == zygote.LARGE:
+            return SlotDied("it was killed when it used a quarter of its memory, or more")
         if code in _KILLED:
             return SlotDied("its process was ended by SIGKILL", killed=True)
         return SlotDied(f"its process ended with code {code}")

@@ -387,6 +387,42 @@ def reward(completions):
 """
 
 
+KILLED = """
+import os, signal
+def reward(completions):
+    for text in completions:
+        if text.endswith("is killed"):
+            held = bytearray((60 << 20) if text.startswith("a large one") else 1)
+            held[::4096] = b"x" * len(held[::4096])
+            os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "error"),
+    [
+        ("a large one is killed", "error", "python_grader_runtime_error"),
+        ("a small one is killed", "sandbox_error", "python_grader_server_error"),
+    ],
+)
+async def test_a_function_that_is_killed_when_it_uses_much_memory_has_run_out_of_it(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch, text: str, verdict: str, error: str
+) -> None:
+    """Also where no cgroup tells: the kernel's killer takes the largest."""
+    monkeypatch.setattr(Groups, "make", lambda *_: None)
+    monkeypatch.setattr("services.reward.sandbox.inside.zygote.WORKER_BYTES", 200 << 20)
+    workers = FunctionWorkers(sandbox)
+    parts = await outcome(workers, RewardSpec(source=KILLED), "a", text, "b")
+    assert [(part.value, part.verdict) for part in parts] == [
+        (1.0, "ok"),
+        (None, verdict),
+        (1.0, "ok"),
+    ]
+    assert parts[1].errors == (error,)
+    await workers.close()
+
+
 async def test_a_text_that_eats_a_functions_memory_is_no_fault_of_the_sandbox(
     sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

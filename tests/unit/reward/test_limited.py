@@ -84,6 +84,24 @@ async def test_one_killed_from_outside_is_replaced_once(pool: LimitedPool) -> No
     assert children() != [first]
 
 
+async def test_a_call_that_is_killed_is_made_again_with_a_quarter_of_its_memory(
+    pool: LimitedPool,
+) -> None:
+    """As by a host that has run out of memory. A million of a pattern's letters take 270 MiB."""
+    large = Call("patterns", "groups", ("a{1000000}", []), 10.0, 600)
+    assert (await pool.run(large))["count"] == 0
+    for call in (search("b", "b"), large):
+        await pool.run(search("b", "b"))
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)
+        if call is large:
+            with pytest.raises(NoValue, match="it took more than 150 MiB") as raised:
+                await pool.run(call)
+            assert (raised.value.part().value, raised.value.end) == (0.0, "memory_limit")
+        else:
+            assert (await pool.run(call))["found"] == "b"
+
+
 async def test_a_search_that_does_not_stop_itself_is_ended_by_the_kernel(
     pool: LimitedPool,
 ) -> None:

@@ -28,6 +28,9 @@ START_S = 60.0
 WALL_FACTOR = 10.0
 """How much longer than its CPU time one call may take on a busy machine."""
 
+KILLED_SHARE = 0.25
+"""Of its memory, what a call may use once its process was killed. Ordinary ones need a tenth."""
+
 MAX_REPLY_BYTES = 64 << 20
 
 _HOME = str(Path(__file__).resolve().parents[4])
@@ -83,7 +86,11 @@ class LimitedPool:
 
     async def run(self, call: Call) -> Any:
         """Returns the call's value. Raises NoValue, and GradingFailed where the end of a process
-        says nothing of the call: one that was killed from outside is replaced once."""
+        says nothing of the call.
+
+        One that was killed from outside is replaced once, and the call gets `KILLED_SHARE` of its
+        memory: where its host has run out, a call that needs more than that is at its limit, and
+        only one that is killed although it needs less is not graded."""
         request = {
             "module": call.module,
             "function": call.function,
@@ -108,6 +115,8 @@ class LimitedPool:
                 if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
                     # A C library that ran out of memory or stack does not always say so.
                     raise NoValue("memory_limit", f"its process ended with code {code}")
+                if code == -signal.SIGKILL:
+                    request["memory_mib"] = int(KILLED_SHARE * call.memory_mib)
         finally:
             turn.end()
         raise GradingFailed(

@@ -8,6 +8,7 @@ it large.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -27,6 +28,9 @@ _PR_SET_PDEATHSIG = 1
 
 def main(service_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    with contextlib.suppress(OSError):
+        # Short of memory, the host ends this process before the service.
+        Path("/proc/self/oom_score_adj").write_text("500")
     if os.getppid() != service_pid:
         return
     for line in sys.stdin:

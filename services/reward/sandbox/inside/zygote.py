@@ -38,6 +38,10 @@ WORKER_PROCESSES = 128
 WORKER_BYTES = 8 << 30
 """What a worker may use: each of its processes by itself, and all together in a cgroup."""
 
+LARGE = 124
+"""How a slot ends whose worker was killed when it used much memory: where no cgroup tells why, for
+that."""
+
 UNSAFE_FOLDER = "hone-unsafe-"
 """How the working directories of programs without isolation begin; the service's pid follows."""
 
@@ -70,7 +74,7 @@ def main() -> None:
         os._exit(125)
     frames.send(control, {"ready": True})
     if worker is not None:
-        zygote.become_worker(worker.serve, config["switch_fd"])
+        zygote.become_worker(worker.serve, config["switch_fd"], config["worker_bytes"])
     with contextlib.suppress(ServiceGone):
         zygote.serve()
     os._exit(0)  # with what it runs: it is pid 1
@@ -131,9 +135,12 @@ class Zygote:
         finally:
             self._folder.remove()
 
-    def become_worker(self, serve: Callable[[int], None], switch: int) -> NoReturn:
-        """Forks the worker, which talks to the service itself, and ends as it ends. Meanwhile stops
-        and continues all of it as `switch` says."""
+    def become_worker(
+        self, serve: Callable[[int], None], switch: int, memory_bytes: int
+    ) -> NoReturn:
+        """Forks the worker, which talks to the service itself, and ends as it ends, or with `LARGE`
+        if it was killed when it used a quarter of `memory_bytes`. Meanwhile stops and continues all
+        of it as `switch` says."""
         slot = self._surroundings
         pid = os.fork()
         if not pid:
@@ -141,7 +148,7 @@ class Zygote:
                 kernel.die_with_parent()
             null = os.open("/dev/null", os.O_RDWR)
             limits = program.standing_limits(files=1024, processes=WORKER_PROCESSES)
-            limits |= program.within_own({resource.RLIMIT_AS: slot.own_bytes + WORKER_BYTES})
+            limits |= program.within_own({resource.RLIMIT_AS: slot.own_bytes + memory_bytes})
             program.give_up_everything([null, null, null, slot.control], limits, slot.system_calls)
             serve(3)
             os._exit(0)
@@ -151,8 +158,10 @@ class Zygote:
             if not slot.isolated:
                 os.killpg(pid, signal.SIGKILL)
             os._exit(0)
-        _, status = os.waitpid(pid, 0)
-        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+        _, status, usage = os.wait4(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        was_large = code == -signal.SIGKILL and usage.ru_maxrss << 10 >= memory_bytes // 4
+        os._exit(LARGE if was_large else code & 0xFF)
 
     def _attend(self, pid: int, switch: int) -> None:
         """Returns once the worker has ended. Raises ServiceGone if the service closes its end."""
