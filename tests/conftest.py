@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from tests.support.running import running_redis
 # Threads that spin while they wait take the cores of every other process of a test, and torch reads
 # this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell that begins the tests in the background lets them, and all that they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A machine with GPUs may have the packages of a laptop.
 nvidia.hide_from_cpu_build()

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -545,16 +545,33 @@ def assert_sampled_by_two(older: Path, newer: Path, rollouts: Sequence[Rollout])
     assert median(differences[::2]) > 1e-2 and median(differences[1::2]) > 1e-2
 
 
+async def sample_held(service: Running, client: Client, **who: Any) -> asyncio.Task[Any]:
+    """Begins to sample a group, and stops the engine first: else the group may have ended before a
+    busy machine sees it under way."""
+    os.kill(service.engine_pid(), signal.SIGSTOP)
+    long = asyncio.create_task(generate(client, **who, sampling=Sampling(n=64, max_tokens=250)))
+    while not await under_way(service):
+        assert not long.done()
+        await asyncio.sleep(0.01)
+    return long
+
+
+async def sent_and_let_go(service: Running, call: Coroutine[Any, Any, Any]) -> Any:
+    """Sends the call, and then lets the engine go on."""
+    sent = asyncio.create_task(call)
+    await asyncio.sleep(0.5)
+    os.kill(service.engine_pid(), signal.SIGCONT)
+    return await sent
+
+
 async def test_a_newer_epoch_ends_what_the_older_has_under_way(
     service: Running, client: Client
 ) -> None:
     await reload(client, service.publish(9, service.models / "tied2", fence=(1, 1)))
     older = {"job_id": "job", "attempt": 1, "epoch": 1}
     ref = service.publish(3, service.models / "tied", fence=(1, 2))
-    long = asyncio.create_task(generate(client, **older, sampling=Sampling(n=64, max_tokens=250)))
-    while not await under_way(service):
-        await asyncio.sleep(0.01)
-    back = await reload(client, ref)
+    long = await sample_held(service, client, **older)
+    back = await sent_and_let_go(service, reload(client, ref))
     assert (back.version, back.fence) == (3, (1, 2))
     with pytest.raises(Conflict) as stale:
         await long
@@ -568,10 +585,9 @@ async def test_a_newer_epoch_ends_what_the_older_has_under_way(
 
 async def test_an_abort_ends_what_a_job_has_under_way(service: Running, client: Client) -> None:
     who = {"job_id": "job", "attempt": 1, "epoch": 2}
-    long = asyncio.create_task(generate(client, **who, sampling=Sampling(n=64, max_tokens=250)))
-    while not await under_way(service):
-        await asyncio.sleep(0.01)
-    ended = await client.call("POST", "/abort", AbortRequest(**who), Aborted, deadline_s=10)
+    long = await sample_held(service, client, **who)
+    abort = client.call("POST", "/abort", AbortRequest(**who), Aborted, deadline_s=60)
+    ended = await sent_and_let_go(service, abort)
     with pytest.raises(Conflict):
         await long
     assert (ended.num_requests, await under_way(service)) == (1, False)
@@ -582,10 +598,9 @@ async def test_an_abort_while_sampling_is_paused_leaves_nothing_behind(
 ) -> None:
     who = {"job_id": "job", "attempt": 1, "epoch": 3}
     await reload(client, service.publish(3, service.models / "tied", fence=(1, 3)))
-    long = asyncio.create_task(generate(client, **who, sampling=Sampling(n=64, max_tokens=250)))
-    while not await under_way(service):
-        await asyncio.sleep(0.01)
-    await client.call("POST", "/pause", NoBody(), PauseState, deadline_s=10)
+    long = await sample_held(service, client, **who)
+    pause = client.call("POST", "/pause", NoBody(), PauseState, deadline_s=60)
+    await sent_and_let_go(service, pause)
     ended = await client.call("POST", "/abort", AbortRequest(**who), Aborted, deadline_s=10)
     with pytest.raises(Conflict):
         await long

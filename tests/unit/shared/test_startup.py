@@ -12,8 +12,7 @@ from shared.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 SERVES = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell began this aside
+import sys
 from shared.service import Service
 from shared.startup import run_main
 run_main("reward", lambda settings: Service("reward", settings).run(int(sys.argv[1])))
