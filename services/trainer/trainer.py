@@ -208,7 +208,7 @@ class Trainer:
         if loaded.canary is None or loaded.canary[0] != loaded.step:
             loaded.canary = loaded.step, self._ranks.together(loaded.engine.canary)[0]
         canary = loaded.canary[1]
-        return canary if all(map(math.isfinite, canary.logprobs)) else None
+        return canary if all(map(math.isfinite, (*canary.logprobs, canary.noise))) else None
 
     def write_checkpoint(self, request: CheckpointRequest) -> Checkpoint | None:
         """Returns the checkpoint on rank 0, None elsewhere. One that is there already is not

@@ -21,11 +21,14 @@ class PublishRequest(Fenced):
 
 class Canary(Wire):
     """A fixed sequence and what the trainer's weights of the version give it: `logprobs` `[T - 1]`
-    of all its tokens but the first, in nats, at temperature 1, computed in `dtype`."""
+    of all its tokens but the first, in nats, at temperature 1, computed in `dtype`. `noise`: by how
+    many nats they differ on average where every result on the way is rounded otherwise; 0: it was
+    not measured."""
 
     token_ids: TokenIds
     logprobs: Logprobs
     dtype: str = "float32"
+    noise: float = 0.0
 
 
 class Published(Fenced):

@@ -51,16 +51,25 @@ def test_the_difference_is_the_mean_over_the_canary_or_infinite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gap", "agrees"),
+    ("trainer", "noise", "sampler", "gap", "agrees"),
     [
-        ("float32", 0.0009, True),
-        ("float32", 0.0011, False),
-        ("bfloat16", 0.049, True),
-        ("bfloat16", 0.051, False),
+        ("float32", 0.0, "float32", 0.0009, True),
+        ("float32", 0.0, "float32", 0.0011, False),
+        ("float32", 2e-6, "float32", 0.0011, False),
+        ("bfloat16", 0.0, "bfloat16", 0.019, True),
+        ("bfloat16", 0.0, "bfloat16", 0.021, False),
+        ("bfloat16", 0.07, "bfloat16", 0.139, True),  # twice the noise of 24 layers
+        ("bfloat16", 0.07, "bfloat16", 0.141, False),
+        ("bfloat16", 0.07, "float32", 0.139, True),
+        ("float32", 1e-6, "bfloat16", 0.130, True),  # 2 * 1e-6 * 2**16 = 0.131
+        ("float32", 1e-6, "bfloat16", 0.132, False),
     ],
 )
-def test_the_tolerance_is_that_of_the_looser_dtype(dtype: str, gap: float, agrees: bool) -> None:
-    found = canary.fault(OURS, serving(-1.0 - gap, -2.0 - gap, dtype=dtype))
+def test_the_tolerance_is_twice_the_noise_in_the_looser_dtype(
+    trainer: str, noise: float, sampler: str, gap: float, agrees: bool
+) -> None:
+    ours = OURS.model_copy(update={"dtype": trainer, "noise": noise})
+    found = canary.fault(ours, serving(-1.0 - gap, -2.0 - gap, dtype=sampler))
     assert (found is None) == agrees
 
 

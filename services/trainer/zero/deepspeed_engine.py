@@ -23,6 +23,7 @@ from services.trainer.engine import Update
 from services.trainer.learning import reference
 from services.trainer.learning.batch import collate
 from services.trainer.learning.examples import allowed_versions, check
+from services.trainer.learning.noise import rounding_noise
 from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_packing
 from services.trainer.zero import lora, state
 from services.trainer.zero import stages as zero
@@ -165,16 +166,21 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def canary(self) -> Canary:
-        """Returns a fixed sequence and what the weights, adapters included, give it."""
+        """Returns a fixed sequence and what the weights, adapters included, give it, in two
+        passes."""
         model = self._parts.model
         ids = canary_ids(model.config.get_text_config(), self._job.max_model_len)
         whole = Example(
             prompt_token_ids=TokenIds(ids[:1]), token_ids=TokenIds(ids[1:]), advantage=0.0
         )
-        policy = Policy(model, temperature=1.0, chunk_tokens=self._job.memory.chunk_tokens)
-        logprobs_N, _ = policy(collate([whole]).to(self._device))
+        chunk_tokens = self._job.memory.chunk_tokens
+        batch = collate([whole]).to(self._device)
+        logprobs_N, _ = Policy(model, temperature=1.0, chunk_tokens=chunk_tokens)(batch)
         return Canary(
-            token_ids=ids, logprobs=Logprobs(logprobs_N.float().tolist()), dtype=self.dtype
+            token_ids=ids,
+            logprobs=Logprobs(logprobs_N.float().tolist()),
+            dtype=self.dtype,
+            noise=rounding_noise(model, batch, logprobs_N, chunk_tokens),
         )
 
     def save_weights(self, folder: Path) -> dict[str, str]:

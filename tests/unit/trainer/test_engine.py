@@ -625,6 +625,7 @@ def test_the_canary_is_what_the_published_weights_give_at_temperature_1(
             all_TV = torch.log_softmax(load(folder)(ids[None]).logits[0], -1)
         expected = [all_TV[t - 1, ids[t]].item() for t in range(1, len(ids))]
         assert list(canary.logprobs) == pytest.approx(expected, abs=1e-4)
+        assert 1e-8 < canary.noise < 1e-4
     assert list(before.logprobs) != pytest.approx(list(after.logprobs), abs=1e-3)
     rank.call(train, job, [examples, examples], 1e-2, tmp_path / "without")
     assert digest_of(tmp_path / "without") == more
