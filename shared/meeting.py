@@ -1,5 +1,6 @@
 """How trainer and sampler meet to move weights from device to device (`weight_sync = "nccl"`), in a
-store of torch's under the version's key:
+store of torch's under the version's key. Before anything else is sent, a first collective shows
+that they reach each other.
 
     asked          how many samplers have asked
     asked/<n>      the n-th one's name and number of ranks: "3f2a 2"
@@ -12,10 +13,33 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Generator
+from pathlib import Path
+
+MEET_S = 15.0
+"""Seconds that both sides wait for each other once it is a sampler's turn. Making a group takes
+NCCL one to five; where a port or an interface cannot be reached it waits for minutes, or for ever.
+"""
+
+MEETING_DEADLINES, LOADING_DEADLINES = 2, 3
+"""So many of a transfer's deadlines a sampler may take until it has met the trainer, behind others
+of whom one may hang, and then to receive and to load."""
 
 ASKED, TURN = "asked", "turn"
 
 ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+
+
+def memory_space() -> str | None:
+    """Returns what two processes have to have in common for one to read the other's memory of a GPU
+    (`weight_sync = "ipc"`): the host, the PID namespace, by whose numbers CUDA names the process
+    that has a block, and /dev/shm, where torch counts who reads it. Containers have their own of
+    the last two. None where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        pids, shm = Path("/proc/self/ns/pid").stat().st_ino, Path("/dev/shm").stat().st_dev
+    except OSError:
+        return None
+    return f"{boot}:{pids}:{shm}"
 
 
 def nth_asked(number: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
-from shared.errors import BadRequest, Failed
+from shared.errors import BadRequest
 from shared.packed import TokenIds
 from shared.wire import (
     BroadcastWeights,
@@ -33,10 +33,6 @@ class BadPrompt(BadRequest):
 
 class Overlong(BadPrompt):
     """The prompt leaves no room for a completion."""
-
-
-class NothingReceived(Failed):
-    """The trainer sent nothing that was loaded: the engine holds what it held before."""
 
 
 def failed_rollout(error: str) -> Rollout:
@@ -181,9 +177,15 @@ class Engine(Protocol):
         """Takes memory for the cache again, once the weights are loaded."""
         ...
 
+    async def meet(self, ref: BroadcastWeights | SharedWeights) -> None:
+        """Meets the trainer, while it samples. Raises Failed, code "not_met", if that cannot be:
+        then nothing has changed."""
+        ...
+
     async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:
-        """Loads in place what the trainer sends. Raises NothingReceived if nothing changed, Failed,
-        code "not_loaded", if something did, and StateLost if the engine had to be ended."""
+        """Loads in place what the trainer sends, once they have met. Raises Failed, code
+        "not_loaded", if something else is loaded then, and StateLost if the engine had to be
+        ended."""
         ...
 
     async def restart(self, folder: Path) -> None:

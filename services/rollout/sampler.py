@@ -40,6 +40,7 @@ from services.rollout.weights.proofs import Expected, expected_of
 from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
 from shared.health import Starting
 from shared.logs import get_logger
+from shared.meeting import memory_space
 from shared.ownership import Ownership
 from shared.packed import TokenIds
 from shared.presence import since
@@ -246,6 +247,7 @@ class Sampler:
                 "kv_cache_tokens": engine.kv_cache_tokens,
                 "boot_id": secrets.token_hex(8),
                 "gpus": engine.gpus,
+                "memory_space": memory_space(),
             }
         )
         return Running(

@@ -35,6 +35,7 @@ from shared.errors import BadRequest, Conflict, HoneError, StateLost
 from shared.job import Job
 from shared.job.learned import same_learning
 from shared.logs import get_logger
+from shared.meeting import memory_space
 from shared.wire import (
     AnyWeights,
     Canary,
@@ -240,6 +241,7 @@ class Trainer:
             "last_failure": self._past.last_failure,
             "boot_id": self._boot_id,
             "gpu": self._seams.gpu,
+            "memory_space": memory_space(),
         }
         if loaded is None:
             return TrainerState(job_id=None, step=0, dtype="", device="", num_parameters=0, **past)

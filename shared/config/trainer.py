@@ -48,4 +48,5 @@ class TrainerSettings(FromEnvironment):
     """Seconds that trainer and sampler wait for each other while weights go from GPU to GPU
     (`weight_sync` "nccl" and "ipc"). Then the version goes by "http". Longer than the largest
     model takes, for sampling waits meanwhile. At most a fifth of `sync_deadline_s`: a sampler takes
-    up to five of them, until it is its turn, to meet, to receive and to load."""
+    up to five of them, until it has met the trainer, to receive and to load. That they cannot meet
+    at all is found out in 15 s, or in one of them if that is less."""

@@ -55,7 +55,8 @@ class ServingWeights(Fencing):
     all that the load took, and `paused_s` the part of it in which no token was sampled. `replica`
     names the sampler, and `boot_id` this life of its engine. It samples `max_num_seqs` completions
     at once, as far as they have room in its cache, which holds `kv_cache_tokens` tokens; 0: it does
-    not say. `gpus` are the UUIDs of those that it computes on. `doing` says what takes long while
+    not say. `gpus` are the UUIDs of those that it computes on, and `memory_space` is as the
+    trainer's in `TrainerState`. `doing` says what takes long while
     an engine starts, and `taken` why who asks gets nothing: another orchestrator's job has it.
     """
 
@@ -73,6 +74,7 @@ class ServingWeights(Fencing):
     max_num_seqs: int = 0
     kv_cache_tokens: int = 0
     gpus: tuple[str, ...] = ()
+    memory_space: str | None = None
     doing: str | None = None
     taken: str | None = None
 

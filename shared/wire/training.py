@@ -82,8 +82,9 @@ class TrainerState(Fencing):
     checkpoint that the job went on from, and `damaged` says which newer ones could not be used.
     `restarts` counts how often the ranks came back after a failure, the last of which is
     `last_failure`. `boot_id` names this life of the ranks. `doing` says what takes long just now,
-    where that is not what it was asked for. `gpu` is the UUID of the one that rank 0 computes on.
-    `taken` says why who asks gets nothing: it has another orchestrator's job.
+    where that is not what it was asked for. `gpu` is the UUID of the one that rank 0 computes on;
+    a sampler on the same one reads its memory if it has the same `memory_space`
+    (shared/meeting.py). `taken` says why who asks gets nothing: it has another orchestrator's job.
     """
 
     job_id: JobId | None
@@ -101,6 +102,7 @@ class TrainerState(Fencing):
     boot_id: str = ""
     doing: str | None = None
     gpu: str | None = None
+    memory_space: str | None = None
     taken: str | None = None
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, RootModel
 
 from shared.job import SyncMethod
+from shared.meeting import LOADING_DEADLINES, MEETING_DEADLINES
 from shared.packed import Logprobs, TokenIds
 from shared.wire.base import Fenced, Wire
 
@@ -130,11 +131,6 @@ class SharedTensor(SentTensor):
     event_sync_required: bool
 
 
-TRANSFER_DEADLINES = 5
-"""So many of a transfer's deadlines may the whole of it take: two until it is this sampler's turn,
-to meet, to send, and to load."""
-
-
 class SentWeights(Published):
     """What goes from device to device. Each side waits `deadline_s` seconds for the other. `files`
     are the same version, for a sampler that did not get it so, or joins later."""
@@ -144,8 +140,8 @@ class SentWeights(Published):
 
     @property
     def bound_s(self) -> float:
-        """Seconds after which a sampler that still receives is ended."""
-        return TRANSFER_DEADLINES * self.deadline_s
+        """Seconds that the whole of it may take."""
+        return (MEETING_DEADLINES + LOADING_DEADLINES) * self.deadline_s
 
     def as_files(self) -> HttpWeights:
         """Returns the version as files to fetch."""

@@ -2,9 +2,10 @@
 
     python -m tests.compose [--base IMAGE] [--redis IMAGE] [--steps 40] [--only built,up]
 
-Images are built, the stack comes up, the demo's job is submitted from outside, trains with two
-samplers and learns something, while each container's process is killed once. Every attack on the
-sandbox runs in the reward container. Then everything is taken down, and nothing is left.
+Images are built, the stack comes up, and weights reach two samplers by shared memory and from
+container to container. The demo's job is submitted from outside, trains with both and learns
+something, while each container's process is killed once. Every attack on the sandbox runs in the
+reward container. Then everything is taken down, and nothing is left.
 
 `--base` and `--redis` name images of this machine where none can be pulled: Debian with Python
 3.11, and a Redis whose user is 999. Of what is left out with `--only` the state is that of the run
@@ -108,17 +109,32 @@ def isolated(stack: Stack, _steps: int) -> None:
         raise Failed("\n".join(wrong))
 
 
+def synced(stack: Stack, _steps: int) -> None:
+    """Weights reach both samplers through the volume that they share with the trainer, and by
+    "nccl", which is gloo between CPUs, from container to container."""
+    _scale_up(stack)
+    with Client(f"http://127.0.0.1:{stack.port}", token=stack.token()) as client:
+        for asked, expected in (("auto", "shm"), ("nccl", "nccl")):
+            record = client.submit(_job(2, f"weight_sync={asked}", f"name={NAME}-{asked}"))
+            record = _wait_ended(client, record.id)
+            if record.status != "succeeded":
+                raise Failed(f"the job {record.status}: {record.error}")
+            for event in client.events(record.id, follow=False):
+                if "weights go by" in event.message:
+                    print(f"    {event.message}; found out in {event.data['seconds']} s")
+            rows = map(json.loads, stack.python("orchestrator", _syncs_of(record)).splitlines())
+            ways = [(row["method"], len(row["samplers"])) for row in rows]
+            print(f'    weight_sync "{asked}": versions went by {ways}', flush=True)
+            if ways != [(expected, 2)] * 3:
+                raise Failed(f"expected three versions by {expected!r} to two samplers")
+
+
 def learns(stack: Stack, steps: int) -> None:
     """The demo's job, with two samplers, goes on by itself after each container's process was
     killed, and learns."""
-    stack.compose("up", "-d", "--no-build", "--scale", "rollout=2", within_s=HEALTHY_S)
-    stack.wait_healthy(SERVICES, HEALTHY_S)
-    model = "test -d /models/demo || python -m deploy.tiny_model --out /models/demo --seed 0"
-    stack.inside("trainer", "sh", "-c", model)
+    _scale_up(stack)
     with Client(f"http://127.0.0.1:{stack.port}", token=stack.token()) as client:
         record = client.submit(_job(steps))
-        if (registered := _num_samplers(stack)) != 2:
-            raise Failed(f"{registered} samplers are registered; expected 2")
         for name in ("rollout", "reward", "trainer", "redis", "orchestrator"):
             done = _wait_for_step(client, record.id, after=_step(client, record.id))
             stack.kill(name)
@@ -143,10 +159,32 @@ def down(stack: Stack, _steps: int) -> None:
             raise Failed(f"docker {' '.join(kind)} still shows {left}")
 
 
-STAGES: tuple[Callable[[Stack, int], None], ...] = (built, up, guarded, isolated, learns, down)
+STAGES: tuple[Callable[[Stack, int], None], ...] = (
+    built,
+    up,
+    guarded,
+    isolated,
+    synced,
+    learns,
+    down,
+)
 
 
-def _job(steps: int) -> Job:
+def _scale_up(stack: Stack) -> None:
+    """Has two samplers, registered, and the demo's model."""
+    stack.compose("up", "-d", "--no-build", "--scale", "rollout=2", within_s=HEALTHY_S)
+    stack.wait_healthy(SERVICES, HEALTHY_S)
+    model = "test -d /models/demo || python -m deploy.tiny_model --out /models/demo --seed 0"
+    stack.inside("trainer", "sh", "-c", model)
+    if (registered := _num_samplers(stack)) != 2:
+        raise Failed(f"{registered} samplers are registered; expected 2")
+
+
+def _syncs_of(record: JobRecord) -> str:
+    return f"print(open({record.run_dir + '/weights.jsonl'!r}).read(), end='')"
+
+
+def _job(steps: int, *more: str) -> Job:
     folder = "/models/demo"
     changes = [
         f"name={NAME}",
@@ -154,6 +192,7 @@ def _job(steps: int) -> Job:
         f"model={folder}/model",
         f"data.train={folder}/train.jsonl",
         f"data.eval={folder}/test.jsonl",
+        *more,
     ]
     return load_job(ROOT / "deploy/jobs/demo.toml", changes)
 

@@ -203,7 +203,7 @@ def test_auto_tries_shared_memory_whatever_the_addresses_of_the_samplers_say(job
 def test_auto_goes_from_gpu_to_gpu_only_where_both_sides_can(
     job: Job, trainer: str | None, samplers: Any, method: str | None, why: str
 ) -> None:
-    first, reason = candidates(job, Gpus(trainer, samplers), one_host=True)[0]
+    first, reason = candidates(job, Gpus(trainer, samplers, one_space=True), one_host=True)[0]
     assert first == (method or "shm")
     assert why in reason
     spread = job.memory.model_copy(update={"zero_stage": 3})
@@ -251,14 +251,27 @@ async def test_what_cannot_be_taken_off_the_trainers_gpu_goes_by_the_next_way(
     ]
 
 
+@pytest.mark.parametrize(("own", "method"), [("here", "ipc"), ("there", "shm"), (None, "shm")])
+async def test_a_sampler_in_a_container_of_its_own_reads_no_memory_of_the_trainers_gpu(
+    stack: Stack, job: Job, own: str | None, method: str
+) -> None:
+    """They have the same GPU, and other PID namespaces and /dev/shm."""
+    stack.fakes.gpus, stack.fakes.spaces = ("GPU-1", ("GPU-1",)), ("here", own)
+    await finished(stack, job)
+    assert {ref.method for ref in stack.fakes.reloads} == {method}
+
+
+@pytest.mark.parametrize(
+    ("method", "gpus"), [("nccl", ("GPU-1", ("GPU-2",))), ("ipc", ("GPU-1", ("GPU-1",)))]
+)
 async def test_gpus_that_do_not_reach_each_other_are_tried_once_in_a_job(
-    stack: Stack, job: Job
+    stack: Stack, job: Job, method: str, gpus: tuple[str, tuple[str, ...]]
 ) -> None:
     """Also after the job was loaded again."""
     tried: list[int] = []
 
     async def unreached(ref: Published) -> None:
-        if getattr(ref, "method", None) == "nccl":
+        if getattr(ref, "method", None) == method:
             tried.append(ref.version)
             raise Failed("trainer and sampler did not meet within 15 s", code="not_met")
 
@@ -268,7 +281,7 @@ async def test_gpus_that_do_not_reach_each_other_are_tried_once_in_a_job(
             raise Failed("the step failed")
 
     stack.fakes.fault |= {"reload": unreached, "train_step": fails_once}
-    stack.fakes.gpus = "GPU-1", ("GPU-2",)
+    stack.fakes.gpus = gpus
     record = await stack.until((await stack.submit(job)).id)
     assert (record.status, record.recoveries) == ("succeeded", 1)
     assert tried == [0]
@@ -276,7 +289,7 @@ async def test_gpus_that_do_not_reach_each_other_are_tried_once_in_a_job(
     ways = [event for event in await stack.events(record.id) if "go by" in event.message]
     refused = "weight sync: trainer and sampler did not meet within 15 s; weights do not go by"
     assert [event.message for event in ways] == [
-        f'{refused} "nccl"',
+        f'{refused} "{method}"',
         *['weights go by "shm": every sampler sees the trainer\'s shared memory'] * 2,
     ]
     assert ways[1].data["weight_sync"] == "shm" and ways[1].data["seconds"] >= 0

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engine import NothingReceived
 from services.rollout.weights.adapters import one_call
 from shared.adapters import CONFIG, WEIGHTS
 from shared.errors import Conflict, Failed, HoneError, StateLost
@@ -302,14 +301,13 @@ async def test_merged_weights_that_were_never_sent_leave_the_adapter_that_serves
 ) -> None:
     await bench.reload(bench.publish_adapter(3))
     shapes = {name: value.shape for name, value in bench.base.items()}
-    bench.engine.fail_load = NothingReceived("the trainer did not send version 4")
+    bench.engine.fail_meeting = Failed("the trainer did not send version 4", code="not_met")
     with pytest.raises(Failed, match="did not send version 4"):
         await bench.reload(sent(bench, 4, shapes, **bench.base))
-    bench.engine.fail_load = None
     assert held(bench) == ["job/v3-0.0"]
     assert await text(bench, job_id="job", min_version=3) == "job/v3-0.0"
     await bench.reload(bench.publish_adapter(4))
-    assert bench.engine.calls == ["job/v3-0.0", "abort", "nccl", "resume", "job/v4-0.0"]
+    assert bench.engine.calls == ["job/v3-0.0", "meet", "job/v4-0.0"]
 
 
 async def test_after_merged_weights_an_adapter_brings_the_models_own_back(bench: Bench) -> None:

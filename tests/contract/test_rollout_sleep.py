@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engine import NothingReceived
 from shared.errors import Conflict, Failed, StateLost, Unavailable
 from shared.wire import ModelRequest, ServingWeights, SleepRequest
 from tests.contract.test_rollout_transfer import sent
@@ -111,11 +110,11 @@ async def test_a_load_that_fails_while_waking_leaves_nothing_that_samples(
 async def test_a_trainer_that_sends_nothing_leaves_it_asleep(serving: RolloutBench) -> None:
     await sleep(serving)
     ref = sent(serving, 2)
-    serving.engine.fail_load = NothingReceived("the trainer did not send version 2")
+    serving.engine.fail_meeting = Failed("the trainer did not send version 2", code="not_met")
     with pytest.raises(Failed, match="did not send"):
         await serving.reload(ref)
     await assert_asleep(serving)
-    assert serving.engine.calls[-4:] == ["sleep", "wake weights", "nccl", "sleep"]
+    assert serving.engine.calls[-2:] == ["sleep", "meet"]
     assert "resume" not in serving.engine.calls
 
 

@@ -3,13 +3,13 @@ anything is sampled, and what was not changes nothing."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from services.rollout.engine import NothingReceived
 from shared.digest import digest, stored_tensors, tensor_digests
 from shared.errors import Failed, StateLost
 from shared.wire import BroadcastWeights, SentTensor
@@ -64,12 +64,28 @@ async def test_a_trainer_that_does_not_come_leaves_the_old_version_serving(
     serving: RolloutBench,
 ) -> None:
     ref = sent(serving, 2)
-    serving.engine.fail_load = NothingReceived("the trainer did not send version 2")
+    before = list(serving.engine.calls)
+    serving.engine.fail_meeting = Failed("the trainer did not send version 2", code="not_met")
     with pytest.raises(Failed, match="did not send version 2") as caught:
         await serving.reload(ref)
-    assert caught.value.code == "not_loaded"
+    assert caught.value.code == "not_met"
+    assert serving.engine.calls == [*before, "meet"]
     assert serving.sampler.serving.version == 1
     assert (await serving.generate()).rollouts[0].spans[0].version == 1
+
+
+async def test_while_trainer_and_sampler_meet_the_old_version_is_sampled(
+    serving: RolloutBench,
+) -> None:
+    ref = sent(serving, 2)
+    serving.engine.meeting.clear()
+    loading = asyncio.create_task(serving.reload(ref))
+    while serving.engine.calls[-1] != "meet":
+        await asyncio.sleep(0.001)
+    assert (await serving.generate()).rollouts[0].spans[0].version == 1
+    serving.engine.meeting.set()
+    assert (await loading).version == 2
+    assert serving.engine.calls[-5:] == ["meet", "pause", "nccl", 2, "resume"]
 
 
 @pytest.mark.parametrize("fault", ["half", "other bytes", "unread"])

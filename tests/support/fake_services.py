@@ -69,6 +69,7 @@ WHERE: dict[str, dict[str, Any]] = {
     "delta": {"files": ()},
     "lora": {"path": "/w", "adapter": "job/v1"},
     "nccl": {"files": (), "deadline_s": 1.0, "port": 1, "key": "k", "chunks": ()},
+    "ipc": {"files": (), "deadline_s": 1.0, "gpu": "GPU-1", "shared": ()},
 }
 """What a reference says of where the weights are, where that is no folder."""
 
@@ -76,7 +77,8 @@ WHERE: dict[str, dict[str, Any]] = {
 class FakeServices:
     """All three in one. `calls` counts; setting `fault[route]` to a function runs it in that route
     first, and what it answers goes through `change[route]`. `errors` says why a prompt cannot be
-    sampled, if so; `fence` is the newest seen, and `gpus` are the trainer's and the sampler's. A
+    sampled, if so; `fence` is the newest seen, and `gpus` are the trainer's and the sampler's, in
+    `spaces` of memory. A
     model of `skills` answers right that much more often. `kept[step]` are the checkpoints that were
     to be kept when that of the step was written."""
 
@@ -105,6 +107,7 @@ class FakeServices:
         self.errors: Callable[[GenerateRequest], str | None] = lambda _: None
         self.fence: Fence = (0, 0)
         self.gpus: tuple[str | None, tuple[str, ...]] = (None, ())
+        self.spaces: tuple[str | None, str | None] = ("here", "here")
         self.skills: dict[str, float] = {}
         self.kept: dict[int, tuple[int, ...]] = {}
         self._services = {
@@ -180,7 +183,9 @@ class FakeServices:
 
     async def _put_model(self, spec: ModelRequest) -> ServingWeights:
         await self._note("model", spec)
-        self.serving = ServingWeights(model=spec.model, gpus=self.gpus[1])
+        self.serving = ServingWeights(
+            model=spec.model, gpus=self.gpus[1], memory_space=self.spaces[1]
+        )
         if spec.own_weights:
             of_job = spec.model_dump(include={"job_id", "attempt", "epoch"})
             self.serving = self.serving.model_copy(update={**of_job, "version": 0})
@@ -213,6 +218,7 @@ class FakeServices:
             damaged=self.damaged,
             doing=self.doing,
             gpu=self.gpus[0],
+            memory_space=self.spaces[0],
             taken=self._services["trainer"].ownership.taken(),
         )
 

@@ -75,10 +75,12 @@ class FakeEngine:
     calls: list[Any] = field(default_factory=list)
     label: str = "default"
     dead: bool = False
+    fail_meeting: BaseException | None = None
     fail_load: BaseException | None = None
     fail_sleep: BaseException | None = None
     outcome: tuple[Rollout, ...] = ()
     frozen: asyncio.Event = field(default_factory=asyncio.Event)
+    meeting: asyncio.Event = field(default_factory=asyncio.Event)
     loading: asyncio.Event = field(default_factory=asyncio.Event)
     loaded: dict[str, str] = field(default_factory=dict)
     adapters: dict[int, Adapter] = field(default_factory=dict)
@@ -92,6 +94,7 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.chat = FakeChat(self._spans)
         self.frozen.set()
+        self.meeting.set()
         self.loading.set()
 
     def encode(
@@ -186,6 +189,12 @@ class FakeEngine:
 
     async def wake_cache(self) -> None:
         self.calls.append("wake cache")
+
+    async def meet(self, ref: BroadcastWeights | SharedWeights) -> None:
+        self.calls.append("meet")
+        await self.meeting.wait()
+        if self.fail_meeting:
+            raise self.fail_meeting
 
     async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:
         self.calls.append(ref.method)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ from shared.wire import (
     SentWeights,
     ServingWeights,
     SharedTensor,
+    SharedWeights,
     SleepRequest,
     WeightsRef,
 )
@@ -279,10 +281,37 @@ async def test_a_trainer_that_sends_to_nobody_leaves_the_old_weights_serving(pai
     pair.trainer.publisher.stop_sending()
     with pytest.raises(Failed, match=r"did not send version \d+: ConnectionRefused") as refused:
         await pair.sampler.reload_weights(WeightsRef(ref))
-    assert refused.value.code == "not_loaded"
+    assert refused.value.code == "not_met"
     assert pair.sampler.serving == before
     engine = await pair.sampler.ready_engine()
     assert np.abs(np.subtract(await engine.logprobs(SEQUENCES[0]), old)).max() < 1e-3
+    await agree(pair, "nccl")
+
+
+async def test_a_group_that_nothing_ends_is_found_out_in_seconds_while_it_samples(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL's is, where one side cannot connect to the other: the trainer never joins."""
+    from services.trainer.transfer import broadcast
+
+    await agree(pair, "shm")
+    before, hung = pair.sampler.serving, threading.Event()
+    monkeypatch.setattr(broadcast, "joined", lambda member: hung.wait())
+    pair.trainer.step(0.1)
+    ref = pair.trainer.publish("nccl")
+    engine = await pair.sampler.ready_engine()
+    loading = asyncio.create_task(pair.sampler.reload_weights(WeightsRef(ref)))
+    sampled = 0
+    while not loading.done():
+        await engine.logprobs(SEQUENCES[0])
+        sampled += 1
+    with pytest.raises(Failed, match=r"did not send version \d+: ") as refused:
+        await loading
+    assert refused.value.code == "not_met"
+    assert pair.sampler.serving == before and sampled > 3
+    pair.trainer.publisher.stop_sending()
+    hung.set()
+    monkeypatch.undo()
     await agree(pair, "nccl")
 
 
@@ -317,41 +346,64 @@ async def test_a_trainer_that_dies_while_it_sends_is_healed_by_files(
     assert await pair.largest_gap() < 1e-3
 
 
-async def test_where_a_tensor_lies_is_rebuilt_as_torch_takes_it() -> None:
-    """What vLLM's IPC engine hands to torch, by the names of torch's parameters."""
+SHARED = SharedTensor(
+    name="w",
+    dtype="bfloat16",
+    shape=(2, 3),
+    stride=(3, 1),
+    offset=7,
+    handle="01ff",
+    storage_size_bytes=64,
+    storage_offset_bytes=512,
+    ref_counter_handle="02",
+    ref_counter_offset=4,
+    event_handle="03",
+    event_sync_required=True,
+)
+
+
+async def test_memory_of_the_trainer_that_cannot_be_opened_leaves_the_old_weights_serving(
+    pair: Pair,
+) -> None:
+    """There is no GPU here: torch refuses the handle, as between containers."""
+    await agree(pair, "shm")
+    before = pair.sampler.serving
+    files = pair.trainer.publish("nccl")
+    assert isinstance(files, SentWeights)
+    shared = tuple(
+        SHARED.model_copy(update={"name": name, "dtype": "float32", "shape": tuple(tensor.shape)})
+        for name, tensor in pair.trainer.network.state_dict().items()
+        if name in files.tensors
+    )
+    common = {name: getattr(files, name) for name in SentWeights.model_fields}
+    again = {**common, "version": files.version, "again": True}
+    ref = SharedWeights(**again, method="ipc", gpu="GPU-1", shared=shared)
+    with pytest.raises(Failed, match=r"did not send version \d+: \w*Error: .*") as refused:
+        await pair.sampler.reload_weights(WeightsRef(ref))
+    pair.trainer.publisher.stop_sending()
+    assert refused.value.code == "not_met"
+    assert pair.sampler.serving == before
+    assert await pair.largest_gap() < 1e-3
+
+
+async def test_where_a_tensor_lies_is_said_as_torch_takes_it() -> None:
+    """By the names of torch's parameters."""
     import inspect
 
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    from services.rollout.on_vllm.inside.transfer import rebuilt
+    from services.rollout.on_vllm.inside.transfer import arguments
 
-    tensor = SharedTensor(
-        name="w",
-        dtype="bfloat16",
-        shape=(2, 3),
-        stride=(3, 1),
-        offset=7,
-        handle="01ff",
-        storage_size_bytes=64,
-        storage_offset_bytes=512,
-        ref_counter_handle="02",
-        ref_counter_offset=4,
-        event_handle="03",
-        event_sync_required=True,
-    )
-    update = rebuilt({"gpu": "GPU-1", "shared": [tensor.model_dump(mode="json")]})
-    ((gpu, arguments),) = update.pop("ipc_handles")[0].items()
-    assert update == {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
-    assert gpu == "GPU-1"
-    assert inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments == {
+    given = arguments(SHARED.model_dump(mode="json"), 1)
+    assert inspect.signature(rebuild_cuda_tensor).bind(*given).arguments == {
         "tensor_cls": torch.Tensor,
         "tensor_size": torch.Size((2, 3)),
         "tensor_stride": (3, 1),
         "tensor_offset": 7,
         "storage_cls": torch.storage.TypedStorage,
         "dtype": torch.bfloat16,
-        "storage_device": 0,
+        "storage_device": 1,
         "storage_handle": b"\x01\xff",
         "storage_size_bytes": 64,
         "storage_offset_bytes": 512,

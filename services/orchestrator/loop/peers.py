@@ -111,7 +111,7 @@ class Peers:
         self._samplers = Samplers(settings, tell, registered, headers)
         self.sync_method: SyncMethod | None = None
         self.waits = Waits()
-        self._trainer_gpu: str | None = None
+        self._trainer_gpu: tuple[str | None, str | None] = (None, None)
         self._has_trainer = False
         self._trainer = Client(
             "trainer",
@@ -152,7 +152,7 @@ class Peers:
     @property
     def gpus(self) -> Gpus:
         """Where weights come from, and where they go to."""
-        return Gpus(self._trainer_gpu, self._samplers.gpus())
+        return self._samplers.gpus(*self._trainer_gpu)
 
     @property
     def job_id(self) -> str:
@@ -200,7 +200,7 @@ class Peers:
         state = await self._trainer.call(
             "PUT", "/job", body, TrainerState, deadline_s=self._settings.start_deadline_s
         )
-        self._trainer_gpu = state.gpu
+        self._trainer_gpu = state.gpu, state.memory_space
         return state
 
     async def trainer_state(self) -> TrainerState:

@@ -58,7 +58,8 @@ class Replica:
     Its load counts completions. `under_way` are those of all groups that it was given and has not
     returned; `busy` those that it reported to work on, and `sent` those it was given since. It
     samples `max_num_seqs` of them at once, as far as its cache of `kv_cache_tokens` has room for
-    them at the job's `length`; 0: unknown. `gpus` are the UUIDs of those that it computes on.
+    them at the job's `length`; 0: unknown. `gpus` are the UUIDs of those that it computes on,
+    in a `memory_space` (shared/meeting.py).
     """
 
     client: Client
@@ -72,6 +73,7 @@ class Replica:
     max_num_seqs: int = 0
     kv_cache_tokens: int = 0
     gpus: tuple[str, ...] = ()
+    memory_space: str | None = None
     under_way: int = 0
     busy: int = 0
     sent: int = 0
@@ -136,7 +138,8 @@ class Replica:
 
     def configure(self, serving: ServingWeights) -> None:
         """Takes over what it reported of itself and of the model's engine."""
-        self.name, self.boot_id, self.gpus = serving.replica, serving.boot_id, serving.gpus
+        self.name, self.boot_id = serving.replica, serving.boot_id
+        self.gpus, self.memory_space = serving.gpus, serving.memory_space
         self.max_num_seqs, self.kv_cache_tokens = serving.max_num_seqs, serving.kv_cache_tokens
 
     def begin(self, ref: WeightsRef | None) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from services.orchestrator.loop.admission import Admission
 from services.orchestrator.loop.discovery import Registered, none_registered
+from services.orchestrator.loop.gpus import Gpus
 from services.orchestrator.loop.group_requests import GroupRequests
 from services.orchestrator.loop.members import Members
 from services.orchestrator.loop.replica import Length, Replica
@@ -89,9 +90,12 @@ class Samplers:
         for replica in self._members.up():
             await replica.client.call("POST", "/sleep", body, ServingWeights, deadline_s=deadline_s)
 
-    def gpus(self) -> tuple[tuple[str, ...], ...]:
-        """Returns the GPUs of each sampler that is up, by UUID."""
-        return tuple(replica.gpus for replica in self._members.up())
+    def gpus(self, trainer: str | None, memory_space: str | None) -> Gpus:
+        """Returns where weights go to from the trainer's GPU: the samplers that are up."""
+        up = self._members.up()
+        spaces = {memory_space, *(replica.memory_space for replica in up)}
+        one_space = None not in spaces and len(spaces) == 1
+        return Gpus(trainer, tuple(replica.gpus for replica in up), one_space)
 
     def under_way(self) -> dict[str, int]:
         """Returns the completions that each sampler was given and has not returned, by URL."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.rollout.engine import Adapter, BadPrompt, Chat, NothingReceived, Offers
+from services.rollout.engine import Adapter, BadPrompt, Chat, Offers
 from services.rollout.on_vllm.adapters import lora_request
 from services.rollout.on_vllm.arguments import can_sleep, engine_args, start
 from services.rollout.on_vllm.chat import VllmChat
@@ -41,6 +42,7 @@ from services.rollout.on_vllm.tokenizers import load_tokenizer
 from services.rollout.on_vllm.versions import label
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, HoneError, StateLost
+from shared.meeting import LOADING_DEADLINES, MEETING_DEADLINES
 from shared.threads import in_own_thread
 from shared.wire import (
     BroadcastWeights,
@@ -60,6 +62,9 @@ STOP_S = 15.0
 AHEAD = -1
 """vLLM's priority of a request that waits behind none of the samples."""
 
+
+MEET_CHECK_S = 0.05
+"""How often it is asked whether vLLM's processes have met the trainer."""
 
 LIFE_CHECK_S = 0.25
 """How often a call that vLLM's process has to answer checks that the process lives."""
@@ -206,26 +211,42 @@ class VllmEngine:
         if not current_platform.is_cpu():
             await self._answer(self._llm.wake_up(tags=["kv_cache"]))
 
-    async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:
-        """Loads in place, in all of vLLM's processes. One that hangs is killed."""
+    async def meet(self, ref: BroadcastWeights | SharedWeights) -> None:
+        """Has each of vLLM's processes meet the trainer, in a thread."""
         if wrong := sorted({dtype for dtype in sent_dtypes(ref) if dtype != self.dtype}):
-            raise NothingReceived(f"the trainer sends {wrong[0]}, and the engine is {self.dtype}")
+            raise Failed(
+                f"the trainer sends {wrong[0]}, and the engine is {self.dtype}", code="not_met"
+            )
         num_ranks = self._settings.tensor_parallel_size
         host = urlsplit(self._settings.trainer_url).hostname or ""
-        call = self._llm.collective_rpc(
-            "receive_published", args=(ref.method, meeting(ref, host, num_ranks), updates(ref))
-        )
+        begin = (ref.method, meeting(ref, host, num_ranks))
+        await self._answer(self._llm.collective_rpc("meet_trainer", args=begin))
+        meeting_s = MEETING_DEADLINES * ref.deadline_s
+        end = time.monotonic() + meeting_s
+        while time.monotonic() < end:
+            problems = await self._answer(self._llm.collective_rpc("trainer_met"))
+            if problem := next(filter(None, problems), None):
+                break
+            if None not in problems:
+                return
+            await asyncio.sleep(MEET_CHECK_S)
+        else:
+            problem = f"its turn did not come within {meeting_s:g} s"
+        raise Failed(f"the trainer did not send version {ref.version}: {problem}", code="not_met")
+
+    async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:
+        """Loads in place, in all of vLLM's processes. One that hangs is killed."""
+        call = self._llm.collective_rpc("receive_published", args=(updates(ref),))
+        loading_s = LOADING_DEADLINES * ref.deadline_s
         try:
-            outcomes = await asyncio.wait_for(self._answer(call), ref.bound_s)
+            problems = await asyncio.wait_for(self._answer(call), loading_s)
         except TimeoutError as error:
             await self.stop()
             raise StateLost(
-                f"the engine was ended, for it hung for {ref.bound_s:g} s while it received "
+                f"the engine was ended, for it hung for {loading_s:g} s while it received "
                 "weights; PUT /model starts a new one"
             ) from error
-        if problem := next((problem for _, problem in outcomes if problem), None):
-            if not any(began for began, _ in outcomes):
-                raise NothingReceived(f"the trainer did not send version {ref.version}: {problem}")
+        if problem := next(filter(None, problems), None):
             raise Failed(problem, code="not_loaded")
         if not await self._answer(self._llm.reset_prefix_cache()):
             raise Failed("vLLM did not reset its prefix cache")

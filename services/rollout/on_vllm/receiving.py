@@ -17,10 +17,10 @@ def sent_dtypes(ref: BroadcastWeights | SharedWeights) -> set[str]:
 
 
 def meeting(ref: BroadcastWeights | SharedWeights, host: str, num_ranks: int) -> dict[str, Any]:
-    """Returns what each of vLLM's processes begins with: `transfer.Meeting`, or the arguments of
-    vLLM's IPC engine."""
+    """Returns what each of vLLM's processes begins with: `transfer.Meeting` or `.Handles`."""
     if isinstance(ref, SharedWeights):
-        return {"packed": False}
+        tensors = [tensor.model_dump(mode="json") for tensor in ref.shared]
+        return {"gpu": ref.gpu, "shared": tensors}
     return {
         "host": host,
         "port": ref.port,
@@ -32,10 +32,9 @@ def meeting(ref: BroadcastWeights | SharedWeights, host: str, num_ranks: int) ->
 
 
 def updates(ref: BroadcastWeights | SharedWeights) -> list[dict[str, Any]]:
-    """Returns what it then loads, in order: `transfer.Chunk`s, or where all tensors lie."""
+    """Returns what it then loads, in order: `transfer.Chunk`s, or the `.Opened` of all."""
     if isinstance(ref, SharedWeights):
-        tensors = [tensor.model_dump(mode="json") for tensor in ref.shared]
-        return [{"gpu": ref.gpu, "shared": tensors}]
+        return [{}]
     return [
         {
             "names": [tensor.name for tensor in chunk],

@@ -8,12 +8,11 @@ import contextlib
 import time
 from dataclasses import dataclass
 
-from services.rollout.engine import NothingReceived
 from services.rollout.fencing import Requests, not_serving, owner_of
 from services.rollout.running import EXCHANGING, Running, sentence
 from services.rollout.weights.canary import Seen
 from services.rollout.weights.copies import Copies
-from services.rollout.weights.methods import Proven, ProvenAdapter, prove
+from services.rollout.weights.methods import Proven, ProvenAdapter, ProvenLater, prove
 from services.rollout.weights.proofs import tensors_of
 from shared.errors import Failed, StateLost, Unavailable
 from shared.logs import get_logger
@@ -61,6 +60,8 @@ class Load:
         """Loads between two tokens, and returns for how many seconds nothing was sampled. Jobs
         other than the version's are ended."""
         running, engine = self.running, self.running.engine
+        if isinstance(proven, ProvenLater):
+            await engine.meet(proven.ref)
         self._end_others()
         start = time.monotonic()
         has_adapters = running.adapters.num_jobs > 0
@@ -71,9 +72,6 @@ class Load:
             await proven.load(engine)
             await self._wake_cache()
             await engine.set_version(owner_of(self.ref), self.ref.version)
-        except NothingReceived as error:
-            await self._go_on_as_before()
-            raise Failed(error.detail, code="not_loaded") from error
         except BaseException as error:  # whatever it was, the weights are unknown
             running.lose_base()
             await self._give_up(error)
@@ -85,13 +83,6 @@ class Load:
         running.published = self.ref.tensors
         await self._go_on()
         return time.monotonic() - start
-
-    async def _go_on_as_before(self) -> None:
-        """What served, if anything, goes on serving."""
-        if self.running.is_asleep:  # the memory of its weights was taken back for them
-            await self.running.fall_asleep()
-        elif not self.running.fault:
-            await self._go_on()
 
     # --- an adapter beside it --------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from types import FrameType
 
 from services.trainer.processes.extensions import own_folder, remove_stale_locks
 from services.trainer.processes.launch_folder import LaunchFolder, Past
-from services.trainer.processes.nodes import interface_of
+from services.trainer.processes.nodes import socket_interfaces
 from shared import nvidia
 from shared.config import Settings
 from shared.logs import get_logger
@@ -125,19 +125,17 @@ def torchrun_command(num_ranks: int, life: Path) -> list[str]:
 
 
 def rank_environment(settings: Settings) -> dict[str, str]:
-    """Returns the environment of the ranks: threads shared out, sockets between them on the one
-    interface that they need, DeepSpeed's extensions in a folder of this Python environment."""
+    """Returns the environment of the ranks: threads shared out, sockets on the interfaces that they
+    need, DeepSpeed's extensions in a folder of this Python environment."""
     cores = len(os.sched_getaffinity(0))
     threads = settings.trainer_threads or max(1, cores // settings.trainer_ranks)
-    interface = interface_of(settings)
-    sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     no_store_server = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     # Micro-batches differ in size: without this, memory freed by one is of no use to the next.
     allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     # A thread that has nothing to do leaves its core to the sampler, instead of spinning.
     idle_threads = {"OMP_WAIT_POLICY": "PASSIVE"}
     return (
-        sockets
+        socket_interfaces(settings)
         | allocator
         | idle_threads
         | own_folder()

@@ -7,6 +7,7 @@ import socket
 
 from shared.config import Settings
 from shared.errors import BadRequest
+from shared.urls import is_loopback
 
 LOOPBACK = "lo"
 
@@ -51,10 +52,14 @@ def check_nodes(settings: Settings) -> None:
         )
 
 
-def interface_of(settings: Settings) -> str:
-    """Returns the interface on which ranks listen for each other."""
-    return (
-        settings.trainer_interface
-        if settings.trainer_nodes > 1 and settings.trainer_interface
-        else LOOPBACK
-    )
+def socket_interfaces(settings: Settings) -> dict[str, str]:
+    """Returns the variables that say on which interfaces ranks listen: gloo, for each other, and
+    NCCL. NCCL reads its variable once, for all groups of a process: for the ranks' own, and for
+    those in which weights go to samplers (`weight_sync = "nccl"`). So it has the loopback where
+    HONE_HOST says that nobody is elsewhere, and none where samplers may be in other containers or
+    on other hosts: NCCL then finds an interface itself."""
+    if settings.trainer_nodes > 1 and settings.trainer_interface:
+        interface = settings.trainer_interface
+        return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    for_nccl = {"NCCL_SOCKET_IFNAME": LOOPBACK} if is_loopback(settings.host) else {}
+    return {"GLOO_SOCKET_IFNAME": LOOPBACK} | for_nccl

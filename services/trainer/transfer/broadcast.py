@@ -11,10 +11,13 @@ The other side is `services/rollout/on_vllm/inside/transfer.py`, in vLLM's proce
 from __future__ import annotations
 
 import contextvars
+import ipaddress
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +27,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore
 
 from shared.logs import get_logger
-from shared.meeting import ASKED, TURN, nth_asked, surviving_peers
+from shared.meeting import ASKED, MEET_S, TURN, nth_asked, surviving_peers
 from shared.wire import SentTensor
 
 CHUNK_BYTES = 256 << 20
@@ -33,16 +36,38 @@ CHUNK_BYTES = 256 << 20
 POLL_S = 0.02
 
 
+@dataclass(frozen=True)
+class Member:
+    """What this process is in a sampler's group: its first rank, on `device`, at `host`."""
+
+    store: Store
+    num_ranks: int
+    device: torch.device
+    host: str
+    timeout: timedelta
+
+
 class Broadcast:
     """Sends `tensors` to every sampler that asks, from `start` until `stop`. They must not change
-    meanwhile. A sampler that does not do its part for `deadline_s` seconds is given up."""
+    meanwhile. A sampler that has not met this process within `meet_s` seconds is given up, and
+    later one that does not do its part for `deadline_s`. `join` makes a group."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], host: str, deadline_s: float) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        host: str,
+        deadline_s: float,
+        *,
+        meet_s: float = MEET_S,
+        join: Callable[[Member], Any] | None = None,
+    ) -> None:
         self.key = secrets.token_hex(16)
         self.port = 0
         self._tensors = tensors
         self._host = host
         self._timeout = timedelta(seconds=deadline_s)
+        self._meet_s = min(meet_s, deadline_s)
+        self._join = join or joined
         self._chunks = chunks(tensors)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -96,14 +121,15 @@ class Broadcast:
                     own = PrefixStore(name, store)
                     own.set(TURN, "")
                     self._send(own, int(num_ranks))
-                except (RuntimeError, ValueError) as error:  # torch's errors of peers that are gone
+                except (RuntimeError, ValueError, TimeoutError) as error:  # of peers that are gone
                     reason = str(error).splitlines()[0]
                     get_logger().warning("weights not sent", port=self.port, reason=reason)
 
     @torch.no_grad()
     def _send(self, store: Store, num_ranks: int) -> None:
         device = self._tensors[self._chunks[0][0]].device
-        group = joined(store, 0, num_ranks + 1, device, self._timeout)
+        member = Member(store, num_ranks + 1, device, self._host, self._timeout)
+        group = within(self._meet_s, lambda: self._met(member))
         try:
             for chunk in self._chunks:
                 packed = torch.cat([as_bytes(self._tensors[name]) for name in chunk])
@@ -112,18 +138,66 @@ class Broadcast:
             if device.type == "cuda":
                 group.abort()  # a plain end would wait for a peer that is gone
 
+    def _met(self, member: Member) -> Any:
+        """Returns the group once every rank of it has taken part in a first collective."""
+        group = self._join(member)
+        one = torch.ones(1, device=member.device)
+        group.allreduce([one], dist.AllreduceOptions()).wait(self._timeout)
+        if one.item() != member.num_ranks:
+            raise RuntimeError(f"{one.item():g} ranks have met, expected {member.num_ranks}")
+        return group
 
-def joined(
-    store: Store, rank: int, num_ranks: int, device: torch.device, timeout: timedelta
-) -> Any:
+
+def within(seconds: float, act: Callable[[], Any]) -> Any:
+    """Returns what `act` returns. Raises TimeoutError after so many seconds, and leaves it behind
+    in a thread of its own: what makes a NCCL group waits for the others without a deadline, and
+    nothing ends it."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(act())
+        except BaseException as error:  # raised again where the result is waited for
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return result.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(f"trainer and sampler did not meet within {seconds:g} s") from error
+
+
+def joined(member: Member) -> Any:
     """Returns a process group that is no part of torch's default one."""
-    if device.type != "cuda":
-        return dist.ProcessGroupGloo(store, rank, num_ranks, timeout)
-    torch.cuda.set_device(device)  # this thread has chosen none yet
+    if member.device.type != "cuda":
+        return joined_by_gloo(member)
+    torch.cuda.set_device(member.device)  # this thread has chosen none yet
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = member.timeout
     with surviving_peers():
-        return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+        return dist.ProcessGroupNCCL(member.store, 0, member.num_ranks, options)
+
+
+def joined_by_gloo(member: Member) -> Any:
+    """Likewise. It listens where the trainer does, and not on the ranks' own interface, which is
+    the loopback's (GLOO_SOCKET_IFNAME)."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = member.timeout
+    options._devices = [
+        gloo.create_default_device()
+        if is_everywhere(member.host)
+        else gloo.create_device(hostname=member.host)
+    ]
+    return gloo(member.store, 0, member.num_ranks, options)
+
+
+def is_everywhere(host: str) -> bool:
+    """Returns whether a service that listens on `host` listens on every address."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def chunks(tensors: Mapping[str, Tensor], max_bytes: int = CHUNK_BYTES) -> list[list[str]]:

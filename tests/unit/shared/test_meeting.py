@@ -1,22 +1,39 @@
-"""What trainer and sampler agree on to meet: a NCCL group that outlives its peers."""
+"""What has to be in common for one process to read another's memory of a GPU."""
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from shared.meeting import ERROR_HANDLING, surviving_peers
+from shared.meeting import memory_space
+
+OWN = "from shared.meeting import memory_space; print(memory_space())"
 
 
-@pytest.mark.parametrize("before", [None, "3"])
-def test_only_groups_made_within_leave_the_process_alive(
-    before: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(ERROR_HANDLING, raising=False)
-    if before is not None:
-        monkeypatch.setenv(ERROR_HANDLING, before)
-    with pytest.raises(RuntimeError), surviving_peers():
-        assert os.environ[ERROR_HANDLING] == "2"
-        raise RuntimeError("no group could be made")
-    assert os.environ.get(ERROR_HANDLING) == before
+def space_of(*prefix: str) -> str:
+    command = [*prefix, sys.executable, "-c", OWN]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode and prefix:
+        pytest.skip(f"no namespaces are to be had here: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def test_processes_of_one_host_have_one_memory_space() -> None:
+    assert space_of() == memory_space()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert (memory_space() or "").startswith(f"{boot}:")
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        ["unshare", "--pid", "--fork"],
+        ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"],
+    ],
+    ids=["pids", "/dev/shm"],
+)
+def test_containers_have_memory_spaces_of_their_own(apart: list[str]) -> None:
+    assert space_of(*apart) != memory_space()

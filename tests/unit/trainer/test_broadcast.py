@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import inspect
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +20,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from services.trainer.disk.weights import Publisher
-from services.trainer.transfer.broadcast import Broadcast, chunks
+from services.trainer.processes.launcher import rank_environment
+from services.trainer.transfer.broadcast import Broadcast, Member, chunks, joined
 from services.trainer.transfer.sharing import location, shared
 from shared.config import Settings
 from shared.errors import BadRequest, Conflict
@@ -55,6 +60,9 @@ def ask(sending: Broadcast, name: str, num_ranks: int = 1) -> Store:
 
 def received(sending: Broadcast, store: Store, rank: int = 1, size: int = 2) -> dict[str, Tensor]:
     group = dist.ProcessGroupGloo(store, rank, size, PATIENT)
+    one = torch.ones(1)
+    group.allreduce([one], dist.AllreduceOptions()).wait(PATIENT)
+    assert one.item() == size
     found: dict[str, Tensor] = {}
     for chunk in sending.layout:
         like = {
@@ -91,7 +99,7 @@ def test_all_ranks_of_a_sampler_get_every_tensor(sending: Broadcast) -> None:
 
 def test_a_sampler_that_asks_and_does_not_come_fails_none_of_those_behind_it() -> None:
     """They wait until it is given up, and only then begin."""
-    sending = Broadcast(TENSORS, "127.0.0.1", 1.0)
+    sending = Broadcast(TENSORS, "127.0.0.1", 5.0)
     sending.start()
     gone, behind = ask(sending, "gone"), ask(sending, "behind")
     gone.wait(["turn"], PATIENT)
@@ -99,6 +107,49 @@ def test_a_sampler_that_asks_and_does_not_come_fails_none_of_those_behind_it() -
     behind.wait(["turn"], PATIENT)
     assert_all(received(sending, behind))
     sending.stop()
+
+
+def test_a_group_that_is_never_made_keeps_nobody_waiting() -> None:
+    """As NCCL's where a sampler cannot connect to it: it waits without a deadline."""
+    hung, made = threading.Event(), list[Member]()
+
+    def hanging_once(member: Member) -> Any:
+        made.append(member)
+        if len(made) == 1:
+            hung.wait()
+        return joined(member)
+
+    sending = Broadcast(TENSORS, "127.0.0.1", 30.0, meet_s=5.0, join=hanging_once)
+    sending.start()
+    ask(sending, "unreached").wait(["turn"], PATIENT)
+    behind = ask(sending, "behind")
+    behind.wait(["turn"], PATIENT)
+    assert_all(received(sending, behind))
+    sending.stop()
+    assert len(made) == 2
+    hung.set()
+
+
+LISTENING = """
+from datetime import timedelta
+import psutil, torch
+from torch.distributed import HashStore
+from services.trainer.transfer.broadcast import Member, joined
+
+alone = Member(HashStore(), 1, torch.device("cpu"), "127.0.0.2", timedelta(seconds=30))
+group = joined(alone)
+sockets = psutil.Process().net_connections()
+print({socket.laddr.ip for socket in sockets if socket.status == "LISTEN"})
+"""
+
+
+def test_a_rank_of_the_launcher_meets_samplers_where_the_trainer_listens() -> None:
+    """And not on the interface by which the ranks of one host meet each other."""
+    environment = rank_environment(Settings())
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+    command = [sys.executable, "-c", LISTENING]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "{'127.0.0.2'}\n"
 
 
 def test_once_stopped_it_sends_to_nobody(sending: Broadcast) -> None:

@@ -59,10 +59,30 @@ def test_settings_that_do_not_fit_are_one_sentence(change, sentence):
     assert sentence in error.value.detail
 
 
-def test_ranks_of_one_node_use_loopback_and_those_of_several_the_interface():
-    assert rank_environment(Settings())["GLOO_SOCKET_IFNAME"] == "lo"
-    several = rank_environment(Settings(**GOOD | {"trainer_interface": "eth7"}))
-    assert (several["GLOO_SOCKET_IFNAME"], several["NCCL_SOCKET_IFNAME"]) == ("eth7", "eth7")
+@pytest.mark.parametrize(
+    ("settings", "gloo", "nccl"),
+    [
+        ({}, "lo", "lo"),
+        ({"host": "::1"}, "lo", "lo"),
+        ({"host": "0.0.0.0"}, "lo", None),
+        ({"host": "10.0.0.5"}, "lo", None),
+        (GOOD | {"host": "0.0.0.0", "trainer_interface": "eth7"}, "eth7", "eth7"),
+    ],
+)
+def test_ranks_of_one_node_meet_on_loopback_and_nccl_where_samplers_may_be(
+    settings, gloo, nccl, monkeypatch
+):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    environment = rank_environment(Settings(**settings))
+    assert environment["GLOO_SOCKET_IFNAME"] == gloo
+    assert environment.get("NCCL_SOCKET_IFNAME") == nccl
+
+
+def test_an_interface_that_the_environment_names_is_left():
+    """For a host with several, where NCCL would find another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+        assert rank_environment(Settings())["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
 def test_ranks_are_counted_node_by_node():

@@ -1,22 +1,27 @@
-"""Weights that come from the trainer's device, received by vLLM's weight-transfer engines. Imported
-in vLLM's process.
+"""Weights that come from the trainer's device, received by engines of vLLM's weight transfer.
+Imported in vLLM's process.
 
-"ipc" is vLLM's own engine. "nccl" is ours, of the same kind: vLLM's own waits without a deadline
-for a trainer that does not come or dies, and only runs between GPUs. What is received is loaded
-by vLLM in both.
+First trainer and sampler meet, in a thread, while the engine samples: what cannot work is found out
+before anything changes. Both engines are ours and load by vLLM's code. vLLM's own for NCCL waits
+without a deadline for a trainer that does not come or dies, and only runs between GPUs; its own for
+IPC opens the trainer's memory when the old weights are already being replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
+import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -30,21 +35,13 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from shared.meeting import ASKED, TURN, nth_asked, surviving_peers
+from shared.meeting import ASKED, MEET_S, MEETING_DEADLINES, TURN, nth_asked, surviving_peers
 
-BACKENDS = {"nccl": "hone_broadcast", "ipc": "ipc"}
+BACKENDS = {"nccl": "hone_broadcast", "ipc": "hone_shared"}
 """The names of the engines in vLLM's table."""
 
-TURN_DEADLINES = 2
-"""So many deadlines a sampler waits until those before it are served, of whom one may hang."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of it: `problem` None is all well. Unless `began`, the model is what it was."""
-
-    began: bool = False
-    problem: str | None = None
+Init = TypeVar("Init", bound=WeightTransferInitInfo)
+Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 
 @dataclass
@@ -68,7 +65,39 @@ class Chunk(WeightTransferUpdateInfo):
     shapes: list[list[int]]
 
 
-class BroadcastEngine(WeightTransferEngine[Meeting, Chunk]):
+@dataclass
+class Handles(WeightTransferInitInfo):
+    """Where each tensor lies in the memory of `gpu`, as `SharedTensor`s in JSON."""
+
+    gpu: str
+    shared: list[dict[str, Any]]
+
+
+@dataclass
+class Opened(WeightTransferUpdateInfo):
+    """All tensors that were opened."""
+
+
+class LoadingEngine(WeightTransferEngine[Init, Update]):
+    """Loads layer by layer, as vLLM's own engines do. `meet_s` may pass until trainer and sampler
+    have met, from `began_at` on, which is set once nobody else is waited for."""
+
+    meet_s = MEET_S
+    began_at = math.inf
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class BroadcastEngine(LoadingEngine[Meeting, Chunk]):
     """Receives what `services/trainer/transfer/broadcast.py` sends."""
 
     init_info_cls = Meeting
@@ -76,33 +105,40 @@ class BroadcastEngine(WeightTransferEngine[Meeting, Chunk]):
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         self._timeout = timedelta(seconds=init_info.deadline_s)
-        rank = self.parallel_config.rank
+        self.meet_s = min(MEET_S, init_info.deadline_s)
+        rank, size = self.parallel_config.rank, init_info.num_ranks + 1
         # torch would try a trainer that is gone until the deadline
-        socket.create_connection((init_info.host, init_info.port), init_info.deadline_s).close()
+        trainer = init_info.host, init_info.port
+        with socket.create_connection(trainer, self.meet_s) as connection:
+            own_address = connection.getsockname()[0]
         store = PrefixStore(
-            init_info.key,
-            TCPStore(init_info.host, init_info.port, is_master=False, timeout=self._timeout),
+            init_info.key, TCPStore(*trainer, is_master=False, timeout=self._timeout)
         )
         if rank == 0:
             number = store.add(ASKED, 1)
             store.set(nth_asked(number), f"{init_info.name} {init_info.num_ranks}")
         own = PrefixStore(init_info.name, store)
-        own.wait([TURN], TURN_DEADLINES * self._timeout)
-        self._group = self._joined(own, rank + 1, init_info.num_ranks + 1)
+        own.wait([TURN], MEETING_DEADLINES * self._timeout)
+        self.began_at = time.monotonic()
+        group = self._joined(own, rank + 1, size, own_address)
+        one = torch.ones(1, device=self.device)
+        group.allreduce([one], dist.AllreduceOptions()).wait(self._timeout)
+        if one.item() != size:
+            raise RuntimeError(f"{one.item():g} ranks have met, expected {size}")
+        self._group = group
 
-    def _joined(self, store: Store, rank: int, size: int) -> Any:
+    def _joined(self, store: Store, rank: int, size: int, own_address: str) -> Any:
         if self.device.type != "cuda":
-            return dist.ProcessGroupGloo(store, rank, size, self._timeout)
+            gloo: Any = dist.ProcessGroupGloo
+            own = gloo._Options()
+            own._timeout = self._timeout
+            own._devices = [gloo.create_device(hostname=own_address)]
+            return gloo(store, rank, size, own)
+        torch.cuda.set_device(self.device)  # this thread has chosen none yet
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         with surviving_peers():
             return dist.ProcessGroupNCCL(store, rank, size, options)
-
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Chunk) -> None:
         dtypes = [getattr(torch, name) for name in update_info.dtypes]
@@ -117,62 +153,96 @@ class BroadcastEngine(WeightTransferEngine[Meeting, Chunk]):
             unpack_tensor(packed, update_info.names, update_info.shapes, dtypes, sizes)
         )
 
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def shutdown(self) -> None:
         if self.device.type == "cuda" and hasattr(self, "_group"):
             self._group.abort()
 
 
+class SharedEngine(LoadingEngine[Handles, Opened]):
+    """Reads the tensors that `services/trainer/transfer/sharing.py` shares, where they are."""
+
+    init_info_cls = Handles
+    update_info_cls = Opened
+
+    def init_transfer_engine(self, init_info: Handles) -> None:
+        self.began_at = time.monotonic()
+        self._weights = [
+            (tensor["name"], rebuild_cuda_tensor(*arguments(tensor, self.device.index or 0)))
+            for tensor in init_info.shared
+        ]
+
+    def receive_weights(self, update_info: Opened) -> None:
+        model: Any = self.model
+        model.load_weights(self._weights)
+
+    def shutdown(self) -> None:
+        self._weights = []
+
+
 WeightTransferEngineFactory.register_engine(BACKENDS["nccl"], BroadcastEngine)
+WeightTransferEngineFactory.register_engine(BACKENDS["ipc"], SharedEngine)
 
 
-def receive(worker: Any, method: str, meeting: dict[str, Any], updates: list[Any]) -> Outcome:
-    """Loads what the trainer sends into the worker's model. If that fails on the way, the model
-    can be loaded into again, and holds what must not be sampled with."""
-    began = False
-    engine = WeightTransferEngineFactory.create_engine(
-        WeightTransferConfig(backend=BACKENDS[method]),
-        worker.vllm_config,
-        worker.device,
-        worker.get_model(),
-    )
-    worker.weight_transfer_engine = engine
-    try:
-        worker.init_weight_transfer_engine(meeting)
-        began = True
-        worker.start_weight_update()
-        for update in updates:
-            worker.update_weights(rebuilt(update) if method == "ipc" else update)
-        worker.finish_weight_update()
-    except Exception as error:  # of torch, CUDA or vLLM: the service decides what becomes of it
-        if began:
+class Incoming:
+    """A version that `worker` is to receive: begins to meet the trainer, in a thread. What hangs
+    there is left behind, for nothing ends a NCCL group that is being made."""
+
+    def __init__(self, worker: Any, method: str, meeting: dict[str, Any]) -> None:
+        self._worker = worker
+        self._engine: Any = WeightTransferEngineFactory.create_engine(
+            WeightTransferConfig(backend=BACKENDS[method]),
+            worker.vllm_config,
+            worker.device,
+            worker.get_model(),
+        )
+        self._meeting = meeting
+        self._problem: str | None = None
+        threading.Thread(target=self._meet, daemon=True).start()
+
+    def _meet(self) -> None:
+        engine = self._engine
+        try:
+            engine.init_transfer_engine(engine.parse_init_info(self._meeting))
+            self._problem = ""
+        except Exception as error:  # of torch or CUDA: the service decides what becomes of it
+            self._problem = said(error)
+
+    def problem(self) -> str | None:
+        """Returns "" once they have met, why they do not, or None while that is to be seen."""
+        meet_s = self._engine.meet_s
+        if self._problem is None and time.monotonic() > self._engine.began_at + meet_s:
+            return f"trainer and sampler did not meet within {meet_s:g} s"
+        return self._problem
+
+    def load(self, updates: list[dict[str, Any]]) -> str | None:
+        """Loads what is sent into the worker's model, and returns what went wrong. The model can be
+        loaded into again then, and holds what must not be sampled with."""
+        worker, engine = self._worker, self._engine
+        worker.weight_transfer_engine = engine
+        try:
+            worker.start_weight_update()
+            for update in updates:
+                worker.update_weights(update)
+            worker.finish_weight_update()
+        except Exception as error:  # likewise, or of vLLM
             # Layers that got nothing get their weights back; the first error says more.
             with contextlib.suppress(Exception):
                 engine.finish_weight_update()
-        return Outcome(began, f"{type(error).__name__}: {str(error).splitlines()[0]}")
-    finally:
-        worker.weight_transfer_engine = None
-        engine.shutdown()
-    return Outcome(began=True)
+            return said(error)
+        finally:
+            worker.weight_transfer_engine = None
+            engine.shutdown()
+        return None
 
 
-def rebuilt(update: dict[str, Any]) -> dict[str, Any]:
-    """Returns the update as vLLM's IPC engine takes it: for each tensor the arguments of torch's
-    `rebuild_cuda_tensor`, under its GPU's UUID. The engine fills in its own device."""
-    tensors = update["shared"]
-    return {
-        "names": [tensor["name"] for tensor in tensors],
-        "dtype_names": [tensor["dtype"] for tensor in tensors],
-        "shapes": [tensor["shape"] for tensor in tensors],
-        "ipc_handles": [{update["gpu"]: _arguments(tensor)} for tensor in tensors],
-    }
+def said(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
-def _arguments(tensor: dict[str, Any]) -> tuple[Any, ...]:
+def arguments(tensor: dict[str, Any], device: int) -> tuple[Any, ...]:
+    """Returns a shared tensor as torch's `rebuild_cuda_tensor` takes it, for the GPU that is number
+    `device` in this process."""
     return (
         torch.Tensor,
         torch.Size(tensor["shape"]),
@@ -180,7 +250,7 @@ def _arguments(tensor: dict[str, Any]) -> tuple[Any, ...]:
         tensor["offset"],
         torch.TypedStorage,
         getattr(torch, tensor["dtype"]),
-        0,
+        device,
         bytes.fromhex(tensor["handle"]),
         tensor["storage_size_bytes"],
         tensor["storage_offset_bytes"],

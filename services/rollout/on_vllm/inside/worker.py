@@ -30,15 +30,20 @@ class WorkerExtension:
         self.reload_weights(weights_path=folder)
         share_packed_output(self)
 
-    def receive_published(
-        self: Any, method: str, meeting: dict[str, Any], updates: list[Any]
-    ) -> tuple[bool, str | None]:
-        """Loads what the trainer sends in place. Returns whether the model is another one than
-        before, and what went wrong."""
-        outcome = transfer.receive(self, method, meeting, updates)
-        if outcome.problem is None:
+    def meet_trainer(self: Any, method: str, meeting: dict[str, Any]) -> None:
+        """Begins to meet the trainer, while the engine samples."""
+        self.incoming = transfer.Incoming(self, method, meeting)
+
+    def trainer_met(self: Any) -> str | None:
+        """Returns "" once that is so, why it will not be, or None while that is to be seen."""
+        return self.incoming.problem()
+
+    def receive_published(self: Any, updates: list[Any]) -> str | None:
+        """Loads what the trainer sends in place. Returns what went wrong."""
+        problem = self.incoming.load(updates)
+        if problem is None:
             share_packed_output(self)
-        return outcome.began, outcome.problem
+        return problem
 
     def gpu_uuid(self: Any) -> str | None:
         """Returns the UUID of the GPU that this worker computes on; None on a CPU."""
