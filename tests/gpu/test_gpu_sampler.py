@@ -74,7 +74,7 @@ async def test_a_trainer_that_stops_sending_by_nccl_is_given_up_and_files_heal(
         pair.trainer.publisher.stop_sending()
         with pytest.raises(Failed) as caught:
             await pair.sampler.reload_weights(WeightsRef(ref))
-        assert caught.value.code == "not_loaded"
+        assert caught.value.code == "not_met"
         await pair.sampler.reload_weights(WeightsRef(ref.as_files()))
         assert await pair.largest_gap() < 1e-3
         await agree(pair, "nccl")

@@ -46,13 +46,14 @@ class Service:
     log: Path
     shm: Path
     folder: Path
+    host: str = "127.0.0.1"
 
     def call(self, method: str, path: str, body, result):
         return asyncio.run(self._call(method, path, body, result))
 
     def client(self) -> Client:
         return Client(
-            "trainer", f"http://127.0.0.1:{self.port}", binary=True, patience_s=DEADLINE_S
+            "trainer", f"http://{self.host}:{self.port}", binary=True, patience_s=DEADLINE_S
         )
 
     async def _call(self, method: str, path: str, body, result):
@@ -143,7 +144,8 @@ def running(
             command, cwd=ROOT, env=clean | own | settings, stdout=output, stderr=output
         )
     try:
-        yield Service(process, port, log, shm, folder)
+        host = settings.get("HONE_HOST", Service.host)
+        yield Service(process, port, log, shm, folder, host)
     finally:
         process.terminate()
         try:

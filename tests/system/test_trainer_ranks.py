@@ -10,9 +10,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
 from shared.errors import BadRequest, Conflict, Failed
-from shared.wire import CheckpointRequest
+from shared.wire import CheckpointRequest, PublishRequest, WeightsRef
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import (
     EXAMPLE_WITH_A_NAN,
@@ -54,6 +55,31 @@ def test_a_retried_step_moves_weights_once(trainers, tiny_model):
         service.step("retry", 3, examples)
     with pytest.raises(Conflict, match="already applied, with another body"):
         service.step("retry", 1, examples[:1])
+
+
+def test_ranks_that_meet_on_loopback_meet_samplers_where_the_trainer_listens(tmp_path, tiny_model):
+    """As the launcher starts them. On a GPU NCCL does so by the interface, here gloo."""
+    with running(tmp_path / "t", 1, HONE_HOST="127.0.0.2") as service:
+        service.load("sent", a_job(tiny_model, **LINEAR))
+        body = PublishRequest(job_id="sent", version=0, method="nccl")
+        ref = service.call("POST", "/publish_weights", body, WeightsRef).root
+        *_, rank = service.processes()
+        environment = rank.environ()
+        assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == (
+            "lo",
+            "lo",
+        )
+        before = listening(rank)
+        store = PrefixStore(ref.key, TCPStore("127.0.0.2", ref.port, is_master=False))
+        store.set("asked/1", "sampler 1")
+        store.add("asked", 1)
+        store.wait(["sampler/0/0"])  # where gloo's rank 0 says how it is reached
+        assert {host for host, _ in listening(rank) - before} == {"127.0.0.2"}
+
+
+def listening(process):
+    sockets = process.net_connections()
+    return {tuple(socket.laddr) for socket in sockets if socket.status == "LISTEN"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
