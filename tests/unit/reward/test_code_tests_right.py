@@ -14,6 +14,7 @@ from services.reward.grading.calling import Caller
 from services.reward.grading.registry import GraderTools
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
+from tests.support import contest_programs
 from tests.support.reward_helpers import running_tools
 from tests.support.right_programs import COMPLETIONS, FENCES, READS, WAYS, WHOLE, rows
 
@@ -55,3 +56,22 @@ async def test_200_right_programs_earn_1(style: str, tools: GraderTools) -> None
         names[at]: (part.verdict, part.detail) for at, part in parts.items() if part.value != 1
     }
     assert missed == {} and len(parts) == 200
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_contest_templates_and_what_their_functions_return_earn_1(tools: GraderTools) -> None:
+    spec = RewardSpec(grader="code_tests", params={"timeout_s": 300, "idle_s": 100})
+    caller = Caller(registry.bind(spec, tools), VerdictCache(0))
+    programs = {
+        name: (code, [{"input": given, "output": wanted}])
+        for name, (code, given, wanted) in contest_programs.WHOLE.items()
+    } | contest_programs.FUNCTIONS
+    items = [
+        ScoreItem(prompt="p", completion=f"```python\n{code}\n```", row={"tests": tests})
+        for code, tests in programs.values()
+    ]
+    parts: dict[int, Part] = {}
+    await caller.grade(items, parts.__setitem__)
+    names = [*programs]
+    missed = {names[at]: part for at, part in parts.items() if part.value != 1}
+    assert missed == {} and len(parts) == len(programs) >= 100

@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 FILE = "program.py"
 """What a program's `__file__` is. There is no such file."""
 
-_STDIN = "/dev/stdin"
+_STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 _open = builtins.open
 
 
 def furnish(memory_mib: int) -> None:
-    """Gives a program `exit` and `quit`, /dev/stdin, and whole numbers of any length as text, which
-    its CPU time bounds. The stack of a thread is at most half of its memory: Python's own calls
-    take none of it."""
+    """Gives a program `exit` and `quit`, /dev/stdin and its like, and whole numbers of any length
+    as text, which its CPU time bounds. The stack of a thread is at most half of its memory:
+    Python's own calls take none of it."""
     builtins.exit = builtins.quit = _exit  # pyright: ignore[reportAttributeAccessIssue]
     builtins.open = io.open = _opened
     sys.set_int_max_str_digits(0)
@@ -34,6 +34,6 @@ def _exit(code: Any = None) -> NoReturn:
 
 
 def _opened(file: Any, *arguments: Any, **keywords: Any) -> Any:
-    if isinstance(file, str | os.PathLike) and os.fspath(file) == _STDIN:
-        file = os.dup(0)
+    if isinstance(file, str | os.PathLike) and os.fspath(file) in _STREAMS:
+        file = os.dup(_STREAMS[os.fspath(file)])
     return _open(file, *arguments, **keywords)

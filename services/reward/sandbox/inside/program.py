@@ -9,7 +9,9 @@ nothing to steal and nothing to compare with.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+import io
 import json
 import linecache
 import os
@@ -19,6 +21,7 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import kernel
@@ -94,7 +97,7 @@ def run(request: dict[str, Any], result_fd: int) -> NoReturn:
     except BaseException as error:  # whatever the program raises is how it ended
         encoded = json.dumps(_failure(error, request)).encode()
     os.write(result_fd, encoded)
-    _finish()
+    _try(_finish)
     os._exit(0)
 
 
@@ -167,14 +170,19 @@ def _failure(error: BaseException, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finish() -> None:
-    """Ends as an interpreter would: waits for threads, runs the exit handlers, flushes."""
-    try:
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:  # of the program's exit handlers
-        os._exit(0)
+    """Ends as an interpreter would: waits for threads, runs the exit handlers, flushes the standard
+    streams, also those that the program has replaced, and files that its globals name."""
+    _try(threading._shutdown)  # pyright: ignore[reportAttributeAccessIssue]
+    _try(atexit._run_exitfuncs)
+    named = vars(sys.modules["__main__"]).values()
+    files = [file for file in list(named) if isinstance(file, io.IOBase)]
+    for file in (sys.stdout, sys.stderr, *files, sys.__stdout__, sys.__stderr__):
+        _try(lambda file=file: file.flush())
+
+
+def _try(step: Callable[[], object]) -> None:
+    with contextlib.suppress(BaseException):  # of the program's exit handlers and files
+        step()
 
 
 def plain(value: Any, depth: int = 0) -> Any:

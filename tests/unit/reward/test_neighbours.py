@@ -1,0 +1,60 @@
+"""Right programs beside hung ones of their group: the right ones earn 1, the others 0, and nobody's
+reward is missing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import pytest
+import pytest_asyncio
+
+from services.reward.grading import registry
+from services.reward.grading.cache import VerdictCache
+from services.reward.grading.calling import Caller
+from services.reward.grading.registry import GraderTools
+from services.reward.sandbox.cgroups import Groups
+from shared.job import RewardSpec
+from shared.wire import Part, ScoreItem
+from tests.support.hung_programs import HUNG
+from tests.support.reward_helpers import running_tools
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+LIMITS = {"cpu_s": 0.4, "idle_s": 2, "memory_mib": 64}
+TESTS = {
+    "asserts": "assert f(7) == 7\nassert f(8) == 8",
+    "loop": "for x in range(3):\n    assert f(x) == x",
+    "stdio": [{"input": "7\n", "output": "7\n"}],
+}
+RIGHT = {"asserts": "def f(x): return x", "loop": "f = lambda x: x", "stdio": "print(input())"}
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["cgroups", pytest.param("no cgroups", marks=pytest.mark.soak)],
+)
+async def tools(request: pytest.FixtureRequest) -> AsyncGenerator[GraderTools]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "no cgroups":
+            patch.setattr(Groups, "make", lambda *_: None)
+        async with running_tools(3) as made:
+            yield made
+
+
+@pytest.mark.parametrize("style", TESTS)
+async def test_hung_programs_cost_right_ones_nothing(style: str, tools: GraderTools) -> None:
+    # Without cgroups wall time is all that ends most of them.
+    spec = RewardSpec(grader="code_tests", params={**LIMITS, "timeout_s": 8})
+    caller = Caller(registry.bind(spec, tools), VerdictCache(0))
+    right = [f"{RIGHT[style]}\n# {number}" for number in range(8)]
+    items = [
+        ScoreItem(prompt="p", completion=program, row={"tests": TESTS[style]})
+        for program in [*HUNG.values(), *right]
+    ]
+    parts: dict[int, Part] = {}
+    await caller.grade(items, parts.__setitem__)
+    names = [*HUNG, *(f"right {number}" for number in range(len(right)))]
+    wanted = {name: float(name.startswith("right")) for name in names}
+    found = {names[at]: part.value for at, part in parts.items()}
+    assert found == wanted, [part for at, part in parts.items() if part.value != wanted[names[at]]]
