@@ -375,6 +375,24 @@ async def test_a_job_is_taken_with_its_first_sampler_and_finds_others_on_its_way
     assert min(len(sampler.groups) for sampler in pool.samplers) >= 3
 
 
+async def test_samplers_that_registered_take_weights_from_a_folder_that_they_see(
+    pool: Pool,
+) -> None:
+    """As under Compose, where the addresses of all containers differ."""
+    first, second = pool.samplers
+    methods: list[str] = []
+
+    async def note(ref: Any) -> None:
+        methods.append(ref.method)
+
+    second.fault["reload"] = note
+    for sampler in (second, first):
+        await take_part(pool, sampler)
+    record = await pool.stack.until((await pool.stack.submit()).id)
+    assert (record.status, record.recoveries) == ("succeeded", 0)
+    assert set(methods) == {"shm"} and second.serving.version == 4
+
+
 async def test_a_sampler_that_leaves_gets_no_further_groups(pool: Pool) -> None:
     for sampler in pool.samplers:
         await take_part(pool, sampler)

@@ -129,7 +129,10 @@ class Broadcast:
     def _send(self, store: Store, num_ranks: int) -> None:
         device = self._tensors[self._chunks[0][0]].device
         member = Member(store, num_ranks + 1, device, self._host, self._timeout)
-        group = within(self._meet_s, lambda: self._met(member))
+        join = self._join  # what may be left behind in a thread must not hold the tensors
+        group = within(self._meet_s, lambda: met(join, member))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # this thread has chosen none yet
         try:
             for chunk in self._chunks:
                 packed = torch.cat([as_bytes(self._tensors[name]) for name in chunk])
@@ -138,14 +141,15 @@ class Broadcast:
             if device.type == "cuda":
                 group.abort()  # a plain end would wait for a peer that is gone
 
-    def _met(self, member: Member) -> Any:
-        """Returns the group once every rank of it has taken part in a first collective."""
-        group = self._join(member)
-        one = torch.ones(1, device=member.device)
-        group.allreduce([one], dist.AllreduceOptions()).wait(self._timeout)
-        if one.item() != member.num_ranks:
-            raise RuntimeError(f"{one.item():g} ranks have met, expected {member.num_ranks}")
-        return group
+
+def met(join: Callable[[Member], Any], member: Member) -> Any:
+    """Returns the group once every rank of it has taken part in a first collective."""
+    group = join(member)
+    one = torch.ones(1, device=member.device)
+    group.allreduce([one], dist.AllreduceOptions()).wait(member.timeout)
+    if one.item() != member.num_ranks:
+        raise RuntimeError(f"{one.item():g} ranks have met, expected {member.num_ranks}")
+    return group
 
 
 def within(seconds: float, act: Callable[[], Any]) -> Any:
@@ -171,7 +175,7 @@ def joined(member: Member) -> Any:
     """Returns a process group that is no part of torch's default one."""
     if member.device.type != "cuda":
         return joined_by_gloo(member)
-    torch.cuda.set_device(member.device)  # this thread has chosen none yet
+    torch.cuda.set_device(member.device)  # likewise
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = member.timeout
     with surviving_peers():

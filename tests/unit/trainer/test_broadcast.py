@@ -117,6 +117,7 @@ def test_a_group_that_is_never_made_keeps_nobody_waiting() -> None:
         made.append(member)
         if len(made) == 1:
             hung.wait()
+            raise RuntimeError("it was the last test")
         return joined(member)
 
     sending = Broadcast(TENSORS, "127.0.0.1", 30.0, meet_s=5.0, join=hanging_once)
