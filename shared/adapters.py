@@ -1,4 +1,4 @@
-"""A LoRA adapter in a folder, as PEFT writes it: what trainer and sampler have to agree on.
+"""A LoRA adapter's folder, as PEFT writes it. Trainer and sampler agree on this format.
 
 adapter_model.safetensors   base_model.model.<layer>.lora_A.weight [rank, in]
                             base_model.model.<layer>.lora_B.weight [out, rank]
@@ -17,12 +17,12 @@ CONFIG = "adapter_config.json"
 FILES = (CONFIG, WEIGHTS)
 
 PREFIX = "base_model.model."
-"""Before the name of a layer in the base model."""
+"""Prefix of a base model layer's name in the adapter's tensors."""
 
 
 def adapter_digests(folder: Path) -> dict[str, str]:
-    """Returns the digest of each tensor and, under the file's name, of the configuration: it has
-    alpha, without which the tensors say nothing. Raises Failed for files that cannot be read."""
+    """Returns the digest of each tensor and, under its file's name, of the configuration: without
+    its alpha the tensors say nothing. Raises Failed for files that cannot be read."""
     try:
         config = (folder / CONFIG).read_bytes()
         digests = tensor_digests(stored_tensors(folder))

@@ -1,6 +1,6 @@
-"""The architectures of language models that can be trained and sampled: Transformers makes causal
-models of them, and vLLM runs them by code of its own or by Transformers', both in the pinned
-versions. Written down, because neither is installed where jobs are submitted."""
+"""The language model architectures that can be trained and sampled. The pinned Transformers has a
+causal model of each, and the pinned vLLM runs it by its own code or Transformers'. The list is
+written down because neither is installed where jobs are submitted."""
 
 from __future__ import annotations
 

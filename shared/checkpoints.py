@@ -1,5 +1,5 @@
-"""What a checkpoint's folder says of its own files: written by the trainer, read by the
-orchestrator, which hands them out, and compared by who downloads them."""
+"""A checkpoint folder's list of its own files. The trainer writes it, the orchestrator serves the
+files, and a download is compared with it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from shared.wire import Wire
 BLOCK_BYTES = 1 << 20
 
 STATE = "trainer"
-"""The folder within it from which training goes on; what plain `transformers` loads is beside."""
+"""The subfolder that training resumes from. The files that plain `transformers` loads are beside
+it."""
 
 MANIFEST = f"{STATE}/manifest.json"
 
 
 class StoredFile(Wire):
-    """A file of a checkpoint as it was written. `crc32` is that of zlib."""
+    """A file of a checkpoint as it was written. `crc32` is zlib's checksum."""
 
     size_bytes: int
     crc32: int
 
     @classmethod
     def of(cls, path: Path) -> StoredFile:
-        """Returns what the file at `path` is now."""
+        """Returns the entry of the file at `path` as it is now."""
         size_bytes = crc32 = 0
         with path.open("rb") as stream:
             while block := stream.read(BLOCK_BYTES):

@@ -1,8 +1,8 @@
-"""The one client for the services: how a call to one waits, is retried and is given up, is written
-here and nowhere else.
+"""The one client for the services. Only this file says how a call waits, is retried and is given
+up.
 
-A call has a deadline. It asks with `Prefer: respond-async`, so work longer than a proxy's time
-limit is polled for; a dropped connection or a restarted service is asked again with the same
+A call has a deadline. It sends `Prefer: respond-async`, so work longer than a proxy's time limit is
+polled for. After a dropped connection or a restart of the service it asks again with the same
 idempotency key. Retried: connection failures, 503, 429, a 5xx that is not the service's own. Never:
 anything the service answered on purpose. (Redis and judges have clients of their own, which retry
 by their own rules.)
@@ -35,7 +35,7 @@ from shared.wire import VersionInfo
 
 WAIT_S = 20
 MAX_FETCHES = 4
-"""Results that are fetched at a time, of those polled for: they come together, and are large."""
+"""Most results fetched at once: polled operations end together, and their results are large."""
 
 CHUNK_BYTES = 1 << 20
 """Larger bodies are sent in pieces of this size."""
@@ -48,10 +48,10 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Client:
-    """Calls one service. `name` says which in errors; `binary` sends and asks for msgpack instead
-    of JSON. A service that is away (unreachable, or answering 503) for `patience_s` seconds on end
-    is given up, however far the deadline. `tell` hears once it is away for some seconds, and when
-    it is back. `headers` go with every request."""
+    """Calls one service, which errors call `name`. `binary` sends and asks for msgpack instead of
+    JSON. A call fails once the service was away (unreachable, or answering 503) for `patience_s`
+    seconds without a break, even if its deadline is later. `tell` is called when the service has
+    been away for some seconds, and when it is back. `headers` go with every request."""
 
     def __init__(
         self,
@@ -89,7 +89,8 @@ class Client:
 
     @property
     def away(self) -> tuple[str, float] | None:
-        """Who is said to be away, the service or what it needs, and since when (Unix time)."""
+        """Which service is reported as away, this one or a service it needs, and since when (Unix
+        time)."""
         return self._presence.away
 
     async def __aenter__(self) -> Client:
@@ -108,8 +109,8 @@ class Client:
         await self._http.aclose()
 
     async def ping(self, deadline_s: float) -> None:
-        """Raises Unavailable at once if nothing answers, and BadRequest, which names the setting,
-        for what answers and is another service or none."""
+        """Raises Unavailable at once if nothing answers. Raises BadRequest, naming the setting, if
+        another service or something else answers."""
         named = (
             f"HONE_{self.name.upper()}_URL is the {self.name} service's, by default "
             f"http://127.0.0.1:{PORTS[self.name]}"
@@ -148,13 +149,13 @@ class Client:
         wait_s: int | None = None,
         patience_s: float | None = None,
     ) -> M:
-        """Returns the result of the operation, however long it takes up to `deadline_s` seconds.
+        """Returns the result of the operation, which may take up to `deadline_s` seconds.
 
         `key` is its Idempotency-Key; without one each call has its own. After `wait_s` seconds (20)
         the operation is polled for, together with all others of this client, so it holds no
-        connection. `patience_s` is in place of the client's; if it is longer than the deadline,
-        that counts only while the service is there. Raises the service's own HoneError, or
-        Unavailable naming the service and what it waited for.
+        connection. `patience_s` replaces the client's; if it is longer than the deadline, time in
+        which the service is away does not count towards the deadline. Raises the service's own
+        HoneError, or Unavailable naming the service and what it waited for.
         """
         ask = _Ask(
             method,
@@ -316,8 +317,8 @@ class Client:
 
 
 async def _lines(response: httpx.Response) -> AsyncGenerator[str]:
-    """Yields the lines of a stream of events. What else ends a line of text, as U+2028 does, stands
-    in an event's JSON as it is."""
+    """Yields the lines of a stream of events. Other line separators, such as U+2028, do not end a
+    line: JSON contains them unescaped."""
     rest = b""
     async for piece in response.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
@@ -327,7 +328,7 @@ async def _lines(response: httpx.Response) -> AsyncGenerator[str]:
 
 @dataclass(frozen=True)
 class _Ask:
-    """One call, as `Client.call` explains it; without a key it is no operation."""
+    """One call, with the arguments of `Client.call`. Without a key it is not an operation."""
 
     method: str
     path: str
@@ -337,7 +338,7 @@ class _Ask:
     key: str | None = None
     wait_s: int = 0
     counts_away: bool = True
-    """Whether the time that the service is away counts towards the deadline."""
+    """Whether time in which the service is away counts towards the deadline."""
 
 
 class _Chunks:
@@ -353,9 +354,9 @@ class _Chunks:
 
 
 class _Watch:
-    """Says in the log, after `FIRST_REPORT_S` seconds and then every `REPORT_S`, what a call waits
-    for; whose call it is, the log's `service` says. `heard_at` is when the service said last that
-    it works on it."""
+    """Logs what a call waits for, after `FIRST_REPORT_S` seconds and then every `REPORT_S`. The log
+    line's `service` is the caller. `heard_at` is when the service last said that it works on the
+    call."""
 
     def __init__(self, service: str, operation: str, request_id: str) -> None:
         self.heard_at = 0.0

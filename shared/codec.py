@@ -22,8 +22,8 @@ M = TypeVar("M", bound=BaseModel)
 
 def encode(body: BaseModel, media_type: str = JSON) -> bytes:
     """Returns the body's bytes. In msgpack, token ids are int32 bytes and log-probs float32 bytes.
-    Raises BadRequest for what is nested too deep, and in msgpack for a whole number beyond 64 bits,
-    a value that is no plain data, and text that is no Unicode."""
+    Raises BadRequest for data nested too deep, and in msgpack for a whole number beyond 64 bits, a
+    value that is no plain data, and text that is no Unicode."""
     if media_type != JSON:
         return bytes(pack(body))
     try:
@@ -33,8 +33,8 @@ def encode(body: BaseModel, media_type: str = JSON) -> bytes:
 
 
 def pack(body: BaseModel) -> memoryview:
-    """Returns the body in msgpack, as `encode` does, but where it was written: without the copy
-    that bytes are, which is as large as the body."""
+    """Returns the body in msgpack as `encode` does, but as a view of the buffer it was written to.
+    Bytes would be a copy as large as the body."""
     packer = _msgpack.Packer(use_bin_type=True, autoreset=False)
     try:
         packer.pack(body.model_dump(context={"packed": True}))
@@ -70,8 +70,8 @@ def decode(model: type[M], data: bytes, media_type: str = JSON) -> M:
 
 
 def decode_stored(model: type[M], data: bytes, media_type: str = JSON) -> M:
-    """Returns the model that stored `data` holds, perhaps of another version of Hone: keys it
-    does not know are left out. Raises BadRequest as `decode` does."""
+    """Returns the model that stored `data` holds. Another version of Hone may have written it, so
+    unknown keys are ignored. Raises BadRequest as `decode` does."""
     return _validated(model, data, media_type, tolerant=True)
 
 

@@ -1,4 +1,5 @@
-"""How long a request may take to arrive, so that connections which send nothing do not add up."""
+"""How long a request may take to arrive. Without these limits connections that send nothing would
+add up."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ MIN_BODY_BYTES_PER_S = 100_000
 
 
 class Deadlines(asyncio.Protocol):
-    """Closes a connection whose request's headers are late. Before one of uvicorn's protocols, in a
-    class. The body's deadline is kept by `Gate`, which can answer."""
+    """Closes a connection whose request headers are late. A mixin before one of uvicorn's
+    protocols. `Gate` keeps the body's deadline, because it can answer."""
 
     _late: asyncio.TimerHandle | None = None
 

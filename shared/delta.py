@@ -1,5 +1,5 @@
-"""What differs between two versions of a tensor, packed small: the elements whose bits changed,
-where they are and what they are now.
+"""The difference between two versions of a tensor, packed small: the positions and new values of
+the elements whose bits changed.
 
     frame = zstd(count: u64 | gaps between positions | values)
 
@@ -27,7 +27,8 @@ ITEM_BYTES = {
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 LEVEL = 1
-"""zstd's fastest ordinary level: others gain a few percent and take several times as long."""
+"""zstd's fastest ordinary level: higher levels gain a few percent and take several times as
+long."""
 
 Array = np.ndarray[Any, Any]
 
@@ -40,7 +41,7 @@ def elements(data: bytes | bytearray, dtype: str) -> Array:
 
 
 def pack(old_N: Array, new_N: Array) -> tuple[bytes, int]:
-    """Returns the frame that makes `old_N` `new_N`, and how many elements it changes."""
+    """Returns the frame that turns `old_N` into `new_N`, and how many elements it changes."""
     positions = np.flatnonzero(old_N != new_N)
     gaps = np.diff(positions, prepend=0).astype(_gap_type(len(new_N)))
     parts = (struct.pack("<Q", len(positions)), _planes(gaps), _planes(new_N[positions]))
@@ -78,7 +79,8 @@ def _from_planes(data: bytes, dtype: Any, count: int) -> Array:
 
 
 def _decompressed(frame: bytes, *, most_bytes: int) -> bytes:
-    """A frame says how large it is; one that would be larger than it can be is not unpacked."""
+    """A frame states its unpacked size. A frame that states more than `most_bytes` is not
+    unpacked."""
     try:
         size = zstandard.get_frame_parameters(frame).content_size
         if not 8 <= size <= most_bytes:

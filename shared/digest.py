@@ -1,12 +1,13 @@
-"""The canonical digest of weights: the same for the same tensors, in whatever files they lie.
+"""The canonical digest of weights. It depends on the tensors alone, not on how files hold them.
 
-A tensor's digest is XXH3 (128 bits) over its dtype, shape and bytes; the digest of all is that over
-the sorted names and their digests. The trainer computes it of what it writes, the sampler of the
-safetensors files that it reads; neither torch nor the safetensors library is needed for that.
+A tensor's digest is XXH3 (128 bits) over its dtype, shape and bytes. The digest of all tensors is
+XXH3 over their sorted names and digests. The trainer computes it over the bytes that it writes, the
+sampler over the safetensors files that it reads. Neither torch nor the safetensors library is
+needed.
 
-XXH3 finds what goes wrong by accident: cut files, flipped bits, tensors of another version. It is
-as fast as memory, where sha256 takes longer than all the rest of a sync. It is no defence against
-somebody who may write into the trainer's folders: whoever can do that can publish weights.
+XXH3 finds accidents: cut files, flipped bits, tensors of another version. It is as fast as memory;
+sha256 takes longer than the rest of a sync. It is no defence against somebody who may write into
+the trainer's folders: that person can publish weights anyway.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import xxhash
 from shared.errors import Failed
 
 KIND = "xxh3-"
-"""What every digest begins with. Digests of other versions of Hone begin otherwise."""
+"""Prefix of every digest. Other versions of Hone have another prefix."""
 
 MAX_HEADER_BYTES = 100 << 20
 """The safetensors format's own limit."""
 
 MAX_THREADS = 16
-"""Other threads run while one reads and hashes; beyond this the memory is the limit."""
+"""Threads read and hash at the same time; beyond this number memory bandwidth is the limit."""
 
 BLOCK_BYTES = 1 << 20
 """Bytes read and hashed at a time: they stay in the processor's cache in between."""
@@ -55,8 +56,7 @@ class StoredTensor:
 
 
 class Digest:
-    """A tensor's digest in the making: its bytes are added in order. `dtype` is safetensors'
-    name."""
+    """Computes a tensor's digest: its bytes are added in order. `dtype` is safetensors' name."""
 
     def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
         self._total = xxhash.xxh3_128(f"{dtype}\0{json.dumps(shape)}\0".encode())
@@ -110,14 +110,15 @@ def digest_of(folder: Path) -> str:
 
 
 def digest_of_bytes(dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> str:
-    """Returns a tensor's digest, as it would be of one in a file. `dtype` is safetensors' name."""
+    """Returns the digest of a tensor that is not in a file. `dtype` is safetensors' name."""
     total = Digest(dtype, shape)
     total.add(data)
     return total.hex()
 
 
 def _digest(tensor: StoredTensor) -> str:
-    """Reads rather than maps the file: one cut short under a mapping would kill the process."""
+    """Reads the file rather than maps it: a mapped file that is cut short would kill the
+    process."""
     total = Digest(tensor.dtype, tensor.shape)
     block = memoryview(bytearray(min(tensor.size_bytes, BLOCK_BYTES)))
     left_bytes = tensor.size_bytes
@@ -168,7 +169,7 @@ def _no_safetensors(file: Path, why: str) -> Failed:
 
 
 def digest_of_file(path: Path) -> str:
-    """Returns the digest of a file's bytes, whatever they are. Raises OSError."""
+    """Returns the digest of a file's bytes. Raises OSError."""
     state = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):

@@ -17,19 +17,19 @@ from shared.errors import Failed
 Data = bytes | memoryview
 
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
-"""How file systems without hard links, some network volumes, answer."""
+"""Errors of file systems without hard links, such as some network volumes."""
 
 
 def write_file(path: Path, data: Data) -> None:
-    """Writes the file, in place of what is there."""
+    """Writes the file. An existing file is replaced."""
     with _aside(path, data) as aside:
         aside.replace(path)
     flush(path.parent)
 
 
 def create_file(path: Path, data: Data) -> None:
-    """Writes the file; raises FileExistsError, and changes nothing, if it is there already. Where
-    there are no hard links, of two writers at the same instant the later one wins."""
+    """Writes the file; raises FileExistsError, and changes nothing, if it exists. Without hard
+    links, the later of two writers at the same instant wins."""
     with _aside(path, data) as aside:
         try:
             path.hardlink_to(aside)
@@ -51,8 +51,8 @@ def make_folder(path: Path) -> None:
 
 
 def own_folder(path: Path) -> None:
-    """Makes the folder, for this user only. Raises Failed for one that another user may have put
-    there: a link, or a folder of theirs, in a folder that others may write into."""
+    """Makes the folder, for this user only. Raises Failed if another user may have made it: it is a
+    link or another user's folder, in a folder that others may write into."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(mode=0o700)
@@ -62,8 +62,8 @@ def own_folder(path: Path) -> None:
 
 
 def _make_own(path: Path) -> None:
-    """Takes from others what rights they have to write into the folder. Raises Failed for one that
-    is not this user's."""
+    """Removes other users' write permission on the folder. Raises Failed for a folder that is not
+    this user's."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
@@ -90,7 +90,7 @@ def _not_own(path: Path) -> Failed:
 
 
 def user_name(uid: int) -> str:
-    """Returns how sentences call the user."""
+    """Returns the user's name for messages."""
     try:
         return f"user {pwd.getpwuid(uid).pw_name!r}"
     except KeyError:

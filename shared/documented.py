@@ -15,8 +15,8 @@ from pydantic_core import CoreSchema
 
 class Documented(BaseModel):
     """The text under a field is its description in the JSON schema. It is read from the source when
-    the schema is made: pydantic's `use_attribute_docstrings` does so at import, a tenth of what a
-    command takes that only asks."""
+    the schema is made. Pydantic's `use_attribute_docstrings` reads it at import, which is a tenth
+    of the time of a command that only asks."""
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -39,7 +39,7 @@ def descriptions(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _texts(source: str) -> dict[str, str]:
-    """Returns the text under each annotated name of the class that `source` is."""
+    """Returns the text under each annotated name of the class whose source is `source`."""
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef), source
     found: dict[str, str] = {}

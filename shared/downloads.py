@@ -1,5 +1,5 @@
-"""Files as answers, whole or the range that was asked for, so that a download that was cut goes on
-where it broke off."""
+"""Files as answers, whole or by range, so that an interrupted download resumes where it broke
+off."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.errors import Malformed, NotFound
 BYTES = "application/octet-stream"
 
 RANGE = re.compile(r"bytes=(?:(?P<first>\d{1,18})-(?P<last>\d{1,18})?|-\d{1,18})")
-"""From a byte to another one, from a byte on, or the last so many: one of these."""
+"""One range: from one byte to another, from a byte on, or the last so many bytes."""
 
 DOWNLOADED: openapi.Responses = {
     200: openapi.without_model("the file", BYTES),
@@ -28,7 +28,7 @@ DOWNLOADED: openapi.Responses = {
 
 class DownloadedFile(FileResponse):
     """The file at `path`, as `filename` if one is given. Raises NotFound for a file that was
-    removed since, and Malformed for a `Range` that is none."""
+    removed since, and Malformed for an invalid `Range`."""
 
     chunk_size = 1 << 20
 

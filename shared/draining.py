@@ -1,5 +1,5 @@
-"""The state a service is in between SIGTERM and its end: nobody is kept waiting for what it will
-not finish."""
+"""The state of a service between SIGTERM and its end. It tells waiting callers at once that it will
+not finish their work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.errors import Unavailable
 
 
 class Draining:
-    """Begins once, in the event loop of the service `name`."""
+    """Whether the service `name` drains. Begins once, in the service's event loop."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,6 +36,7 @@ class Draining:
         )
 
     def ends_stream(self, task: asyncio.Task[Any]) -> None:
-        """Cancels the task at the beginning: it answers a stream that has no end of its own."""
+        """Cancels the task when draining begins. The task answers a stream that would never end by
+        itself."""
         self._streams.add(task)
         task.add_done_callback(self._streams.discard)

@@ -1,8 +1,8 @@
 """Reading the settings from the environment, as each process's entry point does, never at import.
 
-A `HONE_*` variable that no setting has is an error that names the nearest one, so a misspelt
-setting cannot be silently ignored. A secret may be in a file instead, as containers have it:
-`HONE_TOKEN_FILE` names one that holds `HONE_TOKEN`.
+An unknown `HONE_*` variable is an error that names the nearest setting, so a misspelt setting is
+not silently ignored. A secret may be in a file instead, as in containers: `HONE_TOKEN_FILE` names
+the file that holds `HONE_TOKEN`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _TOKEN = re.compile(r"[!-~]{8,}")
 _NAME = re.compile(r"^'(\w+)")
 
 FILE = "_FILE"
-"""After the name of a secret's variable: that of a file that holds it."""
+"""Suffix of a secret's variable: the variable with the suffix names the file that holds the
+secret."""
 
 S = TypeVar("S", bound=CallerSettings)
 
 
 def load_settings() -> config.Settings:
     """Returns the settings in the environment. Raises BadRequest for an unknown `HONE_*` variable
-    or a bad value, for a file of a secret that cannot be read, for a token that is none, and for a
-    host beyond loopback without a token."""
+    or a bad value, for a secret's file that cannot be read, for an invalid token, and for a host
+    beyond loopback without a token."""
     secrets = secret_variables()
     _check_names(secrets)
     return _load(config.Settings, secrets)
@@ -90,7 +91,7 @@ def _names(kind: type[CallerSettings], secrets: dict[str, str]) -> list[str]:
 
 
 def _has_only(kind: type[CallerSettings], secrets: dict[str, str]) -> bool:
-    """Whether the environment has no other variables of Hone's than these settings."""
+    """Whether every `HONE_*` variable of the environment is one of these settings."""
     ours = {name for name in os.environ if name.startswith(PREFIX)}
     return ours <= {*_names(kind, secrets)}
 

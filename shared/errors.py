@@ -13,8 +13,8 @@
     │   └── Busy     429  too much is waiting already; the client asks again until its deadline
     └── Failed       500  the service itself is broken
 
-A program decides by the class, and where that is not enough by `code` (`CODES` lists them). The
-detail is for people: one sentence with the value, what was expected, and where.
+Programs tell errors apart by class, and where that is not enough by `code` (`CODES` lists them).
+The detail is for people: one sentence with the value, what was expected, and where.
 `shared/client.py` turns a problem document back into the same class and code, so an error crosses
 any number of services unchanged.
 """
@@ -204,12 +204,12 @@ _OF_A_PROXY = frozenset({303, 408, 500, 502, 503, 504})
 
 
 def from_problem(status: int, document: dict[str, Any] | None, source: str) -> HoneError:
-    """Returns the error that a response stands for: of the class that the document's `type` names,
-    else of its status.
+    """Returns the error of a response: its class comes from the document's `type`, else from its
+    status.
 
-    A 5xx without a document of ours is a proxy's or a dying server's, so Unavailable; 303 and 408
-    are a proxy's that waits no longer. Another 4xx without one has the code "foreign". `source`
-    says who answered, for responses that say nothing.
+    A 5xx without a problem document comes from a proxy or a dying server, so it is Unavailable; 303
+    and 408 come from a proxy that waits no longer. Another 4xx without a document has the code
+    "foreign". `source` names the service in the detail of responses that have no document.
     """
     document = document or {}
     type_ = str(document.get("type", ""))

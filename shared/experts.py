@@ -1,7 +1,8 @@
-"""Mixtures of experts: what a configuration says of them, and which were tried here.
+"""Mixtures of experts: their sizes by a model's configuration, and which architectures were tried.
 
-They are trained whole, router included, by any number of ranks: transformers keeps the experts of a
-layer in two tensors, which have a gradient in each micro-batch, whichever experts its tokens go to.
+They are trained whole, router included, by any number of ranks. Transformers keeps the experts of a
+layer in two tensors, so both have a gradient in each micro-batch, whichever experts its tokens go
+to.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Experts:
-    """`num` experts in a layer, of which a token goes to `per_token`; each has the size
-    `intermediate`, and `shared` is that of what all tokens go to beside them."""
+    """A layer has `num` experts of size `intermediate`; a token goes to `per_token` of them.
+    `shared` is the size of the expert that all tokens go to."""
 
     num: int
     per_token: int
@@ -33,12 +34,12 @@ class Experts:
 
     @property
     def active_share(self) -> float:
-        """The part of the experts' weights that a token goes through."""
+        """The share of the experts' weights that a token goes through."""
         return self.per_token / self.num
 
     def touched_share(self, tokens: int) -> float:
-        """Returns the part of the experts' weights that is read for so many tokens at once, each of
-        which goes to experts of its own: 1 - (1 - k / E)^tokens."""
+        """Returns the share of the experts' weights that is read for so many tokens at once, if
+        each token chooses its experts independently: 1 - (1 - k / E)^tokens."""
         return 1 - (1 - self.active_share) ** tokens
 
 
@@ -47,8 +48,8 @@ def has_experts(config: Config) -> bool:
 
 
 def experts_of(config: Config) -> Experts | None:
-    """Returns what the configuration, of the language model, says of experts; None for a model
-    without. Raises KeyError for one that does not say how many a token goes to, or their size."""
+    """Returns the experts of a language model's configuration; None for a model without. Raises
+    KeyError if the number of experts per token or their size is missing."""
     if not has_experts(config):
         return None
     num = next(config[key] for key in NUM if config.get(key))
@@ -63,7 +64,7 @@ def experts_of(config: Config) -> Experts | None:
 
 
 def not_tried(model: str, config: Config) -> str | None:
-    """Returns what a job with a mixture of experts that was not tried is warned of."""
+    """Returns a warning for a job whose mixture of experts was not tried; None without one."""
     inner: Config = config.get("text_config") or config
     names: Any = config.get("architectures") or [None]
     if not has_experts(inner) or names[0] in TRIED:
@@ -75,7 +76,7 @@ def not_tried(model: str, config: Config) -> str | None:
 
 
 def cannot_reload_on_cpu(config: Config, weight_sync: str) -> str | None:
-    """Returns why a sampler on a CPU cannot be given new weights, or an adapter; None: it can."""
+    """Returns why a sampler on a CPU cannot load new weights or an adapter; None: it can."""
     inner: Config = config.get("text_config") or config
     if weight_sync == "restart" or not has_experts(inner):
         return None

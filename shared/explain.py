@@ -16,18 +16,18 @@ from pydantic.fields import FieldInfo
 from shared.urls import without_password
 
 MAX_FAULTS = 20
-"""Listed of one body."""
+"""Most faults listed for one body."""
 
 MAX_READ_FAULTS = 20_000
-"""Beyond it not even the first are listed: pydantic builds the list of all, 2 microseconds each."""
+"""Beyond it no fault is listed: pydantic would build the list of all, 2 microseconds each."""
 
 MAX_SHOWN_CHARS = 80
 
 UNITS = {"s": "seconds", "mib": "MiB", "gib": "GiB"}
-"""What a key's last part says of its number."""
+"""The unit of a number, by the last part of its key."""
 
 NO_NUMBER = ("float_parsing", "float_type", "int_parsing", "int_type")
-"""pydantic's names for what is no number."""
+"""pydantic's error types for a value that is no number."""
 
 
 def nearest(name: str, valid: Sequence[str], what: str = "valid keys") -> str:
@@ -39,7 +39,7 @@ def nearest(name: str, valid: Sequence[str], what: str = "valid keys") -> str:
 
 
 def closest(name: str, valid: Sequence[str]) -> str | None:
-    """Returns the one of `valid` that `name` is probably a misspelling of, or the initials of."""
+    """Returns the name in `valid` that `name` probably misspells or abbreviates by its initials."""
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     short = [key for key in valid if "_" in key and _initials(key) == name]
     return next(iter(close + short), None)
@@ -52,8 +52,8 @@ def _initials(key: str) -> str:
 def sentences(
     error: ValidationError, model: type[BaseModel], where: str = ""
 ) -> list[dict[str, str]]:
-    """Returns one `{pointer, detail}` for each of the first `MAX_FAULTS` faults, and one that says
-    how many more there are. `where` opens each sentence, for example a file's name."""
+    """Returns one `{pointer, detail}` for each of the first `MAX_FAULTS` faults, and a last entry
+    that says how many more there are. `where` opens each sentence, for example a file's name."""
     count = error.error_count()
     if count > MAX_READ_FAULTS:
         return [_more(f"{count} faults, too many to list (at most {MAX_READ_FAULTS})")]
@@ -106,8 +106,8 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
 
 
 def _elsewhere(name: str, model: type[BaseModel], at: tuple[int | str, ...]) -> str | None:
-    """Returns where else a key of this name is, in the body or in the part of it around `at`, the
-    innermost that has one: beside its sections, or in some."""
+    """Returns where else the body has a key of this name: in the innermost part around `at` that
+    has one, beside its sections or inside them."""
     for depth in range(len(at), -1, -1):
         path, annotation = _followed(model, at[:depth])
         keys = _fields(annotation)
@@ -122,8 +122,8 @@ def _elsewhere(name: str, model: type[BaseModel], at: tuple[int | str, ...]) -> 
 
 
 def called_here(name: str, model: type[BaseModel], at: tuple[int | str, ...]) -> str | None:
-    """Returns what is called `name` elsewhere and is another key here, if a model around `at` says
-    so by its `other_names`; its `name_notes` say what is to be known of it."""
+    """Returns the key for which other trainers use `name`, by the `other_names` of a model around
+    `at`. Its `name_notes` are added."""
     for depth in range(len(at) + 1):
         path, annotation = _followed(model, at[:depth])
         around = _model_in(annotation)
@@ -135,7 +135,7 @@ def called_here(name: str, model: type[BaseModel], at: tuple[int | str, ...]) ->
 
 
 def _fields(annotation: Any) -> Mapping[str, FieldInfo]:
-    """Returns the keys of a section; none of what may be anything but a section."""
+    """Returns the keys of a section; none for a value that need not be a section."""
     kinds = _kinds(annotation)
     kind = kinds[0] if len(kinds) == 1 else None
     if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -144,7 +144,7 @@ def _fields(annotation: Any) -> Mapping[str, FieldInfo]:
 
 
 def refused(key: str, fault: dict[str, Any]) -> str:
-    """Returns the sentence for a value that pydantic refused: what it was and what was expected."""
+    """Returns the message for a value that pydantic refused: what it was and what was expected."""
     if fault["type"] == "missing":
         return f"{key!r} is missing and has no default"
     message = _expected(fault) or fault["msg"].removeprefix("Value error, ")
@@ -156,7 +156,7 @@ def refused(key: str, fault: dict[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns the beginning of `repr(value)`, which of a large value is never made whole."""
+    """Returns the beginning of `repr(value)`. The whole text of a large value is never made."""
     text = _SHORT.repr(value[:MAX_SHOWN_CHARS] if isinstance(value, bytes) else value)
     text = without_password(text)
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
@@ -192,8 +192,8 @@ def _expected(fault: dict[str, Any]) -> str | None:
 
 
 def _followed(model: Any, loc: tuple[int | str, ...]) -> tuple[list[int | str], Any]:
-    """Returns the path into the body that pydantic's `loc` stands for, and the type there (None
-    where it leads into free data): `loc` also names which of several types was tried."""
+    """Returns the path into the body for pydantic's `loc`, and the type there (None inside free
+    data). `loc` itself also names which type of a union was tried."""
     path: list[int | str] = []
     annotation = model
     for part in loc:
@@ -207,7 +207,7 @@ def _followed(model: Any, loc: tuple[int | str, ...]) -> tuple[list[int | str], 
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """Returns the types that a value may be of, None left out."""
+    """Returns the types that a value may have, without None."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _kinds(get_args(annotation)[0])
@@ -229,7 +229,7 @@ def _part_of(kind: Any, part: int | str) -> Any:
 
 
 def _is_called(kind: Any, name: str) -> bool:
-    """Whether pydantic calls the type so: by its name, or by its value of the discriminator."""
+    """Whether pydantic calls the type `name`: by its class, or by its discriminator's value."""
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return False
     literals = [f.annotation for f in kind.model_fields.values()]
@@ -239,7 +239,7 @@ def _is_called(kind: Any, name: str) -> bool:
 
 
 def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
-    """Returns `model` and every model that its fields lead to, each once."""
+    """Returns `model` and every model in its fields, at any depth, each once."""
     found, queue = list[type[BaseModel]](), [model]
     while queue:
         current = queue.pop(0)

@@ -1,11 +1,11 @@
-"""What to do where packages are missing that only some parts of Hone need."""
+"""What to do about a missing optional package."""
 
 from __future__ import annotations
 
 
 def how_to_install(extra: str) -> str:
-    """Returns how the packages of an extra of pyproject.toml are installed: from the repository,
-    for no package index has Hone."""
+    """Returns the command that installs an extra of pyproject.toml, from the repository: Hone is on
+    no package index."""
     return (
         f"`make setup` in Hone's repository installs it into .venv, `pip install '.[{extra}]'` "
         "there into another environment"

@@ -1,5 +1,5 @@
-"""Modal's front door, for those who call a service behind it: the proxy token that it asks for, and
-the redirect by which it answers what takes longer than 150 s."""
+"""Modal's front door, as callers of a service behind it see it: it asks for a proxy token, and
+redirects requests that take longer than 150 s."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import httpx2 as httpx
 from shared.errors import Unavailable
 
 HOSTS = (".modal.run", ".modal.direct")
-"""What the names of its hosts end with. The proxy token is shown to nobody else."""
+"""Endings of its host names. The proxy token is sent to no other host."""
 
 
 def proxy_headers(url: str) -> dict[str, str]:
     """Returns the headers with the proxy token, if the URL is of a host of Modal's."""
     if not (urlsplit(url).hostname or "").endswith(HOSTS):
         return {}
-    from shared.environment import load_settings  # all settings, for those behind that door only
+    from shared.environment import load_settings  # loads all settings, so only for Modal's hosts
 
     settings = load_settings()
     if settings.modal_key is None or settings.modal_secret is None:
@@ -29,9 +29,9 @@ def proxy_headers(url: str) -> dict[str, str]:
 
 
 async def sent(http: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
-    """Returns the answer to the request, however often it is to be asked for elsewhere: 303 names
-    where, and the request itself is not sent again. Raises Unavailable if that is another host,
-    which is not to see what this one is sent."""
+    """Returns the answer to the request. It follows any number of 303 redirects by GET, so the
+    request itself is not sent again. Raises Unavailable for a redirect to another host, which must
+    not see this host's token."""
     response = await http.send(request)
     while response.status_code == 303:
         asked, location = response.request.url, response.headers.get("location", "")

@@ -27,17 +27,18 @@ from shared.urls import is_loopback
 from shared.wire import ApiKey
 
 SINGLE = ("host", "authorization", "content-type", "content-length", "idempotency-key")
-"""Headers that mean something here. One that came twice would be read as one by a proxy and as the
-other by us."""
+"""Headers that may come only once. Of two values, a proxy and this service might read different
+ones."""
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
-"""What is taken for the id of a request; with any other X-Request-Id it gets a new one."""
+"""A valid request id. A request with any other X-Request-Id gets a new id."""
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-"""What no path has: `$` of a route's pattern also matches before a line feed at the end."""
+"""Characters that no path may have: `$` in a route's pattern also matches before a final line
+feed."""
 
 caller: ContextVar[ApiKey | None] = ContextVar("caller", default=None)
-"""The key that made the request under way; None: HONE_TOKEN did, or nobody has to show one."""
+"""The API key of the current request; None: it has HONE_TOKEN, or needs no token."""
 
 STREAMS = (b"text/event-stream", LINES.encode())
 
@@ -58,12 +59,11 @@ class RequestMetrics:
 
 
 class Keys(Protocol):
-    """What a service takes beside HONE_TOKEN."""
+    """The API keys that a service accepts beside HONE_TOKEN."""
 
     async def check(self, secret: str, method: str, path: str) -> ApiKey:
         """Returns the key with this secret. Raises Unauthorized if there is none, and Forbidden if
-        it does not allow the method. What a route allows beyond that, it checks itself: see
-        `caller`."""
+        it does not allow the method. Routes check further rights by `caller`."""
         ...
 
 
@@ -130,8 +130,8 @@ class Gate:
             self._note_end(scope, status or 500, time.perf_counter() - start)
 
     async def _authorize(self, scope: Scope, headers: dict[str, str]) -> bool:
-        """Returns whether the caller may say whom it asks for: on an open path it may be anybody.
-        Raises Unauthorized, and Forbidden."""
+        """Returns whether the caller's ownership header counts: not on an open path, where anybody
+        may call. Raises Unauthorized and Forbidden."""
         caller.set(None)
         if self._token is None:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
@@ -166,7 +166,8 @@ class Gate:
             raise self._too_long(length)
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Returns `receive` for a body that may not say how long it is, and may not arrive."""
+        """Returns `receive` with limits, because a body may hide its length and may never
+        arrive."""
         taken, is_complete, start = 0, False, asyncio.get_running_loop().time()
 
         async def bounded() -> Message:

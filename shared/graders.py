@@ -10,8 +10,8 @@ from shared.job import RewardSpec
 
 
 def reward_of(grader: Mapping[str, Any]) -> RewardSpec:
-    """Returns the object as a reward of a job. Raises BadRequest for one whose `type` cannot be a
-    grader's name: the job's own code is a file, not an object."""
+    """Returns the object as a reward of a job. Raises BadRequest if `type` cannot be a grader's
+    name: a job's own code is a file, not an object."""
     kind, name = grader.get("type"), grader.get("name")
     if not isinstance(kind, str) or kind == "function":
         raise BadRequest(

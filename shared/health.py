@@ -1,4 +1,4 @@
-"""The routes that say how a service is: /healthz, /readyz, /metrics, /version."""
+"""The health routes of a service: /healthz, /readyz, /metrics, /version."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from shared.draining import Draining
 from shared.wire import Dependency, Health, Readiness, VersionInfo
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/version"})
-"""What is answered without a token."""
+"""Paths that need no token."""
 
 
 class Starting(str):
-    """A sentence of a dependency that starts: time alone mends it."""
+    """Why a dependency is not ready when it only needs time to start."""
 
     __slots__ = ()
 
 
 Check = Callable[[], Awaitable[str | None]]
-"""Returns None when the dependency is ready, else a sentence saying what it waits for."""
+"""Returns None when the dependency is ready, else what it waits for."""
 
 
 def hone_version() -> str:

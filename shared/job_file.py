@@ -1,5 +1,5 @@
-"""A job file: read, overridden by `--set a.b=c`, the reward files it names inlined, and every
-mistake explained.
+"""Reads a job file, applies `--set a.b=c`, inlines the reward files that it names, and explains
+every mistake.
 
 A mistake is reported with the key, the value and the nearest valid key.
 """
@@ -32,8 +32,8 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     absolute.
 
     Paths of data and model that exist relative to the working directory become absolute; others are
-    taken as Hugging Face ids. Raises BadRequest with one sentence per fault, which begins with what
-    is at fault: the file, or an override.
+    taken as Hugging Face ids. Raises BadRequest with one sentence per fault. It begins with the
+    file or override that has the fault.
     """
     if not isinstance(path, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(f"the job file is {shown(path)}; expected a path")
@@ -57,15 +57,15 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def make_job(document: dict[str, Any], overrides: Sequence[str], where: str) -> Job:
-    """Returns the job that `document` describes, as if it stood in a file of the working
-    directory, with `overrides` applied."""
+    """Returns the job in `document` with `overrides` applied. Relative paths start at the working
+    directory."""
     for override in overrides:
         _apply(document, override)
     return _in_file(document, Path(where))
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Raises BadRequest for what is no list of texts, such as one text alone."""
+    """Raises BadRequest for anything but a list of texts, such as a single text."""
     is_list = isinstance(overrides, list | tuple)
     if not is_list or not all(isinstance(each, str) for each in overrides):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(
@@ -95,7 +95,8 @@ def parse_job(document: dict[str, Any], where: str = "job") -> Job:
 def _attributed(
     error: BadRequest, of_file: dict[str, Any], path: Path, overrides: Sequence[str]
 ) -> BadRequest:
-    """Returns the error such that a fault that the file alone does not have is an override's."""
+    """Returns the error with each fault attributed: a fault that the file alone does not have comes
+    from an override."""
     if not overrides or not error.errors:
         return error
     alone: set[str] = set()
@@ -111,7 +112,7 @@ def _attributed(
 
 
 def _as_override(fault: dict[str, str], where: str, overrides: Sequence[str]) -> dict[str, str]:
-    """Returns a fault with the override that is nearest to it in place of the file, if any is."""
+    """Returns the fault, attributed to the override nearest to its key, if there is one."""
     at = fault["pointer"].strip("/").split("/")
 
     def nearness(override: str) -> int:
@@ -126,8 +127,8 @@ def _as_override(fault: dict[str, str], where: str, overrides: Sequence[str]) ->
 
 
 def changed(job: Job, overrides: Sequence[str]) -> Job:
-    """Returns the job with `overrides` ("a.b=c") applied, to go on with. Raises BadRequest for a
-    key that says what is learned: that would be another job."""
+    """Returns the job with `overrides` ("a.b=c") applied, to resume it. Raises BadRequest for a key
+    that changes what is learned: that would be another job."""
     free = MAY_CHANGE - {"name"}
     document = job.model_dump(mode="json")
     for override in overrides:
@@ -144,8 +145,8 @@ def changed(job: Job, overrides: Sequence[str]) -> Job:
 
 
 def _apply(document: dict[str, Any], override: str) -> None:
-    """Sets `a.b=c` in the document. The value is read as TOML (1e-4, true, [1, 2]) and else taken
-    as text; a whole-number key steps into a list (`rewards.0.weight=2`)."""
+    """Sets `a.b=c` in the document. The value is read as TOML (1e-4, true, [1, 2]), or else as
+    text. A whole-number key indexes a list (`rewards.0.weight=2`)."""
     key, separator, text = override.partition("=")
     if not separator or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", key):
         raise BadRequest(
@@ -214,8 +215,8 @@ def read_source(path: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    """Returns the text of a file or pipe. Raises BadRequest for a device, which may have no end,
-    and for more than `MAX_FILE_MIB`."""
+    """Returns the text of a file or pipe. Raises BadRequest for a device, which may be endless, and
+    for more than `MAX_FILE_MIB`."""
     with path.open("rb") as file:
         mode = os.fstat(file.fileno()).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):

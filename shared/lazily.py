@@ -1,5 +1,5 @@
-"""Packages that import what they have when it is first used: a command that needs three of two
-hundred bodies builds three."""
+"""Packages whose names are imported at their first use: a command that needs three of two hundred
+bodies builds only these three."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 
 def exporting(file: str, names: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], Any]]:
-    """Returns `__getattr__` and `__dir__` of the package whose `__init__.py` is `file` and whose
-    globals are `names`. It has what it imports under `if TYPE_CHECKING`."""
+    """Returns `__getattr__` and `__dir__` for the package with the `__init__.py` `file` and the
+    globals `names`. It exports its imports under `if TYPE_CHECKING`."""
 
     @functools.cache
     def homes() -> Mapping[str, str]:

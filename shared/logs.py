@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared import tracing
 
-if TYPE_CHECKING:  # imported where it is used: a command that logs nothing does without
+if TYPE_CHECKING:  # imported where it is used, so a command that logs nothing skips it
     import structlog
 
     from shared.config import Settings
@@ -21,10 +21,10 @@ if TYPE_CHECKING:  # imported where it is used: a command that logs nothing does
     Logger = structlog.stdlib.BoundLogger
 
 API_KEY = re.compile(r"hone_(?P<name>[a-z0-9-]{1,40})_[A-Za-z0-9_-]{43}")
-"""The secret of a named API key. Of one that stands in a log only the name is left."""
+"""The secret of a named API key. In logs only the name is left of it."""
 
 _at_first: list[Callable[[], None]] = []
-"""What is to be done before anything is logged."""
+"""Called before the first line is logged."""
 
 
 def configure(service: str, settings: Settings) -> None:
@@ -70,8 +70,8 @@ def configure(service: str, settings: Settings) -> None:
 
 
 def to_stderr() -> None:
-    """Sends a command's warnings to stderr, as lines for people: its stdout is for what it was
-    asked for."""
+    """Sends a command's warnings to stderr, as lines for people, because stdout is for the
+    command's result."""
     _at_first.append(_lines_on_stderr)
 
 
@@ -93,9 +93,9 @@ def get_logger() -> Logger:
 
 
 def request_id() -> str:
-    """Returns the id of the request that is being answered. Outside of one, a new one for a request
-    to be made: of the job that is being worked on, if any, so that the logs of all services are
-    searched by a job's id."""
+    """Returns the id of the request that is being answered. Otherwise returns a new id for a
+    request to be made. It contains the current job's id, if any, so that one search finds a job in
+    the logs of all services."""
     if "structlog" not in sys.modules:  # nothing was bound
         return secrets.token_hex(8)
     import structlog
@@ -106,14 +106,14 @@ def request_id() -> str:
 
 
 def of_request(id: str) -> AbstractContextManager[None]:
-    """All that is logged within has the id."""
+    """Every log line in the block has the request id."""
     import structlog
 
     return structlog.contextvars.bound_contextvars(request_id=id)
 
 
 def of_job(job_id: str) -> None:
-    """All that this task logs from now on has the job."""
+    """Every later log line of this task has the job's id."""
     import structlog
 
     structlog.contextvars.bind_contextvars(job=job_id)

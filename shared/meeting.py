@@ -48,8 +48,8 @@ def nth_asked(number: int) -> str:
 
 @contextlib.contextmanager
 def surviving_peers() -> Generator[None]:
-    """A NCCL group that is made within leaves the process alive when a peer does not do its part in
-    time. By default torch ends the process then: a peer that dies would take this one along."""
+    """An NCCL group made in this block leaves the process alive when a peer times out. By default
+    torch then ends the process, so a peer that dies would end this one too."""
     before = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY  # a group reads it when it is made
     try:

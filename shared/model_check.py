@@ -1,6 +1,6 @@
-"""Whether a model folder is whole, before anything loads it: its files against each other, its
-tensors against its configuration, its architecture, its tokenizer. Reads headers and no tensor, and
-needs neither torch nor the model's code."""
+"""Checks that a model folder is complete before anything loads it: its files against each other,
+its tensors against its configuration, its architecture, its tokenizer. Only headers are read, no
+tensor. Neither torch nor the model's code is needed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from shared.errors import BadRequest, Failed
 from shared.explain import closest
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-"""The files of which transformers makes a tokenizer: one of them has to be there."""
+"""Files that transformers makes a tokenizer from. One of them must exist."""
 
 PLAIN = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 )
-"""Architectures whose tensors are named and shaped alike, so that all of them can be told from the
-configuration."""
+"""Architectures with the same names and shapes of tensors, so the configuration tells all of
+them."""
 
 STRETCHED = ("rope_scaling", "rope_parameters")
-"""Keys of a configuration by which a model may hold more tokens than it says."""
+"""Configuration keys that may extend a model's context beyond its stated length."""
 
 SIZE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1}
 
 CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
-"""Dimensions of an attention head that vLLM has on a CPU, in the pinned version."""
+"""Attention head sizes that the pinned vLLM supports on a CPU."""
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, StoredTensor]
@@ -47,8 +47,8 @@ def check_model_folder(folder: Path, max_model_len: int | None = None) -> None:
 
 
 def check_config(folder: Path, max_model_len: int | None = None) -> Config:
-    """Returns the model's configuration. Raises BadRequest for one that cannot be trained, or does
-    not hold as many tokens."""
+    """Returns the model's configuration. Raises BadRequest for a model that cannot be trained, or
+    whose context is shorter than `max_model_len`."""
     config = read_config(folder)
     _check_architecture(folder, config)
     _check_window(folder, config, max_model_len)
@@ -62,7 +62,7 @@ def check_config(folder: Path, max_model_len: int | None = None) -> Config:
 
 
 def read_config(folder: Path) -> Config:
-    """Returns the model's configuration. Raises BadRequest for one that is no JSON object."""
+    """Returns the model's configuration. Raises BadRequest if it is no JSON object."""
     path = folder / "config.json"
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -74,8 +74,8 @@ def read_config(folder: Path) -> Config:
 
 
 def window_of(config: Config) -> int | None:
-    """Returns how many tokens the model holds, as its configuration says it; None if it does
-    not, or may mean more."""
+    """Returns the context length in tokens that the configuration states; None if it states none,
+    or may be extended."""
     inner: Config = config.get("text_config") or config
     for key in STRETCHED:
         found: Any = inner.get(key)
@@ -102,11 +102,12 @@ def cpu_limit(config: Config) -> str | None:
 
 
 def check_rope(model: str, config: Config, max_model_len: int | None) -> None:
-    """Raises BadRequest for a job whose sequences may be longer than the model's RoPE is fixed for.
+    """Raises BadRequest if sequences may be longer than the length for which the model's RoPE is
+    fixed.
 
-    Beyond that Transformers chooses the frequencies of all rows of a micro-batch by the longest one
-    (its `dynamic_rope_update`), so that a completion's log-probs would depend on what it is trained
-    beside. vLLM chooses those of longrope (arXiv 2402.13753) by `max_model_len`, once for all.
+    Beyond it Transformers chooses the frequencies of all rows of a micro-batch by the longest row
+    (its `dynamic_rope_update`), so a completion's log-probs would depend on the other rows. vLLM
+    chooses longrope's frequencies (arXiv 2402.13753) once, by `max_model_len`.
     """
     inner: Config = config.get("text_config") or config
     for rope in _ropes(inner):
@@ -130,7 +131,7 @@ def check_rope(model: str, config: Config, max_model_len: int | None) -> None:
 
 
 def _ropes(config: Config) -> Iterator[Config]:
-    """Yields the model's RoPE parameters: one for all layers, or one for each type of layer."""
+    """Yields the model's RoPE parameters: one set for all layers, or one for each type of layer."""
     for key in STRETCHED:
         found: Any = config.get(key)
         if isinstance(found, dict):
@@ -166,7 +167,8 @@ def _check_window(folder: Path, config: Config, max_model_len: int | None) -> No
 
 
 def _whole_tensors(folder: Path) -> Tensors:
-    """Returns the tensors of files that are whole, and that the index names."""
+    """Returns the tensors. Raises BadRequest for a damaged file, and for a file that contradicts
+    the index."""
     try:
         tensors = stored_tensors(folder)
     except Failed as error:
@@ -205,8 +207,8 @@ def _check_index(folder: Path, tensors: Tensors) -> None:
 
 
 def _check_tensors(folder: Path, config: Config, tensors: Tensors) -> None:
-    """Raises BadRequest for a tensor that the configuration has and the files do not, the other way
-    round, and for one of another shape."""
+    """Raises BadRequest for a missing tensor, for a tensor that the configuration does not have,
+    and for a wrong shape."""
     try:
         expected = plain_shapes(config)
     except (KeyError, TypeError) as error:
@@ -234,8 +236,8 @@ def _check_tensors(folder: Path, config: Config, tensors: Tensors) -> None:
 
 
 def plain_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor, biases left out, of a model of PLAIN architecture. Raises
-    KeyError for a configuration without a size."""
+    """Returns the shape of each tensor, without biases, for a PLAIN architecture. Raises KeyError
+    for a configuration without a size."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     vocab, heads = int(config["vocab_size"]), int(config["num_attention_heads"])
     head = int(config.get("head_dim") or hidden // heads)

@@ -15,8 +15,8 @@ HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*")
 MODELS_WITHOUT_OWNER = frozenset(
     {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "ctrl", "openai-gpt"}
 )
-"""Models that the Hub had before ids had an owner. Any other name without an owner, as OpenAI's
-are, is no model there."""
+"""Hub models from before ids had an owner. Any other name without an owner, such as OpenAI's names,
+is no model there."""
 
 EXPECTED = (
     "expected a folder with config.json and *.safetensors files, or a Hugging Face id such as "
@@ -31,7 +31,7 @@ def may_be_on_hub(model: str) -> bool:
 
 
 def hub_is_offline() -> bool:
-    """Whether the Hugging Face hub is not to be asked (HF_HUB_OFFLINE)."""
+    """Whether the Hugging Face hub must not be asked (HF_HUB_OFFLINE)."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
@@ -39,8 +39,8 @@ HUB_TIMEOUT_S = 10.0
 
 
 def check_hub(model: str) -> None:
-    """Raises Unavailable if the Hugging Face hub cannot be asked for a model that is not here.
-    Nothing is tried on a host that is not to ask it (HF_HUB_OFFLINE)."""
+    """Raises Unavailable if the Hugging Face hub is unreachable; call it for a model that is not
+    cached here. Tries nothing if the hub must not be asked (HF_HUB_OFFLINE)."""
     if hub_is_offline():
         return
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
@@ -55,11 +55,11 @@ def check_hub(model: str) -> None:
 
 
 def model_folder(model: str) -> Path | None:
-    """Returns the folder that `model` names, or None if it is a Hugging Face id (whether the hub
-    has it is not asked).
+    """Returns the folder that `model` names, or None if it is a Hugging Face id. The hub is not
+    asked.
 
-    A folder has to hold a configuration and whole safetensors files, which the weights of later
-    versions are compared with. Raises BadRequest if `model` is neither.
+    A folder must hold a configuration and complete safetensors files: later versions' weights are
+    compared with these. Raises BadRequest if `model` is neither.
     """
     folder = Path(model)
     try:

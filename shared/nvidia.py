@@ -1,5 +1,5 @@
-"""NVIDIA's cards and their driver, as the kernel shows them, and the rule of who computes: the CPU
-does only where no card is seen."""
+"""NVIDIA's cards and their driver, as the kernel shows them, and the rule: the CPU computes only
+where no card is seen."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 from shared.errors import Failed
 
 LEAST_DRIVER = 580
-"""What the wheels of CUDA 13 want: requirements/cuda.txt."""
+"""The oldest driver for the wheels of CUDA 13 in requirements/cuda.txt."""
 
 DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HIDDEN = ("", "-1")
-"""Its values under which CUDA sees no card."""
+"""Values of CUDA_VISIBLE_DEVICES with which CUDA sees no card."""
 
 PROBE = (sys.executable, "-c", "import torch; torch.cuda.init()")
 PROBE_S = 180.0
-"""Seconds for the probe, whose import of torch reads gigabytes from a cold disk. A driver that
-hangs takes longer."""
+"""Deadline of the probe, in seconds: its import of torch may read gigabytes from a cold disk. A
+driver that hangs takes longer."""
 
 
 def num_cards(devices: Path = DEVICES) -> int:
@@ -34,14 +34,14 @@ def num_cards(devices: Path = DEVICES) -> int:
 
 
 def num_seen() -> int:
-    """Returns how many cards are there for a process started now: none where CUDA_VISIBLE_DEVICES
-    hides them."""
+    """Returns how many cards a process started now can use: none where CUDA_VISIBLE_DEVICES hides
+    them."""
     return 0 if os.environ.get(VISIBLE) in HIDDEN else num_cards()
 
 
 def hide_from_cpu_build() -> int:
-    """Has the CPU compute, in this process and in those that it starts, where torch is its CPU
-    build: that is what `make setup` installs. Returns how many cards that leaves without work."""
+    """Makes this process and its children compute on the CPU if torch is the CPU build, as `make
+    setup` installs it. Returns how many cards stay unused."""
     if not version("torch").endswith("+cpu"):
         return 0
     num = num_seen()
@@ -50,7 +50,7 @@ def hide_from_cpu_build() -> int:
 
 
 def driver(file: Path = DRIVER) -> str | None:
-    """Returns the driver's version, such as "580.95.05"; None: there is no driver."""
+    """Returns the driver's version, such as "580.95.05"; None without a driver."""
     try:
         found = re.search(r"\s(\d+\.[\d.]+)\s", file.read_text())
     except OSError:
@@ -63,8 +63,8 @@ def is_too_old(number: str) -> bool:
 
 
 def compilers() -> dict[str, str]:
-    """Returns the variables by which programs are found that came as wheels, and that compile
-    kernels at run time: ninja, and the CUDA compiler where none is named."""
+    """Returns the environment variables that locate the compilers from wheels, which build kernels
+    at run time: ninja, and the CUDA compiler unless one is named."""
     found = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
     cuda = Path(sysconfig.get_path("purelib"), "nvidia/cu13")
     if (cuda / "bin/nvcc").exists() and not {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys():
@@ -73,8 +73,8 @@ def compilers() -> dict[str, str]:
 
 
 def why_unusable() -> str | None:
-    """Returns why torch cannot compute on the cards, in its words; None if it can. A process of its
-    own asks, which leaves no memory of the cards taken."""
+    """Returns torch's reason why it cannot compute on the cards; None if it can. A separate process
+    asks, so that no GPU memory stays taken."""
     try:
         probe = subprocess.run(PROBE, capture_output=True, text=True, timeout=PROBE_S)
     except subprocess.TimeoutExpired:
@@ -92,7 +92,7 @@ def refusal(num: int, reason: str) -> Failed:
 
 
 def check() -> None:
-    """Raises Failed where there are cards and torch cannot compute on them: the CPU would do their
-    work, and nobody would know."""
+    """Raises Failed if there are cards on which torch cannot compute. Without this error the CPU
+    would silently do their work."""
     if (num := num_seen()) and (reason := why_unusable()):
         raise refusal(num, reason)

@@ -17,7 +17,7 @@ from shared.rendering import Made
 from shared.wire.examples import EXAMPLES
 
 Responses = dict[int | str, dict[str, Any]]
-"""By status, as FastAPI takes them."""
+"""Responses by status, as FastAPI takes them."""
 
 COMPONENT = "#/components/schemas/{model}"
 
@@ -62,8 +62,8 @@ class Accepted(BaseModel):
 
 
 def answers(result: Any) -> Responses:
-    """Returns the responses of an operation or query with this type of result, which is JSON, or
-    msgpack for those who accept that."""
+    """Returns the responses of an operation or query with this type of result, as JSON or
+    msgpack."""
     if issubclass(result, Made):
         (body,) = result.__pydantic_generic_metadata__["args"]
         return answers(body) | {201: answers(body)[200] | {"headers": LOCATION}}
@@ -71,12 +71,12 @@ def answers(result: Any) -> Responses:
 
 
 def accepted() -> Responses:
-    """Returns the response to those who prefer not to wait for an operation."""
+    """Returns the response to a caller that prefers not to wait for an operation."""
     return {202: {"model": Accepted, "headers": LOCATION}}
 
 
 def any_answer() -> Responses:
-    """Returns the responses that have the result of any operation."""
+    """Returns the responses of the route that returns the result of any operation."""
     anything: dict[str, Any] = {}
     content = {codec.JSON: {"schema": anything}, codec.MSGPACK: {"schema": BINARY}}
     return {
@@ -89,7 +89,7 @@ def any_answer() -> Responses:
 def without_model(
     description: str, *media_types: str, schema: dict[str, Any] = BINARY
 ) -> dict[str, Any]:
-    """Returns a response that no model describes."""
+    """Returns a response without a model."""
     return {
         "description": description,
         "content": {media_type: {"schema": schema} for media_type in media_types},
@@ -103,7 +103,7 @@ def text(description: str, media_type: str, example: str) -> dict[str, Any]:
 
 
 def problem_responses() -> Responses:
-    """Returns the responses that every route can give beside its own."""
+    """Returns the error responses that every route can give."""
     kinds: dict[int | str, list[type[HoneError]]] = {}
     for kind in KINDS:
         kinds.setdefault(kind.status, []).append(kind)
@@ -157,7 +157,7 @@ def _add_examples(made: dict[str, Any]) -> None:
 
 
 def _contents(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields what the document says of each body and answer in JSON."""
+    """Yields the document's part for each body and answer in JSON."""
     for methods in made["paths"].values():
         for operation in methods.values():
             for one in (operation.get("requestBody", {}), *operation["responses"].values()):

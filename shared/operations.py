@@ -2,8 +2,8 @@
 7240 `respond-async`).
 
 The same key with the same body joins the work under way, or gets its result again; with another
-body it is a conflict. A client that goes away cancels nothing. Work that failed is forgotten with
-its key, so that asking again tries again.
+body it is a conflict. A client that goes away cancels nothing. Failed work is forgotten with its
+key, so a repeated request tries again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ KEEP_S = 600.0
 """How long the result of an operation is kept, whether or not somebody fetched it."""
 
 KEEP_COUNT = 1024
-"""How many results are kept that were fetched: enough for an answer that got lost on its way. Those
-that nobody has fetched yet are not counted: a step may have any number of groups under way."""
+"""How many fetched results are kept, in case an answer is lost on its way. Results that nobody has
+fetched yet do not count: a step may have any number of groups under way."""
 
 BUSY_CHECK_S = 0.05
-"""How often is looked at how busy the service is, for those who wait until it is less so."""
+"""Poll interval of the load check, in seconds, while a caller waits for the load to fall."""
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Operation:
 
 
 class Operations:
-    """All operations of one process. Finished ones are kept `KEEP_S` seconds, and of those whose
-    result was fetched the newest `KEEP_COUNT`."""
+    """All operations of one process. Finished operations are kept `KEEP_S` seconds, but only the
+    newest `KEEP_COUNT` fetched ones."""
 
     def __init__(self, deadline_s: float, draining: Draining) -> None:
         self._deadline_s = deadline_s
@@ -65,9 +65,9 @@ class Operations:
         *,
         durable: bool = False,
     ) -> Operation:
-        """Returns the operation of `key`, started now unless it was already. Raises Conflict for
-        the same key with another body. What `durable` work did it remembers itself, by its key: it
-        is joined while it runs, and asked again afterwards."""
+        """Returns the operation of `key`, and starts it unless it was started before. Raises
+        Conflict for the same key with another body. `durable` work remembers its result itself, by
+        key: while it runs it is joined, afterwards it is called again."""
         self._forget_old()
         if key and (known := self._by_key.get(key)):
             if known.fingerprint != fingerprint:
@@ -99,10 +99,10 @@ class Operations:
         wait_s: float | None,
         gone: Coroutine[Any, Any, None] | None = None,
     ) -> BaseModel | None:
-        """Returns the result, or None if it is not there within `wait_s` seconds.
+        """Returns the result, or None if the work takes longer than `wait_s` seconds.
 
-        Raises the work's own HoneError, or Unavailable as soon as the service drains. If `gone`
-        ends first, which says that the client went away, the work ends too.
+        Raises the work's own HoneError, or Unavailable as soon as the service drains. `gone` ends
+        when the client goes away; if it ends first, the work is cancelled.
         """
         ended = await done_or(operation.task, self._draining.wait(), gone, timeout_s=wait_s)
         if not operation.task.done() and self._draining.has_begun():
@@ -114,9 +114,9 @@ class Operations:
         return operation.task.result() if operation.task.done() else None
 
     async def wait_any(self, wanted: WaitRequest, busy: Callable[[], int]) -> WaitResult:
-        """Returns which of the operations have ended, unknown ones included, as soon as one has,
-        or `busy()` is below `busy_below` and the caller was not told so, or the time is over, or
-        the service drains."""
+        """Returns which of the operations have ended, unknown ones included. Returns as soon as one
+        has ended, or `busy()` is below `busy_below` and the caller does not know it, or the time is
+        over, or the service drains."""
         tasks = [self._by_id[id].task for id in wanted.ids if id in self._by_id]
         if len(tasks) == len(wanted.ids) and not any(task.done() for task in tasks):
             few = _until_below(busy, wanted.busy_below, wanted.busy) if wanted.busy_below else None
@@ -170,7 +170,7 @@ class Operations:
 async def failing_as(
     name: str, deadline_s: float, left_s: float | None = None
 ) -> AsyncGenerator[None]:
-    """Whatever the work within raises becomes a HoneError that names the operation. The work has
+    """Turns any exception of the block into a HoneError that names the operation. The work has
     `left_s` of the operation's `deadline_s` seconds; None: all of them."""
     try:
         async with asyncio.timeout(deadline_s if left_s is None else max(left_s, 0.0)):
@@ -181,7 +181,7 @@ async def failing_as(
         ) from error
     except HoneError:
         raise
-    except Exception as error:  # a bug: the last resort of the work that a request asked for
+    except Exception as error:  # a bug: the last resort of a request's work
         get_logger().exception("operation failed", operation=name)
         raise Failed(f"{name}: {type(error).__name__}: {error}", code="bug") from error
 
@@ -195,8 +195,8 @@ async def done_or(
     *ends: Coroutine[Any, Any, None] | None,
     timeout_s: float | None = None,
 ) -> bool:
-    """Waits until the work is done, or any of `ends`, or the time is over. Returns whether one of
-    `ends` was; the others are cancelled, the work is not."""
+    """Waits until the work or any of `ends` is done, or the time is over. Returns whether one of
+    `ends` was done. `ends` are then cancelled, the work is not."""
     return await first_of([work], *ends, timeout_s=timeout_s)
 
 
@@ -205,7 +205,7 @@ async def first_of(
     *ends: Coroutine[Any, Any, None] | None,
     timeout_s: float | None = None,
 ) -> bool:
-    """Waits until any of the work is done; else as `done_or`."""
+    """Like `done_or`, but waits until any of several tasks is done."""
     watches = [asyncio.create_task(end) for end in ends if end is not None]
     try:
         await asyncio.wait(
@@ -218,8 +218,8 @@ async def first_of(
 
 
 async def _until_below(busy: Callable[[], int], limit: int, told: int | None) -> None:
-    """Returns once `busy()` is no longer what the caller was told, and below the limit; but not at
-    once: what was just asked for may not have begun."""
+    """Returns once `busy()` has changed from the value that the caller was told, and is below the
+    limit. Never returns at once: work that was just asked for may not have begun."""
     await asyncio.sleep(BUSY_CHECK_S)
     while busy() == told:
         await asyncio.sleep(BUSY_CHECK_S)

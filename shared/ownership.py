@@ -1,10 +1,10 @@
-"""Whose a trainer or a sampler is: of the orchestrator whose job it has.
+"""Ownership of a trainer or sampler: it belongs to the orchestrator whose job it has.
 
-Fences tell the attempts of one Redis apart. Each Redis has a counter of its own, so between
-orchestrators of different ones they say nothing: there the first one keeps the service until its
-job has left it, or nothing was heard of the job for SILENT_S, and others are refused (Conflict,
-code "taken"). Orchestrators that share a Redis are one owner. Who asks is in a header of each
-request, with its job, so that a job which only polls, or asks how the service is, is heard, too.
+Fences tell the attempts of one Redis apart. Each Redis has a counter of its own, so fences say
+nothing between orchestrators of different Redis servers. There the first orchestrator keeps the
+service until its job has left it, or the service has not heard from the job for SILENT_S; others
+are refused (Conflict, code "taken"). Orchestrators that share a Redis are one owner. A header of
+each request names the caller and its job, so that polls and health requests of a job count as well.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shared.wire import Fence, Fenced, GenerateRequest, ModelRequest, Orchestrat
 HEADER = "x-hone-orchestrator"
 
 SILENT_S = 60.0
-"""Seconds without a word of a job, after which another orchestrator may take the service. A job
-asks services without work every 2 s, and polls what takes long."""
+"""Seconds without a request of the job after which another orchestrator may take the service. A job
+asks idle services every 2 s, and polls long calls."""
 
 _ASKING = re.compile(r"([A-Za-z0-9]{1,64}) ([!-~]{1,300})(?: ([!-~]{1,200}))?")
 
@@ -34,18 +34,18 @@ Asker = Fenced | GenerateRequest | ModelRequest
 
 @dataclass(frozen=True)
 class Asking:
-    """Who makes a request, and for which job; None: for none, to see how the service is."""
+    """Who makes a request, and for which job; None: for no job, to see the service's state."""
 
     orchestrator: Orchestrator
     job_id: str | None
 
 
 asking: ContextVar[Asking | None] = ContextVar("asking", default=None)
-"""Who makes the request under way; None: it does not say, as a request by hand."""
+"""Who makes the current request; None: it does not say, as for a request by hand."""
 
 
 def headers(identity: str | None, settings: Settings, job_id: str | None = None) -> dict[str, str]:
-    """Returns the header of an orchestrator whose Redis has this identity; none without one."""
+    """Returns the headers of an orchestrator whose Redis has this identity; {} without identity."""
     if identity is None:
         return {}
     place = f"{socket.gethostname()}:{settings.orchestrator_port}"
@@ -53,7 +53,7 @@ def headers(identity: str | None, settings: Settings, job_id: str | None = None)
 
 
 def asking_of(header: str) -> Asking | None:
-    """Returns who asks, by the text of the header; None where it says nothing."""
+    """Returns the caller that the header's text names; None if it names none."""
     found = _ASKING.fullmatch(header)
     return Asking(Orchestrator(identity=found[1], place=found[2]), found[3]) if found else None
 
@@ -66,8 +66,8 @@ class _Owner:
 
 
 class Ownership:
-    """Who owns the `service`, "trainer" or "rollout". Who does not say who it is owns nothing, and
-    is refused while there is an owner."""
+    """Who owns the `service`, "trainer" or "rollout". A caller without the header owns nothing, and
+    is refused while the service has an owner."""
 
     def __init__(self, service: str, now: Callable[[], float] = time.monotonic) -> None:
         self._service = service
@@ -77,9 +77,10 @@ class Ownership:
         self._heard_at = 0.0
 
     def hear(self) -> None:
-        """Notes that the owner is there, if the request under way is of its job. A service that has
-        just started is of the first job that it hears: its owner before asks again at once, and
-        another orchestrator asks for no job while it looks for a free service."""
+        """Notes that the owner is alive, if the current request is for its job. A service that has
+        just started belongs to the first job that it hears of. That is its previous owner's: the
+        previous owner asks again at once, and other orchestrators name no job while they look for a
+        free service."""
         who, owner = asking.get(), self._owner
         if who is None or who.job_id is None:
             return
@@ -89,7 +90,7 @@ class Ownership:
             self._heard_at = self._now()
 
     def taken(self) -> str | None:
-        """Returns why who asks is refused; None: it is not."""
+        """Returns why the caller is refused; None if it is not."""
         owner = self._owner
         is_silent = self._now() - self._heard_at > SILENT_S
         if owner is None or is_silent or not self._is_anothers(owner):
@@ -107,8 +108,8 @@ class Ownership:
             raise Conflict(why, code="taken")
 
     def take(self, asker: Asker) -> bool:
-        """Gives the service to who asks, for its job. Returns whether the last owner was another
-        orchestrator, whose fences say nothing of this one's. Raises Conflict, code "taken"."""
+        """Gives the service to the caller, for its job. Returns whether the last owner was another
+        orchestrator: fences of the two cannot be compared. Raises Conflict, code "taken"."""
         self.check()
         who, owner = asking.get(), self._owner
         if who is None or asker.job_id is None:
@@ -124,12 +125,12 @@ class Ownership:
         return passes
 
     def go_on(self, job: TrainerJob) -> None:
-        """Gives the service to who had this job loaded, in a process before this one."""
+        """Gives the service back to the orchestrator whose job the previous process had loaded."""
         if job.orchestrator is not None:
             self._give(job.orchestrator, job.job_id, job.fence)
 
     def leave(self, asker: Fenced) -> None:
-        """Frees the service from the job of who asks, unless a newer attempt has it by now."""
+        """Frees the service from the caller's job, unless a newer attempt has it by now."""
         self.check()
         owner = self._owner
         if owner and owner.job_id == asker.job_id and owner.fence <= asker.fence:

@@ -1,7 +1,7 @@
-"""Numbers kept as bytes: what token ids and log-probs are from the sampler to the trainer.
+"""Numbers kept as bytes: token ids and log-probs on their way from sampler to trainer.
 
-A tuple of Python numbers takes some 30 bytes per entry and a conversion at every hop; these are
-copied and compared as bytes, and become Python numbers only where code iterates over them.
+A tuple of Python numbers takes some 30 bytes per entry and a conversion at every hop. These classes
+are copied and compared as bytes. They become Python numbers only where code iterates over them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Packed(Sequence[N], Generic[N]):
     """An immutable sequence of numbers. `data` holds them, little endian.
 
     Built from any iterable of numbers, or from such bytes. Equal to any list or tuple of the same
-    numbers. Raises ValueError for a number that does not fit, and for bytes that hold no whole
-    number of them.
+    numbers. Raises ValueError for a number that does not fit, and for bytes with an incomplete
+    entry.
     """
 
     __slots__ = ("_view", "data")
@@ -88,7 +88,7 @@ class Packed(Sequence[N], Generic[N]):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """To bytes if the context says `packed`, else to a list."""
+        """Serializes to bytes if the context says `packed`, else to a list."""
         return core_schema.no_info_plain_validator_function(
             cls.parse,
             serialization=core_schema.plain_serializer_function_ser_schema(_plain, info_arg=True),
@@ -146,7 +146,7 @@ def _to_bytes(code: str, numbers: Iterable[Any] | bytes) -> bytes:
 
 
 def _native(code: str, data: bytes) -> bytes:
-    """Returns little-endian bytes in this machine's order, or the other way round."""
+    """Converts between little-endian and this machine's byte order, in both directions."""
     if sys.byteorder == "little":
         return data
     swapped = array.array(code, data)

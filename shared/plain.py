@@ -7,8 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, JsonValue, TypeAdapter, ValidationInfo
 
 BINARY = "binary"
-"""Key of the validation context that says of a body that it came as msgpack, which has more kinds
-of values than JSON."""
+"""Key of the validation context for a body in msgpack, which has more kinds of values than JSON."""
 
 _JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
 
@@ -23,5 +22,5 @@ def _as_in_json(value: Any, info: ValidationInfo) -> Any:
 
 
 Plain = Annotated[Any, BeforeValidator(_as_in_json)]
-"""What JSON can hold. Of a body in msgpack that is checked: no bytes, no timestamps, no other
-keys than text."""
+"""Any value that JSON can hold. In a msgpack body this is checked: no bytes, no timestamps, only
+text keys."""

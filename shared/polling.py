@@ -1,7 +1,7 @@
 """Waiting for many operations of one service in one request.
 
-Whoever waits for an operation is woken once it has ended, or once the service does not say so any
-more; in both cases its own GET tells what became of it. So nothing here knows an error.
+A caller is woken once its operation has ended, or once the service no longer answers the wait. In
+both cases the caller's own GET gets the result or the error, so this file handles no errors.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from shared.errors import HoneError
 from shared.wire import WAIT_PATH, WaitRequest, WaitResult
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
-"""Seconds between two attempts to reach a service: twice as long each time, up to the most."""
+"""Seconds between two attempts to reach a service: doubled each time, up to the maximum."""
 
 GATHER_S = 0.02
-"""How long operations are gathered before they are asked for together, while others are asked for
-already. A single one is asked for at once."""
+"""While a poll is running, new operations are gathered for this long and then polled together.
+Without a running poll an operation is polled at once."""
 
 MAX_POLLS = 4
-"""Requests at a time. One more puts all operations into one again."""
+"""Most polls at once. Instead of one more, a single poll takes over all operations."""
 
 
 class Poller:
-    """Polls for one client while anything is waited for. `heard_at` is when the service said last
-    that it works. `busy_below` says at each poll how busy the service must at most be for an answer
-    ahead of any result, and `heard` is told how busy it is."""
+    """Polls for one client while it waits for operations. `heard_at` is the time of the service's
+    last answer. Each poll also returns once the service is less busy than `busy_below()`. `heard`
+    is called with how busy the service is."""
 
     def __init__(self, http: httpx.AsyncClient, wait_s: float) -> None:
         self._http = http
@@ -47,8 +47,8 @@ class Poller:
         self.heard: Callable[[int], None] = lambda _: None
 
     async def ended(self, location: str, timeout_s: float) -> bool:
-        """Returns True once it is worth asking for the operation at `location`, and False if it is
-        not within `timeout_s` seconds."""
+        """Returns True once the caller should ask for the operation at `location`, False after
+        `timeout_s` seconds."""
         id = location.rpartition("/")[2]
         woken = self._waiting.setdefault(id, asyncio.Event())
         if id not in self._asked:
@@ -80,7 +80,7 @@ class Poller:
         self._timer = None
         if len(self._polls) >= MAX_POLLS:
             for poll in self._polls:
-                poll.cancel()  # what they asked for is asked for again
+                poll.cancel()  # their operations are polled again
         ids = tuple(id for id in self._not_asked if id in self._waiting)
         self._not_asked.clear()
         if ids:

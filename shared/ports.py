@@ -1,5 +1,5 @@
-"""Ports: which are free, and whether one is. Asked before anything is started, so that the answer
-is a sentence and not a dead process."""
+"""Finds free ports, and checks that a port is free. Checked before a process starts, so that the
+user sees a sentence and not a dead process."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import socket
 from shared.errors import BadRequest
 
 FREE = range(10_000, 32_768)
-"""Below those that Linux gives to connections and to whoever asks for any port: one of them would
-be somebody else's by the time that a service listens on it."""
+"""Below Linux's ephemeral port range. Linux may give a port of that range to another process before
+a service listens on it."""
 
 
 def free_port(in_a_row: int = 1) -> int:
-    """Returns a port, drawn at random, that nothing of this machine listens on, nor on those after
-    it: so many in a row."""
+    """Returns the first of `in_a_row` consecutive ports on which nothing of this machine listens.
+    It is drawn at random."""
     while True:
         port = FREE[secrets.randbelow(len(FREE) - in_a_row)]
         with contextlib.ExitStack() as probes:
             try:
                 for number in range(in_a_row):
                     probes.enter_context(socket.socket()).bind(("127.0.0.1", port + number))
-            except OSError:  # one is taken
+            except OSError:  # a port is taken
                 continue
             return port
 

@@ -1,5 +1,5 @@
-"""Whether a service is away, over all calls of one client: said once when it goes, and once when it
-is back."""
+"""Whether a service is away, over all calls of one client. It is reported once when the service
+goes away, and once when it is back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 Tell = Callable[[str, bool], Awaitable[None]]
-"""Takes a sentence for people, and whether the service is away by it."""
+"""Called with a message for people, and with whether the service is away."""
 
 AWAY_S = 3.0
 """Seconds without an answer after which a service is said to be away. A restart within them is
@@ -15,7 +15,7 @@ not reported."""
 
 
 def since(at: float) -> str:
-    """Returns since when something lasts, and how long, for sentences; `at` is Unix time."""
+    """Returns the start and length of a period for messages; `at` is Unix time."""
     return f"since {_clock(at)} UTC ({time.time() - at:.0f} s)"
 
 
@@ -28,8 +28,8 @@ async def tell_nobody(_message: str, _away: bool) -> None:
 
 
 class Presence:
-    """One service's. Not answering is having no connection, or answering that it cannot work
-    now."""
+    """Tracks one service. It does not answer if there is no connection, or it says that it cannot
+    work now."""
 
     def __init__(self, service: str, tell: Tell) -> None:
         self._service = self._who = f"the {service} service"
@@ -39,14 +39,14 @@ class Presence:
 
     @property
     def away(self) -> tuple[str, float] | None:
-        """The service that is said to be away, and since when (Unix time); None: it is not."""
+        """The service reported as away, and since when (Unix time); None if it is not away."""
         if self._since is None or not self._told:
             return None
         return self._who, time.time() - (time.monotonic() - self._since)
 
     async def missed(self, asked_at: float, reason: str, who: str | None = None) -> None:
         """Notes that a call made at `asked_at` (time.monotonic) had no answer, and why. `who` is
-        away in place of the service, which asked for it in vain."""
+        the service that is really away, if the called service waits for another one."""
         if (who or self._service) != self._who:
             self._since, self._told, self._who = None, False, who or self._service
         self._since = asked_at if self._since is None else self._since

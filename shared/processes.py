@@ -1,4 +1,4 @@
-"""A process that ends with another, however that one ends: nothing of a killed service stays."""
+"""Processes that end with their parent, however it ends: a killed service leaves none behind."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ PR_SET_PDEATHSIG = 1
 
 def ending_with_parent() -> Callable[[], None]:
     """Returns a `preexec_fn` for `Popen`: the child gets SIGTERM when the thread that started it
-    ends, so start it from one that lives as long as the process."""
-    return _asker(os.getpid())  # made here: between fork and exec as little as possible runs
+    ends, so start it from a thread that lives as long as the process."""
+    return _asker(os.getpid())  # made before the fork, after which little may run
 
 
 def end_with_parent(parent: int) -> None:
     """Asks the kernel to send this process SIGTERM when its parent, process `parent`, ends; sends
-    it now if that is gone already."""
+    it now if the parent is gone already."""
     _asker(parent)()
 
 
 def die_with(pid: int) -> None:
-    """Kills this process as soon as process `pid`, any of this user's, ends, or now if it has."""
+    """Kills this process as soon as process `pid` ends, or now if it has ended. `pid` may be any
+    process of this user."""
 
     def watch() -> None:
         with contextlib.suppress(ProcessLookupError):

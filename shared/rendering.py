@@ -26,15 +26,16 @@ GZIP_BYTES = 1024
 """Smaller answers are sent as they are."""
 
 THREAD_BYTES = 1 << 17
-"""Larger ones are compressed in a thread, in more than a millisecond: other requests go on."""
+"""Larger answers take more than a millisecond to compress, so a thread does it and other requests
+go on."""
 
 GZIP_LEVEL = 1
-"""The fastest: of token ids, which are mostly zero bits, others gain little."""
+"""The fastest. Token ids are mostly zero bits, so higher levels gain little."""
 
 
 class Made(BaseModel, Generic[M]):
-    """What an operation made: `body` is the answer, `location` the path of what there is now. What
-    is not new, because the same request had made it before, is answered with 200."""
+    """Something that an operation created: `body` is the answer, `location` the new thing's path.
+    If the same request created it before (not `new`), the answer has status 200."""
 
     body: M
     location: str
@@ -42,9 +43,9 @@ class Made(BaseModel, Generic[M]):
 
 
 async def refuse_unknown_parameters(request: Request) -> None:
-    """Raises BadRequest for a parameter of the query that the route does not have: a misspelt one
-    would be a default. Raises it too for one that comes twice: no route takes several values.
-    `name[key]` is one of `name` where the route says that it is a table."""
+    """Raises BadRequest for a query parameter that the route does not have: a misspelt parameter
+    would silently be the default. Raises it too for a repeated parameter: no route takes several
+    values. `name[key]` counts as `name` if the route declares `name` as a table."""
     route = request.scope["route"]
     known = [field.alias for field in route.dependant.query_params]
     extra: dict[str, Any] = route.openapi_extra or {}
@@ -67,8 +68,8 @@ async def refuse_unknown_parameters(request: Request) -> None:
 
 
 def media_type(request: Request, data: bytes) -> str:
-    """Returns the Content-Type of the body `data`. Raises BadRequest for one that is not read here,
-    which keeps out the forms of web pages, and for a body that is compressed."""
+    """Returns the Content-Type of the body `data`. Raises BadRequest for a compressed body, and for
+    another type than JSON and msgpack: so web pages' forms are refused."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise BadRequest(f"Content-Encoding is {encoding!r}; expected a body as it is")
@@ -79,8 +80,8 @@ def media_type(request: Request, data: bytes) -> str:
 
 
 async def render(result: BaseModel, request: Request) -> Response:
-    """Returns the result in the media type and the encoding that the request accepts; what was made
-    with 201 and where it is."""
+    """Returns the result in the media type and the encoding that the request accepts. A created
+    result has status 201 and its Location."""
     if isinstance(result, Made):
         made = cast(Made[BaseModel], result)
         response = await render(made.body, request)
@@ -103,7 +104,7 @@ def compressed(data: bytes) -> bytes:
 
 
 def preferred_wait_s(request: Request) -> float | None:
-    """Returns how long to wait before answering 202: None (as long as it takes) unless the caller
+    """Returns the seconds to wait before answering 202; None, for any length, unless the caller
     prefers respond-async."""
     prefer = request.headers.get("prefer", "")
     if "respond-async" not in prefer:
@@ -140,7 +141,7 @@ async def answer_validation(_request: Request, error: Exception) -> Response:
 
 
 async def answer_http(request: Request, error: Exception) -> Response:
-    """Answers for what Starlette refuses by itself, such as an unknown route or method."""
+    """Answers requests that Starlette refuses by itself, such as an unknown route or method."""
     assert isinstance(error, HTTPException)
     asked = f"{request.method} {request.url.path}"
     if error.status_code == 404:

@@ -1,5 +1,5 @@
-"""What a job's own reward class is made of: `hone.Reward` and its tools. Standard library only: the
-sandbox imports it as well.
+"""The base class of a job's own reward, `hone.Reward`, and its tools. Standard library only,
+because the sandbox imports this file too.
 
     class Runs(hone.Reward):
         def score_batch(self, prompts, completions, calls, results, **columns):
@@ -8,8 +8,8 @@ sandbox imports it as well.
             runs = self.execute_batch_in_sandbox(programs)
             return [float(run.value == result) for run, result in zip(runs, results)]
 
-`call` is such as "square(3)", and what it comes to is compared here, where it is plain data: inside
-of the sandbox the program says what `==` means.
+`call` is for example "square(3)". Its value is compared here, as plain data: inside the sandbox the
+program could redefine `==`.
 
 See docs/rewards.md.
 """
@@ -25,8 +25,8 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program or function ended. `verdict` "ok": it ran to its end, and `value` is what it
-    gave, as plain data.
+    """How a program or function ended. `verdict` "ok": it ran to its end, and `value` is its
+    result, as plain data.
 
     Else "runtime_error", "time_limit", "memory_limit", "output_limit", or "sandbox_error", which
     says nothing about the program. `stderr` ends with the reason.
@@ -45,7 +45,7 @@ class Outcome:
 
 
 class Tools(Protocol):
-    """Who runs things for a Reward; the reward service's worker is one."""
+    """Runs programs and functions for a Reward, for example in the reward service's worker."""
 
     def in_sandbox(self, programs: Sequence[Mapping[str, Any]]) -> list[Outcome]: ...
 
@@ -69,8 +69,8 @@ class Reward:
     `score` returns a number, None (not applicable) or (number, why); `score_batch` a list of these,
     one per completion.
 
-    One instance is made when the job's code is loaded, without arguments, and kept. The tools below
-    may be called from any thread, and block until all is done.
+    One instance is made without arguments when the job's code is loaded, and kept. The tools below
+    may be called from any thread, and block until they are done.
     """
 
     tools: ClassVar[Tools | None] = None
@@ -96,12 +96,13 @@ class Reward:
         isolated: bool = True,
         timeout_s: float = TIMEOUT_S,
     ) -> Outcome:
-        """Returns what `function`, which is your own code, gives for `arguments`, or how it failed;
-        it is ended after `timeout_s`.
+        """Returns the outcome of `function`, your own code, for `arguments`; it is ended after
+        `timeout_s`.
 
         `isolated` runs it in a fresh copy of this process, which leaves nothing behind. Otherwise
-        it runs in a process that is kept warm from call to call: then `function` is one defined at
-        the top of your file, and `arguments` are plain data. The value is plain data either way.
+        it runs in a process that is kept warm from call to call: then `function` must be defined at
+        the top level of your file, and `arguments` must be plain data. The value is plain data
+        either way.
         """
         return self.execute_batch_in_function(
             function, [arguments], isolated=isolated, timeout_s=timeout_s
@@ -116,7 +117,7 @@ class Reward:
         timeout_s: float = TIMEOUT_S,
     ) -> list[Outcome]:
         """Returns one outcome for each tuple of arguments; as many run at once as there are
-        processors. `timeout_s` is each's."""
+        processors. `timeout_s` is for each."""
         return self._tools().in_function(
             function, list(arguments), isolated=isolated, timeout_s=timeout_s
         )

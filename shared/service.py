@@ -7,10 +7,10 @@ operations.
     service.operation("POST", "/score", score)
     service.run(port)
 
-A body is JSON or msgpack by its Content-Type, the answer by Accept; an operation that can be
-streamed is a line of JSON for each result to those who accept `application/x-ndjson`. Without a
-token the service answers only requests addressed to this machine (the Host header), so that no web
-page can reach it through a name it controls.
+A body is JSON or msgpack by its Content-Type, the answer by Accept; a client that accepts
+`application/x-ndjson` gets an operation that can be streamed as a line of JSON for each result.
+Without a token the service answers only requests addressed to this machine (the Host header), so
+that no web page can reach it through a name it controls.
 """
 
 from __future__ import annotations
@@ -45,17 +45,16 @@ from shared.ports import check_port
 from shared.wire import WAIT_PATH, WaitRequest, WaitResult
 
 GRACE_S = 5
-"""How long requests that wait for no operation may take after SIGTERM."""
+"""Seconds that requests which wait for no operation may take after SIGTERM."""
 
 request_key: ContextVar[str | None] = ContextVar("request_key", default=None)
-"""The key of the operation under way, for handlers that keep it somewhere more durable than this
-process."""
+"""The key of the current operation, for handlers that store it more durably than this process."""
 
 
 class Service:
-    """One HTTP service: `app` is the ASGI application, with the health routes in place. `busy` says
-    how much is under way, in the service's own unit; None: its operations. `keys` are taken beside
-    HONE_TOKEN. `ownership`: whose it is, if it may be an orchestrator's."""
+    """One HTTP service: `app` is the ASGI application, with the health routes. `busy` returns how
+    much work is under way, in the service's own unit; None: its number of operations. `keys` are
+    accepted beside HONE_TOKEN. `ownership`: which orchestrator owns it, if it can be owned."""
 
     def __init__(
         self,
@@ -101,14 +100,15 @@ class Service:
         durable: bool = False,
         dependencies: Sequence[params.Depends] = (),
     ) -> None:
-        """Adds a route that runs `handler` once per key, whoever retries. The key is `key(body)`
-        (the natural one) or the request's Idempotency-Key; with neither, each request is its own.
+        """Adds a route that runs `handler` once per key, however often it is retried. The key is
+        `key(body)` (the natural key) or the request's Idempotency-Key; with neither, each request
+        has a new key.
 
-        `stream` yields the same results one by one; it is run for each request that accepts NDJSON,
-        and ends with it. With `cancellable`, so does an operation that nobody can ask for again:
-        one without a key, waited for by a plain request. A `durable` handler keeps what came of
-        `request_key` itself, and is asked each time. `dependencies` are the route's, and refuse a
-        request before there is an operation.
+        `stream` yields the same results one by one; it runs for each request that accepts NDJSON,
+        and ends with the request. `cancellable`: an operation without a key, waited for by a plain
+        request, also ends with the request, because nobody can ask for it again. A `durable`
+        handler remembers the result of `request_key` itself, and is called each time.
+        `dependencies` are the route's; they refuse a request before its operation starts.
         """
         hints = get_type_hints(handler, include_extras=True)
         result_type = hints.pop("return")
@@ -145,7 +145,7 @@ class Service:
         )
 
     def body(self, body_type: type[BaseModel], method: str, path: str) -> None:
-        """Says in the OpenAPI document which body a route reads by itself."""
+        """Declares the body of a route that reads its request itself, for the OpenAPI document."""
         self._bodies[path, method] = body_type
 
     def query(self, path: str, handler: Callable[[], Awaitable[BaseModel]]) -> None:
@@ -166,7 +166,8 @@ class Service:
     async def answer(
         self, operation: Operation, request: Request, *, ends_with_client: bool = False
     ) -> Response:
-        """Returns the operation's result, or 202 if the request prefers not to wait that long."""
+        """Returns the operation's result, or 202 if it takes longer than the request prefers to
+        wait."""
         wait_s = rendering.preferred_wait_s(request)
         gone = streams.client_gone(request) if ends_with_client and wait_s is None else None
         result = await self.operations.wait(operation, wait_s, gone)
@@ -189,8 +190,8 @@ class Service:
         """Returns the server, its port checked to be free. The caller runs it (`run()`, or
         `serve()` in an event loop).
 
-        When asked to end it listens no more, whoever waits for an operation is told to ask again
-        (503, "draining"), other requests have `GRACE_S`, and then operations are cancelled.
+        When asked to end it stops listening. Requests that wait for an operation are told to ask
+        again (503, "draining"), other requests have `GRACE_S`, and then operations are cancelled.
         """
         host = self.settings.host
         check_port(host, port, self.name)
@@ -253,7 +254,7 @@ class Service:
     async def _poll(
         self, id: str, request: Request, wait: Annotated[float, Query(allow_inf_nan=False)] = 0.0
     ) -> Response:
-        """The result of an operation; 202 if it is not there within `wait` seconds."""
+        """The result of an operation; 202 if it takes longer than `wait` seconds."""
         operation = self.operations.get(id)
         wait_s = min(max(wait, 0.0), rendering.MAX_WAIT_S)
         result = await self.operations.wait(operation, wait_s)

@@ -13,7 +13,7 @@ from shared.errors import HoneError
 
 def run_main(name: str, main: Callable[[Settings], int | None]) -> None:
     """Loads the settings, sets up logs, runs `main` and ends the process with its exit code, 130
-    after Ctrl-C. What it cannot start with is one sentence on stderr and exit code 2."""
+    after Ctrl-C. If it cannot start, it prints one sentence to stderr and exits with code 2."""
     try:
         settings = load_settings()
         logs.configure(name, settings)
@@ -22,5 +22,5 @@ def run_main(name: str, main: Callable[[Settings], int | None]) -> None:
     except HoneError as error:
         sys.stderr.write(f"{error.detail}\n")
         sys.exit(2)
-    except KeyboardInterrupt:  # which the server raises again once it has ended in order
+    except KeyboardInterrupt:  # the server raises it again after an orderly end
         sys.exit(130)

@@ -27,11 +27,11 @@ async def answer(
     deadline_s: float,
     draining: Draining,
 ) -> StreamingResponse:
-    """Returns the response that streams `results`, which are those of the operation `name`.
+    """Returns the response that streams the `results` of the operation `name`.
 
-    A client that goes away ends the work, as does the end of the service, which breaks the response
-    off. Raises what fails before the first result, so that it has its own status; what fails after
-    it is a problem document as the last line.
+    The work ends when the client goes away, or when the service ends and breaks the response off.
+    Raises an error before the first result, so that it has its own status; a later error is a
+    problem document as the last line.
     """
     end = time.monotonic() + deadline_s
 

@@ -1,4 +1,4 @@
-"""Work that has a thread of its own, and is waited for by the event loop."""
+"""Work in a thread of its own, awaited in the event loop."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ T = TypeVar("T")
 
 
 async def in_own_thread(act: Callable[[], T]) -> T:
-    """Returns what `act` returns. It waits for no thread of the pool, and the process can end
-    before it has: for what may hang, and must keep nobody waiting."""
+    """Returns the result of `act`. For work that may hang: it takes no thread of the pool, and the
+    process can end before it."""
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             result.set_result(act())
-        except BaseException as error:  # raised again where the result is waited for
+        except BaseException as error:  # raised again where the result is awaited
             result.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
@@ -29,9 +29,9 @@ async def in_own_thread(act: Callable[[], T]) -> T:
 
 
 class Look(Generic[T]):
-    """Looks at what may hang, such as a disk, and keeps the caller waiting for `within_s` at most.
-    Only one look runs at a time, and its callers together wait for it once: a disk that hangs holds
-    one thread, however often it is asked about, and takes no more time."""
+    """Runs a check that may hang, such as of a disk; the caller waits for at most `within_s`. Only
+    one check runs at a time, and all callers share its deadline. So a disk that hangs holds one
+    thread, and delays later callers no further."""
 
     def __init__(self, within_s: float) -> None:
         self.within_s = within_s
@@ -39,11 +39,11 @@ class Look(Generic[T]):
         self._ends = 0.0
 
     async def at(self, look: Callable[[], T], late: T) -> T:
-        """Returns what `look`, or the look that is under way, returns; `late` if it takes too
-        long."""
+        """Returns the result of `look`, or of the check that is running already; `late` if it takes
+        too long."""
         if self._under_way is None or self._under_way.done():
             self._under_way = asyncio.create_task(in_own_thread(look))
             self._ends = time.monotonic() + self.within_s
-        asked = self._under_way  # another caller may begin the next look before this one is told
+        asked = self._under_way  # another caller may start the next check first
         done, _ = await asyncio.wait({asked}, timeout=max(self._ends - time.monotonic(), 0.0))
         return asked.result() if done else late

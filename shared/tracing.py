@@ -1,9 +1,9 @@
-"""OpenTelemetry traces, by option: one for each step of a job, with the work of the services below
+"""Optional OpenTelemetry traces: one for each step of a job, with the work of the services below
 it.
 
-Without a collector (`HONE_OTEL_ENDPOINT`, or OpenTelemetry's own variable) nothing of it is
-imported. Only what belongs to a trace is traced: one that was begun here, or by the caller of a
-service, whose requests carry its context (W3C `traceparent`).
+Without a collector (`HONE_OTEL_ENDPOINT`, or OpenTelemetry's own variable) OpenTelemetry is not
+imported. Spans are made only inside a trace that was begun here, or by the caller of a service,
+whose requests carry its context (W3C `traceparent`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLLECTORS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
 """OpenTelemetry's own variables, which its exporter reads."""
 
 EXPORT_S = 5.0
-"""Seconds that a collector has to take what is sent."""
+"""Timeout of an export to the collector, in seconds."""
 
 Value = str | int | float | bool
 
@@ -64,15 +64,16 @@ def close() -> None:
 
 
 class Trace:
-    """A trace that is no block's: it begins where it is made, lies around the blocks of `within`,
-    and ends with `end`. Without a span it is none."""
+    """A trace that is not bound to one block: it begins when it is made, contains the blocks of
+    `within`, and ends with `end`. Without a span nothing is traced."""
 
     def __init__(self, span: Span | None = None) -> None:
         self._span = span
 
     @contextlib.contextmanager
     def within(self) -> Generator[None]:
-        """What begins in the block is below the trace's root. What the block raises ends it."""
+        """Spans that begin in the block are below the trace's root. An exception in the block ends
+        the trace."""
         if self._span is None:
             yield
             return
@@ -106,8 +107,8 @@ def begin(name: str, **attributes: Value) -> Trace:
 
 @contextlib.contextmanager
 def span(name: str, *, serves: bool = False, **attributes: Value) -> Generator[None]:
-    """Times the block below what it is called from, if that is traced. `serves`: the block is what
-    a caller asked this service for."""
+    """Makes a span of the block below the current span, if there is one. `serves`: the block
+    answers a request to this service."""
     if _provider is None or not _is_traced():
         yield
         return
@@ -121,7 +122,7 @@ def span(name: str, *, serves: bool = False, **attributes: Value) -> Generator[N
 
 @contextlib.contextmanager
 def detached() -> Generator[None]:
-    """What begins in the block is below no trace."""
+    """Spans that begin in the block belong to no trace."""
     if _provider is None:
         yield
         return
@@ -135,7 +136,7 @@ def detached() -> Generator[None]:
 
 
 def note(**attributes: Value) -> None:
-    """Adds attributes to the span that is under way, `hone.` and their names."""
+    """Adds attributes to the current span, with `hone.` before their names."""
     if _provider is not None:
         from opentelemetry import trace
 
@@ -143,7 +144,7 @@ def note(**attributes: Value) -> None:
 
 
 def headers() -> dict[str, str]:
-    """Returns the headers by which a service goes on with the trace that is under way."""
+    """Returns the headers with which a service continues the current trace."""
     carrier: dict[str, str] = {}
     if _provider is not None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -154,7 +155,7 @@ def headers() -> dict[str, str]:
 
 @contextlib.contextmanager
 def continuing(given: Mapping[str, str]) -> Generator[None]:
-    """What begins in the block is below the trace that a request's headers name."""
+    """Spans that begin in the block belong to the trace that a request's headers name."""
     if _provider is None or "traceparent" not in given:
         yield
         return
@@ -169,7 +170,7 @@ def continuing(given: Mapping[str, str]) -> Generator[None]:
 
 
 def stamp(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Adds the trace that a line of the log belongs to; a processor of structlog."""
+    """Adds the current trace to a log line; a processor of structlog."""
     if _provider is not None and _is_traced():
         from opentelemetry import trace
 

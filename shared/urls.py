@@ -13,10 +13,10 @@ _USER = re.compile(r"://[^/?#\s]*@")
 PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003, "redis": 6379}
 
 DNS_PREFIX = "dns+"
-"""Before the URL of a name that stands for a sampler at each of its addresses."""
+"""Prefix of a URL whose host name stands for a sampler at each of its addresses."""
 
 REGISTERED = "registered"
-"""In the place of a URL: every sampler that registered itself."""
+"""Instead of a URL: every sampler that registered itself."""
 
 
 def is_loopback(host: str) -> bool:
@@ -35,8 +35,8 @@ def url_at(host: str, port: int) -> str:
 
 
 def is_direct(host: str) -> bool:
-    """Whether no proxy is asked for a host: on this machine, or a name without a dot, which only
-    its own network knows (that of Compose or of a cluster)."""
+    """Whether a host is reached without a proxy: it is this machine, or a name without a dot, which
+    only Compose's or a cluster's network knows."""
     return is_loopback(host) or not {".", ":"} & set(host)
 
 
@@ -46,12 +46,12 @@ def trainer_urls(text: str) -> tuple[str, ...]:
 
 
 def sampler_places(text: str) -> tuple[tuple[str, ...], ...]:
-    """Returns where the samplers of each trainer are, as HONE_ROLLOUT_URL says it."""
+    """Returns the samplers of each trainer in HONE_ROLLOUT_URL."""
     return tuple(_split(group, ",") for group in text.split(";"))
 
 
 def check_trainers(text: str) -> None:
-    """Raises ValueError for what HONE_TRAINER_URL must not be."""
+    """Raises ValueError for an invalid HONE_TRAINER_URL."""
     urls = trainer_urls(text)
     for url in urls or (text,):
         check_url(url, "http://host:8002, with semicolons between several")
@@ -59,7 +59,7 @@ def check_trainers(text: str) -> None:
 
 
 def check_samplers(text: str, trainers: str) -> None:
-    """Raises ValueError for what HONE_ROLLOUT_URL must not be beside these trainers."""
+    """Raises ValueError for a HONE_ROLLOUT_URL that is invalid, or does not fit these trainers."""
     groups = sampler_places(text)
     for place in (place for group in groups for place in group or (text,)):
         if place != REGISTERED:
@@ -75,13 +75,13 @@ def check_samplers(text: str, trainers: str) -> None:
 
 
 def without_password(text: str) -> str:
-    """Returns the text, in which no URL has a user or a password."""
+    """Returns the text without users and passwords in URLs."""
     return _USER.sub("://***@", text)
 
 
 def check_url(text: str, example: str, shown: str | None = None) -> None:
-    """Raises ValueError, with an `example` of what was expected, for what is no URL. `shown` is how
-    the setting has it, where that is more than the URL."""
+    """Raises ValueError, with an `example` of what was expected, for an invalid URL. `shown` is the
+    setting's text, if it is more than the URL."""
     try:
         url = urlsplit(text)
         is_url = url.scheme in ("http", "https") and url.hostname and url.port != 0
@@ -95,7 +95,7 @@ def check_url(text: str, example: str, shown: str | None = None) -> None:
 
 
 def _check_apart(groups: list[set[str]]) -> None:
-    """Raises ValueError for a service that is there for two jobs."""
+    """Raises ValueError for a sampler that is listed for two trainers."""
     seen: set[str] = set()
     for group in groups:
         same = {url.rstrip("/").lower() for url in group}
@@ -109,8 +109,8 @@ def _split(text: str, separator: str) -> tuple[str, ...]:
 
 
 def check_service_url(url: str) -> str:
-    """Returns the URL. Raises ValueError for what is not a service's: another scheme than http and
-    https, a user or password in it, a path, or what is no URL at all."""
+    """Returns the URL. Raises ValueError unless it can be a service's: for another scheme than http
+    and https, a user or password, a path, or a text that is no URL."""
     example = "expected for example http://host:8001"
     no_url = f"{url!r} is no URL of a service; {example}"
     try:

@@ -1,5 +1,5 @@
-"""A volume that hosts share, and that has to be told: some show what one host wrote to the others
-only after a command of their own (Modal's Volumes, mounts of object storage)."""
+"""Commands for a volume that hosts share. Some volumes show one host's files to the others only
+after a command (Modal's Volumes, mounts of object storage)."""
 
 from __future__ import annotations
 

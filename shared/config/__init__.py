@@ -1,5 +1,5 @@
-"""Settings: where the services run, and secrets. From the environment, `HONE_*`, and never sent
-over the API.
+"""Settings: where the services run, and secrets. They come from the environment (`HONE_*`) and are
+never sent over the API.
 
 | file | settings |
 |---|---|
@@ -10,11 +10,11 @@ over the API.
 | `rollout.py` | the engine, its memory, sessions, adapters |
 | `trainer.py` | ranks, nodes, weights from GPU to GPU |
 | `reward.py` | the sandbox, queues, judges |
-| `caller.py` | those of whoever only calls services |
+| `caller.py` | settings of a program that only calls services |
 | `modal.py` | a deployment on Modal |
 | `base.py` | what all settings are |
 
-What others need is imported from here. How settings are read is in `shared/environment.py`.
+Other packages import settings from here. How settings are read is in `shared/environment.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from shared.lazily import exporting
 
-# what is imported under TYPE_CHECKING is what it has, when it is first used (lazily.py)
+# Exports the names under TYPE_CHECKING; each is imported at its first use (lazily.py).
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 

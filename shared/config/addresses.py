@@ -1,4 +1,4 @@
-"""Settings that say where each service is, for those that call it and for itself (its port)."""
+"""Settings that say where each service is: its URL for callers, its port for itself."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ class Addresses(FromEnvironment):
     """Where each service is."""
 
     orchestrator_url: str = f"http://127.0.0.1:{PORTS['orchestrator']}"
-    """Where `hone` finds the orchestrator. If it is not set, a stack of `hone up` comes first."""
+    """Where `hone` finds the orchestrator. Not set: the stack that `hone up` started, if one
+    runs."""
 
     trainer_url: str = f"http://127.0.0.1:{PORTS['trainer']}"
-    """Where the orchestrator finds the trainer, and the sampler for `weight_sync = "http"`,
-    "delta", and "lora" on another machine: node 0, of several. For the orchestrator there may be
+    """Where the orchestrator finds the trainer; a trainer of several nodes is at node 0. A sampler
+    uses it for `weight_sync` "http", "delta", and "lora" on another machine. The orchestrator takes
     several trainers, with semicolons between them, each with samplers of its own (`rollout_url`):
-    so many jobs run at once. Orchestrators that share Redis and a trainer on another machine have
-    to name its host alike: a job's lease is on the trainer at this host and port, and on the
-    samplers at theirs."""
+    so many jobs run at once. Orchestrators that share Redis and a trainer on another machine must
+    use the same host name for it, because a job's lease is on the host and port of its trainer and
+    its samplers."""
 
     rollout_url: str = f"http://127.0.0.1:{PORTS['rollout']}"
     """Where the orchestrator finds the samplers, with commas between several places: a URL;
-    dns+http://<name>:<port>, which is one at each address of the name, looked up every 5 s; or
-    "registered", which is every sampler that has `rollout_advertise_url`. Of several trainers each
-    has its own, in the order of `trainer_url`, with a semicolon between them:
+    dns+http://<name>:<port>, which is a sampler at each address of the name, looked up every 5 s;
+    or "registered", which is every sampler that has `rollout_advertise_url`. Several trainers have
+    samplers each, in the order of `trainer_url`, with semicolons between them:
     "http://a:8001,http://b:8001;http://c:8001"."""
 
     reward_url: str = f"http://127.0.0.1:{PORTS['reward']}"
@@ -85,7 +86,7 @@ class Addresses(FromEnvironment):
 
     @property
     def slots(self) -> tuple[Self, ...]:
-        """These settings for each trainer: with that one, and with its samplers."""
+        """A copy of these settings for each trainer, with only that trainer and its samplers."""
         if len(self.trainer_urls) == 1:
             return (self,)
         samplers = sampler_places(self.rollout_url)

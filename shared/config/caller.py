@@ -1,4 +1,4 @@
-"""The settings of those who only call services."""
+"""The settings of a program that only calls services."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from shared.config.every_service import EveryService
 
 
 class CallerSettings(Addresses, EveryService):
-    """Where the services are, and the token: read in a fraction of the time that all settings
-    take, which a command has that only asks."""
+    """Where the services are, and the token. A command that only asks reads these instead of all
+    settings, in a fraction of the time."""

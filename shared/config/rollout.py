@@ -24,8 +24,8 @@ class RolloutSettings(FromEnvironment):
 
     rollout_advertise_url: str | None = None
     """URL by which the orchestrator reaches this sampler, such as http://10.0.0.7:8001. With it the
-    sampler registers itself at `orchestrator_url`, until it ends. None: it is named in
-    `rollout_url` there."""
+    sampler registers itself at `orchestrator_url`, until it ends. None: the orchestrator's
+    `rollout_url` names it."""
 
     rollout_replicas: int = Field(default=1, ge=1, le=64)
     """Samplers that `hone up` starts for each trainer, on the ports from `rollout_port` on. More
@@ -37,7 +37,7 @@ class RolloutSettings(FromEnvironment):
 
     colocate: bool = False
     """Sampler and trainer take turns on the same GPUs: while the trainer trains, the sampler sleeps
-    and frees its memory; while the sampler samples, the optimizer lies in the host's. Needs
+    and frees its memory; while the sampler samples, the optimizer is in the host's memory. Needs
     `max_staleness` 0 in every job. Off by default: with GPUs of its own neither waits for the
     other. Set it for orchestrator, trainer and sampler alike."""
 
@@ -59,23 +59,23 @@ class RolloutSettings(FromEnvironment):
 
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Sequences that vLLM samples at once; others wait. More need a larger cache. None: 256 on a
-    CPU, and on a GPU what vLLM takes for it: 1,024 from 70 GiB of memory on, and 256 below."""
+    CPU, and vLLM's default on a GPU: 1,024 from 70 GiB of memory on, and 256 below."""
 
     tool_parser: str | None = None
     """vLLM's parser of tool calls (its `--tool-call-parser`) for `/v1/chat/completions`: "hermes"
-    for Qwen2.5. None: a request with tools must say `tool_choice` "none", and what the model calls
-    stays text."""
+    for Qwen2.5. None: a request with tools must say `tool_choice` "none", and the model's tool
+    calls stay text."""
 
     max_sessions: int = Field(default=1024, ge=1)
-    """Sessions (recorded agents) that the sampler keeps at once. For one more, that which was idle
-    longest is forgotten."""
+    """Sessions (recorded agents) that the sampler keeps at once. Beyond it the session that was
+    idle longest is forgotten."""
 
     sessions_mib: int = Field(default=2048, ge=1)
     """Memory, in MiB, that all sessions may take together: tokens with their log-probs (13 bytes
-    per token), what each token was drawn from under `top_p`, `top_k` or `min_p` (4 bytes for each
-    of these), messages, and the last answers. Beyond it those idle longest are forgotten, and a
-    session that takes all of it gets no further turn. The default holds 1,024 sessions of 100,000
-    tokens without masks."""
+    per token), the candidates of each token under `top_p`, `top_k` or `min_p` (4 bytes each),
+    messages, and the last answers. Beyond it the sessions idle longest are forgotten, and a session
+    that takes all of it gets no further turn. The default holds 1,024 sessions of 100,000 tokens
+    without masks."""
 
     max_session_tokens: int = Field(default=262_144, ge=1)
     """Tokens that one session may have, those of tools and users included. Beyond it the next turn
@@ -83,11 +83,11 @@ class RolloutSettings(FromEnvironment):
 
     session_idle_s: float = Field(default=3600.0, gt=0)
     """Seconds without a turn after which a session is forgotten. Long enough for the slowest tool,
-    and for whoever fetches the record."""
+    and for fetching the record."""
 
     rollout_adapters: int = Field(default=4, ge=1, le=64)
     """Jobs whose LoRA adapters (`weight_sync = "lora"`) a sampler serves side by side, the one in
-    training included. Beyond it the one that was loaded longest ago is unloaded. Each takes its
+    training included. Beyond it the adapter that was loaded longest ago is unloaded. Each takes its
     size in device memory, 80 MB for rank 16 of a 7B model. Without effect on jobs without
     `[lora]`."""
 
@@ -96,9 +96,8 @@ class RolloutSettings(FromEnvironment):
     holds three versions. Trainer and sampler must see the same one."""
 
     copies_dir: Path | None = None
-    """Folder for what a sampler fetched from its trainer itself (`weight_sync` "http", "delta" and
-    "lora"): twice the model's weights at most. None: `shm_dir`, which it must then be able to write
-    to."""
+    """Folder for weights that a sampler fetches from its trainer (`weight_sync` "http", "delta" and
+    "lora"): at most twice the model's size. None: `shm_dir`, which must then be writable."""
 
     @field_validator("rollout_advertise_url")
     @classmethod

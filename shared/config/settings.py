@@ -43,8 +43,8 @@ class Settings(
 
 
 def _otel_secrets(endpoint: str | None) -> list[str]:
-    """Returns what OpenTelemetry's exporter knows of its collector's secrets, as it may log them:
-    it shows headers that it cannot read."""
+    """Returns the collector's secrets that OpenTelemetry's exporter may log: it shows headers that
+    it cannot parse."""
     headers = [os.environ.get(f"OTEL_EXPORTER_OTLP_{kind}HEADERS", "") for kind in OTEL_KINDS]
     parts = [part for text in headers for part in (text, *split(text))]
     values = [part.partition(mark)[2].strip() for part in parts for mark in "=:"]

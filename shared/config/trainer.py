@@ -22,14 +22,14 @@ class TrainerSettings(FromEnvironment):
 
     trainer_devices: Annotated[tuple[str, ...], Listed] = ()
     """GPUs of the trainer in the stack that `hone up` starts, as CUDA_VISIBLE_DEVICES names them:
-    "2,3". Empty: `trainer_ranks` of those that the sampler leaves, or shared ones."""
+    "2,3". Empty: `trainer_ranks` GPUs that the sampler does not use, or else the sampler's."""
 
     trainer_threads: int | None = Field(default=None, ge=1)
     """CPU threads per rank. None: the cores of the node, shared out."""
 
     trainer_restarts: int = Field(default=3, ge=0)
-    """How often in ten minutes ranks that died are started again. Beyond it the trainer ends, for
-    what always fails would fail again."""
+    """How often in ten minutes ranks that died are started again. Beyond it the trainer ends,
+    because a fault that repeats would repeat again."""
 
     trainer_nodes: int = Field(default=1, ge=1)
     """Machines that the trainer runs on. They share `runs_dir`; HTTP is on node 0."""
@@ -38,7 +38,8 @@ class TrainerSettings(FromEnvironment):
     """Number of this machine among them, from 0."""
 
     trainer_rendezvous: str | None = None
-    """Where the nodes meet, the same on each: <host>:<port> of node 0. Needed from two nodes on."""
+    """Where the nodes meet: <host>:<port> of node 0, the same setting on each. Needed from two
+    nodes on."""
 
     trainer_interface: str | None = None
     """Network interface that the nodes reach each other by, for example eth0. It must be of a
@@ -46,7 +47,7 @@ class TrainerSettings(FromEnvironment):
 
     transfer_deadline_s: float = Field(default=60.0, gt=0)
     """Seconds that trainer and sampler wait for each other while weights go from GPU to GPU
-    (`weight_sync` "nccl" and "ipc"). Then the version goes by "http". Longer than the largest
-    model takes, for sampling waits meanwhile. At most a fifth of `sync_deadline_s`: a sampler takes
-    up to five of them, until it has met the trainer, to receive and to load. That they cannot meet
-    at all is found out in 15 s, or in one of them if that is less."""
+    (`weight_sync` "nccl" and "ipc"). Then the version goes by "http". Longer than the largest model
+    takes, but not much: sampling waits meanwhile. At most a fifth of `sync_deadline_s`: a sampler
+    takes up to five of them, until it has met the trainer, to receive and to load. That the two
+    cannot meet at all is found out in 15 s, or in one deadline if that is shorter."""

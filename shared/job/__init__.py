@@ -8,7 +8,7 @@
 | `sampling.py` | `[sampling]`, `[difficulty]`, `[[rewards]]` |
 | `learning.py` | `[advantages]`, `[training]`, `[correction]`, `[lora]` |
 | `running.py` | `[memory]`, `[evaluation]`, `[checkpoints]`, `[stop]`, `[rollouts]`, `[wandb]` |
-| `checks.py` | what the sections must be to each other |
+| `checks.py` | rules that involve several sections |
 | `learned.py` | what a job learns, and how two jobs differ in it |
 | `section.py` | what every section is |
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from shared.lazily import exporting
 
-# what is imported under TYPE_CHECKING is what it has, when it is first used (lazily.py)
+# Exports the names under TYPE_CHECKING; each is imported at its first use (lazily.py).
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 

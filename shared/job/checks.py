@@ -1,4 +1,4 @@
-"""What the sections of a job must be to each other. Each check says what was got and expected."""
+"""Rules that involve several sections of a job. Each error says what was got and expected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check(job: Job) -> None:
 
 
 def check_groups(job: Job) -> None:
-    """Raises BadRequest for groups of one, which a job that is only evaluated may have."""
+    """Raises BadRequest for groups of one. Only a job that is just evaluated may have them."""
     if job.sampling.group_size == 1:
         raise BadRequest(
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
@@ -75,7 +75,7 @@ def _check_metric(job: Job, key: str, metric: str) -> None:
 
 
 def _measured(job: Job) -> list[str]:
-    """Returns by what a held-out set is measured of which more is better."""
+    """Returns the metrics of a held-out set for which more is better."""
     samples = job.evaluation.samples
     passes = {*(2**power for power in range(samples.bit_length())), samples}
     return [

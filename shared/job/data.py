@@ -17,7 +17,7 @@ UPLOADED = re.compile(r"file-[0-9a-f]{24}")
 
 MAX_INLINE_ROWS = 1000
 MAX_INLINE_BYTES = 1 << 18
-"""Of rows that stand in the job itself: each answer about the job has them in it."""
+"""Most bytes of rows inside the job: each answer about the job contains them."""
 
 MAX_TEMPLATE_CHARS = 1 << 16
 
@@ -48,8 +48,8 @@ class DataSpec(Section):
     """Split of a Hugging Face dataset to train on. Files have none."""
 
     eval: Source | None = None
-    """The held-out problems, never trained on: whatever `train` may be. None: the job does no
-    evaluation."""
+    """The held-out problems, never trained on, in any form that `train` takes. None: the job does
+    no evaluation."""
 
     eval_split: str = "test"
     """Split of a Hugging Face dataset to evaluate on. Files have none."""
@@ -60,8 +60,7 @@ class DataSpec(Section):
 
     revision: str | None = None
     """Commit, tag or branch of a Hugging Face dataset, for `train` and `eval`. None: the newest one
-    when the job is submitted. The commit is noted in the job's record, and the job goes on with
-    that one."""
+    when the job is submitted. The job's record notes the commit, and the job keeps to it."""
 
     columns: dict[str, str] = {}
     """Other names for columns: `{ prompt = "question" }` calls the column "question" `prompt`, for
@@ -70,8 +69,8 @@ class DataSpec(Section):
 
     template: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
     """How a row becomes a prompt: a Jinja template over its columns, whose text goes to the model
-    as it is. None: `messages` make the prompt, or else the column `prompt` is it, text or a list of
-    chat messages (`role`, `content`)."""
+    as it is. None: `messages` make the prompt; without these the prompt is the column `prompt`,
+    text or a list of chat messages (`role`, `content`)."""
 
     messages: tuple[TemplateMessage, ...] | None = Field(default=None, min_length=1)
     """How a row becomes a prompt of chat messages, each with a `role` and a Jinja template over the
@@ -82,17 +81,17 @@ class DataSpec(Section):
     so they go through the chat template too. None: no system message is added."""
 
     filter: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
-    """A Jinja expression over a row's columns, such as `answer | length < 200`. Rows for which it
-    is not true are left out, in training and evaluation. None: no row is."""
+    """A Jinja expression over a row's columns, such as `answer | length < 200`. Rows where it is
+    not true are left out, in training and evaluation. None: no row is."""
 
     max_samples: int | None = Field(default=None, ge=1)
     """Trains on no more than this many rows: the first ones that pass `filter`. None: all of them.
     How many are held out is `evaluation.num_prompts`."""
 
     epochs: float | None = Field(default=None, gt=0, le=1_000_000)
-    """Passes over the training problems, in place of `steps`, which the orchestrator then works out
-    as it accepts the job; a part of a pass may be asked for. With both, the fewer steps count.
-    None: `steps` says it."""
+    """Passes over the training problems, in place of `steps`: the orchestrator computes `steps`
+    when it accepts the job. Parts of a pass are allowed. With both, the fewer steps count. None:
+    `steps` says it."""
 
     shuffle: bool = True
     """Each pass over the data takes the rows in another order. False: in the order of the file, for
@@ -104,11 +103,11 @@ class DataSpec(Section):
     streaming: bool = False
     """Reads the rows one after the other as they are needed, from file or hub, and holds no more
     than `shuffle_buffer` of them, for data that does not fit on the disk or takes long to fetch.
-    The order is then a shuffle within that buffer. Off by default: rows in any order are a better
-    shuffle, and a job that goes on does not read again what it has had."""
+    The order is then a shuffle within that buffer. Off by default: a shuffle of all rows is better,
+    and a resumed job need not read again the rows before."""
 
     shuffle_buffer: int = Field(default=10_000, ge=1, le=1_000_000)
-    """Rows that are held to be shuffled with `streaming`, from 1 to 1,000,000. More mix better, and
+    """Rows held in memory for the shuffle of `streaming`, from 1 to 1,000,000. More mix better, and
     take more memory and time before the first step."""
 
     @field_validator("train", "eval", mode="before")
@@ -133,10 +132,10 @@ class DataSpec(Section):
 
 class HeldOutSpec(Section):
     """A further held-out set, `[evaluation.sets.NAME]`, never trained on. Its problems are sampled
-    and graded as those of `data.eval`."""
+    and graded like `data.eval`."""
 
     source: Source
-    """The problems: whatever `data.train` may be."""
+    """The problems, in any form that `data.train` takes."""
 
     split: str = "test"
     """Split of a Hugging Face dataset. Files have none."""
@@ -146,16 +145,16 @@ class HeldOutSpec(Section):
 
     revision: str | None = None
     """Commit, tag or branch of a Hugging Face dataset. None: the newest one when the job is
-    submitted, which it goes on with."""
+    submitted; the job keeps to it."""
 
     columns: dict[str, str] | None = None
-    """Other names for columns, as in `data.columns`. None: those of `data.columns`."""
+    """Other names for columns, as in `data.columns`. None: `data.columns` itself."""
 
     template: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
     """How a row becomes a prompt, as in `data.template`. None: as a row of `[data]` does."""
 
     filter: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
-    """Which rows are kept, as in `data.filter`. None: those that pass `data.filter`."""
+    """Which rows are kept, as in `data.filter`. None: `data.filter` itself."""
 
     num_prompts: int | None = Field(default=None, ge=1)
     """How many problems, from the first row on. None: `evaluation.num_prompts`."""
@@ -166,8 +165,8 @@ class HeldOutSpec(Section):
         return _source(value)
 
     def within(self, data: DataSpec) -> DataSpec:
-        """Returns how the set's rows are read and become prompts: what it leaves out is as in
-        `[data]`."""
+        """Returns the `[data]` section with this set's keys in place of its own. Keys that the set
+        does not give are as in `[data]`."""
         own: dict[str, Any] = {"config": self.config, "revision": self.revision}
         if self.template is not None:
             own |= {"template": self.template, "messages": None}
@@ -179,8 +178,8 @@ class HeldOutSpec(Section):
 
 
 def _source(value: Any) -> Any:
-    """Returns the value. Raises ValueError, with one sentence, for what is none of the kinds of
-    sources, where pydantic would have one for each."""
+    """Returns the value. Raises ValueError with one sentence for a value that is no source;
+    pydantic would raise one for each kind of source."""
     if isinstance(value, str):
         if value == "":
             raise ValueError("expected a file, a data set's id or a list of rows")

@@ -46,7 +46,8 @@ MAY_CHANGE = frozenset(
         "request",
     }
 )
-"""Keys of a job that do not say what is learned: a job may go on with others than it began with."""
+"""Keys of a job that do not change what is learned. A job may go on with other values than it began
+with."""
 
 SyncMethod = Literal["shm", "disk", "http", "delta", "lora", "reload", "restart", "nccl", "ipc"]
 """How weights get from trainer to sampler. Each method is an entry of two tables: METHODS in
@@ -56,7 +57,7 @@ SyncChoice = Literal["auto", SyncMethod]
 
 
 class Job(Section):
-    """Everything that is trained, under one name."""
+    """A job: what to train, and how."""
 
     other_names: ClassVar[dict[str, str]] = OTHER_NAMES
     name_notes: ClassVar[dict[str, str]] = NOTES
@@ -66,62 +67,64 @@ class Job(Section):
     Lower-case letters, digits, "-" and "_", at most 40."""
 
     model: str = Field(min_length=1)
-    """The model that training begins with: a folder in Hugging Face format, which trainer and
-    sampler both see, or a Hugging Face id."""
+    """The model that training begins with: a folder in Hugging Face format that trainer and sampler
+    both see, or a Hugging Face id."""
 
     model_revision: str | None = None
-    """Commit, tag or branch of a Hugging Face model. None: the newest one, so a run that must be
-    repeatable names a commit."""
+    """Commit, tag or branch of a Hugging Face model. None: the newest one. Name a commit if the run
+    must be repeatable."""
 
     steps: int = Field(default=0, ge=0, le=10**9)
     """Batches to train on, up to 1,000,000,000. Each is one optimizer step unless `training.epochs`
     or `training.minibatches` make more of it. 0: as many as `data.epochs` takes."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seeds the order of prompts, sampling, the deal into minibatches and dropout. Below 2^63."""
+    """Seeds the order of prompts, sampling, the split into minibatches and dropout. Below 2^63."""
 
     priority: int = Field(default=0, ge=-100, le=100)
-    """Which queued job is taken first: the one with the highest, of several the one submitted
-    first. From -100 to 100. A job that runs is never stopped for another one."""
+    """The queued job with the highest priority is taken first; of equal ones, the one submitted
+    first. From -100 to 100. A running job is never stopped for another one."""
 
     max_model_len: int | None = Field(default=None, gt=0)
     """Most tokens of prompt and completion together. None: what the model was made for. A lower
     bound lets the sampler's cache hold more sequences. A model with RoPE of type "longrope" or
-    "dynamic" has to have one of at most the length that it was pretrained with: beyond that the
-    trainer's log-probs would depend on which sequences share a micro-batch."""
+    "dynamic" needs a bound of at most its pretraining length: beyond it the trainer's log-probs
+    would depend on which sequences share a micro-batch."""
 
     max_staleness: int = Field(default=0, ge=0, le=64)
-    """Most steps by which the weights that sampled a batch may be older than those it trains. 0
-    samples and trains in turn; from 1 on sampling runs while the trainer trains."""
+    """Most steps by which the weights that sample a batch may be older than the weights that it
+    trains. 0: sampling and training take turns. 1 or more: sampling runs while the trainer
+    trains."""
 
     drain_before_sync: bool = False
-    """Whether a sampler finishes the groups it has under way before it takes new weights, and
-    begins no others meanwhile. False: it stops between two tokens and goes on with the new weights,
-    so a completion may have been sampled by several versions, which `max_staleness` bounds. Without
-    staleness nothing of the job is under way then."""
+    """Whether a sampler finishes its current groups before it takes new weights, and begins no
+    others meanwhile. False: it stops between two tokens and goes on with the new weights, so
+    several versions may sample one completion; `max_staleness` bounds how many. Without staleness
+    no group is under way at a sync."""
 
     weight_sync: SyncChoice = "auto"
     """How weights reach the samplers. "shm": shared memory of one host. "disk": a folder under
     `HONE_RUNS_DIR` that the hosts share. "http": from the trainer over the network, with nothing
-    shared. "delta": likewise, and after the first time only the elements that changed. "lora": the
-    adapter of a job with `[lora]` alone, beside the base model, which stays as it is; from shared
-    memory, or over the network where the sampler does not see that. "reload": as "disk", with the
-    engine's memory freed while the weights are exchanged (vLLM's sleep mode, which a CPU does not
-    have). "restart": as "disk", by a new engine, which takes as long as a start: what the other
-    methods are tested against. "nccl": from the trainer's GPU to those of the samplers (between
-    CPUs by gloo). "ipc": read by the sampler in the trainer's memory, on the GPU that both use.
-    These two need `HONE_TRAINER_URL` at the sampler as "http" does, which a version goes by that
-    did not arrive, and neither LoRA nor ZeRO-3.
+    shared. "delta": likewise, and after the first time only the elements that changed. "lora": only
+    the adapter of a job with `[lora]`, loaded beside the unchanged base model; from shared memory,
+    or over the network if the sampler does not share it. "reload": as "disk", with the engine's
+    memory freed while the weights are exchanged (vLLM's sleep mode, which a CPU does not have).
+    "restart": as "disk", by a new engine, which takes as long as a start; the other methods are
+    tested against it. "nccl": from the trainer's GPU to the samplers' GPUs (between CPUs by gloo).
+    "ipc": the sampler reads the trainer's memory, on the GPU that both use. These two exclude LoRA
+    and ZeRO-3. They need `HONE_TRAINER_URL` at the sampler as "http" does, because a version that
+    did not arrive goes by "http".
 
     "auto" tries "lora" for a job with `[lora]`, "ipc" or "nccl" where both sides compute on GPUs
-    that allow it, and else "shm", then "disk" with one sampler, or several that are all on the
-    orchestrator's host. Where one sees neither folder it takes "delta" up to a learning rate of
-    1e-5, beyond which most elements change at each step, and "http" there. What one sampler could
-    not take is not tried again by the job. The choice and its reason are an event of it."""
+    that allow it, else "shm", then "disk" with one sampler, or several that are all on the
+    orchestrator's host. If a sampler sees neither folder, it takes "delta" up to a learning rate of
+    1e-5 and "http" above: there most elements change at each step. The job does not try a method
+    again that failed at one sampler. An event of the job says the choice and its reason."""
 
     sync_every: int = Field(default=1, ge=1, le=65)
-    """Steps between two syncs, from 1 to `max_staleness` + 1. 1: after each step. More save time
-    where a sync is long, and make samples older. An evaluation and the last step always sync."""
+    """Steps between two syncs, from 1 to `max_staleness` + 1. 1: after each step. More steps save
+    time where a sync is long, and make samples older. An evaluation and the last step always
+    sync."""
 
     data: DataSpec
     """The problems."""
@@ -143,7 +146,7 @@ class Job(Section):
     """The update."""
 
     correction: CorrectionSpec = CorrectionSpec()
-    """What is done about sampler and trainer giving a token different log-probs."""
+    """The correction where sampler and trainer give a token different log-probs."""
 
     lora: LoraSpec | None = None
     """Low-rank adapters. None: all weights are trained."""
@@ -173,8 +176,8 @@ class Job(Section):
     text of up to 512. They change nothing."""
 
     request: dict[str, Plain] = {}
-    """The request of OpenAI's API that the job was made from, which that API shows again. Nothing
-    else reads it. Empty: the job was submitted as a job."""
+    """The request of OpenAI's API that made the job; only that API shows it. Empty: the job was
+    submitted as a job."""
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Job:
@@ -183,14 +186,14 @@ class Job(Section):
 
     @property
     def learning_rate(self) -> float:
-        """The peak learning rate, by default too."""
+        """The peak learning rate; the default if the job gives none."""
         if self.training.learning_rate is not None:
             return self.training.learning_rate
         return LEARNING_RATE if self.lora is None else LORA_LEARNING_RATE
 
     @property
     def has_live_weights(self) -> bool:
-        """Whether the weights that serve are those of the trainer's model as it is in memory."""
+        """Whether samplers serve the tensors of the trainer's model as they are in memory."""
         return self.lora is None and self.memory.zero_stage < 3
 
     @property
@@ -200,7 +203,7 @@ class Job(Section):
 
     @property
     def served_rank(self) -> int | None:
-        """The rank of the adapters that samplers may be sent; None: they get whole weights."""
+        """The rank of the adapters that samplers may get; None: they get whole weights."""
         if self.lora is None or self.weight_sync not in ("auto", "lora"):
             return None
         return self.lora.rank if self.lora.rank <= MAX_SERVED_RANK else None

@@ -1,4 +1,4 @@
-"""What a job learns: all of it but what may change while it goes on (MAY_CHANGE)."""
+"""What a job learns: all its keys except MAY_CHANGE, which may change while it runs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ SHOWN_CHARACTERS = 60
 
 
 def learned(job: Job) -> dict[str, Any]:
-    """Returns it with the learning rate by its value, said or not."""
+    """Returns these keys, with the learning rate's value also where it is the default."""
     found = job.model_dump(mode="json", exclude=set(MAY_CHANGE))
     return found | {"training": found["training"] | {"learning_rate": job.learning_rate}}
 
 
 def same_learning(one: Job, other: Job) -> bool:
-    """Whether two jobs differ in nothing but what may change while a job goes on."""
+    """Whether two jobs differ in keys of MAY_CHANGE only."""
     return learned(one) == learned(other)
 
 
 def differences(old: Job, new: Job) -> list[str]:
-    """Returns what the two learn differently, as `training.epochs was 2 and is 3`."""
+    """Returns the differences in what the two learn, such as `training.epochs was 2 and is 3`."""
     return _differences(learned(old), learned(new), "")
 
 

@@ -1,4 +1,4 @@
-"""What is learned of it: `[advantages]`, `[training]`, `[correction]`, `[lora]`."""
+"""How the policy learns: `[advantages]`, `[training]`, `[correction]`, `[lora]`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pydantic import Field, field_validator, model_validator
 from shared.job.section import Section
 
 MAX_SERVED_RANK = 512
-"""Largest rank of an adapter that vLLM serves apart from the model."""
+"""Largest rank of an adapter that vLLM serves beside the model."""
 
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-6, 1e-5
-"""Of full weights and of adapters, where a job says none."""
+"""Default learning rates of full weights and of adapters."""
 
 
 class AdvantageSpec(Section):
@@ -20,16 +20,17 @@ class AdvantageSpec(Section):
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """What is subtracted from a reward: the "mean" of its group (arXiv 2402.03300), or
-    "leave_one_out", the mean of the others in it (RLOO, arXiv 2402.14740). The mean is GRPO's."""
+    "leave_one_out", the mean of the group's other rewards (RLOO, arXiv 2402.14740). The mean is
+    GRPO's."""
 
     std: Literal["group", "batch", "none"] = "group"
-    """The standard deviation that the difference is divided by: of the "group", as in GRPO; of the
-    whole "batch" (arXiv 2508.08221); or "none" (Dr.GRPO, arXiv 2503.20783), where groups whose
+    """The difference is divided by this standard deviation: of the "group", as in GRPO; of the
+    whole "batch" (arXiv 2508.08221); or "none" (Dr.GRPO, arXiv 2503.20783): then groups whose
     rewards differ little also weigh little."""
 
     combine: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """With several rewards: their weighted sum is normalized, as in GRPO; or each is normalized in
-    its group and then weighted and summed (GDPO, arXiv 2601.05242)."""
+    """With several rewards: either their weighted sum is normalized, as in GRPO, or each is
+    normalized in its group, then weighted and summed (GDPO, arXiv 2601.05242)."""
 
     mask_truncated: bool = False
     """Whether completions cut off by `sampling.max_tokens` are left out of training (overlong
@@ -69,9 +70,9 @@ class TrainingSpec(Section):
 
     max_log_ratio: float = Field(default=20.0, gt=0, le=40)
     """The ratio's logarithm, and the difference of log-probs that the KL divergence is estimated
-    from, are clamped to this on both sides, in nats; up to 40. Beyond it a token has no gradient of
-    the ratio, and of the divergence that of the bound. 20 is far from what training makes, and
-    keeps e to its power finite in float32."""
+    from, are clamped to this on both sides, in nats; up to 40. Beyond it the ratio gives a token no
+    gradient, and the divergence gives the gradient at the bound. 20 is far beyond values in
+    training, and e^20 is finite in float32."""
 
     tau_positive: float = Field(default=1.0, gt=0)
     """Temperature of the gate of "sapo" where the advantage is positive, above 0: a larger one
@@ -79,8 +80,8 @@ class TrainingSpec(Section):
     2511.20347)."""
 
     tau_negative: float = Field(default=1.05, gt=0)
-    """The same where the advantage is negative. The paper's 1.05 fades these sooner, because their
-    gradient spreads over the whole vocabulary."""
+    """The same where the advantage is negative. The paper's 1.05 fades these tokens out sooner,
+    because their gradient spreads over the whole vocabulary."""
 
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the model that the job began with, 0 or more. 0 loads no
@@ -89,11 +90,11 @@ class TrainingSpec(Section):
 
     kl: Literal["k1", "k2", "k3", "k3_true"] = "k3"
     """How that divergence is estimated (services/trainer/learning/kl.py). "k3" is GRPO's; the
-    gradient of "k1" is zero in expectation, that of "k3_true" the divergence's own."""
+    gradient of "k1" is zero in expectation, the gradient of "k3_true" is the divergence's own."""
 
     epochs: int = Field(default=1, ge=1)
-    """Passes over each batch, all against the log-probs before the first. 1 trains on-policy, where
-    no bound is ever active."""
+    """Passes over each batch, all against the log-probs before the first. 1 trains on-policy: no
+    clipping bound is ever active."""
 
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per epoch, each on an equal share of the batch. 1: one step on all of it,
@@ -101,7 +102,7 @@ class TrainingSpec(Section):
 
     learning_rate: float | None = Field(default=None, ge=0)
     """The peak learning rate. None: 1e-6, which is usual for full weights from 0.5B on, and 1e-5
-    for a job with `[lora]`: adapters take 10 to 100 times that of full weights."""
+    for a job with `[lora]`: adapters take 10 to 100 times the rate of full weights."""
 
     min_learning_rate: float = Field(default=0.0, ge=0)
     """The rate of the last step, where `schedule` is not "constant"; up to `learning_rate`. 0
@@ -109,7 +110,7 @@ class TrainingSpec(Section):
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate goes from its peak to `min_learning_rate`. "constant" stays at the peak, so the
-    number of steps changes nothing of the earlier ones."""
+    number of steps does not change the earlier steps."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the rate rises from 0 to its peak. 0: none, a peak of 1e-6 needs none."""
@@ -131,14 +132,14 @@ class TrainingSpec(Section):
     in either case; "stop" shows the fault, "skip" counts it and goes on."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and activations; the optimizer's are float32 always. "auto" takes bfloat16 where
-    the hardware computes in it and float32 elsewhere."""
+    """Dtype of weights and activations; optimizer state is always float32. "auto" takes bfloat16
+    where the hardware computes in it and float32 elsewhere."""
 
 
 class CorrectionSpec(Section):
-    """What is done about sampler and trainer giving the same token different log-probs, from w =
-    exp(trainer's log-prob - sampler's) before the first update. The difference is measured always,
-    whatever is done.
+    """The correction where sampler and trainer give the same token different log-probs, from w =
+    exp(trainer's log-prob - sampler's) before the first update. The difference is measured with
+    every method.
 
     Equations are in services/trainer/learning/correction.py.
     """
@@ -155,10 +156,10 @@ class CorrectionSpec(Section):
     for a short one."""
 
     ratio_base: Literal["trainer", "sampler"] = "trainer"
-    """What the loss's importance ratio is taken to. With the "trainer"'s own log-probs before the
-    first update, the ratio of that update is exactly 1 and bounds hold only what training changed.
-    With the "sampler"'s, the ratio is also the correction, so `method` must be "auto" or "none",
-    and noise between the engines is clipped as if it were a change."""
+    """The denominator of the loss's importance ratio. "trainer": its own log-probs before the first
+    update; the first update's ratio is exactly 1, and bounds limit only what training changed.
+    "sampler": the sampler's log-probs; the ratio is then also the correction, so `method` must be
+    "auto" or "none", and noise between the engines is clipped as if it were a change."""
 
     low: float | None = Field(default=None, ge=0)
     """Lower bound of the weight, 0 or more. None: 0.5 for "icepop", 0.99 for "sequence_mask" of the
@@ -169,12 +170,13 @@ class CorrectionSpec(Section):
     "sequence_mask" of the product and 1.01 of the geometric mean."""
 
     truncated_sampling: Literal["refuse", "accept"] = "refuse"
-    """What becomes of `sampling.top_p` < 1, `sampling.top_k` > 0 or `sampling.min_p` > 0. The
-    sampler's log-probs are then of the tokens that it kept. With `sampling.top_k` from 1 to 1024 it
-    says which these are for each token, and the trainer takes its log-probs over the same tokens,
-    so the trained distribution is the sampled one. "refuse" refuses a job without that bound, and a
-    sampler that cannot say it. "accept" does not ask: the trainer's log-probs are of the whole
-    vocabulary, w is too small by the probability that was cut off, and `method` weighs that."""
+    """How `sampling.top_p` < 1, `sampling.top_k` > 0 or `sampling.min_p` > 0 are treated. The
+    sampler's log-probs are then over the tokens that it kept. With `sampling.top_k` from 1 to 1024
+    the sampler lists these tokens, and the trainer takes its log-probs over the same tokens, so the
+    trained distribution is the sampled one. "refuse" refuses a job without such a `top_k`, and a
+    sampler that cannot list them. "accept" takes both: the trainer's log-probs are then over the
+    whole vocabulary, w is too small by the probability that was cut off, and `method` corrects
+    that."""
 
     @model_validator(mode="after")
     def _corrects_once(self) -> CorrectionSpec:
@@ -196,15 +198,14 @@ class LoraSpec(Section):
     """The update is scaled by alpha / rank. The default is twice the default rank, as is usual."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability with which an input of an adapter is dropped in training. 0: the policy that is
-    trained is exactly the one that was sampled. With several optimizer steps per batch the noise of
-    dropout is in the ratios of all but the first, where bounds as narrow as those of "gspo" clip
-    it."""
+    """Probability with which an input of an adapter is dropped in training. 0: the trained policy
+    is exactly the sampled one. With several optimizer steps per batch, dropout's noise is in the
+    ratios of all steps but the first, and narrow bounds as for "gspo" clip it."""
 
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Names of the layers that get adapters, for example ["q_proj", "v_proj"]. "all-linear": every
-    linear layer but the output head. Layers that no text goes through, as those of a vision tower,
-    get none in either case."""
+    linear layer but the output head. Layers that no text goes through, as in a vision tower, never
+    get one."""
 
     @field_validator("target_modules", mode="before")
     @classmethod

@@ -1,5 +1,5 @@
-"""What other trainers call a job's keys, TRL and OpenAI above all: whoever writes one of theirs is
-told the key that it is here."""
+"""Names of other trainers, TRL and OpenAI above all, for a job's keys. The error for such a name
+says the key here."""
 
 from __future__ import annotations
 
@@ -86,4 +86,4 @@ NOTES = {
     "reward_weights": "each of the [[rewards]] has its own",
     "epsilon": "and training.clip_high",
 }
-"""What is to be known beside the key's name."""
+"""Notes on some of these names."""

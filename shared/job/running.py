@@ -1,5 +1,5 @@
-"""What changes nothing that is learned: `[memory]`, `[evaluation]`, `[checkpoints]`, `[stop]`,
-`[rollouts]`, `[wandb]`."""
+"""Sections that do not change what is learned: `[memory]`, `[evaluation]`, `[checkpoints]`,
+`[stop]`, `[rollouts]`, `[wandb]`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ class MemorySpec(Section):
     """How an update fits into memory. Nothing here changes its result, rounding apart."""
 
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens in one forward and backward pass of a rank, padding included. It is halved by
-    itself when memory runs out. A single sequence that is longer has a pass of its own."""
+    """Most tokens in one forward and backward pass of a rank, padding included. The trainer halves
+    it when memory runs out. A longer sequence has a pass of its own."""
 
     chunk_tokens: int = Field(default=1024, ge=1)
-    """Tokens whose logits exist at a time: a chunk of them by a part of the vocabulary, in
-    float32."""
+    """Tokens whose logits exist at a time, for a part of the vocabulary, in float32."""
 
     gradient_checkpointing: bool = True
     """Keeps only each layer's input and computes the layer again in the backward pass: about a
@@ -28,8 +27,8 @@ class MemorySpec(Section):
     parameters would be about 120 GB. Set false for small models and short sequences."""
 
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """What the ranks share out, each stage including those before (arXiv 1910.02054): 0 nothing, 1
-    optimizer state, 2 gradients, 3 weights."""
+    """What is partitioned over the ranks (arXiv 1910.02054): 0 nothing, 1 optimizer state, 2 also
+    gradients, 3 also weights."""
 
     offload_optimizer: bool = False
     """Keeps master weights and optimizer state in host memory, and updates them there with
@@ -40,18 +39,18 @@ class MemorySpec(Section):
     attention, which keeps the sequences of a row apart at no cost."""
 
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
-    """The attention implementation, by its name in transformers. "auto": the one that transformers
-    chooses for the model, and "eager" where that would leave out a cap on attention's logits, as
-    for Gemma 2."""
+    """The attention implementation, by its name in transformers. "auto": transformers' choice for
+    the model, and "eager" where that choice would ignore a cap on attention's logits, as for Gemma
+    2."""
 
     deepspeed: dict[str, Any] = {}
-    """Merged over the configuration given to DeepSpeed, key by key. Only keys that change where
-    things lie, when they are sent and what is logged are taken; others are refused."""
+    """Merged over the configuration given to DeepSpeed, key by key. Only keys about placement,
+    communication and logging are taken; others are refused."""
 
 
 class EvaluationSpec(Section):
-    """Held-out accuracy: what the policy gets on problems of `data.eval`, and of each of `sets`,
-    before training, every `every` steps and after the last."""
+    """Held-out accuracy: the policy's scores on `data.eval` and on each of `sets`, before training,
+    every `every` steps and after the last."""
 
     every: int = Field(default=50, ge=1)
     """Steps between two evaluations."""
@@ -67,37 +66,37 @@ class EvaluationSpec(Section):
     """Divides the logits. 0: greedy decoding, which gives the same answer each time."""
 
     max_tokens: int | None = Field(default=None, ge=1)
-    """Longest completion, in tokens. None: that of training, `sampling.max_tokens`."""
+    """Longest completion, in tokens. None: `sampling.max_tokens`, as in training."""
 
     pass_reward: float | None = None
-    """Reward from which on a completion counts as right for `pass@k`, without the `shaping` ones.
-    None: the full mark, which is the sum of the weights above 0, for graders give at most 1."""
+    """Least reward, without `shaping` rewards, with which a completion is right for `pass@k`. None:
+    the full mark, which is the sum of the weights above 0, because graders give at most 1."""
 
     sets: dict[
         Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=40)], HeldOutSpec
     ] = Field(default={}, max_length=16)
-    """Further held-out sets by name, up to 16, each an `[evaluation.sets.NAME]` table. Metrics of
-    one are called `eval/NAME/reward` and so on; those of `data.eval`, `eval/reward`."""
+    """Further held-out sets by name, up to 16, each an `[evaluation.sets.NAME]` table. Their
+    metrics are called `eval/NAME/reward` and so on; the metrics of `data.eval`, `eval/reward`."""
 
 
 class CheckpointSpec(Section):
-    """Checkpoints: Hugging Face folders from which training also goes on."""
+    """Checkpoints: Hugging Face folders that training can also resume from."""
 
     every: int = Field(default=50, ge=0)
     """Steps between two checkpoints. The last step always has one; 0: only the last."""
 
     keep_last: int = Field(default=2, ge=1)
     """How many of the newest checkpoints are kept. The default survives damage to the newest. An
-    older one is kept, too, while it is the model of another job that has not ended."""
+    older checkpoint is kept, too, while it is the model of another job that has not ended."""
 
     keep_every: int = Field(default=0, ge=0)
-    """Of older checkpoints, those whose step is divisible by this are kept too. 0: none."""
+    """Older checkpoints whose step is divisible by this are kept too. 0: none."""
 
     keep_best: str | None = "reward"
     """The metric of evaluations by which the best checkpoint is kept, however old: "reward",
-    "pass@1" and so on, of a held-out set with a name "<set>/reward". Only a step that has both a
-    checkpoint and an evaluation is compared, so `every` and `evaluation.every` are best the same;
-    of equal ones the first is the best. None: none is kept for that."""
+    "pass@1" and so on, for a named held-out set "<set>/reward". Only steps with both a checkpoint
+    and an evaluation are compared, so `every` and `evaluation.every` are best the same; of equal
+    steps the first is the best. None: no checkpoint is kept as the best."""
 
 
 class StopSpec(Section):
@@ -108,13 +107,13 @@ class StopSpec(Section):
     """Ends the job once an evaluation's `metric` is at least this. None: no evaluation does."""
 
     metric: str = "reward"
-    """Metric of `target`: "reward", "pass@1" and so on, "rewards/<name>/mean"; of a held-out set
-    with a name, "<set>/reward" and the like."""
+    """Metric of `target`: "reward", "pass@1" and so on, "rewards/<name>/mean"; for a named held-out
+    set, "<set>/reward" and the like."""
 
     max_tokens: int | None = Field(default=None, ge=1)
-    """Ends the job once so many tokens of completions were sampled to train on, those of replaced
-    groups included and evaluations not: the metric `total/tokens`. The step under way is finished.
-    None: no bound."""
+    """Ends the job once so many completion tokens were sampled for training, with replaced groups,
+    without evaluations: the metric `total/tokens`. The step under way is finished. None: no
+    bound."""
 
     max_hours: float | None = Field(default=None, gt=0)
     """Ends the job once it has had the services for so many hours: the metric `total/hours`, with
@@ -122,19 +121,18 @@ class StopSpec(Section):
     finished. None: no bound."""
 
     max_cost: float | None = Field(default=None, gt=0)
-    """Pauses the job once it has cost so much: the metric `total/cost`, which is `total/hours` by
-    the price of an hour (HONE_PRICE_PER_HOUR, or that of HONE_GPUS), in its currency. The step
-    under way is finished and has a checkpoint. It pauses and does not end, for whether there is
-    more to spend is for a person to say: `hone resume JOB --set stop.max_cost=...`. None: no
-    bound."""
+    """Pauses the job once it has cost so much: the metric `total/cost`, which is `total/hours`
+    times the price of an hour (HONE_PRICE_PER_HOUR, or the price of HONE_GPUS), in its currency.
+    The step under way is finished and has a checkpoint. The job pauses and does not end, so that a
+    person can decide to spend more: `hone resume JOB --set stop.max_cost=...`. None: no bound."""
 
 
 class RolloutsSpec(Section):
     """Stored rollouts: what was sampled and how it was graded, a file for each step."""
 
     keep_last: int = Field(default=1000, ge=0)
-    """Of how many of the newest steps rollouts are kept, at least; older ones cannot be looked at
-    or regraded any more. Those that a restart from any of the newest `checkpoints.keep_last`
+    """Rollouts of at least this many newest steps are kept; older ones cannot be looked at or
+    regraded any more. Rollouts that a restart from one of the newest `checkpoints.keep_last`
     checkpoints replays are always kept. 0: all. The default bounds a run's disk at a few GB."""
 
 
@@ -148,8 +146,8 @@ class WandbSpec(Section):
     """User or team that owns the project. None: the default of the key."""
 
     name: str | None = Field(default=None, min_length=1, max_length=128)
-    """What the run is called there, up to 128 characters. None: the job's id. Its own id is that in
-    any case."""
+    """The run's name there, up to 128 characters. None: the job's id. The run's id is always the
+    job's id."""
 
     mode: Literal["online", "offline"] = "online"
     """"offline" writes to the run folder only, and needs no key."""

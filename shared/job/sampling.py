@@ -1,4 +1,4 @@
-"""How it is sampled and what for: `[sampling]`, `[difficulty]`, `[[rewards]]`."""
+"""How completions are sampled and rewarded: `[sampling]`, `[difficulty]`, `[[rewards]]`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shared.plain import Plain
 MAX_SOURCE_BYTES = 1 << 20
 
 MAX_KEPT = 1024
-"""Largest `sampling.top_k` with which the sampler says which tokens each one could have been: 4 KB
-per token at most, where a completion's other data is 9 bytes."""
+"""Largest `sampling.top_k` with which the sampler lists the candidates of each token: at most 4 KB
+per token, where a completion's other data is 9 bytes."""
 
 
 class SamplingSpec(Section):
@@ -23,8 +23,8 @@ class SamplingSpec(Section):
     """Prompts per step, from 1 to 65,536. With the default `group_size` a step has 256 rollouts."""
 
     group_size: int = Field(default=8, ge=1, le=1024)
-    """Completions per prompt, compared with each other. A group of 1 has nothing to be compared
-    with and trains nothing; 8 to 16 are usual."""
+    """Completions per prompt, compared with each other. A group of 1 has no comparison and trains
+    nothing; 8 to 16 are usual."""
 
     max_tokens: int = Field(default=512, ge=1)
     """Longest completion, in tokens. A completion that reaches it ends with `finish_reason`
@@ -35,12 +35,12 @@ class SamplingSpec(Section):
 
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Samples only from the most likely tokens that together have this probability. 1 samples from
-    the whole vocabulary, so the distribution that is sampled is the one that is trained; less needs
-    `top_k` too: see `correction.truncated_sampling`."""
+    the whole vocabulary, so the sampled distribution is the trained one; less needs `top_k` too:
+    see `correction.truncated_sampling`."""
 
     top_k: int = Field(default=0, ge=0)
-    """Samples only from this many most likely tokens. 0 samples from the whole vocabulary; else as
-    with `top_p`."""
+    """Samples only from this many most likely tokens. 0 samples from the whole vocabulary;
+    otherwise see `correction.truncated_sampling`."""
 
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, besides the model's own end token."""
@@ -50,25 +50,24 @@ class SamplingSpec(Section):
 
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Samples only from tokens at least this share as likely as the likeliest. 0 samples from the
-    whole vocabulary; else as with `top_p`."""
+    whole vocabulary; otherwise see `correction.truncated_sampling`."""
 
     template_args: dict[str, Plain] = {}
     """Arguments of the model's chat template, for example `enable_thinking`. Prompts that are text
     go through none."""
 
     overlong_prompts: Literal["error", "drop", "truncate"] = "error"
-    """What becomes of a prompt that leaves no room for `max_tokens`. "error": its rollouts end in
+    """What happens to a prompt that leaves no room for `max_tokens`. "error": its rollouts end in
     an error and train nothing. "drop": another prompt takes its place, in at most 10 rounds.
     "truncate": its first tokens are cut off. Each is counted (`overlong_prompts`)."""
 
     repeatable: bool = False
     """Seeds every completion by the job's seed, the step, the prompt's place in it and the
     completion's in its group (an evaluation's by its place alone), so that the same weights draw
-    the same samples on one engine, in whatever order groups reach it. Two runs of a job then agree
-    as far as nothing else differs: with `max_staleness` above 0 it is a matter of time which
-    weights sample a token, and so is what a deadline cuts off; and numbers are rounded otherwise in
-    batches of other sizes, so that a near tie may fall the other way. Off: vLLM draws for each
-    seeded sequence by itself, which takes time."""
+    the same samples on one engine, in any order of groups. Two runs of a job may still differ: with
+    `max_staleness` above 0, timing decides which weights sample a token; timing also decides what a
+    deadline cuts off; and batches of other sizes round otherwise, so that a near tie may fall the
+    other way. Off by default: vLLM draws for each seeded sequence separately, which takes time."""
 
     refills: int = Field(default=0, ge=0, le=10)
     """Rounds per step in which groups without signal (all rewards equal, or all completions cut off
@@ -77,24 +76,23 @@ class SamplingSpec(Section):
 
 
 class DifficultySpec(Section):
-    """Problems that teach nothing are skipped. A group is all right if all of its rewards are equal
-    and the full mark (the sum of the weights above 0, of rewards that are not `shaping`), and all
-    wrong if they are equal and less; a missing reward says nothing. A step knows the groups of all
-    steps up to `max_staleness` + 1 before it, so which problems it takes is the same after a
-    restart."""
+    """Problems that teach nothing are skipped. A group is all right if each of its rewards is the
+    full mark (the sum of the weights above 0, of rewards that are not `shaping`), and all wrong if
+    they are equal and less; a missing reward does not count. A step takes into account all steps up
+    to `max_staleness` + 1 before it, so it takes the same problems after a restart."""
 
     skip_right: int = Field(default=0, ge=0, le=1_000_000)
-    """Skips a problem once so many of its groups in a row were all right. 0: none is skipped for
-    that, because it may be forgotten again."""
+    """Skips a problem once so many of its groups in a row were all right. 0: no problem is skipped
+    for that, because it may be forgotten again."""
 
     skip_wrong: int = Field(default=0, ge=0, le=1_000_000)
-    """Skips a problem once so many of its groups in a row were all wrong. 0: none is skipped for
-    that, because it may be learned later."""
+    """Skips a problem once so many of its groups in a row were all wrong. 0: no problem is skipped
+    for that, because it may be learned later."""
 
     skip_steps: int = Field(default=0, ge=0)
-    """For how many steps a problem is skipped, counted from its last group; if that is so again
-    when it comes back, it is skipped again. 0: for good. Where too few problems are left for a
-    step, it takes skipped ones."""
+    """For how many steps a problem is skipped, counted from its last group. It then comes back, and
+    is skipped again if that group too is all right or wrong. 0: for good. A step that finds too few
+    problems takes skipped ones."""
 
     @property
     def skips(self) -> bool:
@@ -110,16 +108,16 @@ class RewardSpec(Section):
     code in `file`."""
 
     name: str | None = None
-    """What metrics and stored rollouts call this reward; no two of a job have the same name. None:
+    """The reward's name in metrics and stored rollouts; no two of a job have the same name. None:
     the grader's name, or the function's."""
 
     weight: float = Field(default=1.0, ge=-1_000_000, le=1_000_000)
-    """Factor of this reward in the sum that is the rollout's reward, from -1000000 to
+    """Factor of this reward in the rollout's total reward, from -1000000 to
     1000000. Below 0 it is a penalty."""
 
     shaping: bool = False
-    """The reward is for form only (length, format). It counts in the sum, but not in judging if a
-    group has signal: groups that differ in nothing else are not trained on."""
+    """The reward is for form only (length, format). It counts in the sum, but gives a group no
+    signal: groups that differ only in it are not trained on."""
 
     params: dict[str, Plain] = {}
     """Parameters of the grader, checked when the job is submitted. `GET /graders` has their
@@ -139,7 +137,7 @@ class RewardSpec(Section):
 
     @property
     def label(self) -> str:
-        """What metrics and stored rollouts call this reward."""
+        """The reward's name in metrics and stored rollouts."""
         return self.name or (self.function if self.grader == "function" else self.grader)
 
     @model_validator(mode="after")

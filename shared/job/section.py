@@ -28,7 +28,7 @@ class Section(Documented):
 
 
 def _members(annotation: Any) -> set[Any]:
-    """Returns the types that an annotation is a union of, and of which literals' values are."""
+    """Returns the types of an annotation's union, and the types of its literals' values."""
     if get_origin(annotation) is Literal:
         return {type(value) for value in get_args(annotation)}
     if get_origin(annotation) in (Union, UnionType):

@@ -1,7 +1,7 @@
-"""GPUs: those that are planned for, what each holds, and how fast it is.
+"""GPUs for plans: how much memory each has, and how fast it is.
 
-Memory is what CUDA says that there is, which is less than the name says. Products per second are
-dense, from NVIDIA's data sheets.
+Memory is as CUDA reports it, which is less than the name says. Products per second are dense, from
+NVIDIA's data sheets.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: its memory in GiB, the products that it does per second in bfloat16 and in float32, in
-    10^12 floating-point operations, the GB per second that its memory gives, and whether it
-    multiplies bfloat16 by itself. A speed of 0 is not known."""
+    """A GPU: memory in GiB, matrix products in bfloat16 and float32 in 10^12 floating-point
+    operations per second, memory bandwidth in GB/s, and whether it multiplies bfloat16 in hardware.
+    A speed of 0 is unknown."""
 
     name: str
     memory_gib: float
@@ -39,7 +39,7 @@ class Gpu:
 
     @property
     def max_sequences(self) -> int:
-        """Returns how many sequences a sampler computes at once, unless it is told: vLLM's default
+        """Returns how many sequences a sampler computes at once without the setting: vLLM's default
         for this GPU, and 256 on a CPU."""
         is_large = self.memory_gib >= 70 and "A100" not in self.name and not self.is_cpu
         return 1024 if is_large else 256
@@ -49,15 +49,15 @@ class Gpu:
         return self.bandwidth_gb_s > 0
 
     def tflops(self, itemsize: int) -> float:
-        """Returns the products per second in elements of so many bytes; those in float32 where it
-        does not multiply the shorter ones."""
+        """Returns the 10^12 operations per second on elements of `itemsize` bytes; the float32 rate
+        if it does not multiply shorter elements."""
         short = itemsize == 2 and self.has_bfloat16
         return self.bfloat16_tflops if short else self.float32_tflops
 
 
 @dataclass(frozen=True)
 class Pool:
-    """So many GPUs of a kind."""
+    """A number of GPUs of one kind."""
 
     count: int
     gpu: Gpu
@@ -90,13 +90,13 @@ NAMED_MEMORY = {
     **{"T4": 16, "L4": 24, "A10": 24, "A10G": 24, "L40S": 48, "H100": 80, "H200": 141},
     **{"B200": 180, "RTX-3090": 24, "RTX-4090": 24, "RTX-PRO-6000": 96},
 }
-"""The GB in names such as A10G-24GB, of GPUs of which there is one size."""
+"""The GB in names such as A10G-24GB, for GPUs that come in one size only."""
 
 
 def parse_gpus(text: str, where: str = "--gpus") -> tuple[Pool, ...]:
-    """Returns the pools that "1xA100-80GB" or "1xA100-80GB,2xA10G" names: of two, the first is the
-    trainer's and the second the samplers'. "cpu" is this host without any. Raises BadRequest with
-    what was expected, and the nearest name; `where` is what the text was given by."""
+    """Returns the pools that "1xA100-80GB" or "1xA100-80GB,2xA10G" names: the first of two is the
+    trainer's, the second the samplers'. "cpu" is this host without GPUs. Raises BadRequest with
+    what was expected and the nearest name; `where` is the option or setting with the text."""
     given = f"{where} {text!r}"
     parts = [part.strip() for part in text.split(",")]
     if text.strip().lower() == CPU:
@@ -123,8 +123,8 @@ def _pool(part: str, given: str) -> Pool:
 
 
 def named_gpu(name: str, given: str) -> Gpu:
-    """Returns the GPU of that name, in any case, with or without its memory (A10G-24GB). Raises
-    BadRequest."""
+    """Returns the GPU called `name`, in upper or lower case, with or without its memory
+    (A10G-24GB). Raises BadRequest."""
     known = {each.lower(): gpu for each, gpu in TABLE.items()}
     known |= {f"{each}-{gb}GB".lower(): TABLE[each] for each, gb in NAMED_MEMORY.items()}
     if found := known.get(name.lower()):
@@ -138,9 +138,8 @@ def named_gpu(name: str, given: str) -> Gpu:
 
 
 def visible_gpus() -> tuple[Pool, ...]:
-    """Returns the GPUs of this machine, as nvidia-smi says; the CPU where there are none, and the
-    first kind where there are several. One that is not in the table has its memory, and no
-    speed."""
+    """Returns the GPUs of this machine that nvidia-smi lists: the CPU if none, the first kind if
+    several. A GPU that is not in the table has its memory, and no speed."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -150,7 +149,7 @@ def visible_gpus() -> tuple[Pool, ...]:
 
 
 def pools_of(listed: str) -> tuple[Pool, ...]:
-    """Returns the pool that lines of "name, MiB" are: as many of the first as there are."""
+    """Returns the pool for lines of "name, MiB": as many GPUs as are like the first."""
     rows = [line.rpartition(",") for line in listed.splitlines() if line.strip()]
     found = [(name.strip(), mib.strip()) for name, _, mib in rows if mib.strip().isdecimal()]
     if not found:
@@ -160,8 +159,8 @@ def pools_of(listed: str) -> tuple[Pool, ...]:
 
 
 def _called(name: str, memory_gib: float) -> Gpu:
-    """Returns the GPU that NVIDIA calls so ("NVIDIA A100-SXM4-80GB"): the longest name of the table
-    whose parts are all in it, of a memory like its own."""
+    """Returns the GPU for NVIDIA's name ("NVIDIA A100-SXM4-80GB"): the longest name in the table
+    with all its parts in NVIDIA's name, and similar memory."""
     words = set(re.split(r"[\s-]+", name.upper()))
     for key, gpu in sorted(TABLE.items(), key=lambda entry: -len(entry[0])):
         parts = {part for part in key.upper().split("-") if not part.endswith("GB")}
@@ -171,7 +170,7 @@ def _called(name: str, memory_gib: float) -> Gpu:
 
 
 def cpu(meminfo: Path = Path("/proc/meminfo"), cpuinfo: Path = Path("/proc/cpuinfo")) -> Gpu:
-    """Returns this host in the place of a GPU: its memory, and whether it multiplies bfloat16."""
+    """Returns this host as if it were a GPU: its memory, and whether it multiplies bfloat16."""
     kib = re.search(r"^MemTotal:\s+(\d+) kB", _text(meminfo), re.MULTILINE)
     multiplies = re.search(r"\b(avx512_bf16|amx_tile)\b", _text(cpuinfo)) is not None
     return Gpu(CPU, int(kib[1]) / (1 << 20) if kib else 0.0, has_bfloat16=multiplies)

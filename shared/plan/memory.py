@@ -44,7 +44,7 @@ The trainer, on each rank:
 
 With `memory.offload_optimizer` what is updated is in the host's memory:
 
-    optimizer     0                        and update 0, but for that of stage 2 in bfloat16
+    optimizer     0                        and update 0, but not at stage 2 in bfloat16
     gradients     4 T / N                  at stage 2 in bfloat16: they are added up on the GPU; at
                                            stage 1 all of them too, 4 T; else 0
     buffers       b V H                    more at stages 1 and 2: the largest trained tensor
@@ -90,7 +90,7 @@ MAX_BUCKET = 200_000_000
 """Elements that are reduced or gathered at a time, and so the size of DeepSpeed's own buffers."""
 
 MAX_REDUCED = 500_000_000
-"""Gradients that DeepSpeed averages at a time where it does not share them out as they come."""
+"""Gradients that DeepSpeed averages at a time where it does not partition them during the pass."""
 
 SUB_GROUP = 1_000_000_000
 """Parameters that ZeRO-3 updates at a time: DeepSpeed's `sub_group_size`."""
@@ -99,16 +99,16 @@ MAX_GATHERED = 1_000_000_000
 """Parameters that ZeRO-3 keeps gathered at most: DeepSpeed's `stage3_max_live_parameters`."""
 
 TILE_LOGITS = {"cpu": 1 << 22, "gpu": 1 << 26}
-"""Logits of one tile: on a CPU what its caches hold (16 MiB in float32), on a GPU what keeps its
+"""Logits of one tile: on a CPU they fit its caches (16 MiB in float32), on a GPU they keep its
 matrix units busy (256 MiB)."""
 
 BATCHED_TOKENS = 2048
-"""Tokens of prompts that vLLM computes at a time, unless it is told otherwise."""
+"""Prompt tokens that vLLM computes at a time by default."""
 
 TRAINER_OVERHEAD = {"cpu": 100 << 20, "gpu": 1 << 30}
-"""In bytes. On a GPU CUDA's context, NCCL's buffers and cuBLAS's workspaces: assumed. On a CPU what
-libraries keep from their first use on: measured. The interpreter with torch and DeepSpeed, 0.45
-GiB, is there before the model and not counted."""
+"""In bytes. On a GPU, assumed: CUDA's context, NCCL's buffers and cuBLAS's workspaces. On a CPU,
+measured: what libraries keep after their first use. The interpreter with torch and DeepSpeed, 0.45
+GiB, is loaded before the model and not counted."""
 
 SAMPLER_OVERHEAD = {"cpu": 0, "gpu": 3 << 29}
 """Assumed, in bytes: CUDA's context, CUDA graphs, NCCL's buffers."""
@@ -128,7 +128,7 @@ class Ranks:
 @dataclass(frozen=True)
 class Serving:
     """A sampler: the devices that its model is split over, the most sequences at once
-    (`HONE_MAX_NUM_SEQS`), those it gets of a step, the tokens of each, and the adapters that it
+    (`HONE_MAX_NUM_SEQS`), its sequences of a step, the tokens of each, and the adapters that it
     holds beside the model (`HONE_ROLLOUT_ADAPTERS` and one)."""
 
     tensor_parallel: int
@@ -141,7 +141,7 @@ class Serving:
 
 
 def layer_bytes_per_token(model: Model, itemsize: int) -> int:
-    """Returns what one layer keeps of a token for its backward pass, in bytes: `a` above."""
+    """Returns the bytes per token that one layer keeps for its backward pass: `a` above."""
     heads = 2 * (model.heads + model.kv_heads) * model.head_size
     normed = (model.heads + model.kv_heads) * model.head_size if model.has_head_norms else 0
     copies = 2 * model.experts.per_token * model.hidden if model.experts else 0
@@ -150,21 +150,21 @@ def layer_bytes_per_token(model: Model, itemsize: int) -> int:
 
 
 def tokens_at_once(job: Job, longest: int = 0) -> int:
-    """Returns the tokens of the largest micro-batch, where the longest sequence has `longest`: one
-    that is longer than `memory.micro_batch_tokens` is a micro-batch of its own."""
+    """Returns the tokens of the largest micro-batch if the longest sequence has `longest`: a
+    sequence longer than `memory.micro_batch_tokens` is a micro-batch of its own."""
     return max(job.memory.micro_batch_tokens, longest, job.sampling.max_tokens)
 
 
 def kept_bytes(model: Model, job: Job, itemsize: int, tokens: int) -> int:
-    """Returns what all layers together keep of a micro-batch of so many tokens until its backward
-    pass, in bytes: `k` above."""
+    """Returns the bytes that all layers together keep of a micro-batch with so many tokens until
+    its backward pass: `k` above."""
     checkpointed = job.memory.gradient_checkpointing
     one = itemsize * model.hidden if checkpointed else layer_bytes_per_token(model, itemsize)
     return tokens * model.num_layers * one
 
 
 def activation_bytes(model: Model, job: Job, itemsize: int, tokens: int) -> int:
-    """Returns the activations of a micro-batch of so many tokens at their highest, in bytes."""
+    """Returns the peak of a micro-batch's activations for so many tokens, in bytes."""
     checkpointed = job.memory.gradient_checkpointing
     again = layer_bytes_per_token(model, itemsize) if checkpointed else 0
     in_layer = tokens * (again + 3 * itemsize * model.intermediate)
@@ -172,8 +172,8 @@ def activation_bytes(model: Model, job: Job, itemsize: int, tokens: int) -> int:
 
 
 def logits_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
-    """Returns what the output head takes to score a micro-batch of so many tokens and to find its
-    gradient, in bytes."""
+    """Returns the bytes that the output head takes for log-probs and gradient of a micro-batch with
+    so many tokens."""
     of_chunk = min(job.memory.chunk_tokens, tokens) * model.vocabulary
     tile = min(of_chunk, TILE_LOGITS[ranks.device])
     weights = (4 + ranks.itemsize) * model.vocabulary * model.hidden
@@ -182,8 +182,8 @@ def logits_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
 
 
 def pass_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
-    """Returns what going forward and backward over a micro-batch of so many tokens takes at its
-    highest, in bytes: in the last layer, or in the output head before it."""
+    """Returns the peak of the forward and backward pass over a micro-batch with so many tokens, in
+    bytes: in the last layer, or in the output head before it."""
     size, largest = ranks.itemsize, largest_trained(model, job)
     waits = model.is_tied or (job.memory.zero_stage == 2 and size < 4 and largest > MAX_BUCKET)
     in_layer = activation_bytes(model, job, size, tokens) + (size * largest if waits else 0)
@@ -193,9 +193,9 @@ def pass_bytes(model: Model, job: Job, ranks: Ranks, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class States:
-    """What a rank holds in order to update, in bytes: on its device `gradients`, `optimizer` and,
-    for a moment, `update`; and what is in the `host`'s memory instead. `resting` is what stays on
-    the device between two updates where sampler and trainer take turns."""
+    """A rank's memory for updates, in bytes: on its device `gradients`, `optimizer` and, for a
+    moment, `update`; in the host's memory `host`. `resting` stays on the device between two updates
+    where sampler and trainer take turns."""
 
     gradients: float
     optimizer: float
@@ -205,7 +205,7 @@ class States:
 
 
 def state_bytes(model: Model, job: Job, ranks: Ranks) -> States:
-    """Returns what a rank holds in order to update, copies in the host's memory included."""
+    """Returns a rank's memory for updates, with copies in the host's memory."""
     share = 12 * model.num_trainable(job.lora) / ranks.num if job.memory.zero_stage else 0
     copied = share or 12 * model.num_trainable(job.lora)
     states = _states(model, job, ranks)
@@ -253,12 +253,12 @@ def is_moved(memory: MemorySpec, itemsize: int) -> bool:
 
 
 def largest_trained(model: Model, job: Job) -> int:
-    """Returns the elements of the largest tensor that is trained, if it is not adapters."""
+    """Returns the elements of the largest trained tensor; 0 if only adapters are trained."""
     return 0 if job.lora else model.largest_tensor
 
 
 def buffer_bytes(model: Model, job: Job, itemsize: int) -> int:
-    """Returns what DeepSpeed moves gradients and, in stage 3, weights through, in bytes."""
+    """Returns the bytes of DeepSpeed's buffers for gradients and, in stage 3, for weights."""
     bucket = min(model.num_trainable(job.lora), MAX_BUCKET)
     match job.memory.zero_stage:
         case 0:
@@ -275,8 +275,8 @@ def _passing(model: Model, job: Job) -> int:
 
 
 def _working(model: Model, job: Job, ranks: Ranks, states: States, tokens: int) -> float:
-    """Returns the most that a pass, reducing its gradients, and the update take, with the buffers
-    that are there then, in bytes."""
+    """Returns the peak of a pass, the reduction of its gradients, and the update, with the buffers
+    of each, in bytes."""
     stage, size = job.memory.zero_stage, ranks.itemsize
     trained = model.num_trainable(job.lora)
     passes, reduced = pass_bytes(model, job, ranks, tokens), 0.0
@@ -290,8 +290,8 @@ def _working(model: Model, job: Job, ranks: Ranks, states: States, tokens: int) 
 
 
 def trainer_memory(model: Model, job: Job, ranks: Ranks, longest: int = 0) -> TrainerMemory:
-    """Returns what each rank of the trainer holds. `longest`: the tokens of the longest prompt with
-    its completion, as far as they are known."""
+    """Returns the memory of each rank of the trainer. `longest`: the tokens of the longest prompt
+    with its completion, if known."""
     stage, size = job.memory.zero_stage, ranks.itemsize
     whole = model.num_parameters
     trained = model.num_trainable(job.lora)
@@ -322,7 +322,7 @@ def trainer_memory(model: Model, job: Job, ranks: Ranks, longest: int = 0) -> Tr
 
 
 def sampler_memory(model: Model, job: Job, serving: Serving) -> SamplerMemory:
-    """Returns what each GPU of a sampler holds."""
+    """Returns the memory of each GPU of a sampler."""
     size, split = serving.itemsize, serving.tensor_parallel
     per_token = cache_bytes_per_token(model, size, split)
     sequences = min(serving.sequences, serving.max_sequences)
@@ -346,8 +346,8 @@ def sampler_memory(model: Model, job: Job, serving: Serving) -> SamplerMemory:
 
 
 def cache_bytes_per_token(model: Model, itemsize: int, tensor_parallel: int = 1) -> int:
-    """Returns what attention's cache takes for a token on each GPU, in bytes. Fewer heads than GPUs
-    are there several times."""
+    """Returns the bytes of attention's cache for a token on each GPU. If there are fewer heads than
+    GPUs, heads are stored several times."""
     heads = max(1, model.kv_heads // tensor_parallel)
     return 2 * itemsize * model.num_layers * heads * model.head_size
 

@@ -1,8 +1,8 @@
 """How large a job's model is: from the headers of its files, or from its configuration alone.
 
-Where the files are there (a folder, or the Hugging Face cache), parameters are those in their
-headers. Else the configuration is read from the Hub, and for the architectures in `COUNTED` it says
-the shape of every tensor:
+If the files are here (a folder, or the Hugging Face cache), their headers give the parameters. Else
+the configuration is read from the Hub. For the architectures in `COUNTED` it gives the shape of
+every tensor:
 
     embedding     V H, and the output head V H again unless they are tied
     attention     H (A + 2 K) D + A D H, and the biases
@@ -12,7 +12,7 @@ the shape of every tensor:
     experts       E times 3 H I in place of the MLP, and E H for the router
 
 with vocabulary V, hidden size H, A heads and K heads of keys and values of size D, intermediate
-size I and E experts. Memory counts all experts, time those that a token goes through.
+size I and E experts. Memory counts all experts, time only a token's own experts.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ COUNTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of the architectures whose tensors follow from the configuration."""
 
 EXPERT = ".experts."
-"""In the names of experts' tensors."""
+"""Part of the names of experts' tensors."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 NO_LAYERS = ("embed", "lm_head", "wte")
-"""In the names of matrices that `lora.target_modules = "all-linear"` leaves out."""
+"""Parts of the names of matrices that `lora.target_modules = "all-linear"` leaves out."""
 
 ATTENTION = "attn"
-"""In the names of those layers of a mixture of experts that adapters may be on."""
+"""Part of the names of the layers of a mixture of experts that may have adapters."""
 
 LANGUAGE_MODEL = "language_model."
-"""In the names of those matrices of a model for several modalities that texts go through."""
+"""Part of the names of a multimodal model's matrices that text goes through."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 Config = Mapping[str, Any]
@@ -64,9 +64,9 @@ class CannotPlan(Exception):
 @dataclass(frozen=True)
 class Model:
     """The sizes of a model. `num_layers`, `hidden` (H), `intermediate` (I), `heads` (A), `kv_heads`
-    (K), `head_size` (D) and `vocabulary` (V) are those of its configuration; `shapes` those of its
-    tensors; `max_len` is the longest sequence that it was made for, in tokens. Of a mixture of
-    experts I is what a token goes through: its experts, and those shared by all."""
+    (K), `head_size` (D) and `vocabulary` (V) come from its configuration; `shapes` are its
+    tensors'; `max_len` is the longest sequence that it was made for, in tokens. For a mixture of
+    experts I is the size that one token goes through: its own experts and the shared ones."""
 
     num_layers: int
     hidden: int
@@ -88,8 +88,8 @@ class Model:
         return sum(math.prod(shape) for name, shape in self.shapes.items() if EXPERT in name)
 
     def num_read(self, tokens: int = 1) -> int:
-        """Returns how many parameters so many tokens go through together: all, but for experts to
-        which none of them goes."""
+        """Returns how many parameters so many tokens go through together: all except experts that
+        none of them is routed to."""
         if self.experts is None:
             return self.num_parameters
         unread = self.num_expert_parameters * (1 - self.experts.touched_share(tokens))
@@ -97,8 +97,8 @@ class Model:
 
     @property
     def largest_tensor(self) -> int:
-        """Elements of the largest tensor as transformers has it: the embedding, or the gates and
-        what goes up of all experts of a layer."""
+        """Elements of the largest tensor in transformers' layout: the embedding, or the gate and up
+        projections of all experts of a layer."""
         experts = self.experts
         fused = 2 * experts.num * experts.intermediate * self.hidden if experts else 0
         return max(self.vocabulary * self.hidden, fused)
@@ -114,8 +114,8 @@ class Model:
         return any(name.endswith(".q_norm.weight") for name in self.shapes)
 
     def num_trainable(self, lora: LoraSpec | None) -> int:
-        """Returns how many parameters are trained: with adapters, rank by inputs and outputs of
-        each layer that has one."""
+        """Returns how many parameters are trained: with adapters, the rank times (inputs + outputs)
+        of each layer with an adapter."""
         return self.num_parameters if lora is None else self.num_adapter_parameters(lora)
 
     def num_adapter_parameters(self, lora: LoraSpec) -> int:
@@ -133,9 +133,9 @@ class Model:
 
 
 def find_model(model: str, revision: str | None = None, *, online: bool = True) -> Model:
-    """Returns the sizes of what a job's `model` names. Raises CannotPlan for a folder whose
-    configuration lacks a size, and for a model of the Hub that is not in the cache and, `online`,
-    cannot be asked for; BadRequest for what is neither a folder nor a Hub id."""
+    """Returns the sizes of a job's `model`. Raises CannotPlan for a folder whose configuration
+    lacks a size, and for a Hub model that is neither cached nor, if `online`, reachable; BadRequest
+    for a name that is neither a folder nor a Hub id."""
     folder = model_folder(model)
     if folder is None:
         folder = cached_folder(model, revision)
@@ -150,9 +150,9 @@ def find_model(model: str, revision: str | None = None, *, online: bool = True) 
 
 
 def _stored_shapes(folder: Path, config: Config) -> Shapes:
-    """Returns the shapes of the tensors that transformers loads: those of model.safetensors, or of
-    the files in the index; of a head that is tied to the embedding only the embedding. Raises
-    CannotPlan where a file of the index is missing."""
+    """Returns the shapes of the tensors that transformers loads from model.safetensors, or from the
+    files in the index. An output head tied to the embedding is left out. Raises CannotPlan if a
+    file of the index is missing."""
     files = weight_files(folder)
     if missing := [file.name for file in files if not file.is_file()]:
         raise CannotPlan(f"the model in {str(folder)!r} lacks {', '.join(missing)} of its index")
@@ -167,8 +167,8 @@ def _stored_shapes(folder: Path, config: Config) -> Shapes:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files that transformers loads a model from, there or not: model.safetensors, else
-    those of the index, else all of safetensors."""
+    """Returns the files that transformers loads a model from, whether they exist or not:
+    model.safetensors, else the index's files, else all safetensors files."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -179,8 +179,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def of_config(config: Config, name: str, shapes: Shapes | None = None) -> Model:
-    """Returns the sizes that a configuration says. Raises CannotPlan for one that lacks any, and,
-    without `shapes`, for an architecture whose parameters cannot be counted by it."""
+    """Returns the sizes in a configuration. Raises CannotPlan if a size is missing, and, without
+    `shapes`, for an architecture whose parameters the configuration does not determine."""
     inner = config.get("text_config")
     own = cast(dict[str, Any], inner) if isinstance(inner, dict) else {}
     whole: dict[str, Any] = {**config, **own}
@@ -212,8 +212,8 @@ def of_config(config: Config, name: str, shapes: Shapes | None = None) -> Model:
 def _shapes(
     sizes: Mapping[str, int], config: Config, model: str, experts: Experts | None
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the tensors of a decoder, by the names that Hugging Face saves them under. Raises
-    CannotPlan for one that is not of the `COUNTED` architectures."""
+    """Yields the tensors of a decoder, by their names in Hugging Face files. Raises CannotPlan for
+    an architecture that is not `COUNTED`."""
     kind = config.get("model_type")
     if kind not in COUNTED:
         raise CannotPlan(
@@ -274,8 +274,8 @@ def _mlp(
 
 
 def cached_folder(model: str, revision: str | None) -> Path | None:
-    """Returns the folder of a Hub model in the Hugging Face cache; None if its configuration and
-    weights are not all there."""
+    """Returns the folder of a Hub model in the Hugging Face cache; None unless configuration and
+    weights are complete."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     root = cache / f"models--{model.replace('/', '--')}"

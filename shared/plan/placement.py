@@ -1,4 +1,5 @@
-"""Who gets which GPUs: every way that is possible, whether it fits, and how long a step takes.
+"""Which GPUs trainer and samplers get: every possible placement, whether it fits, and how long a
+step takes.
 
     split    N ranks on GPUs of their own, S samplers of t GPUs each on the others
     turns    N ranks and one sampler over the same N GPUs, one after the other (HONE_COLOCATE): the
@@ -7,9 +8,10 @@
     shared   both on the same GPU at once, the sampler with a fixed share of it
     cpu      no GPU
 
-What fits is the trainer's peak within `USABLE` of what the sampler leaves, and the sampler's
-weights, overhead and cache of one longest sequence within its share (HONE_GPU_MEMORY_UTILIZATION).
-Of those that fit the fastest is chosen, of equally fast ones that which comes first here.
+A placement fits if the trainer's peak is within `USABLE` of the memory that the sampler leaves, and
+the sampler's weights, overhead and cache of one longest sequence are within its share
+(HONE_GPU_MEMORY_UTILIZATION). The fastest placement that fits is chosen, and of equally fast ones
+the first in this list.
 """
 
 from __future__ import annotations
@@ -29,25 +31,25 @@ from shared.wire.planning import Placement, SamplerMemory, StepTime, TrainerMemo
 from shared.wire.planning import PlacementKind as Kind
 
 USABLE = 0.95
-"""Share of a GPU's memory that tensors can fill: the rest is lost between blocks of torch's
+"""Share of a GPU's memory that tensors can fill: the rest is lost to fragmentation in torch's
 allocator. Assumed."""
 
 SHARED_UTILIZATION = 0.35
-"""Share of a GPU's memory that vLLM takes beside a trainer, which at bfloat16 with a float32 master
-and Adam's moments needs eight times what vLLM needs for the weights."""
+"""Share of a GPU's memory that vLLM takes beside a trainer. In bfloat16 with float32 masters and
+Adam's moments the trainer needs eight times vLLM's weights."""
 
 TURNS_UTILIZATION = 0.6
-"""The same where the two take turns: the rest is for the trainer's weights, which stay."""
+"""The share where the two take turns: the rest is for the trainer's weights, which stay."""
 
 ASLEEP_GIB = 1.0
-"""What a sampler keeps of a GPU while it sleeps: CUDA's context and graphs. Assumed."""
+"""GiB of a GPU that a sleeping sampler keeps: CUDA's context and graphs. Assumed."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What is to be placed: a job, its model, the tokens of its prompts and completions, and the
-    settings. `completion_tokens` are those that take time; memory is for `sampling.max_tokens`.
-    `is_longest`: no prompt has more than `prompt_tokens`; else these are a guess."""
+    """The input of a placement: a job, its model, the tokens of its prompts and completions, and
+    the settings. Time is for `completion_tokens`, memory for `sampling.max_tokens`. `is_longest`:
+    no prompt has more than `prompt_tokens`; else these are a guess."""
 
     job: Job
     model: Model
@@ -82,8 +84,8 @@ class Needs:
 
 
 def placements(needs: Needs, pools: tuple[Pool, ...]) -> list[Placement]:
-    """Returns every placement, the best first: those that fit before the others, the faster before
-    the slower, and of those that do not fit the ones that lack less."""
+    """Returns every placement, the best first: placements that fit before the others, faster ones
+    first; placements that do not fit by how much memory they lack, the least first."""
     found = list(_ways(needs, pools))
     order = sorted(range(len(found)), key=lambda index: (*_rank(found[index]), index))
     return [found[index] for index in order]
@@ -125,8 +127,8 @@ def _tensor_parallels(model: Model, num_gpus: int) -> list[int]:
 
 
 def _split(needs: Needs, trainer: tuple[Gpu, int], samplers: tuple[Gpu, int]) -> Placement:
-    """As many samplers as there is room for, each over as few GPUs as it fits onto: between GPUs
-    that share a model there is more to say than between samplers."""
+    """As many samplers as possible, each over as few GPUs as it fits onto: GPUs that share a model
+    must communicate, samplers need not."""
     gpu, num_ranks = trainer
     sampler_gpu, num_free = samplers
     room = needs.settings.gpu_memory_utilization * sampler_gpu.memory_gib
@@ -147,9 +149,8 @@ def _settings(num_ranks: int, split: int) -> dict[str, str]:
 
 
 def _turns(needs: Needs, pool: Pool) -> Placement:
-    """One sampler over as many of the trainer's GPUs as it can be split over. Unless its share of
-    them is set, it is as small as what stays of the trainer, the weights at least, needs it to
-    be."""
+    """One sampler over as many of the trainer's GPUs as it can be split over. Unless its memory
+    share is set, the share leaves room for the trainer's part that stays, at least its weights."""
     gpu = pool.gpu
     split = max(_tensor_parallels(needs.model, pool.count))
     settings = {"HONE_COLOCATE": "1", **_settings(pool.count, split)}
@@ -189,7 +190,7 @@ def _shared(needs: Needs, pool: Pool) -> Placement:
 
 
 def _on_cpu(needs: Needs, gpu: Gpu) -> Placement:
-    """Both are in the host's memory. The sampler's cache has the size that is set for it."""
+    """Both are in the host's memory. The sampler's cache has its configured size."""
     settings = needs.settings
     way = Way("cpu", settings.trainer_ranks, settings.rollout_replicas, 1, gpu, gpu, {})
     _, sampler = _memory(needs, way)
@@ -209,7 +210,7 @@ def _utilization(settings: Settings, default: float) -> float:
 
 @dataclass(frozen=True)
 class Way:
-    """A placement that is to be judged, and what chooses it."""
+    """A placement to be judged, and the settings that choose it."""
 
     kind: Kind
     num_ranks: int
@@ -247,7 +248,7 @@ def _device(gpu: Gpu) -> str:
 
 
 def _judged(needs: Needs, way: Way, *, trainer_room: float, sampler_room: float) -> Placement:
-    """Returns the placement with what it needs, and why it does not fit into so many GiB."""
+    """Returns the placement with its needs, and why it does not fit into so many GiB."""
     trainer, sampler = _memory(needs, way)
     on_each = "" if way.trainer.is_cpu else " on each GPU"
     why = tuple(

@@ -17,17 +17,17 @@ from shared.plan.remedies import enough_gpus, remedies
 from shared.wire.planning import Cost, Placement, Plan
 
 PROMPT_TOKENS = 512
-"""Tokens of a prompt where nothing says how long prompts are."""
+"""Assumed tokens of a prompt where the lengths of prompts are unknown."""
 
 LEAST_HOST_GIB = 1.0
-"""Memory of the host that is worth a note."""
+"""Least GiB of host memory that a plan notes."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of the job beyond what it says: the tokens of its longest prompt, and what a
-    run like it reached. None: it is not known. `is_longest` False: the longest of the first few
-    prompts, and there may be longer ones."""
+    """Knowledge beyond the job itself: the tokens of its longest prompt, and the rates of a similar
+    run. None: unknown. `is_longest` False: only the first few prompts were read, and others may be
+    longer."""
 
     prompt_tokens: int | None = None
     measured: rates.Measured | None = None
@@ -42,8 +42,8 @@ def planned_gpus(settings: Settings) -> tuple[Pool, ...]:
 def make_plan(
     job: Job, model: Model, settings: Settings, pools: tuple[Pool, ...], known: Known | None = None
 ) -> Plan:
-    """Returns what the job needs on these GPUs. Raises BadRequest for prices that cannot be read,
-    for prompts and completions that the model does not hold, and for groups of one."""
+    """Returns the job's plan on these GPUs. Raises BadRequest for prices that cannot be read, for
+    prompts and completions beyond the model's context, and for groups of one."""
     check_groups(job)
     known = known or Known()
     needs = _needs(job, model, settings, known)
@@ -92,7 +92,8 @@ def _needs(job: Job, model: Model, settings: Settings, known: Known) -> Needs:
 
 
 def _room(job: Job, model: Model) -> int:
-    """Returns the most tokens of a prompt. Raises BadRequest for completions that leave none."""
+    """Returns the most tokens of a prompt. Raises BadRequest if completions leave no room for
+    one."""
     holds, completion = job.max_model_len or model.max_len, job.sampling.max_tokens
     if completion >= holds:
         raise BadRequest(

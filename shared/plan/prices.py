@@ -1,4 +1,4 @@
-"""What an hour of the GPUs costs: from a table in a file that users edit, or as it is set.
+"""The price of an hour of the GPUs: from a table in a file that users edit, or from the settings.
 
 The file is TOML, a table for each provider: `currency`, `date` and `source` of the prices, and the
 price of an hour by the name of the GPU. `prices.toml` beside this module is used unless HONE_PRICES
@@ -24,7 +24,7 @@ HEADS = ("currency", "date", "source")
 
 @dataclass(frozen=True)
 class Price:
-    """What an hour of everything costs in `currency`, and where that is from: a sentence's part."""
+    """The price of an hour of everything in `currency`, and its source as part of a sentence."""
 
     per_hour: float
     currency: str
@@ -42,7 +42,7 @@ class PriceList:
     per_hour: dict[str, float]
 
     def of(self, pools: tuple[Pool, ...]) -> Price | None:
-        """Returns what an hour of these GPUs costs; None where one of them has no price."""
+        """Returns the price of an hour of these GPUs; None if one of them has no price."""
         if any(pool.gpu.name not in self.per_hour for pool in pools):
             return None
         total = sum(pool.count * self.per_hour[pool.gpu.name] for pool in pools)
@@ -51,17 +51,17 @@ class PriceList:
 
 
 def price_per_hour(settings: Settings, pools: tuple[Pool, ...]) -> Price | None:
-    """Returns what an hour of `pools` costs: HONE_PRICE_PER_HOUR if it is set, else the sum of the
-    table's prices; None where one is not in the table. Raises BadRequest for a table that cannot be
-    read."""
+    """Returns the price of an hour of `pools`: HONE_PRICE_PER_HOUR if it is set, else the sum of
+    the table's prices; None if a GPU is not in the table. Raises BadRequest for a table that cannot
+    be read."""
     if settings.price_per_hour is not None:
         return Price(settings.price_per_hour, settings.currency, "HONE_PRICE_PER_HOUR")
     return read_prices(settings).of(pools)
 
 
 def price_of_jobs(settings: Settings) -> Price | None:
-    """Returns what an hour of a running job costs by the settings alone: HONE_PRICE_PER_HOUR, or
-    HONE_GPUS by the table. None where neither says it."""
+    """Returns the price of an hour of a running job by the settings alone: HONE_PRICE_PER_HOUR, or
+    the table's prices of HONE_GPUS. None if neither is set."""
     if settings.price_per_hour is None and settings.gpus is None:
         return None
     pools = parse_gpus(settings.gpus, "HONE_GPUS") if settings.gpus else ()

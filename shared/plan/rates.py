@@ -1,4 +1,4 @@
-"""How long a step takes: from the GPUs' data sheets, or from the steps of a run that was measured.
+"""How long a step takes: from the GPUs' data sheets, or from a measured run.
 
 Of R = prompts x group completions of c tokens each (at their longest, unless a run says better)
 after prompts of p tokens, on S samplers, each over t GPUs of F products and W bytes per second,
@@ -17,11 +17,11 @@ with s sequences at once:
     moving        2 x 12 T / N / 20 GB/s, where both take turns on the same GPUs: masters and
                   Adam's moments go to the host's memory and come back
 
-The shares w, f and m of the data sheets' numbers that are reached are assumed; `hone plan
---measured RUN` takes what a run reached. Operations per token are counted as in arXiv 2001.08361,
-section 2.1: 2 for each parameter forward, and for attention 2 for each of its L A D by the tokens
-before, which are (p + c) / 2 on average, for scores and for values. Of a mixture of experts P is
-what a token goes through; an iteration reads the experts that any of its tokens goes to.
+The shares w, f and m of the data sheets' numbers are assumed; `hone plan --measured RUN` takes a
+run's measured rates. Operations per token are counted as in arXiv 2001.08361, section 2.1: 2 for
+each parameter forward, and for attention 2 L A D for each token before, (p + c) / 2 on average, for
+scores and for values. For a mixture of experts P counts a token's own experts; an iteration reads
+the experts of all its tokens.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from shared.wire.planning import PlacementKind as Kind
 from shared.wire.planning import StepTime
 
 BANDWIDTH_SHARE = 0.6
-"""Share of the data sheet's bandwidth, when tokens are sampled."""
+"""Share of the data sheet's bandwidth that sampling reaches."""
 
 PROMPT_SHARE = 0.5
-"""Share of the data sheet's products per second, when prompts are computed or many tokens
-sampled."""
+"""Share of the data sheet's operations per second that sampling reaches, on prompts or on many
+sequences at once."""
 
 TRAINING_SHARE = 0.35
-"""Share of the data sheet's products per second, in an update (its model FLOPs utilization)."""
+"""Share of the data sheet's operations per second that an update reaches (its model FLOPs
+utilization)."""
 
 ITERATION_S = 0.005
-"""Seconds of scheduling that each iteration of the sampler takes besides."""
+"""Seconds of scheduling in each iteration of the sampler."""
 
 SYNC_BYTES_PER_S = 5e9
 """Publishing and loading weights, by shared memory or from GPU to GPU."""
@@ -64,8 +65,8 @@ CPU_ADAM_PER_S = 1e9
 
 @dataclass(frozen=True)
 class Load:
-    """What a step is: its completions, of which each group has `group` to a prompt, and the tokens
-    of a prompt and of a completion."""
+    """The size of a step: its completions, `group` for each prompt, and the tokens of a prompt and
+    of a completion."""
 
     completions: int
     group: int
@@ -79,8 +80,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The samplers: how many, the GPUs of each, the sequences that each has at once, and the bytes
-    of a weight."""
+    """The samplers: how many, the GPUs of each, the sequences that each samples at once, and the
+    bytes of a weight."""
 
     num: int
     tensor_parallel: int
@@ -100,9 +101,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run reached, on its GPUs: completion tokens sampled and trained per second, the
-    seconds of a sync, and the tokens of a completion. Medians over its steps. Trained are all that
-    were sampled: those without signal take the trainer no time in a run like it either.
+    """A run's measured rates on its GPUs: completion tokens sampled and trained per second, the
+    seconds of a sync, and the tokens of a completion. Medians over its steps. All sampled tokens
+    count as trained: groups without signal take no training time in a similar run either.
     `overlapped`: it sampled several batches at once."""
 
     sampled_per_s: float
@@ -115,7 +116,7 @@ class Measured:
 def tabled(
     model: Model, job: Job, load: Load, sampling: Sampling, training: Training, kind: Kind
 ) -> StepTime | None:
-    """Returns the time of a step by the GPUs' data sheets; None where one has no rates."""
+    """Returns the time of a step by the GPUs' data sheets; None if a GPU has no rates."""
     gpu, size, ranks = training.gpu, training.itemsize, training.num_ranks
     if not (gpu.has_rates and sampling.gpu.has_rates):
         return None
@@ -134,7 +135,7 @@ def tabled(
 
 
 def measured(job: Job, load: Load, found: Measured) -> StepTime:
-    """Returns the time of a step at the rates that a run reached."""
+    """Returns the time of a step at a run's measured rates."""
     tokens = load.completions * load.completion_tokens
     sample_s, train_s = tokens / found.sampled_per_s, tokens / found.trained_per_s
     step = _step(sample_s, train_s, found.sync_s, beside=job.max_staleness > 0)
@@ -142,8 +143,8 @@ def measured(job: Job, load: Load, found: Measured) -> StepTime:
 
 
 def rates_of(rows: Sequence[MetricsRow], job: Job) -> Measured | None:
-    """Returns what a run of `job` with these rows reached; None if no step of them both sampled and
-    trained."""
+    """Returns the measured rates of a run of `job` with these rows; None if no step both sampled
+    and trained."""
     completions = job.sampling.prompts_per_step * job.sampling.group_size
     needed = ("time/generate", "time/train", "completions/mean_length")
     steps = [row.metrics for row in rows if all(row.metrics.get(name, 0) > 0 for name in needed)]
@@ -160,14 +161,15 @@ def rates_of(rows: Sequence[MetricsRow], job: Job) -> Measured | None:
 
 
 def _median_rate(completions: int, steps: Sequence[Mapping[str, float]], seconds: str) -> float:
-    """Returns the sampled tokens of a step by the seconds that it took for one part of it."""
+    """Returns the median over steps of sampled tokens per second of the step's part `seconds`."""
     return statistics.median(
         completions * step["completions/mean_length"] / step[seconds] for step in steps
     )
 
 
 def passes(job: Job) -> int:
-    """Returns how often each token goes through the model in a step, a backward pass as two."""
+    """Returns how often each token goes through the model in a step; a backward pass counts
+    twice."""
     training = job.training
     backward = 1 if job.lora else 2
     each = 1 + backward + job.memory.gradient_checkpointing

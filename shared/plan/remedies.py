@@ -1,4 +1,4 @@
-"""Which changes of a job make it fit: the cheapest of all combinations, tried by the same
+"""Changes that make a job fit: the cheapest of all combinations, judged by the plan's
 arithmetic."""
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ COUNTS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that saves memory, and what it costs to take it: the cheapest combination is that
-    with the least sum. `apply` returns the job with the change, or None where it changes
-    nothing."""
+    """A change that saves memory, with its cost: the cheapest combination has the least sum of
+    costs. `apply` returns the job with the change, or None if the job has it already."""
 
     key: str
     why: str
@@ -36,11 +35,11 @@ class Remedy:
 
 
 def remedies(needs: Needs, pools: tuple[Pool, ...]) -> tuple[Change, ...]:
-    """Returns the changes that, made together, make the job fit onto the GPUs; () where none of the
-    combinations is enough."""
+    """Returns the changes that together make the job fit onto the GPUs; () if no combination is
+    enough."""
     for chosen in _combinations():
         if OFFLOAD in chosen and pools[0].gpu.is_cpu:
-            continue  # the host's memory is the one that is short
+            continue  # the host's memory is what runs short
         for job in _changed(needs, chosen):
             if placements(replace(needs, job=job), pools)[0].fits:
                 return tuple(remedy.change(job) for remedy in chosen)
@@ -48,8 +47,8 @@ def remedies(needs: Needs, pools: tuple[Pool, ...]) -> tuple[Change, ...]:
 
 
 def enough_gpus(needs: Needs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
-    """Returns GPUs onto which the job fits as it is: more of the kind that it was planned for, and
-    the smallest single one."""
+    """Returns GPUs that fit the job as it is: more GPUs of the planned kind, and the smallest
+    single GPU."""
     given = pools[0]
     more = [Pool(count, given.gpu) for count in COUNTS if count > given.count]
     single = [Pool(1, gpu) for gpu in sorted(TABLE.values(), key=lambda gpu: gpu.memory_gib)]
@@ -71,8 +70,8 @@ def _combinations() -> Iterator[tuple[Remedy, ...]]:
 
 
 def _changed(needs: Needs, chosen: Sequence[Remedy]) -> Iterator[Job]:
-    """Yields the job with all of the changes; with smaller and smaller micro-batches, if these are
-    one of them."""
+    """Yields the job with all of the changes. If smaller micro-batches are among them, yields it
+    with smaller and smaller ones."""
     fewer = MICRO_BATCH in chosen
     for remedy in chosen:
         if remedy is MICRO_BATCH:
@@ -106,7 +105,7 @@ def _checkpointed(needs: Needs) -> Job | None:
 
 
 def _shorter(needs: Needs) -> Job | None:
-    """As long as the longest sequence of training or evaluation, where that is known: a shorter one
+    """Lowers the bound to the longest sequence of training or evaluation, if known. A lower bound
     would cut completions, and so change what is learned."""
     job = needs.job
     needed = needs.prompt_tokens + max(job.sampling.max_tokens, job.evaluation.max_tokens or 0)
@@ -178,4 +177,4 @@ REMEDIES = (
         learned=True,
     ),
 )
-"""In the order in which a plan lists them."""
+"""The remedies, in the order in which a plan lists them."""

@@ -1,8 +1,8 @@
-"""The process that renders templates: Jinja's sandbox, with limits of processor time and memory.
+"""The process that renders templates: Jinja's sandbox, with limits on CPU time and memory.
 
 It is started as a file, with nothing of Hone in it and an empty environment. A line on its standard
-input is a request, and a line on its output the answer, both JSON. One that takes too long ends the
-process.
+input is a request, and a line on its output the answer, both JSON. A request that takes too long
+ends the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 512 << 20
 CPU_S = 2.0
-"""For one request, of a few dozen rows."""
+"""Limit of CPU seconds for one request, of a few dozen rows."""
 
 MAX_TEXT_CHARS = 1 << 20
 
@@ -30,7 +30,7 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trai
 
 
 def refuse(message: str) -> None:
-    """What chat templates call for messages that they do not take."""
+    """Raises an error. Chat templates call it to refuse messages."""
     raise ValueError(message)
 
 
@@ -45,7 +45,7 @@ def now(format: str) -> str:
 CHAT = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
 )
-"""As transformers renders a model's chat template."""
+"""The environment in which transformers renders a chat template."""
 
 CHAT.filters["tojson"] = as_json  # pyright: ignore[reportUnknownMemberType]
 CHAT.globals["raise_exception"] = refuse  # pyright: ignore[reportUnknownMemberType]
@@ -54,8 +54,8 @@ CHAT.globals["strftime_now"] = now  # pyright: ignore[reportUnknownMemberType]
 
 @functools.lru_cache(maxsize=64)
 def compiled(kind: str, source: str) -> Callable[[dict[str, Any]], Any]:
-    """Returns what makes the text of a row ("text") or of a conversation ("chat"), or says whether
-    an expression is true of a row ("test")."""
+    """Returns the function that makes the text of a row ("text") or of a conversation ("chat"), or
+    tells whether an expression is true of a row ("test")."""
     if kind == "chat":
         chat = CHAT.from_string(source)
         return lambda values: bounded(chat.render(values))
@@ -73,7 +73,7 @@ def bounded(text: str) -> str:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `values` of all rows, or an `error` and the position of the row it is of."""
+    """Returns the `values` of all rows, or an `error` and the position of its row."""
     values: list[Any] = []
     position: int | None = None
     try:

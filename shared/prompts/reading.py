@@ -1,5 +1,5 @@
-"""How a model reads prompts: by its folder's chat template and `tokenizer.json`. Neither torch nor
-the model's code is loaded for it."""
+"""How a model reads prompts: by its folder's chat template and `tokenizer.json`. Needs neither
+torch nor the model's code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CannotCount(Exception):
 @dataclass(frozen=True)
 class PromptReader:
     """Reads prompts as the model called `model` does. `template` is its chat template, None without
-    one; `values` are what it is rendered with."""
+    one; `values` are the template's variables."""
 
     model: str
     template: str | None
@@ -34,8 +34,8 @@ class PromptReader:
     tokenizer: Tokenizer
 
     def texts(self, contents: Sequence[Content]) -> list[str]:
-        """Returns what the model reads of each, with room for the answer. Raises BadRequest for
-        messages that the chat template refuses."""
+        """Returns the text that the model reads for each prompt, up to where its answer begins.
+        Raises BadRequest for messages that the chat template refuses."""
         chats = [list(content) for content in contents if not isinstance(content, str)]
         rendered = iter(self._rendered(chats))
         return [content if isinstance(content, str) else next(rendered) for content in contents]

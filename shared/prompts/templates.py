@@ -1,5 +1,5 @@
-"""Templates and filters of jobs: Jinja, which a stranger may have written, so it runs in a process
-of its own with limits (`inside_templates.py`) and none of our secrets."""
+"""Templates and filters of jobs, in Jinja. A stranger may have written them, so they run in a
+process of their own with limits (`inside_templates.py`) and without our secrets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSIDE = Path(__file__).with_name("inside_templates.py")
 
 
 class CannotRender(Exception):
-    """Why, as a sentence, and for which of the rows; None: for any."""
+    """Why a template failed, and at which row; None: at all rows."""
 
     def __init__(self, reason: str, position: int | None) -> None:
         super().__init__(reason)
@@ -28,7 +28,8 @@ class CannotRender(Exception):
 
 
 class Renderer:
-    """One process for whoever asks, started when it is needed, and again after it was ended."""
+    """One process for all callers. It is started when it is needed, and again after it was
+    ended."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -39,12 +40,12 @@ class Renderer:
         return self._values("text", template, rows)[0]
 
     def holds(self, expression: str, rows: Sequence[dict[str, Any]]) -> tuple[list[bool], float]:
-        """Returns of each row whether the expression is true, and the seconds of processor time
-        that it took. Raises CannotRender."""
+        """Returns for each row whether the expression is true, and the CPU seconds for all rows.
+        Raises CannotRender."""
         return self._values("test", expression, rows)
 
     def chats(self, template: str, values: Sequence[dict[str, Any]]) -> list[str]:
-        """Returns what a model's chat template makes of each. Raises CannotRender."""
+        """Returns the text that a model's chat template makes of each. Raises CannotRender."""
         return self._values("chat", template, values)[0]
 
     def close(self) -> None:
@@ -61,7 +62,7 @@ class Renderer:
     def _values(
         self, kind: Literal["text", "test", "chat"], source: str, rows: Sequence[dict[str, Any]]
     ) -> tuple[list[Any], float]:
-        """Returns what comes of each row, and the seconds of processor time that it took."""
+        """Returns the value of each row, and the CPU seconds for all rows."""
         values, cpu_s = list[Any](), 0.0
         for start in range(0, len(rows), ROWS_PER_REQUEST):
             several = rows[start : start + ROWS_PER_REQUEST]
@@ -90,7 +91,7 @@ class Renderer:
         return answer
 
     def _exchange(self, request: str) -> str:
-        """Returns the answer; "" where the process ended over it."""
+        """Returns the answer; "" if the process ended instead."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = self._started()

@@ -4,13 +4,13 @@
 
 | file | bodies |
 |---|---|
-| `base.py` | what all have in common; fences; what every service takes and gives |
+| `base.py` | base class; fences; bodies of every service |
 | `rollouts.py` | prompts, `POST /generate`, rollouts |
 | `sessions.py` | recorded conversations of agents |
 | `rewards.py` | `POST /score`, verdicts and scores |
 | `graders.py` | `/graders` and `POST /execute` |
 | `training.py` | batches, examples, the trainer's job, steps and checkpoints |
-| `weights.py` | published versions, one class per way that they go |
+| `weights.py` | published versions, one class per sync method |
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: lists, events, metrics |
 | `pages.py` | how many entries an answer has at most |
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 
 from shared.lazily import exporting
 
-# what is imported under TYPE_CHECKING is what it has, when it is first used (lazily.py)
+# Exports the names under TYPE_CHECKING; each is imported at its first use (lazily.py).
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
 

@@ -1,4 +1,4 @@
-"""What all bodies have in common, and those that every service takes and gives."""
+"""The base class of all bodies, and the bodies that every service has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Listing(Wire, Generic[T_co]):
-    """A body of one list, which is that list to whoever iterates, counts or indexes it."""
+    """A body of one list. It can be iterated, counted and indexed like the list."""
 
     def listed(self) -> Sequence[T_co]:
         """Returns the list."""
@@ -45,7 +45,7 @@ Message = dict[str, Plain]
 JobId = Annotated[str, Field(pattern=JOB_ID)]
 
 Fence = tuple[int, int]
-"""`(attempt, epoch)`; the greater one is the newer one."""
+"""`(attempt, epoch)`; the greater fence is newer."""
 
 
 class Fencing(Wire):
@@ -53,7 +53,7 @@ class Fencing(Wire):
 
     `attempt` is the number of the worker's lease, from one counter for all jobs, so it only grows.
     `epoch` counts, within the attempt, how often the job was loaded into trainer and sampler: each
-    time is another life of its weights, in which versions may go back to that of a checkpoint.
+    load begins a new history of its weights, in which the version may go back to a checkpoint's.
     """
 
     attempt: int = Field(default=0, ge=0)
@@ -71,8 +71,9 @@ class Fenced(Fencing):
 
 
 class Orchestrator(Wire):
-    """An orchestrator, as a trainer or sampler knows it: by the `identity` of its Redis, which
-    those that share one have in common, and for people by its `place`, a host and port."""
+    """An orchestrator, as a trainer or sampler knows it: by the `identity` of its Redis, and for
+    people by its `place`, a host and port. Orchestrators that share a Redis have the same
+    identity."""
 
     identity: str
     place: str
@@ -90,8 +91,8 @@ class Health(Wire):
 
 
 class Dependency(Wire):
-    """Whether what a service needs is there; `detail` says why not. `starting`: it will be, by
-    itself."""
+    """Whether a dependency of a service is ready; `detail` says why not. `starting`: it only needs
+    time."""
 
     ok: bool
     detail: str
@@ -107,8 +108,8 @@ class Readiness(Wire):
 
 
 class VersionInfo(BaseModel):
-    """`GET /version`: the service, Hone's version, and whatever else the service says of the engine
-    inside."""
+    """`GET /version`: the service, Hone's version, and the service's own fields about its
+    engine."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -121,8 +122,8 @@ WAIT_PATH = "/operations/wait"
 
 class WaitRequest(Wire):
     """`POST /operations/wait`: wait until one of the operations `ids` has ended, or fewer than
-    `busy_below` pieces of work are under way, at most `wait_s` seconds. Of `busy`, which the caller
-    was told last, it is not told again before that changes."""
+    `busy_below` pieces of work are under way, at most `wait_s` seconds. `busy` is the load that the
+    caller was told last; it is told again only after a change."""
 
     ids: tuple[str, ...] = Field(max_length=65_536)
     wait_s: float = Field(default=0.0, ge=0, le=60)
@@ -131,9 +132,8 @@ class WaitRequest(Wire):
 
 
 class WaitResult(Wire):
-    """Which operations have ended: their results, or that they are unknown, is at each one's own
-    Location. `busy` is how much the service has under way, in its own unit (completions, in the
-    sampler)."""
+    """Which operations have ended; an operation's own Location has its result, or says that it is
+    unknown. `busy` is the service's current load, in its own unit (completions, in the sampler)."""
 
     ids: tuple[str, ...]
     busy: int = 0

@@ -1,4 +1,5 @@
-"""What has to be known of `/v1/models` and OpenAI's completions to pass them on to samplers."""
+"""`/v1/models` and OpenAI's completions, as far as the orchestrator must know them to pass them on
+to samplers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, RootModel
 
 
 class ServedModel(BaseModel):
-    """A model that can be called by its `id`, and whatever else the sampler says of it."""
+    """A model that can be called by its `id`, with the sampler's other fields."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -17,7 +18,7 @@ class ServedModel(BaseModel):
 
 
 class ServedModelList(BaseModel):
-    """`GET /v1/models`: what can be called now."""
+    """`GET /v1/models`: the models that can be called now."""
 
     object: str = "list"
     data: tuple[ServedModel, ...]

@@ -11,7 +11,7 @@ MAX_MODELS = 16
 
 
 class EvaluatedModel(Wire):
-    """A model, and what the report calls it. `model` is a folder in Hugging Face format that the
+    """A model, and its name in the report. `model` is a folder in Hugging Face format that the
     samplers see, such as a checkpoint, or a Hugging Face id, of commit, tag or branch
     `revision`."""
 
@@ -22,9 +22,9 @@ class EvaluatedModel(Wire):
 
 class EvaluationRequest(Wire):
     """`POST /v1/evaluations`: samples and grades the held-out problems of `job` (`data.eval`,
-    `evaluation.sets`) with each model in turn, by `[evaluation]` and the job's rewards. Its own
-    model and training problems mean nothing here. Completions are seeded, alike for all models.
-    `id` is the caller's, one for each evaluation."""
+    `evaluation.sets`) with each model in turn, by `[evaluation]` and the job's rewards. The job's
+    own model and training problems are ignored. Completions have the same seeds for all models. The
+    caller chooses `id`, a new one for each evaluation."""
 
     id: JobId
     models: tuple[EvaluatedModel, ...] = Field(min_length=1, max_length=MAX_MODELS)
@@ -32,11 +32,11 @@ class EvaluationRequest(Wire):
 
 
 class Estimate(Wire):
-    """The mean over `num_problems` problems, and its 95 % confidence interval; of one problem, and
-    of equal values, there is none.
+    """The mean over `num_problems` problems, and its 95 % confidence interval: None for one problem
+    or equal values.
 
-    `p_value` is that of a difference on few problems, by an exact permutation test: None where
-    more than 16 of them differ, and of what is no difference."""
+    `p_value` is for a difference on few problems, by an exact permutation test: None if more than
+    16 problems differ, or if this is no difference."""
 
     mean: float
     low: float | None = None
@@ -46,12 +46,12 @@ class Estimate(Wire):
 
 
 class ModelScores(Wire):
-    """What a model got on a held-out set, by metric: reward, pass@k, completions/mean_length
+    """A model's scores on a held-out set, by metric: reward, pass@k, completions/mean_length
     (tokens), completions/clipped_ratio (the share that `max_tokens` cut off). `missing_rewards` and
     `errored_rollouts` are shares of its completions, which count nowhere else.
 
-    `differences` are by how much its metrics are above those of the first model, over the same
-    problems; empty for the first."""
+    `differences` are its metrics minus the first model's, over the same problems; empty for the
+    first model."""
 
     name: str
     metrics: dict[str, Estimate]
@@ -61,8 +61,7 @@ class ModelScores(Wire):
 
 
 class SetReport(Wire):
-    """The models on one held-out set, called "" if it is that of `data.eval`; `source` is how
-    sentences call it."""
+    """The models on one held-out set. `data.eval` is called ""; messages call the set `source`."""
 
     name: str
     source: str
@@ -72,7 +71,7 @@ class SetReport(Wire):
 
 
 class EvaluationReport(Wire):
-    """What an evaluation came to."""
+    """The result of an evaluation."""
 
     id: JobId
     temperature: float
@@ -81,8 +80,8 @@ class EvaluationReport(Wire):
 
 
 class EvaluationState(Wire):
-    """`GET /v1/evaluations/{id}`: how far it is. `model` is the one under way, `number` from 1 on
-    of `num_models`; of its `num_problems` so many are done."""
+    """`GET /v1/evaluations/{id}`: how far it is. `model` is being evaluated, `number` from 1 on of
+    `num_models`; `done` of its `num_problems` problems are done."""
 
     id: JobId
     model: str

@@ -7,7 +7,7 @@ from typing import Literal
 from shared.wire.base import Wire
 
 Purpose = Literal["fine-tune", "assistants", "batch", "vision", "user_data", "evals"]
-"""What OpenAI's clients say that a file is for. A job may name any."""
+"""A file's purpose, as OpenAI's clients send it. A job may use any file."""
 
 
 class UploadedFile(Wire):

@@ -12,7 +12,7 @@ from shared.wire.base import JobId, Wire
 Auto = Literal["auto"]
 
 PREFIX = "ftevent-"
-"""Of an event's id here; the rest is its id among the job's events."""
+"""Prefix of an event's id here; the rest is its id in the job's events."""
 
 
 class ReinforcementHyperparameters(Wire):
@@ -50,7 +50,7 @@ class FineTuningMethod(Wire):
 
 
 class WandbIntegration(Wire):
-    """Where metrics are logged besides: `[wandb]` of a job."""
+    """Where metrics are also logged: `[wandb]` of a job."""
 
     project: str
     name: str | None = None
@@ -65,8 +65,8 @@ class Integration(Wire):
 
 class CreateFineTuningJob(Wire):
     """`POST /v1/fine_tuning/jobs`. `training_file` and `validation_file` are ids of uploaded files
-    or whatever else `data.train` of a job may name. `hone` are keys of a job, as a job file has
-    them, that go over what OpenAI's knobs set."""
+    or any other source that `data.train` of a job takes. `hone` has keys of a job file, which
+    override the values from OpenAI's fields."""
 
     model: str
     training_file: str
@@ -86,9 +86,9 @@ class FineTuningError(Wire):
 
 
 class FineTuningJob(Wire):
-    """A job as OpenAI shows it. Times are Unix seconds. `status` is one of OpenAI's, or "paused",
-    for which OpenAI has none; `error` then says why. `fine_tuned_model` is what the trained model
-    is called by, once the job has succeeded."""
+    """A job as OpenAI shows it. Times are Unix seconds. `status` is one of OpenAI's, or Hone's own
+    "paused"; `error` then says why. Once the job has succeeded, `fine_tuned_model` is the trained
+    model's name."""
 
     id: JobId
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -112,7 +112,7 @@ class FineTuningJob(Wire):
 
 
 class FineTuningJobList(Wire):
-    """A page, newest first. `has_more`: the next one begins after the last id (`?after=`)."""
+    """A page, newest first. `has_more`: the next page begins after the last id (`?after=`)."""
 
     object: Literal["list"] = "list"
     data: tuple[FineTuningJob, ...]
@@ -140,8 +140,8 @@ class FineTuningEventList(Wire):
 
 
 class FineTuningCheckpoint(Wire):
-    """A checkpoint that is there. `fine_tuned_model_checkpoint` is its folder, in Hugging Face
-    format; it is not served by name. `metrics` are the job's of that step."""
+    """A checkpoint on disk. `fine_tuned_model_checkpoint` is its folder, in Hugging Face format; it
+    is not served by name. `metrics` are the job's at that step."""
 
     id: str
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"

@@ -27,9 +27,9 @@ class GraderList(Wire):
 
 class ValidateRequest(Wire):
     """`POST /graders/validate`: would these rewards work on rows with these `columns`? 422 with
-    sentences if not. None: which columns there are is not known, and each counts as there.
+    sentences if not. None: the columns are not known, and every column counts as present.
 
-    `prompts` are a handful of the job's: a row that no completion could be graded by is refused
+    `prompts` are a handful of the job's; a row with which no completion could be graded is refused
     too.
     """
 
@@ -43,18 +43,18 @@ class Validated(Wire):
 
 
 class TryRequest(Wire):
-    """`POST /graders/try`: what these rewards give an empty completion of each of the `prompts`,
-    and the row's own reference answer."""
+    """`POST /graders/try`: these rewards' values for an empty completion of each of the `prompts`,
+    and for the row's own reference answer."""
 
     rewards: tuple[RewardSpec, ...] = Field(min_length=1, max_length=MAX_REWARDS)
     prompts: tuple[Prompt, ...] = Field(min_length=1, max_length=MAX_CHECKED_PROMPTS)
 
 
 class TriedReward(Wire):
-    """The mean that a reward gives empty completions, and reference answers, which
-    `num_references` of the rows have. None: nothing. `full_mark` is what a right completion
-    earns, where that is known. `why` is what it says of the first reference without the full mark,
-    or of an empty completion, or why nothing was tried."""
+    """A reward's mean value for empty completions, and for the reference answers of the
+    `num_references` rows that have one. None: no value. `full_mark` is the value of a right
+    completion, if known. `why` is the grader's detail for the first reference below the full mark
+    or for an empty completion, or says why nothing was tried."""
 
     reward: str
     empty: float | None = None
@@ -128,8 +128,8 @@ class ExecuteRequest(Wire):
     and its value returned.
 
     `inputs` are bound as globals first. Limits: seconds of CPU time (`cpu_s`), of wall clock
-    (`timeout_s`), and of wall clock in which it does nothing (`idle_s`: without, programs that
-    sleep would keep others waiting), MiB of memory.
+    (`timeout_s`), and of wall clock without work (`idle_s`: otherwise programs that sleep would
+    keep others waiting), MiB of memory.
     """
 
     code: str = ""
@@ -143,8 +143,8 @@ class ExecuteRequest(Wire):
 
 
 class Execution(Wire):
-    """How a program ended. `verdict` "ok" means that it ran to its end; `value` is then what
-    `expression` gave, as plain data."""
+    """How a program ended. `verdict` "ok" means that it ran to its end; `value` is then the value
+    of `expression`, as plain data."""
 
     verdict: Literal[
         "ok", "runtime_error", "time_limit", "memory_limit", "output_limit", "sandbox_error"

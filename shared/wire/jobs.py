@@ -1,5 +1,5 @@
-"""The jobs API: jobs as lists show them, their events and metrics. No body here has the job
-itself, so a command that only asks builds none of its sections."""
+"""The jobs API: jobs as lists show them, their events and metrics. No body here contains the job
+itself, so a command that only asks builds no job sections."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 
 
 class WithdrawRequest(Wire):
-    """`POST /v1/jobs/withdraw`: the submission with the Idempotency-Key `key` is taken back."""
+    """`POST /v1/jobs/withdraw`: withdraws the submission with the Idempotency-Key `key`."""
 
     key: str = Field(min_length=1, max_length=1000)
 
 
 class Obstacle(Wire):
-    """Why a trainer takes no job now: one of three. `job` has it, or one of its samplers;
-    `evaluation` has its samplers; or it is `away`, in a sentence."""
+    """Why a trainer takes no job now, one of three reasons: `job` has the trainer or one of its
+    samplers; `evaluation` has its samplers; `away` says why it is away."""
 
     job: JobId | None = None
     evaluation: str | None = None
@@ -31,7 +31,7 @@ class Obstacle(Wire):
 
     @property
     def why(self) -> str:
-        """What is said of the trainer."""
+        """The reason, as part of a sentence about the trainer."""
         if self.job:
             return f"is taken by {self.job}"
         if self.evaluation:
@@ -46,13 +46,12 @@ class JobSummary(Wire):
     went on after a service had lost its state, and `attempts` how often a worker took it up.
     `stopped` says why a job succeeded before its last step: a target or a budget of `[stop]`.
 
-    `place` is that of a job that waits, as a queued one does and a running one whose worker is
-    gone: 1 for the one that is taken next. `waits_for` says why trainers take none meanwhile, by
-    host and port. `trainer` is the one that the job was given last. `cost` is what it has
-    cost up to its last step, in `currency`; None where what an hour costs is not known. `doing`
-    says what a running job is at, as of the last second: which services it waits for, and which are
-    away. `waits` says what is not there that a job in the queue, or a running one, needs: a
-    service, its data, a folder. It goes on by itself once that is there.
+    `place` is the place in the queue, also for a running job whose worker is gone; 1 is taken next.
+    `waits_for` says for each trainer, by host and port, why it takes no job now. `trainer` is the
+    job's latest trainer. `cost` is its cost up to its last step, in `currency`; None if the price
+    of an hour is not known. `doing` says what a running job does, as of the last second: which
+    services it waits for, and which are away. `waits` names what a queued or running job needs and
+    lacks: a service, its data, a folder. The job goes on by itself once it is there.
     """
 
     id: JobId
@@ -83,8 +82,8 @@ class JobSummary(Wire):
 
 
 class JobState(Wire):
-    """What a job's state is once it was cancelled, paused or resumed: fields of its record, which
-    can be told also of a job whose record another version of Hone wrote."""
+    """A job's state after it was cancelled, paused or resumed. These fields can be read even if
+    another version of Hone wrote the job's record."""
 
     id: JobId
     status: JobStatus
@@ -94,24 +93,24 @@ class JobState(Wire):
 
 
 class Withdrawn(Wire):
-    """What became of a submission that was withdrawn. `job` is the one that it had been accepted
-    as, and is cancelled. None: nothing was accepted, and nothing with this key will be."""
+    """The result of withdrawing a submission. `job` is the job of the submission, which is
+    cancelled. None: no job was accepted, and none with this key will be."""
 
     job: JobState | None = None
 
 
 class ResumeRequest(Wire):
-    """`POST /v1/jobs/{id}/resume`: `set` are changes to go on with, as `--set` takes them:
-    "memory.micro_batch_tokens=4096". Only what does not say what is learned can change."""
+    """`POST /v1/jobs/{id}/resume`: `set` are changes, as `--set` takes them:
+    "memory.micro_batch_tokens=4096". Only keys that do not change what is learned are allowed."""
 
     set: tuple[str, ...] = ()
 
 
 class JobList(Listing[JobSummary]):
     """Newest first. `next_after` goes back as `?after=` for the next page; None at the end. It
-    stays valid when jobs are removed meanwhile. A job's id may be given in its place.
-    `unreadable` are the ids of those on the page that another version of Hone wrote and this one
-    cannot read; `GET /v1/jobs/{id}` has all of a job."""
+    stays valid when jobs are removed meanwhile. A job's id may be given instead. `unreadable` are
+    the ids of the page's jobs that another version of Hone wrote and this one cannot read. `GET
+    /v1/jobs/{id}` returns the whole job."""
 
     jobs: tuple[JobSummary, ...]
     next_after: str | None = None
@@ -129,8 +128,8 @@ class JobDeleted(Wire):
 
 
 class RecoveredJob(Wire):
-    """A run folder, and the status that its job's record has now; `known`: it had one before. None:
-    `problem` says why there is none."""
+    """A run folder, and the status in its job's record; `known`: Redis had the record before.
+    `status` None: there is no record, and `problem` says why."""
 
     id: str
     status: JobStatus | None = None
@@ -150,7 +149,7 @@ class Recovered(Listing[RecoveredJob]):
 
 
 class Event(Wire):
-    """Something that happened to a job, in order. `id` is what `Last-Event-ID` and `?after=` take.
+    """Something that happened to a job, in order. `Last-Event-ID` and `?after=` take an `id`.
     `time` is Unix seconds."""
 
     id: str
@@ -163,16 +162,16 @@ class Event(Wire):
 
 
 class JobProgress(Wire):
-    """What a job is at while nothing happens to it: the data of a `progress` of a stream of events.
-    `time` is Unix seconds."""
+    """A job's progress between two events: the data of a `progress` in a stream of events. `time`
+    is Unix seconds."""
 
     message: str
     time: float
 
 
 class EventList(Listing[Event]):
-    """A page, oldest first. `next_after` goes back as `?after=` for the next page; None at the end,
-    after which more may happen: what did is after the last id."""
+    """A page, oldest first. `next_after` goes back as `?after=` for the next page; None at the end.
+    Events that happen later come after the last id."""
 
     events: tuple[Event, ...]
     next_after: str | None = None

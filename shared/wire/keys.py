@@ -10,7 +10,7 @@ from pydantic import Field
 from shared.wire.base import Listing, Wire
 
 Access = Literal["read", "full"]
-"""What a key may do: look at everything, or change it too."""
+"""A key's rights: "read" may look at everything, "full" may also change it."""
 
 KeyName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 
@@ -31,8 +31,8 @@ class ApiKey(Wire):
 
 
 class CreatedKey(ApiKey):
-    """A new key. `secret` is what a client sends as its token. It is shown this once: only its
-    digest is kept."""
+    """A new key. Clients send `secret` as their token. It is shown only once: Hone keeps its digest
+    only."""
 
     secret: str
 
@@ -47,6 +47,6 @@ class KeyList(Listing[ApiKey]):
 
 
 class KeyRevoked(Wire):
-    """`DELETE /v1/keys/{name}`: no request with the key is answered any more."""
+    """`DELETE /v1/keys/{name}`: requests with the key are refused from now on."""
 
     name: KeyName

@@ -6,7 +6,7 @@ from __future__ import annotations
 MAX_EVENTS = 1000
 
 MAX_LAST = 10_000
-"""Events of the end of a job's, asked for by `last`."""
+"""Most events from the end of a job's list (`last`)."""
 
 MAX_ROWS = 10_000
-"""Steps with metrics, or rollouts of a step."""
+"""Most steps with metrics, or rollouts of a step, in one answer."""

@@ -1,6 +1,6 @@
 """What a job will probably need: `POST /v1/jobs/plan`, `hone plan`, and part of a dry run.
 
-How it is worked out, and from what, is in `shared/plan/`.
+`shared/plan/` computes it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ PlacementKind = Literal["split", "turns", "shared", "cpu"]
 
 
 class TrainerMemory(Wire):
-    """What a GPU of the trainer holds at its highest, in GiB: `peak_gib` is weights, reference,
-    gradients, optimizer and overhead, and the most that is there at once of activations, logits,
-    update and buffers. `host_gib` is what each rank has in the host's memory besides: what is
-    offloaded, moved while the sampler has its turn, or copied before several updates."""
+    """Peak memory of a GPU of the trainer, in GiB: `peak_gib` is weights, reference, gradients,
+    optimizer and overhead, and the largest sum of activations, logits, update and buffers that
+    exist at once. `host_gib` is each rank's part in the host's memory: offloaded states, states
+    moved while the sampler has its turn, or copies before several updates."""
 
     weights_gib: float
     reference_gib: float
@@ -32,9 +32,9 @@ class TrainerMemory(Wire):
 
 
 class SamplerMemory(Wire):
-    """What a GPU of the sampler holds, in GiB. `cache_gib` is for the `sequences` that are sampled
-    at once, at their longest; with less, fewer are. `least_cache_gib`, for one sequence of
-    `max_model_len`, has to be there."""
+    """Memory of a GPU of the sampler, in GiB. `cache_gib` holds the `sequences` that are sampled at
+    once, at their longest; a smaller cache samples fewer at once. `least_cache_gib` holds one
+    sequence of `max_model_len` and is required."""
 
     weights_gib: float
     cache_gib: float
@@ -45,9 +45,8 @@ class SamplerMemory(Wire):
 
 
 class StepTime(Wire):
-    """Seconds of a step. `step_s` is all of them, or the longer of sampling and training where they
-    run beside each other. "tabled": from the GPUs' data sheets; "measured": from the steps of a
-    run."""
+    """Seconds of a step. `step_s` is the sum, or the longer of sampling and training if they run at
+    the same time. "tabled": from the GPUs' data sheets; "measured": from the steps of a run."""
 
     sample_s: float
     train_s: float
@@ -57,8 +56,8 @@ class StepTime(Wire):
 
 
 class Cost(Wire):
-    """What the job costs, in `currency`: `total` for all of its `hours`, None while the number of
-    steps is not known. `source` says where the price per hour is from."""
+    """The job's cost, in `currency`: `total` for all of its `hours`, None while the number of steps
+    is not known. `source` says where the price per hour comes from."""
 
     currency: str
     per_hour: float
@@ -71,7 +70,7 @@ class Cost(Wire):
 class Placement(Wire):
     """Who gets which GPUs. "split": each its own. "turns": both the same ones, one after the other
     (HONE_COLOCATE). "shared": both the same ones at once. "cpu": none. `fits` is False for the
-    reasons in `why_not`. `settings` are what it is chosen by, by name."""
+    reasons in `why_not`. `settings` are the settings, by name, that choose it."""
 
     kind: PlacementKind
     trainer_ranks: int
@@ -88,8 +87,8 @@ class Placement(Wire):
 
 
 class Change(Wire):
-    """A change of the job: `key` and `value` as `--set` takes them, and what it does. It changes
-    what is learned where `learned`."""
+    """A change of the job: `key` and `value` as `--set` takes them, and its effect. `learned`: it
+    changes what is learned."""
 
     key: str
     value: str
@@ -98,11 +97,11 @@ class Change(Wire):
 
 
 class Plan(Wire):
-    """What a job needs on `gpus`, from arithmetic alone. `placement` is the fastest of those that
-    fit; where none does, the one that lacks least. `changes`, made together, make it fit; empty
-    where it does already, or where none of those tried is enough; onto the GPUs in `enough` it fits
-    as it is. `others` are the placements that were not chosen. `notes` say what is not known, and
-    what was taken for granted."""
+    """A job's needs on `gpus`, from arithmetic alone. `placement` is the fastest placement that
+    fits; if none fits, the placement that lacks the least memory. `changes` together make the job
+    fit; empty if it fits already, or if no combination is enough. On the GPUs in `enough` the job
+    fits as it is. `others` are the placements that were not chosen. `notes` say what is unknown or
+    assumed."""
 
     model: str
     num_parameters: int

@@ -1,5 +1,5 @@
-"""The jobs API: what has the job itself, as a submission and a job's record do, and its stored
-rollouts."""
+"""The jobs API: bodies that contain the job itself, such as a submission and a job's record, and
+its stored rollouts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class SubmitRequest(Wire):
 
 
 class JobRecord(JobSummary):
-    """All there is to know of a job. `run_dir` holds everything it wrote. `data` says which content
-    its data has, by "train" and "eval": a file's digest, or a dataset's commit on the Hub. It goes
-    on with that content only. `summary` is what came of it, once it has succeeded. `warnings` were
-    found in it when it was submitted: what is allowed, and probably not meant."""
+    """The whole record of a job. `run_dir` holds everything it wrote. `data` identifies the content
+    of its data, by "train" and "eval": a file's digest, or a dataset's commit on the Hub. The job
+    goes on with that content only. `summary` is its result, once it has succeeded. `warnings` were
+    found at its submission: allowed values that are probably mistakes."""
 
     run_dir: str
     summary: dict[str, Any] | None = None
@@ -38,8 +38,8 @@ class JobRecord(JobSummary):
 
 class PreviewedPrompt(Wire):
     """A prompt as a job would send it: `index` is its row, `content` what the row became. `text` is
-    what the model reads, chat template included, in `num_tokens` tokens; None where its tokenizer
-    is not known here."""
+    what the model reads, chat template included, in `num_tokens` tokens; None if its tokenizer is
+    not known here."""
 
     index: int
     content: str | tuple[Message, ...]
@@ -50,9 +50,9 @@ class PreviewedPrompt(Wire):
 class DryRun(Wire):
     """`POST /v1/jobs/dry_run`: the job as it would run, and its first prompts. `num_train` is None
     for a stream; `data` are the versions as in a job's record. `not_counted` says why prompts have
-    no `num_tokens`, and `not_planned` why there is no `plan`. `trial` says what the rewards
-    give empty completions and reference answers, and what is probably wrong with them; empty if the
-    reward service did not say so soon. `warnings` are as in a job's record."""
+    no `num_tokens`, and `not_planned` why there is no `plan`. `trial` has the rewards' values for
+    empty completions and reference answers, and what is probably wrong with the rewards; empty if
+    the reward service did not answer in time. `warnings` are as in a job's record."""
 
     job: Job
     columns: tuple[str, ...]
@@ -93,7 +93,7 @@ class RolloutList(Listing[GradedRollout]):
 
 
 class RegradeRequest(Wire):
-    """`POST /v1/jobs/{id}/regrade`: what other `rewards` would say of the stored rollouts of
+    """`POST /v1/jobs/{id}/regrade`: how other `rewards` would grade the stored rollouts of
     `first_step` to `last_step`, both included. Nothing is written to the run. `num_examples` bounds
     the rollouts shown."""
 
@@ -104,9 +104,9 @@ class RegradeRequest(Wire):
 
 
 class RegradedStep(Wire):
-    """Old and new mean reward of a step (None: no reward at all), how many rollouts have none, how
-    many get another one, and which advantages change their sign, by position in `[P*G]`. The sign
-    of no advantage is 0."""
+    """Old and new mean reward of a step (None: no reward at all), how many rollouts have no reward,
+    how many get another reward, and which advantages change their sign, by position in `[P*G]`. A
+    missing advantage has the sign 0."""
 
     step: int
     num_rollouts: int
@@ -119,7 +119,7 @@ class RegradedStep(Wire):
 
 
 class RegradedRollout(Wire):
-    """A rollout as it was graded, and as it would be."""
+    """A rollout's old grading, and its new one."""
 
     step: int
     position: int
@@ -128,7 +128,8 @@ class RegradedRollout(Wire):
 
 
 class RegradeReport(Wire):
-    """What would flip. `examples` are the rollouts whose reward differs most, in that order."""
+    """The differences of a regrade. `examples` are the rollouts whose reward differs most, largest
+    first."""
 
     steps: tuple[RegradedStep, ...]
     examples: tuple[RegradedRollout, ...]

@@ -1,4 +1,4 @@
-"""Completions to grade, and what graders say of them: `POST /score`."""
+"""Completions to grade, and their scores: `POST /score`."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class ScoreItem(Wire):
 
 
 MAX_SCORED_ITEMS = 4096
-"""Of one request, four groups of the largest size: the service turns to nothing else while it
-reads and writes a body."""
+"""Most items of one request, four groups of the largest size: while the service reads or writes a
+body, it does nothing else."""
 
 MAX_REWARDS = 64
 
 MAX_COLUMNS = 4096
 
 MAX_CHECKED_PROMPTS = 64
-"""Of one request to validate; a job's first rows are a handful."""
+"""Most prompts of one validate request; a job sends a handful."""
 
 MAX_PARTS = 65_536
-"""Verdicts of one request, its items times its rewards: a group of the largest size by as many
-rewards as may be."""
+"""Most verdicts of one request, its items times its rewards: enough for a group of the largest size
+with the most rewards."""
 
 
 class ScoreRequest(Wire):
-    """`POST /score`: every item graded by every reward. `job_id` says in whose run folder verdicts
-    may be cached, and whose workers of the job's own functions are asked."""
+    """`POST /score`: every item graded by every reward. `job_id` names the job whose run folder may
+    cache verdicts, and whose workers run its own functions."""
 
     items: Annotated[tuple[ScoreItem, ...], FailFast()] = Field(max_length=MAX_SCORED_ITEMS)
     rewards: tuple[RewardSpec, ...] = Field(min_length=1, max_length=MAX_REWARDS)
@@ -67,16 +67,16 @@ failed."""
 
 
 class Part(Wire):
-    """What one grader said of one completion. `value` None: not applicable (`verdict` "skipped") or
+    """One grader's verdict on one completion. `value` None: not applicable (`verdict` "skipped") or
     missing ("sandbox_error", "error"), which is never an invented 0.
 
-    `detail` is why, in a few words: what the program evaluated to, or died of. `stdout` is the end
-    of what it printed. `seconds` is the time it took, and `cached` says that it came from a cache.
+    `detail` is the reason in a few words: the program's value, or its error. `stdout` is the end of
+    its output. `seconds` is the time it took, and `cached` says that the verdict came from a cache.
     `errors` are OpenAI's names of grader errors ("python_grader_runtime_error",
-    "model_grader_refusal_error", ...); with a value, the grader failed on this text and not on
-    others of its row, and the value is the least of theirs. `sub` are the values of the graders
-    that it is made of, by their names, and `tokens` what judges took for it, by model (0 for what
-    was cached).
+    "model_grader_refusal_error", ...); together with a value: the grader failed on this text but
+    not on the row's other texts, and the value is the lowest of theirs. `sub` are the values of a
+    combined grader's parts, by name, and `tokens` the tokens that judges used, by model (0 from the
+    cache).
     """
 
     value: float | None

@@ -1,4 +1,4 @@
-"""Prompts, and what the sampler makes of them: `POST /generate`."""
+"""Prompts, and the completions that the sampler makes: `POST /generate`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FinishReason = Literal["stop", "length", "timeout", "error"]
 
 class Sampling(Wire):
     """How to sample. `n` completions; `temperature` 0 is greedy; `top_k` 0 is the whole vocabulary;
-    `min_p` drops tokens less likely than that share of the likeliest; `seed` makes a request
-    repeatable on one engine."""
+    `min_p` drops tokens less likely than this share of the likeliest token's probability; `seed`
+    makes a request repeatable on one engine."""
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: int = Field(default=256, ge=1)
@@ -49,12 +49,12 @@ class GenerateRequest(Fencing):
     """`POST /generate`: one prompt's group. Text, chat messages (rendered by the model's template,
     with `template_args`) or token ids.
 
-    A job names itself and its fence, and is answered only by its own weights of that epoch, of
-    version `min_version` or later. Without `job_id`, whatever serves answers.
+    A job names itself and its fence. Only its own weights of that epoch, of version `min_version`
+    or later, answer it. Without `job_id`, any weights that serve answer.
 
-    A prompt that is too long is refused, or loses its first tokens with `truncate_prompt`. What is
-    not sampled `deadline_s` seconds after it was asked for ends there, with `finish_reason`
-    "timeout"; None: it takes as long as it takes.
+    A prompt that is too long is refused, or loses its first tokens with `truncate_prompt`. A
+    completion that is not done after `deadline_s` seconds ends there, with `finish_reason`
+    "timeout"; None: no limit.
     """
 
     job_id: JobId | None = None
@@ -68,9 +68,9 @@ class GenerateRequest(Fencing):
 
 
 class AbortRequest(Fenced):
-    """`POST /abort`: ends whatever the job has under way up to this fence, and refuses what comes
-    of it later; the sampler is free for another orchestrator then. With `keys` it ends only the
-    requests that were asked for with these keys, and refuses nothing."""
+    """`POST /abort`: ends all requests of the job up to this fence, and refuses its later ones;
+    another orchestrator may then use the sampler. With `keys` it ends only the requests with these
+    keys, and refuses none."""
 
     keys: tuple[str, ...] = ()
 
@@ -91,15 +91,15 @@ class Span(Wire):
 class Rollout(Wire):
     """One completion: everything after the prompt, of one turn or of several.
 
-    `token_ids` `[T]` include end-of-sequence tokens, and in a conversation what tools and
-    environment said. `sampled` `[T]` is 1 where the policy sampled the token; empty if it sampled
-    all. `logprobs` `[T]` are of the distribution really sampled from (after temperature), in nats,
-    and 0 where nothing was sampled; empty if they were not measured. `spans` say which weights
-    sampled it, oldest first; more than one only if a sync happened under way.
+    `token_ids` `[T]` include end-of-sequence tokens, and in a conversation the tokens of tools and
+    environment. `sampled` `[T]` is 1 where the policy sampled the token; empty if it sampled all.
+    `logprobs` `[T]` are of the distribution really sampled from (after temperature), in nats, and 0
+    where nothing was sampled; empty if they were not measured. `spans` say which weights sampled
+    it, oldest first; more than one only if a sync happened under way.
 
     `kept_counts` `[T]` is how many tokens could be sampled at each position under `top_p`, `top_k`
-    or `min_p`, and `kept_ids` are those, position by position. A count of 0, or none at all: the
-    whole vocabulary, as far as is known (`EngineSpec.sampling_masks`).
+    or `min_p`, and `kept_ids` lists these tokens, position by position. A count of 0, or none at
+    all: the whole vocabulary, as far as is known (`EngineSpec.sampling_masks`).
 
     `messages` are the turns after the prompt of a conversation, whose last answer is `text`. `info`
     is the environment's. A rollout that went wrong has `finish_reason` "error" or "timeout" and

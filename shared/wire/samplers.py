@@ -1,4 +1,4 @@
-"""A sampler: the model it is to serve, the weights that serve, and where it is."""
+"""A sampler: the model it must serve, the weights that it serves, and its registration."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shared.wire.base import Fenced, Fencing, JobId, Wire
 
 
 class EngineSpec(Wire):
-    """What the sampler must serve.
+    """The model that the sampler must serve.
 
     `max_model_len` bounds prompt plus completion, in tokens; None takes the model's own. `dtype`
     "auto" takes bfloat16 where the hardware has it and float32 elsewhere. `max_lora_rank` is the
     largest rank of adapters to serve beside the model, if its architecture takes any; None: none.
-    With `sampling_masks` a request that samples from parts of the vocabulary is told which
-    (`Rollout.kept_ids`).
+    With `sampling_masks` the answer lists the tokens that could be sampled, if these are not the
+    whole vocabulary (`Rollout.kept_ids`).
     """
 
     model: str
@@ -32,11 +32,11 @@ class EngineSpec(Wire):
 
 
 class ModelRequest(EngineSpec, Fencing):
-    """`PUT /model`: serve this. Putting the same one twice starts nothing twice. A job names itself
-    and its fence, and older ones are refused from then on; a request by hand names no job.
+    """`PUT /model`: serve this model. Putting the same model again starts nothing. A job names
+    itself and its fence, and older fences are refused from then on; a request by hand names no job.
 
-    `own_weights`: the weights that the model has in its folder serve the job, as version 0: it
-    loads no others."""
+    `own_weights`: the weights in the model's folder serve the job, as version 0; it loads no
+    others."""
 
     job_id: JobId | None = None
     own_weights: bool = False
@@ -47,17 +47,16 @@ class ModelRequest(EngineSpec, Fencing):
 
 
 class ServingWeights(Fencing):
-    """`GET /weights`, and the answer to a reload: what now serves. `version` None: no version of a
-    job was loaded yet.
+    """`GET /weights`, and the answer to a reload: the weights that now serve. `version` None: no
+    version of a job was loaded yet.
 
-    `digest` is of the tensors the sampler read, computed by the sampler; `canary_logprobs` are its
-    own of the canary, in its `dtype`. `received_bytes` came over the network for it. `load_s` is
-    all that the load took, and `paused_s` the part of it in which no token was sampled. `replica`
-    names the sampler, and `boot_id` this life of its engine. It samples `max_num_seqs` completions
-    at once, as far as they have room in its cache, which holds `kv_cache_tokens` tokens; 0: it does
-    not say. `gpus` are the UUIDs of those that it computes on, and `memory_space` is as the
-    trainer's in `TrainerState`. `doing` says what takes long while
-    an engine starts, and `taken` why who asks gets nothing: another orchestrator's job has it.
+    The sampler computes `digest` over the tensors that it read, and `canary_logprobs` of the
+    canary, in its `dtype`. `received_bytes` came over the network for it. `load_s` is all that the
+    load took, and `paused_s` the part of it in which no token was sampled. `replica` names the
+    sampler, and `boot_id` this life of its engine. It samples up to `max_num_seqs` completions at
+    once, as far as its cache of `kv_cache_tokens` tokens has room; 0: unknown. `gpus` are the UUIDs
+    of its GPUs, and `memory_space` is as in `TrainerState`. `doing` says what takes long while an
+    engine starts. `taken` says why the caller is refused: another orchestrator's job has it.
     """
 
     job_id: JobId | None = None
@@ -84,9 +83,9 @@ class SleepRequest(Fenced):
 
 
 class CheckedWeights(Wire):
-    """`POST /weights/check`: `version` serves by its label; None: the model of the engine's start.
-    `differing` are the tensors, of `num_tensors`, of which the engine holds other bytes, and
-    `unread` those that could not be read back."""
+    """`POST /weights/check`: `version` is the version that claims to serve; None: the model that
+    the engine started with. Of `num_tensors` tensors the engine's bytes differ for `differing`;
+    `unread` could not be read back."""
 
     version: int | None
     replica: str
@@ -101,8 +100,8 @@ class PauseState(Wire):
 
 class Registration(Wire):
     """`PUT /v1/samplers/{replica}` at the orchestrator: the sampler `replica` is at `url`, until
-    its lease ends. Registering again renews the lease. `version` of `job_id` serves; None: no
-    version of a job. `boot_id` names this life of the sampler."""
+    its lease ends. Registering again renews the lease. It serves `version` of `job_id`; None: no
+    version of a job. `boot_id` identifies this start of the sampler's process."""
 
     url: Annotated[str, AfterValidator(check_service_url)]
     job_id: JobId | None = None
@@ -111,8 +110,8 @@ class Registration(Wire):
 
 
 class RegisteredSampler(Registration):
-    """Registered until `expires_at`, in Unix seconds: `lease_s` seconds after its lease was renewed
-    last."""
+    """A registration until `expires_at`, in Unix seconds: `lease_s` seconds after the last
+    renewal."""
 
     replica: str
     lease_s: float
@@ -120,13 +119,13 @@ class RegisteredSampler(Registration):
 
 
 class SamplerList(Wire):
-    """`GET /v1/samplers`: those that registered themselves, by name."""
+    """`GET /v1/samplers`: the registered samplers, by name."""
 
     samplers: tuple[RegisteredSampler, ...]
 
 
 class Unregistered(Wire):
-    """`DELETE /v1/samplers/{replica}`: it gets no further groups. With `?boot_id=` only that life
-    of the sampler is unregistered, and not the next one of its name."""
+    """`DELETE /v1/samplers/{replica}`: it gets no further groups. With `?boot_id=` only that
+    process is unregistered, and not a later sampler of its name."""
 
     replica: str

@@ -13,12 +13,13 @@ from shared.wire.rollouts import FinishReason, Rollout, Sampling
 
 
 class ChatRequest(Wire):
-    """`POST /v1/chat/completions` of a recorded session, in OpenAI's shape. What is missing here
-    would sample from a distribution that training cannot compute again, so it is refused.
+    """`POST /v1/chat/completions` of a recorded session, in OpenAI's shape. OpenAI's fields that
+    are missing here are refused: they would sample from a distribution that training cannot compute
+    again.
 
     `chat_template_kwargs`, `top_k`, `min_p` and `stop_token_ids` are vLLM's. `tool_choice` "auto"
-    needs HONE_TOOL_PARSER. With `stream` the answer comes in OpenAI's chunks, but not before it is
-    whole. `user`, `metadata` and `store` mean nothing here.
+    needs HONE_TOOL_PARSER. With `stream` the answer comes in OpenAI's chunks, after it is complete.
+    `user`, `metadata` and `store` are ignored.
     """
 
     messages: tuple[Message, ...] = Field(min_length=1)
@@ -85,8 +86,8 @@ class ChatRequest(Wire):
 
 
 class Turn(Wire):
-    """An answer of the policy: `num_tokens` of its rollout's tokens from index `start` on, sampled
-    as `sampling` says."""
+    """An answer of the policy: `num_tokens` tokens of the rollout from index `start` on, sampled
+    with `sampling`."""
 
     start: int
     num_tokens: int
@@ -96,11 +97,11 @@ class Turn(Wire):
 
 class Conversation(Wire):
     """An agent's conversation with the policy, as tokens. `prompt` are the messages before the
-    first answer, and `prompt_token_ids` what the chat template made of them with `tools` and
-    `template_args`. All that follows is in `rollout`, whose `sampled` tokens are the answers,
-    `turns` in all.
+    first answer, and `prompt_token_ids` their tokens by the chat template with `tools` and
+    `template_args`. All later tokens are in `rollout`; its `sampled` tokens are the answers, listed
+    in `turns`.
 
-    `because` is why it does not go on from the session's one before; "" for the first.
+    `because` is why it does not continue the session's previous conversation; "" for the first.
     """
 
     prompt: tuple[Message, ...]
@@ -114,11 +115,10 @@ class Conversation(Wire):
 
 class SessionRecord(Fencing):
     """`GET /sessions/{id}`: the conversations of a session, sampled by the weights of one job,
-    attempt and epoch; without `job_id`, by weights of no job. `replica` is the sampler that keeps
-    it.
+    attempt and epoch; without `job_id`, by weights of no job. The sampler `replica` keeps it.
 
-    More than one conversation: the agent's messages did not extend those recorded, as the later
-    one's `because` gives. No answer is in two of them as sampled tokens.
+    A new conversation begins when the agent's messages do not extend the recorded ones; its
+    `because` says why. No answer is in two conversations as sampled tokens.
     """
 
     id: str

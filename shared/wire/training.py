@@ -1,4 +1,4 @@
-"""A step's batch, the examples that are made of it, and what the trainer does with them."""
+"""A step's batch, its examples, and the trainer's requests and answers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Batch(Wire):
     and scores.
 
     `version` is the oldest weight version that sampled it. `dropped` `[D][G]` are the scores of
-    groups without signal in whose place others were sampled, of the prompts with the indices
-    `dropped_prompts` `[D]`, in `dropped_tokens` tokens. `graded` False: too many rewards were
-    missing, so it was not trained on and will be graded again. With the job this is all a replay of
-    the step needs. `schema_version` is of this very class; older ones are read as they are.
+    replaced groups, which had no signal; `dropped_prompts` `[D]` are their prompts' indices, and
+    `dropped_tokens` their tokens. `graded` False: too many rewards were missing, so the batch was
+    not trained on and will be graded again. A replay of the step needs only the job and this.
+    `schema_version` is the version of this class; older versions are read too.
     """
 
     step: int
@@ -40,9 +40,10 @@ class Example(Wire):
     """One completion with its advantage, as the trainer takes it.
 
     `token_ids`, `sampled`, `spans`, `kept_ids` and `kept_counts` are those of `Rollout`;
-    `old_logprobs` `[T]` are the sampler's `logprobs`, in nats, each of the weights that sampled the
-    token; empty: unknown, taken to be the trainer's own. `advantages` `[T]` are per token, in place
-    of the one `advantage`; empty: that one. `spans` empty: no job's weights, as far as is known.
+    `old_logprobs` `[T]` are the sampler's `logprobs`, in nats, each by the weights that sampled the
+    token; empty: unknown, taken to be the trainer's own. `advantages` `[T]` are per token and
+    replace `advantage`; empty: `advantage` counts for all tokens. `spans` empty: sampled by no
+    job's weights, as far as is known.
     """
 
     prompt_token_ids: TokenIds
@@ -57,8 +58,8 @@ class Example(Wire):
 
 
 class StepTotals(Wire):
-    """A batch as it was sampled, groups without signal included: what losses are divided by.
-    `num_tokens` counts sampled tokens."""
+    """The denominators of losses: the size of a batch as it was sampled, groups without signal
+    included. `num_tokens` counts sampled tokens."""
 
     num_sequences: int = Field(ge=0)
     num_tokens: int = Field(ge=0)
@@ -66,25 +67,25 @@ class StepTotals(Wire):
 
 class TrainerJob(Fenced):
     """`PUT /job`: load this job, from its newest checkpoint in the run folder or else at its start.
-    The same job again changes nothing but the fence; another one replaces it. `orchestrator` is
-    whose job it is: the trainer takes it from the request's header."""
+    The same job again changes only the fence; another job replaces it. `orchestrator` is the job's
+    owner: the trainer takes it from the request's header."""
 
     job: Job
     orchestrator: Orchestrator | None = None
 
 
 class TrainerState(Fencing):
-    """`GET /state`: `step` is the last applied one; the weights' version is the same number. None:
-    no job yet.
+    """`GET /state`: `step` is the last applied step, which is also the weights' version. None: no
+    job yet.
 
     `num_trainable` counts the parameters that change (fewer under LoRA). `skipped_steps` counts
     steps that changed no weight, because a loss or gradient was not finite. `resumed_step` is the
-    checkpoint that the job went on from, and `damaged` says which newer ones could not be used.
-    `restarts` counts how often the ranks came back after a failure, the last of which is
-    `last_failure`. `boot_id` names this life of the ranks. `doing` says what takes long just now,
-    where that is not what it was asked for. `gpu` is the UUID of the one that rank 0 computes on;
-    a sampler on the same one reads its memory if it has the same `memory_space`
-    (shared/meeting.py). `taken` says why who asks gets nothing: it has another orchestrator's job.
+    checkpoint that the job resumed from, and `damaged` names newer ones that could not be used.
+    `restarts` counts restarts of the ranks after a failure, and `last_failure` is the latest
+    failure. `boot_id` identifies this start of the ranks. `doing` says what takes long now, if it
+    is not the requested work. `gpu` is the UUID of rank 0's GPU; a sampler on the same GPU can read
+    its memory if both have the same `memory_space` (shared/meeting.py). `taken` says why the caller
+    is refused: the trainer has another orchestrator's job.
     """
 
     job_id: JobId | None
@@ -107,8 +108,8 @@ class TrainerState(Fencing):
 
 
 class ReleaseRequest(Fenced):
-    """`POST /release`: the job has left the trainer, which another orchestrator may take then. It
-    stays loaded until another one is."""
+    """`POST /release`: the job leaves the trainer, and another orchestrator may take it. The job
+    stays loaded until another is."""
 
 
 class Released(Wire):
@@ -121,8 +122,8 @@ class TrainStepRequest(Fenced):
     """`POST /train_step`: step `step` of the job, which must be the last applied one plus 1 (else
     409).
 
-    No examples (no group had any signal) is a step too: it changes no weight. `totals` None: those
-    of `examples`.
+    A step without examples (no group had any signal) is valid and changes no weight. `totals` None:
+    the totals of `examples`.
     """
 
     step: int = Field(ge=1)
@@ -152,15 +153,15 @@ class StepResult(Wire):
 
 class CheckpointRequest(Fenced):
     """`POST /checkpoints`: write the weights of `step` as a Hugging Face checkpoint into the job's
-    run folder. Old ones go then, but not those of the steps `keep`."""
+    run folder. Old checkpoints are removed then, except those of the steps `keep`."""
 
     step: int = Field(ge=0)
     keep: tuple[int, ...] = ()
 
 
 class Checkpoint(Wire):
-    """A complete checkpoint that plain `transformers` loads from `path`, and from which training
-    can go on."""
+    """A complete checkpoint. Plain `transformers` loads it from `path`, and training can resume
+    from it."""
 
     step: int
     path: str
@@ -176,8 +177,8 @@ class CheckpointList(Listing[Checkpoint]):
 
 class CheckpointFile(Wire):
     """A file of a checkpoint: its `name` is the path below the checkpoint's folder, and `crc32`
-    zlib's checksum of its bytes. Those below `trainer/` are what training goes on from; the others
-    are what plain `transformers` loads."""
+    zlib's checksum of its bytes. Training resumes from the files below `trainer/`; plain
+    `transformers` loads the others."""
 
     name: str
     size_bytes: int

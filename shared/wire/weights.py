@@ -21,8 +21,8 @@ class PublishRequest(Fenced):
 
 
 class Canary(Wire):
-    """A fixed sequence and what the trainer's weights of the version give it: `logprobs` `[T - 1]`
-    of all its tokens but the first, in nats, at temperature 1, computed in `dtype`. `noise`: by how
+    """A fixed sequence and its log-probs by the trainer's weights of the version: `logprobs` `[T -
+    1]` of all tokens but the first, in nats, at temperature 1, computed in `dtype`. `noise`: by how
     many nats they differ on average where every result on the way is rounded otherwise; 0: it was
     not measured."""
 
@@ -33,12 +33,12 @@ class Canary(Wire):
 
 
 class Published(Fenced):
-    """What every published version has, whichever way it goes.
+    """The fields of every published version, with any sync method.
 
     `digest` is of all tensors and `tensors` of each, by name: names, dtypes, shapes and bytes,
-    however they are spread over files (`shared/digest.py`). The sampler that loads it computes it
-    again. `again`: what the sampler holds was found wrong, so it is to load this version even if
-    it serves already.
+    however they are spread over files (`shared/digest.py`). The sampler computes the digest again
+    when it loads the version. `again`: the sampler's weights were found wrong, so it must load this
+    version even if it serves it already.
     """
 
     version: int = Field(ge=0)
@@ -60,7 +60,7 @@ class FolderWeights(Published):
 
 class WeightFile(Wire):
     """A file to fetch from the trainer, in ranges if need be. `path` is a path of the trainer's
-    API: where the trainer is, the sampler's own settings say."""
+    API: the sampler's own settings give the trainer's address."""
 
     path: str = Field(pattern=r"^/weights(/[A-Za-z0-9_-][A-Za-z0-9._-]*){3}$")
     size_bytes: int = Field(ge=0)
@@ -78,8 +78,8 @@ class HttpWeights(Published):
 
 
 class DeltaStep(Wire):
-    """From the version of digest `base_digest` to that of `digest`: a file with the elements whose
-    bits differ (`shared/delta.py`), `num_changed` of `num_elements`."""
+    """From the version with `base_digest` to the version with `digest`: a file with the elements
+    whose bits differ (`shared/delta.py`), `num_changed` of `num_elements`."""
 
     base_digest: str
     digest: str
@@ -89,8 +89,8 @@ class DeltaStep(Wire):
 
 
 class DeltaWeights(Published):
-    """`steps` that lead to this version, oldest first: a sampler begins with the one that its own
-    copy is the base of. `files` are the whole version, for a sampler that has no such copy."""
+    """`steps` that lead to this version, oldest first: a sampler begins with the step whose base is
+    its own copy. `files` are the whole version, for a sampler that has no such copy."""
 
     method: Literal["delta"]
     files: tuple[WeightFile, ...]
@@ -99,8 +99,8 @@ class DeltaWeights(Published):
 
 class AdapterWeights(Published):
     """A LoRA adapter as PEFT writes it, in the folder `path` or, for a sampler that does not see
-    that, as `files` to fetch. `adapter` is its name, never used again. `tensors` and `digest` are
-    of its configuration too (`shared/adapters.py`)."""
+    the folder, as `files` to fetch. `adapter` is its name, never used again. `tensors` and `digest`
+    cover its configuration too (`shared/adapters.py`)."""
 
     method: Literal["lora"]
     path: str
@@ -117,7 +117,7 @@ class SentTensor(Wire):
 
 
 class SharedTensor(SentTensor):
-    """Where one lies in its GPU's memory: what `torch.multiprocessing.reductions` says of it, bytes
+    """A tensor's place in its GPU's memory, as `torch.multiprocessing.reductions` gives it, bytes
     in hex."""
 
     stride: tuple[int, ...]
@@ -132,15 +132,15 @@ class SharedTensor(SentTensor):
 
 
 class SentWeights(Published):
-    """What goes from device to device. Each side waits `deadline_s` seconds for the other. `files`
-    are the same version, for a sampler that did not get it so, or joins later."""
+    """A version sent from device to device. Each side waits `deadline_s` seconds for the other.
+    `files` are the same version, for a sampler that did not receive it, or joins later."""
 
     deadline_s: float = Field(gt=0)
     files: tuple[WeightFile, ...]
 
     @property
     def bound_s(self) -> float:
-        """Seconds that the whole of it may take."""
+        """Most seconds of the whole transfer."""
         return (MEETING_DEADLINES + LOADING_DEADLINES) * self.deadline_s
 
     def as_files(self) -> HttpWeights:
@@ -150,7 +150,7 @@ class SentWeights(Published):
 
 
 class BroadcastWeights(SentWeights):
-    """Sent to every sampler that comes to `port` of the trainer's host and knows `key`: each of
+    """Sent to every sampler that connects to `port` of the trainer's host and knows `key`: each of
     `chunks` is one packed tensor of bytes."""
 
     method: Literal["nccl"]
@@ -174,6 +174,7 @@ AnyWeights = (
 
 class WeightsRef(RootModel[Annotated[AnyWeights, Field(discriminator="method")]]):
     """One published version, told apart by `method`: the answer to `POST /publish_weights` and the
-    body of `POST /reload_weights`. One of a newer fence may be older than what serves."""
+    body of `POST /reload_weights`. A version with a newer fence may be older than the version that
+    serves."""
 
     model_config = ConfigDict(frozen=True)

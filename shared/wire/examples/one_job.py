@@ -1,4 +1,4 @@
-"""The job that all examples are about, and what it made."""
+"""The job of all examples, and its results."""
 
 from __future__ import annotations
 

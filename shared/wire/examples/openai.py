@@ -1,4 +1,4 @@
-"""Examples of what is in OpenAI's shape: files, fine-tuning jobs, graders, completions."""
+"""Examples of bodies in OpenAI's shape: files, fine-tuning jobs, graders, completions."""
 
 from __future__ import annotations
 

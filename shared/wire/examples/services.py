@@ -1,4 +1,4 @@
-"""Examples of what sampler, trainer and reward service take and give."""
+"""Examples of the bodies of sampler, trainer and reward service."""
 
 from __future__ import annotations
 
