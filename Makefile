@@ -38,8 +38,8 @@ test: $(VENV)/.ready ## every test but soak and gpu tests: unit, contract, and t
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(AGAIN) --durations 20 \
 		-m "(system or engine) and not gpu and not soak"
 
-gpu: $(VENV)/.ready ## the tests that need a GPU
-	$(BIN)/python -m pytest -m gpu
+gpu: $(VENV)/.ready ## the tests that need a GPU, after `make cuda`; writes gpu_report.txt
+	$(BIN)/python -m tests.gpu $(OPTIONS)
 
 soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 	$(BIN)/python -m pytest -m soak

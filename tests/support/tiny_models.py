@@ -12,12 +12,17 @@ def make_tiny_model(
     folder: Path, *, seed: int = 0, tie_word_embeddings: bool = True, num_heads: int = 4
 ) -> Path:
     """Writes `save_tiny_qwen2`'s model and a tokenizer into `folder` and returns it."""
+    save_tiny_qwen2(folder, seed=seed, tie_word_embeddings=tie_word_embeddings, num_heads=num_heads)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    save_tiny_qwen2(folder, seed=seed, tie_word_embeddings=tie_word_embeddings, num_heads=num_heads)
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {
         f"w{index}": index for index in range(3, VOCAB_SIZE)
     }
@@ -26,7 +31,6 @@ def make_tiny_model(
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(folder)
-    return folder
 
 
 def save_tiny_qwen2(

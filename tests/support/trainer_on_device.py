@@ -205,6 +205,34 @@ def train_speed(
     )
 
 
+def step_gap(model: Path, folder: Path, device: torch.device, stage: int) -> float:
+    """Returns how far the engine's update of a model in float32 is from plain torch's on the same
+    device, relative to its length. In a process of its own."""
+    from services.trainer.zero.deepspeed_engine import start_engine
+    from tests.support import trainer_reference as plain
+
+    job = a_job(
+        model,
+        memory={"zero_stage": stage, "micro_batch_tokens": 64},
+        training={"max_grad_norm": plain.MAX_GRAD_NORM},
+        correction={"ratio_base": "sampler"},
+    )
+    examples, before = plain.some_examples(model), plain.weights(model)
+    join_alone(device)
+    engine = start_engine(job, device)
+    engine.update(examples, plain.LEARNING_RATE)
+    engine.save_weights(folder)
+    engine.close()
+    policy = plain.load(model).to(device)
+    with torch.device(device):
+        loss = plain.reference_loss(policy, examples, "dapo")
+    plain.step(policy, plain.optimizer(policy, plain.LEARNING_RATE), loss, plain.MAX_GRAD_NORM)
+    after = {name: tensor.cpu() for name, tensor in plain.named(policy).items()}
+    return plain.relative(
+        plain.difference(plain.weights(folder), before), plain.difference(after, before)
+    )
+
+
 @dataclass(frozen=True)
 class Parity:
     """bfloat16 against float32, from the same weights: mean and largest difference of log-probs

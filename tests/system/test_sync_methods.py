@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,7 @@ class Trainer:
     publisher: Publisher
     server: CutServer
     version: int = 0
+    publish_s: float = 0.0
     swap: tuple[str, str] | None = None
     keep: dict[str, Any] = field(default_factory=dict)
 
@@ -94,12 +96,14 @@ class Trainer:
 
         with torch.no_grad():
             ids_BT = torch.tensor([ids], device=self.network.device)
-            logprobs_TV = torch.log_softmax(self.network(ids_BT).logits[0], -1)
+            logprobs_TV = torch.log_softmax(self.network(ids_BT).logits[0].float(), -1)
         return [logprobs_TV[t - 1, ids[t]].item() for t in range(1, len(ids))]
 
     def publish(self, method: SyncMethod) -> AnyWeights:
         request = PublishRequest(job_id="job", version=self.version, method=method)
+        started = time.perf_counter()
         ref = self.publisher.publish(request, 1, hashing(self.network.save_pretrained))
+        self.publish_s = time.perf_counter() - started
         ours = Canary(token_ids=CANARY_IDS, logprobs=Logprobs(self.logprobs(list(CANARY_IDS))))
         files = [*getattr(ref, "files", ())]
         files += [step.file for step in getattr(ref, "steps", ())]
@@ -134,14 +138,22 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def a_pair(folder: Path, device: str = "cpu", **more: Any) -> AsyncIterator[Pair]:
-    """Yields a trainer with its weights on `device`, and a sampler with further settings."""
+async def a_pair(
+    folder: Path,
+    device: str = "cpu",
+    *,
+    model: Path | None = None,
+    dtype: str = "float32",
+    **more: Any,
+) -> AsyncIterator[Pair]:
+    """Yields a trainer with its weights on `device`, and a sampler with further settings. Both have
+    `model`, or a tiny one."""
     from transformers import AutoModelForCausalLM
 
-    model = make_tiny_model(folder / "model", num_heads=2)  # vLLM on a CPU needs heads of 32
-    settings = Settings(
-        shm_dir=folder / "shm", runs_dir=folder / "runs", transfer_deadline_s=5.0, **more
-    )
+    # vLLM on a CPU needs heads of 32
+    model = model or make_tiny_model(folder / "model", num_heads=2)
+    more = {"transfer_deadline_s": 5.0} | more
+    settings = Settings(shm_dir=folder / "shm", runs_dir=folder / "runs", **more)
     environment = dict(os.environ)
     with CutServer().running() as server:
         copies = Copies(folder / "copies", Fetcher(server.url))
@@ -149,8 +161,8 @@ async def a_pair(folder: Path, device: str = "cpu", **more: Any) -> AsyncIterato
         sampler = Sampler(VllmStarter(settings), roots, copies)
         try:
             sampler.open(None)
-            await sampler.put_model(ModelRequest(model=str(model), dtype="float32"))
-            network = AutoModelForCausalLM.from_pretrained(model, dtype="float32").to(device)
+            await sampler.put_model(ModelRequest(model=str(model), dtype=dtype))
+            network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
             publisher = Publisher(settings, "job", network.state_dict)
             yield Pair(Trainer(network, settings, publisher, server), sampler)
         finally:

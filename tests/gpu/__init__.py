@@ -1,0 +1,2 @@
+"""What only a GPU shows, in the order in which a person wants to know: the files are numbered, and
+the first that fails says what to mend before the next. docs/gpu.md is the page to follow."""
