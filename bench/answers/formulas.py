@@ -216,6 +216,65 @@ def imaginary_numbers_are_no_vectors(rng: random.Random) -> Made:
 
 
 @kind
+def inequalities_that_both_hold(rng: random.Random) -> Made:
+    a, b = two(rng)
+    right = [rf"x > {a} \text{{ and }} x < {b}", f"x < {b} and {a} < x", rf"{a} < x < {b}"]
+    wrong = [
+        *(rf"x < {a} \text{{ and }} x > {b}", rf"x > {a} \text{{ or }} x < {b}", f"x > {a}"),
+        *(rf"x \ge {a} \text{{ and }} x < {b}", rf"x > {a} \text{{ and }} x > {b}"),
+    ]
+    union = rf"(-\infty, {a}) \cup ({b}, \infty)"
+    either = [rf"x < {a} \text{{ or }} x > {b}", union]
+    if rng.random() < 0.5:
+        return f"({a}, {b})", right, wrong
+    return union, either, [wrong[0], f"x < {b} and x > {a}", right[0], rf"x < {a} \wedge x > {b}"]
+
+
+@kind
+def all_numbers_but_one(rng: random.Random) -> Made:
+    n = rng.randrange(2, 99)
+    union = rf"(-\infty, {n}) \cup ({n}, \infty)"
+    wrong = [f"x = {n}", rf"x \ne {n + 1}", rf"x \ne -{n}", rf"(-\infty, {n}] \cup ({n}, \infty)"]
+    right = [union, rf"x \neq {n}", rf"x \ne {n}.0"]
+    return rng.choice([union, rf"x \ne {n}"]), right, [*wrong, rf"(-\infty, {n})", f"{n}"]
+
+
+@kind
+def names_of_a_point(rng: random.Random) -> Made:
+    a, b = two(rng)
+    gold = rng.choice([f"(x,y)=({a},{b})", f"x={a}, y={b}"])
+    right = [f"(x, y) = ({a}, {b})", f"({a}, {b})", f"x={a}, y={b}", f"y={b}, x={a}"]
+    wrong = [f"(x, y) = ({b}, {a})", f"({b}, {a})", f"(y, x) = ({a}, {b})", f"x={b}, y={a}"]
+    return gold, right, [*wrong, f"(x, y) = {a}", f"(x, y, z) = ({a}, {b})", f"(x,y)=({a},{b},{b})"]
+
+
+@kind
+def several_points_with_names(rng: random.Random) -> Made:
+    a, b = two(rng)
+    gold = rng.choice([f"({a},{b}), ({b},{a})", f"(x,y)=({a},{b}), ({b},{a})"])
+    right = [gold, f"(x,y) = ({b},{a}), ({a},{b})", f"(x,y)=({a},{b}) or (x,y)=({b},{a})"]
+    wrong = [f"(x,y) = ({a},{b})", f"(x,y) = ({a},{b}), ({a},{b})", f"({b},{a})", f"({a},{b},{a})"]
+    return gold, right, [*wrong, f"(x,y) = ({a},{b}), ({b},{a + 1})", f"x = {a}, y = {b}"]
+
+
+@kind
+def points_with_names(rng: random.Random) -> Made:
+    a, b = two(rng)
+    right = [f"(x, y) = ({a}, {b})", f"({a}, {b})", f"(m,n)=({a},{b})"]
+    wrong = [f"(x, y) = ({b}, {a})", f"(x, y) = [{a}, {b}]", f"(x, y) = ({a}, {b}, 0)"]
+    return f"({a}, {b})", right, [*wrong, f"(x, y) = {a}", f"x + y = {a + b}"]
+
+
+@kind
+def infinities(rng: random.Random) -> Made:
+    sign, other = rng.choice([("", "-"), ("-", "")])
+    right = ["negative infinity", "Negative infinity"] if sign else ["infinity", "Infinity"]
+    wrong = [rf"{other}\infty", "0", "undefined", f"{sign}999999", "infinitely many"]
+    other_word = "infinity" if sign else "negative infinity"
+    return rf"{sign}\infty", [rf"{sign}\infty", *right], [*wrong, other_word]
+
+
+@kind
 def named_values(rng: random.Random) -> Made:
     n = rng.randrange(2, 99)
     right = [f"x={n}", f"{n}", f"x = {n}.0", f"{n} = x"]

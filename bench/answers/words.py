@@ -77,6 +77,24 @@ def words_after_numbers(rng: random.Random) -> Made:
 
 
 @kind
+def full_hours(rng: random.Random) -> Made:
+    hour, half = rng.randrange(1, 12), rng.choice("ap")
+    other = "pa"["ap".index(half)]
+    right = [f"{hour} {half}.m.", f"{hour}{half}m", f"{hour}:00 {half.upper()}M"]
+    right += [f"{hour + 12 * (half == 'p')}:00", rf"{hour}\text{{ {half}.m.}}"]
+    wrong = [f"{hour} {other}.m.", f"{hour}:30 {half}m", f"{hour + 1} {half}.m.", f"{hour}"]
+    gold = rng.choice([f"{hour} {half}.m.", f"{hour}:00 {half}m"])
+    return gold, right, [*wrong, f"{hour + 12 * (other == 'p')}:00", f"{hour} hours"]
+
+
+@kind
+def ratios_in_words(rng: random.Random) -> Made:
+    a, b = two(rng)
+    wrong = [f"{b} to {a}", f"{a} to {b + 1}", f"{a}/{b}", f"{a}", f"{a} - {b}", f"{a}, {b}"]
+    return f"{a}:{b}", [f"{a} to {b}", f"{a} : {b}", rf"{a} \text{{ to }} {b}"], wrong
+
+
+@kind
 def numbers_that_are_one_word(rng: random.Random) -> Made:
     word, (number, others) = rng.choice(
         [

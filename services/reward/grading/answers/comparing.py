@@ -56,6 +56,10 @@ class NeedsFormulas(Exception):
 
 def same(given: Form, wanted: Form, formulas: Formulas) -> bool:
     """Returns whether two answers say the same. Raises NeedsFormulas where `formulas` does."""
+    if isinstance(given, Several):
+        wanted = _each_named(wanted)
+    elif isinstance(wanted, Several):
+        given = _each_named(given)
     if isinstance(wanted, Named):
         return _same_as_named(given, wanted, formulas)
     if isinstance(given, Named):
@@ -84,6 +88,15 @@ def same(given: Form, wanted: Form, formulas: Formulas) -> bool:
     if isinstance(given, Ordered) and (given.opening, given.closing) == ("(", ")"):
         return _names(wanted) and _same_in_order(given.parts, wanted.parts, formulas)
     return isinstance(given, Several) and _same_in_any_order(given, wanted, formulas)
+
+
+def _each_named(form: Form) -> Form:
+    """Returns `(x, y) = (1, 2)` as x = 1 and y = 2, and all else as it is."""
+    point = form.values[-1] if isinstance(form, Named) and form.name.startswith("(") else None
+    if not (isinstance(form, Named) and isinstance(point, Ordered)):
+        return form
+    named = zip(form.name.strip("()").split(","), point.parts, strict=True)
+    return Several(tuple(Named(name, (part,), form.relation) for name, part in named))
 
 
 def _names(several: Several) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeGuard
 
 from services.reward.grading.answers.latex import clean, depth, is_one_bracket, split, without_marks
 from services.reward.grading.answers.literals import literal
@@ -31,6 +32,7 @@ _TURNED = re.compile(
     rf"(?:[A-Za-z] ?(?:=|\\in) ?)?{_INTERVAL.pattern}(?: ?\\cup ?{_INTERVAL.pattern})*"
 )
 _SEPARATOR = re.compile(r",|;|\\text ?\{ ?(?:and|or) ?\}|\\(?:lor|vee|land)\b|(?<= )(?:and|or) ")
+_BOTH = re.compile(r"\\text ?\{ ?and ?\}|\\(?:wedge|land)\b|(?<= )and ")
 _UNION = re.compile(r"\\cup\b")
 _RELATION = re.compile(r"=|<|>|\\(?:le|ge|ne|in|approx|sim|equiv)(?![A-Za-z])")
 _MATRIX = re.compile(r"\\begin\{([pbBvV]?)matrix\}(.*)\\end\{\1matrix\}")
@@ -58,6 +60,9 @@ _ALIASES = {
     "the empty set": "\\emptyset",
     "does not exist": "DNE",
     "no solutions": "no solution",
+    "infinity": "\\infty",
+    "positive infinity": "\\infty",
+    "negative infinity": "-\\infty",
 }
 """Whole answers in other words."""
 
@@ -67,6 +72,7 @@ _NAME = re.compile(
     r" ?(?:_ ?(?:\{[^{}]{1,20}\}|\w))?'{0,2}(?:\^ ?\{-1\})?"
     r" ?(?:\([^()=]{1,40}\))?"
 )
+_NAMES = re.compile(r"\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
 _COMMA = re.compile(",|;")
 _CONSTANTS = {"e", "i", "\\pi", "\\infty", "\\cdot", "\\times", "\\frac", "\\sqrt", "\\text"}
 _ATOM = re.compile(r"[A-Za-z]|\\[A-Za-z]+")
@@ -173,6 +179,8 @@ def _read(text: str) -> Form:
     items = split(text, _SEPARATOR)
     if _LETTERS.fullmatch(words) and len(items) == 1 and not _APPLIED.fullmatch(words):
         return Text("".join(words.split()))
+    if (both := _both(text)) is not None:
+        return both
     if 1 < len(items) <= MAX_PARTS:
         said = [item for item in items if item]
         return _several(said) if said else Literal(text)
@@ -209,6 +217,23 @@ def _several(items: list[str]) -> Form:
         parts = (first.values[-1], *forms[1:])
         return Named(first.name, (Several(parts),), first.relation)
     return Several(tuple(forms)) if len(forms) > 1 else forms[0]
+
+
+def _both(text: str) -> Form | None:
+    """Returns the interval that `x > 1 and x < 3` is; None for what is no two inequalities."""
+    sides = split(text, _BOTH)
+    if len(sides) != 2 or not all(_RELATION.search(side) for side in sides):
+        return None
+    bounds = [_related(side) for side in sides]
+    above = next((one for one in bounds if _is_open_to(one, 1, "\\infty")), None)
+    below = next((one for one in bounds if _is_open_to(one, 0, "-\\infty")), None)
+    if above and below:
+        return Ordered(above.opening, below.closing, (above.parts[0], below.parts[1]))
+    return Literal(text) if all(isinstance(one, Ordered) for one in bounds) else None
+
+
+def _is_open_to(form: Form | None, side: int, infinity: str) -> TypeGuard[Ordered]:
+    return isinstance(form, Ordered) and form.parts[side] == Amount(infinity)
 
 
 def _parts(texts: list[str]) -> list[Form]:
@@ -280,6 +305,10 @@ def _related(text: str) -> Form | None:
     if "" in sides:
         return Literal(text)
     relation = Relation(tuple(signs), tuple(sides))
+    if signs == ["="] and _NAMES.fullmatch(sides[0]):
+        point = _read(sides[1])
+        is_point = isinstance(point, Ordered) and len(point.parts) == len(sides[0].split(","))
+        return Named("".join(sides[0].split()), (point,), relation) if is_point else relation
     if set(signs) == {"="} or signs == ["\\in"]:
         if len(sides) == 2 and _is_name(sides[1]) and not _is_name(sides[0]):
             sides = sides[::-1]
@@ -289,7 +318,7 @@ def _related(text: str) -> Form | None:
             name = "".join(without_marks(sides[0]).split())
             return Named(name, tuple(_read(_unwrapped(side)) for side in sides[1:]), relation)
         return relation
-    return _interval(signs, sides) or relation
+    return _but_one(signs, sides) or _interval(signs, sides) or relation
 
 
 def _signs(text: str, sides: list[str]) -> list[str]:
@@ -302,6 +331,15 @@ def _signs(text: str, sides: list[str]) -> list[str]:
         signs.append(text[position:end].strip())
         position = end
     return signs
+
+
+def _but_one(signs: list[str], sides: list[str]) -> Form | None:
+    """Returns the two intervals that `x \\ne 2` is."""
+    if signs != ["\\ne"] or not _is_name(sides[0]) or _variables(sides[1]):
+        return None
+    value = _read(sides[1])
+    before, after = (Amount("-\\infty"), value), (value, Amount("\\infty"))
+    return Several((Ordered("(", ")", before), Ordered("(", ")", after)))
 
 
 def _interval(signs: list[str], sides: list[str]) -> Form | None:

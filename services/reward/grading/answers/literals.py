@@ -23,8 +23,8 @@ _ISO = re.compile(r"(\d{4})-(\d\d)-(\d\d)")
 _UNSURE = re.compile(r"\d\d?([-/.])\d\d?\1\d{4}")
 """A date whose month may be the first or the second number."""
 
-_CLOCK = re.compile(r"(\d\d?):(\d\d)((?::\d\d)?)(?: ?([ap])\.? ?m\.?)?", re.I)
-_RATIO = re.compile(r"[\d ]+(?::[\d ]+)+")
+_CLOCK = re.compile(r"(\d\d?)(?::(\d\d)(:\d\d)?)?(?: ?([ap])\.? ?m\.?)?", re.I)
+_RATIO = re.compile(r"[\d ]+(?:(?::| to )[\d ]+)+")
 _BASE = re.compile(r"-?[\dA-F.]+_ ?(?:\{ ?\d+ ?\}|\d+)", re.I)
 
 _ELEMENTS = (
@@ -53,7 +53,7 @@ def literal(text: str) -> str | None:
     if found := _date(text) or _time(text) or _chemistry(together):
         return found
     if _UNSURE.fullmatch(text) or _RATIO.fullmatch(text) or _BASE.fullmatch(text):
-        return re.sub(r"[ {}]", "", text).lower()
+        return re.sub(r"[ {}]", "", text.replace(" to ", ":")).lower()
     return _MARKS.sub("", text).replace("^", "") if _SHELLS.fullmatch(text) else None
 
 
@@ -70,12 +70,14 @@ def _date(text: str) -> str | None:
 
 def _time(text: str) -> str | None:
     found = _CLOCK.fullmatch(text)
-    if found is None:
+    if found is None or not (found[2] or found[4]):
         return None
     hour, half = int(found[1]), (found[4] or "").lower()
     if 1 <= hour <= 12 and half:
         hour, half = hour % 12 + 12 * (half == "p"), ""
-    return f"{hour}:{found[2]}{found[3]}{half}"
+    elif not found[2]:
+        return None  # 154 pm is a length
+    return f"{hour}:{found[2] or '00'}{found[3] or ''}{half}"
 
 
 def _chemistry(text: str) -> str | None:

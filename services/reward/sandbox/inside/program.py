@@ -177,7 +177,8 @@ def _finish() -> None:
     named = vars(sys.modules["__main__"]).values()
     files = [file for file in list(named) if isinstance(file, io.IOBase)]
     for file in (sys.stdout, sys.stderr, *files, sys.__stdout__, sys.__stderr__):
-        _try(lambda file=file: file.flush())
+        if file is not None:
+            _try(file.flush)
 
 
 def _try(step: Callable[[], object]) -> None:
