@@ -258,6 +258,22 @@ def several_points_with_names(rng: random.Random) -> Made:
 
 
 @kind
+def equal_values(rng: random.Random) -> Made:
+    n = rng.randrange(2, 99)
+    right = [f"x=y={n}", f"x = y = z = {n}", f"{n}"]
+    wrong = [f"x=y={n + 1}", f"x={n}=y={n + 1}", f"x=y={n}={n + 1}", "x=y", f"x=y>{n}"]
+    return rng.choice([f"{n}", f"x=y={n}"]), right, wrong
+
+
+@kind
+def diagonals(rng: random.Random) -> Made:
+    sign, other = rng.choice([("", "-"), ("-", "")])
+    right = [f"x={sign}y", f"2y = {sign}2x", "x-y=0" if not sign else "x+y=0", f"y={sign}x"]
+    wrong = [f"y={other}x", f"x={other}y", "y=0", f"y={sign}x+1", f"y={sign}z", "x+y=1", "0=0"]
+    return f"y={sign}x", right, wrong
+
+
+@kind
 def points_with_names(rng: random.Random) -> Made:
     a, b = two(rng)
     right = [f"(x, y) = ({a}, {b})", f"({a}, {b})", f"(m,n)=({a},{b})"]

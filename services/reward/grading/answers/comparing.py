@@ -126,7 +126,14 @@ def _same_as_named(given: Form, wanted: Named, formulas: Formulas) -> bool:
 
 
 def _is_solved(named: Named) -> bool:
-    return not any(isinstance(value, Amount) and value.has_variables for value in named.values)
+    return not any(
+        value.has_variables if isinstance(value, Amount) else _is_letter(value)
+        for value in named.values
+    )
+
+
+def _is_letter(form: Form) -> bool:
+    return isinstance(form, Text) and len(form.letters) == 1
 
 
 def _same_choice(given: Form, wanted: Form, formulas: Formulas) -> bool:
@@ -150,7 +157,7 @@ def _same_text(given: Form, wanted: Form) -> bool:
 
 
 def _same_amount(given: Form, wanted: Amount, formulas: Formulas) -> bool:
-    if isinstance(given, Text) and len(given.letters) == 1:
+    if isinstance(given, Text) and _is_letter(given):
         given = Amount(given.letters)
     if not isinstance(given, Amount):
         return False

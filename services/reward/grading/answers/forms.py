@@ -316,7 +316,9 @@ def _related(text: str) -> Form | None:
         is_own = _variables(head) & _variables(" ".join(sides[1:]))
         if _is_name(sides[0]) and not is_own:
             name = "".join(without_marks(sides[0]).split())
-            return Named(name, tuple(_read(_unwrapped(side)) for side in sides[1:]), relation)
+            values = [side for side in sides[1:-1] if not _is_name(side)]  # x = y = 5 is 5
+            read = (_read(_unwrapped(side)) for side in (*values, sides[-1]))
+            return Named(name, tuple(read), relation)
         return relation
     return _but_one(signs, sides) or _interval(signs, sides) or relation
 
