@@ -1,14 +1,19 @@
-"""What training takes: peak memory, tokens per second, model FLOPs utilization. The same runs tiny
-on a CPU in tests/unit/trainer/test_policy_on_device.py."""
+"""What training takes: peak memory, tokens per second, model FLOPs utilization, and copies into the
+host's memory. The same runs tiny on a CPU in tests/unit/trainer: test_policy_on_device.py,
+test_host_copies.py, test_tensor_file.py."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
+from services.trainer.disk import tensor_file
+from services.trainer.zero.host_copies import HostCopies
 from tests.support.trainer_on_device import (
     QWEN_05B,
     QWEN_7B,
@@ -55,3 +60,44 @@ def test_a_seven_billion_model_trains_adapters(
     speed = process.submit(train_speed, QWEN_7B, examples, DEVICE, MEMORY, {"rank": 16}).result()
     print(f"7B, LoRA 16: {speed}")
     assert speed.peak_bytes - speed.static_bytes < 2 * speed.whole_logits_bytes
+
+
+def test_copies_of_a_gpus_tensors_are_pinned_and_lie_where_the_ones_before_lay() -> None:
+    """A gigabyte, as master weights are copied before the first of several optimizer steps."""
+    tensor = torch.randn(1 << 28, device=DEVICE)
+    copies, seconds, places = HostCopies(pinned=True), [], []
+    for _ in range(3):
+        started = time.perf_counter()
+        copies.begin()
+        copy = copies.copy(tensor)
+        torch.cuda.synchronize(DEVICE)
+        seconds.append(time.perf_counter() - started)
+        places.append([piece.data_ptr() for piece in copy.pieces])
+        assert all(piece.is_pinned() for piece in copy.pieces)
+    was = tensor.clone()
+    tensor.zero_()
+    copy.restore(tensor)
+    torch.cuda.synchronize(DEVICE)
+    assert tensor.equal(was)
+    assert places[0] == places[1] == places[2]
+    started = time.perf_counter()
+    tensor.to("cpu", copy=True)
+    fresh_s = time.perf_counter() - started
+    print(f"1 GiB: first {seconds[0]:.3f} s, then {seconds[2]:.3f} s, fresh memory {fresh_s:.3f} s")
+
+
+def test_published_files_of_a_gpu_are_those_of_a_cpu(tmp_path: Path) -> None:
+    tensors = {
+        "w": torch.randn(3, 7 << 20).to(torch.bfloat16),  # more than a buffer
+        "turned": torch.randn(5, 3).T,
+        "scalar": torch.tensor(2.0),
+    }
+    on_gpu = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    digests = tensor_file.write(tensors, tmp_path / "cpu")
+    for _ in range(2):
+        started = time.perf_counter()
+        assert tensor_file.write(on_gpu, tmp_path / "gpu") == digests
+        print(f"42 MiB published in {time.perf_counter() - started:.4f} s")
+    assert (tmp_path / "gpu").read_bytes() == (tmp_path / "cpu").read_bytes()
+    with tensor_file.STAGING.buffer() as buffer:
+        assert buffer.is_pinned()

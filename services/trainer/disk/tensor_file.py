@@ -2,8 +2,9 @@
 
 The safetensors library copies every tensor in memory before it writes, and whoever wants a digest
 then reads the file again. Here a block of a tensor is hashed and written while the processor's
-cache holds it, and several tensors at a time. The format is 8 bytes of length, a JSON header, and
-the tensors one after the other.
+cache holds it, and several tensors at a time. What a GPU has comes through pinned buffers that are
+kept for the next version. The format is 8 bytes of length, a JSON header, and the tensors one after
+the other.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -75,14 +78,53 @@ def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
 
 
 def _write(tensor: Tensor, descriptor: int, offset: int) -> str:
-    plain = tensor.detach().cpu().contiguous()
+    plain = tensor.detach().contiguous()
     digest = Digest(DTYPES[plain.dtype], tuple(plain.shape))
-    data: memoryview = plain.view(-1).view(torch.uint8).numpy().data
-    for begin in range(0, len(data), BLOCK_BYTES):
-        block = data[begin : begin + BLOCK_BYTES]
-        digest.add(block)
-        _write_all(descriptor, block, offset + begin)
+    for data in _in_host_memory(plain.view(-1).view(torch.uint8)):
+        for begin in range(0, len(data), BLOCK_BYTES):
+            block = data[begin : begin + BLOCK_BYTES]
+            digest.add(block)
+            _write_all(descriptor, block, offset)
+            offset += len(block)
     return digest.hex()
+
+
+def _in_host_memory(plain: Tensor) -> Iterator[memoryview]:
+    """Yields the bytes in order, those of a GPU in pieces, each good until the next is asked
+    for."""
+    if plain.device.type == "cpu":
+        yield plain.numpy().data
+        return
+    with STAGING.buffer() as buffer:
+        for piece in plain.split(len(buffer)):
+            staged = buffer[: len(piece)]
+            staged.copy_(piece)
+            yield staged.numpy().data
+
+
+class Staging:
+    """Buffers in host memory, one for each thread that writes at a time, for the life of the
+    process. Pinned, so that a GPU copies into them without a copy of its own."""
+
+    def __init__(self, size_bytes: int, *, pinned: bool) -> None:
+        self._size_bytes = size_bytes
+        self._pinned = pinned
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
+
+    @contextmanager
+    def buffer(self) -> Iterator[Tensor]:
+        """Yields a buffer that no other thread has meanwhile: one that is free, or a new one."""
+        try:
+            buffer = self._free.get_nowait()
+        except Empty:
+            buffer = torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        try:
+            yield buffer
+        finally:
+            self._free.put(buffer)
+
+
+STAGING = Staging(16 << 20, pinned=True)
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:

@@ -245,6 +245,7 @@ class DeepSpeedEngine:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+            torch.accelerator.empty_host_cache()
 
     def _merged(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         adapted = self._parts.wrapped is not None

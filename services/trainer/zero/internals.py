@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from services.trainer.zero.host_copies import HostCopies, HostCopy
 from services.trainer.zero.masters import gather_persistent, masters, masters_to_weights
 from services.trainer.zero.random_numbers import restore_random_state
 
@@ -147,35 +148,49 @@ class Undo:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's master weights and optimizer state, in CPU memory: 12 bytes for each parameter
-    that it keeps."""
+    """This rank's master weights and optimizer state, in the host's memory: 12 bytes for each
+    parameter that it keeps."""
 
-    masters: list[Tensor]
+    masters: list[HostCopy]
     states: list[dict[str, Any]]
 
     @staticmethod
     @torch.no_grad()
-    def take(zero: Any) -> Snapshot:
+    def take(zero: Any, copies: HostCopies) -> Snapshot:
+        """Returns it in the memory of `copies`, in the place of the one before."""
+        copies.begin()
         tensors = masters(zero)
         states = [zero.basic_optimizer.state.get(master, {}) for master in tensors]
-        return Snapshot(
-            [_copy(master) for master in tensors],
-            [{key: _copy(value) for key, value in state.items()} for state in states],
+
+        def copied(value: Any) -> Any:
+            return copies.copy(value) if isinstance(value, Tensor) else value
+
+        snapshot = Snapshot(
+            [copies.copy(master) for master in tensors],
+            [{key: copied(value) for key, value in state.items()} for state in states],
         )
+        _wait(tensors)
+        return snapshot
 
     @torch.no_grad()
     def restore(self, zero: Any) -> None:
         """Makes weights and optimizer what they were: a collective."""
-        for master, saved, state in zip(masters(zero), self.masters, self.states, strict=True):
-            master.data.copy_(saved)
+        tensors = masters(zero)
+        for master, saved, state in zip(tensors, self.masters, self.states, strict=True):
+            saved.restore(master)
             current = zero.basic_optimizer.state[master]
             for key, value in current.items():
-                if isinstance(value, Tensor):
-                    value.copy_(state[key]) if key in state else value.zero_()
-                else:
+                if not isinstance(value, Tensor):
                     current[key] = state.get(key, 0)
+                elif key in state:
+                    state[key].restore(value)
+                else:
+                    value.zero_()
+        _wait(tensors)
         masters_to_weights(zero)
 
 
-def _copy(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+def _wait(tensors: list[Tensor]) -> None:
+    """Returns once they are copied: DeepSpeed uses streams of its own."""
+    if tensors and tensors[0].is_cuda:
+        torch.cuda.synchronize(tensors[0].device)

@@ -47,6 +47,7 @@ from services.trainer.learning.policy import Policy
 from services.trainer.learning.reference import Reference
 from services.trainer.zero import host_memory
 from services.trainer.zero import stages as zero_stages
+from services.trainer.zero.host_copies import HostCopies
 from services.trainer.zero.internals import Snapshot, Undo
 from services.trainer.zero.lora import set_dropout
 from services.trainer.zero.out_of_memory import (
@@ -141,6 +142,8 @@ class Updater:
         self._planned = planned
         self._correction = resolve(job.correction, job.max_staleness)
         self._dropout = job.lora is not None and job.lora.dropout > 0
+        is_copied_from_gpu = device.type == "cuda" and not job.memory.offload_optimizer
+        self._copies = HostCopies(pinned=is_copied_from_gpu)
 
     def update(
         self,
@@ -192,7 +195,7 @@ class Updater:
         undo = Undo(random_state())
         try:
             if progress.num_updates > 1:
-                undo = dataclasses.replace(undo, snapshot=Snapshot.take(self._zero))
+                undo = dataclasses.replace(undo, snapshot=Snapshot.take(self._zero, self._copies))
             norms = self._train(minibatches, metrics, progress)
         except NotFinite:
             undo.apply(self._zero)

@@ -36,6 +36,34 @@ def test_the_library_reads_what_was_written_and_the_digests_are_of_the_file(tmp_
     assert all(each.begin % tensors[name].element_size() == 0 for name, each in stored.items())
 
 
+def test_what_a_gpu_has_comes_through_buffers_that_are_kept(tmp_path: Path, monkeypatch):
+    """A device without memory of its own stands for the GPU: what is copied from it is checked on
+    a GPU (tests/gpu)."""
+    from services.trainer.disk import tensor_file
+
+    staging = tensor_file.Staging(64, pinned=False)
+    with staging.buffer() as first, staging.buffer() as second:
+        assert len(first) == len(second) == 64
+        places = {first.data_ptr(), second.data_ptr()}
+        assert len(places) == 2
+    with staging.buffer() as again, staging.buffer() as other:
+        assert {again.data_ptr(), other.data_ptr()} == places
+    monkeypatch.setattr(tensor_file, "STAGING", staging)
+    written: list[list[int]] = []
+
+    class OnGpu(torch.Tensor):
+        @property
+        def device(self):
+            return torch.device("cuda", 0)
+
+    plain = torch.arange(150, dtype=torch.uint8)
+    for _ in range(2):
+        pieces = tensor_file._in_host_memory(plain.as_subclass(OnGpu))
+        written.append([byte for piece in pieces for byte in piece])
+    assert written == [list(range(150))] * 2
+    assert staging._free.qsize() == 2, "no further buffer was made"
+
+
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch):
     from services.trainer.disk import tensor_file
 
