@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import sysconfig
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shared.errors import Failed
@@ -42,7 +42,11 @@ def num_seen() -> int:
 def hide_from_cpu_build() -> int:
     """Makes this process and its children compute on the CPU if torch is the CPU build, as `make
     setup` installs it. Returns how many cards stay unused."""
-    if not version("torch").endswith("+cpu"):
+    try:
+        is_cpu_build = version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        is_cpu_build = False
+    if not is_cpu_build:
         return 0
     num = num_seen()
     os.environ[VISIBLE] = "-1"
@@ -64,10 +68,12 @@ def is_too_old(number: str) -> bool:
 
 def compilers() -> dict[str, str]:
     """Returns the environment variables that locate the compilers from wheels, which build kernels
-    at run time: ninja, and the CUDA compiler unless one is named."""
+    at run time: ninja, and the CUDA compiler unless one is named or the wheels' cannot link
+    (requirements/link_cuda.sh)."""
     found = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
     cuda = Path(sysconfig.get_path("purelib"), "nvidia/cu13")
-    if (cuda / "bin/nvcc").exists() and not {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys():
+    is_whole = (cuda / "bin/nvcc").exists() and (cuda / "lib64").exists()
+    if is_whole and not {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys():
         found["CUDA_HOME"] = str(cuda)
     return found
 

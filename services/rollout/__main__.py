@@ -1,5 +1,5 @@
-"""`python -m services.rollout`: the sampler, at HONE_ROLLOUT_PORT. It listens within a second; vLLM
-is imported behind it."""
+"""`python -m services.rollout`: the sampler, at HONE_ROLLOUT_PORT. It listens within a second, or
+on a machine with GPUs once torch has said that it can use them; vLLM is imported behind it."""
 
 from __future__ import annotations
 

@@ -143,6 +143,14 @@ def test_compilers_that_came_as_wheels_are_found_where_none_is_named(
     path = {"PATH": f"{Path(sys.executable).parent}:/usr/bin"}
     assert nvidia.compilers() == path
     compiler.touch()
+    assert nvidia.compilers() == path, "FlashInfer would not find its libraries"
+    (tmp_path / "nvidia/cu13/lib").mkdir()
+    packages = tmp_path / "venv/lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    (packages / "nvidia").symlink_to(tmp_path / "nvidia")
+    script = Path(__file__).parents[3] / "requirements/link_cuda.sh"
+    for _ in range(2):
+        subprocess.run(["sh", script, tmp_path / "venv"], check=True)
     assert nvidia.compilers() == path | {"CUDA_HOME": str(tmp_path / "nvidia/cu13")}
     monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda")
     assert nvidia.compilers() == path
