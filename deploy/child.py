@@ -12,10 +12,10 @@ from pathlib import Path
 from shared.processes import ending_with_parent
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
-"""Between its end and its next start: twice as long each time, until it is steady."""
+"""Seconds between its end and its next start: doubled each time, until it is steady."""
 
 STEADY_S = 10.0
-"""What ran for so long has not failed at its start."""
+"""A process that ran for so long has started successfully."""
 
 
 @dataclass
@@ -45,9 +45,9 @@ class Child:
             )
 
     def revive(self, now: float) -> int | None:
-        """Starts it again if it has ended and its pause is over, however often that was; returns
-        the exit code it ended with, if so. A machine that cannot start it now (a full disk, no
-        memory) is asked again after another pause."""
+        """Starts it again if it has ended and its pause is over, any number of times; returns its
+        exit code then. If it cannot be started now (a full disk, no memory), it is tried again
+        after another pause."""
         code = self.exit_code()
         if code is None:
             return None
@@ -80,7 +80,7 @@ class Child:
                 os.killpg(self.process.pid, number)
 
     def why(self) -> str:
-        """Returns the last line it logged, which for a service that refused to start is the
-        reason."""
+        """Returns the last line that it logged: a service that refuses to start logs the reason
+        last."""
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it logged nothing"

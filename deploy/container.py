@@ -1,9 +1,9 @@
-"""A service as a container starts it, `python -m deploy.container rollout`: it takes its GPUs, says
-where it is reached, and becomes the service.
+"""Starts a service in a container, `python -m deploy.container rollout`: takes its GPUs, says where
+the service is reached, and becomes the service.
 
-A container sees all GPUs of its machine. Whose they are, HONE_ROLLOUT_DEVICES and
-HONE_TRAINER_DEVICES say, as under `hone up`. Samplers are copies of one container, so each takes
-the first place that no other has: its share of the GPUs, and a port.
+A container sees all GPUs of its machine. HONE_ROLLOUT_DEVICES and HONE_TRAINER_DEVICES assign them,
+as under `hone up`. Samplers are copies of one container, so each takes the first free place: a
+share of the GPUs, and a port.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shared.errors import BadRequest, HoneError, Unavailable
 from shared.urls import url_at
 
 PLACES = Path("/run/hone/places")
-"""A folder that all samplers of a machine see. Each locks a file in it, and the kernel releases the
-lock, however the sampler ends."""
+"""A folder that all samplers of a machine see. Each locks a file in it; the kernel releases the
+lock when the sampler ends."""
 
 MAX_PLACES = 64
-"""Samplers of a machine without GPUs."""
+"""Most samplers on a machine without GPUs."""
 
 
 def main() -> None:
@@ -49,13 +49,13 @@ def main() -> None:
 
 
 def own_url(name: str, settings: Settings) -> str:
-    """Returns where the service is reached from inside its container."""
+    """Returns the service's URL from inside its container."""
     return url_at(settings.host, getattr(settings, f"{name}_port"))
 
 
 def of_trainer(settings: Settings, visible: tuple[str, ...]) -> dict[str, str]:
-    """Returns the variables that the trainer is started with: a rank for each of its GPUs, if
-    HONE_TRAINER_RANKS does not say how many."""
+    """Returns the trainer's environment variables: a rank for each of its GPUs, unless
+    HONE_TRAINER_RANKS is set."""
     if settings.trainer_devices and "trainer_ranks" not in settings.model_fields_set:
         settings = settings.model_copy(update={"trainer_ranks": len(settings.trainer_devices)})
     plan = devices.plan(visible, settings)
@@ -67,8 +67,8 @@ def of_trainer(settings: Settings, visible: tuple[str, ...]) -> dict[str, str]:
 def of_sampler(
     settings: Settings, visible: tuple[str, ...], place: int, host: str
 ) -> dict[str, str]:
-    """Returns the variables that the sampler at `place` is started with. `host` is its name for the
-    orchestrator."""
+    """Returns the environment variables of the sampler at `place`. The orchestrator reaches it by
+    the name `host`."""
     port = settings.rollout_port + place
     variables = {"HONE_ROLLOUT_PORT": str(port)}
     if settings.rollout_advertise_url is None:
@@ -88,8 +88,8 @@ def num_places(settings: Settings, visible: tuple[str, ...]) -> int:
 
 
 def take_place(folder: Path, num: int) -> int:
-    """Returns the first place of `num` that no other sampler has, and keeps it as long as this
-    process lives. Raises Unavailable if there is none."""
+    """Returns the first free place of `num`, and keeps it as long as this process lives. Raises
+    Unavailable if none is free."""
     for place in range(num):
         lock = os.open(folder / str(place), os.O_RDWR | os.O_CREAT, 0o600)
         try:

@@ -88,7 +88,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _model(seed: int) -> Generator[Callable[[], None]]:
-    """Makes the model and its problems, meanwhile; yields what waits for them."""
+    """Makes the model and its problems in the background; yields a function that waits for them."""
     shutil.rmtree(FOLDER / "task", ignore_errors=True)
     command = [
         sys.executable,
@@ -129,7 +129,7 @@ def _stack(num_samplers: int) -> Generator[str]:
 
 
 def _cancel_others(client: Client) -> None:
-    """Cancels what a demo left that was killed."""
+    """Cancels the jobs of an earlier demo that was killed."""
     for record in client.list().jobs:
         if record.status not in TERMINAL:
             client.cancel(record.id)

@@ -22,7 +22,7 @@ class Plan:
     gpu_memory_utilization: float
 
     def environment(self, service: str) -> dict[str, str]:
-        """Returns the variables that a service is started with."""
+        """Returns the environment variables for a service."""
         devices = {"rollout": self.rollout, "trainer": self.trainer}.get(service)
         if devices is None:
             return {}
@@ -37,11 +37,11 @@ class Plan:
 def plan(visible: tuple[str, ...], settings: Settings) -> Plan | None:
     """Returns who gets which of the `visible` devices; None on a machine without any.
 
-    What the settings name is taken. Else the sampler gets the first `tensor_parallel_size` and the
-    trainer the `trainer_ranks` after them, or the last ones where there are not enough for both.
+    Devices that the settings name are taken. Else the sampler gets the first `tensor_parallel_size`
+    and the trainer the `trainer_ranks` after them, or the last ones if there are too few for both.
     Only a sampler that shares a device takes less of its memory, unless the setting says how much.
-    With `colocate` both get the same ones. Raises BadRequest where a service needs more devices
-    than there are, or those that take turns name different ones.
+    With `colocate` both get the same devices. Raises BadRequest if a service needs more devices
+    than exist, or if services that take turns name different devices.
     """
     if not visible:
         return None
@@ -62,11 +62,11 @@ def plan(visible: tuple[str, ...], settings: Settings) -> Plan | None:
 
 
 def plan_sampler(own: tuple[str, ...], settings: Settings) -> Plan:
-    """Returns the plan of a sampler that has its `own` devices of those in HONE_ROLLOUT_DEVICES.
+    """Returns the plan of a sampler with its `own` part of HONE_ROLLOUT_DEVICES.
 
-    It shares those that are in HONE_TRAINER_DEVICES too: none on a machine without a trainer, where
-    that is not set. With `colocate` it takes turns on its own ones. Raises BadRequest where they
-    are fewer than it needs.
+    It shares devices that are in HONE_TRAINER_DEVICES too; that is not set on a machine without a
+    trainer. With `colocate` it takes turns on its own devices. Raises BadRequest if it needs more
+    than it has.
     """
     _check_enough(
         own, settings.tensor_parallel_size, "HONE_ROLLOUT_DEVICES", "HONE_TENSOR_PARALLEL_SIZE"

@@ -1,4 +1,4 @@
-"""docs/graders.md, made of what `hone explain` says of each grader: `make docs` writes it."""
+"""Makes docs/graders.md from the texts of `hone explain` for each grader; `make docs` runs it."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ from shared import disk
 from shared.errors import BadRequest, Failed, HoneError
 
 DOWN_DEADLINE_S = TRAINER_STOP_DEADLINE_S + 2 * STOP_DEADLINE_S
-"""Of the services, and then of Redis, with as much again to spare."""
+"""Seconds to stop the services and then Redis, with as much again to spare."""
 
 
 def up(folder: Path, *, quiet: bool = False, services: Sequence[str] = SERVICES) -> dict[str, Any]:
-    """Starts the stack, or those of its services, and returns its state (`pid`, `urls`, `logs`)
-    once every one is ready. Raises HoneError with the reason if one is not, with everything stopped
-    again."""
+    """Starts the given services of the stack, and returns its state (`pid`, `urls`, `logs`) once
+    all are ready. If one does not become ready, stops everything again and raises HoneError with
+    the reason."""
     try:
         disk.own_folder(folder)
     except OSError as error:

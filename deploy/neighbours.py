@@ -1,4 +1,4 @@
-"""Who has a port that this stack is to listen on, if that is another stack of Hone."""
+"""Finds the other stack of Hone that has a port which this stack needs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from shared.errors import BadRequest
 from shared.urls import url_at
 
 ANSWER_S = 2.0
-"""Seconds for what listens there to say what it is."""
+"""Seconds for the program at the port to answer what it is."""
 
 LISTENING = "0A"
 """The state of a socket that listens, in /proc/net/tcp."""
 
 STACK_LINK = "of-stack"
-"""Beside the weights that a stack has in shared memory: a link to the folder of that stack."""
+"""Name of the link to a stack's folder, beside its weights in shared memory."""
 
 
 def told(settings: Settings, port: int) -> BadRequest | None:
-    """Returns the error of a port that a service of Hone has, and what to do; None if none has."""
+    """Returns the error for a port that a service of Hone has, with what to do; None if no service
+    of Hone has it."""
     url = url_at(settings.host, port)
     service = _service_at(url)
     if service is None:
@@ -41,7 +42,7 @@ def told(settings: Settings, port: int) -> BadRequest | None:
 
 
 def _reach(settings: Settings, folder: Path | None) -> str:
-    """Returns how the other stack is reached: at its orchestrator, as far as that is known."""
+    """Returns how to reach the other stack: its orchestrator's URL, if known."""
     url = _urls(folder).get("orchestrator") if folder else None
     own = url_at(settings.host, settings.orchestrator_port)
     if url is None and _service_at(own) == "orchestrator":
@@ -50,7 +51,7 @@ def _reach(settings: Settings, folder: Path | None) -> str:
 
 
 def _service_at(url: str) -> str | None:
-    """Returns which service of Hone answers there, if one does."""
+    """Returns the service of Hone that answers there; None if none does."""
     try:
         with httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
             said: Any = client.get(f"{url}/version").json()
@@ -61,8 +62,7 @@ def _service_at(url: str) -> str | None:
 
 
 def _folder(settings: Settings, url: str) -> Path | None:
-    """Returns the folder of this user's stack that has the service, as far as its shared memory
-    says."""
+    """Returns the folder of this user's stack with the service, if its shared memory tells."""
     folders = (link.readlink() for link in settings.shm_dir.glob(f"*/{STACK_LINK}"))
     return next((folder for folder in folders if url in _urls(folder).values()), None)
 
@@ -76,7 +76,7 @@ def _urls(folder: Path) -> dict[str, str]:
 
 
 def _user(port: int) -> str | None:
-    """Returns whose socket listens at the port, where the kernel tells."""
+    """Returns the user whose socket listens at the port, if the kernel tells."""
     for table in ("tcp", "tcp6"):
         try:
             lines = Path("/proc/net", table).read_text().splitlines()[1:]

@@ -14,7 +14,7 @@ from shared import disk
 from shared.errors import BadRequest
 
 MAX_SOCKET_PATH = 100
-"""Bytes a unix socket's path may have, less a few."""
+"""Longest path of a unix socket in bytes, less a few."""
 
 
 def find_redis_server() -> Path:
@@ -35,8 +35,8 @@ def find_redis_server() -> Path:
 
 
 def socket_path(folder: Path) -> Path:
-    """Returns where the server for data folder `folder` listens: where its path would be too long,
-    in this user's own folder among temporary files."""
+    """Returns where the server for data folder `folder` listens. If its path would be too long, the
+    socket is in this user's own folder among temporary files."""
     path = folder / "redis.sock"
     if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
         return path
@@ -45,9 +45,8 @@ def socket_path(folder: Path) -> Path:
 
 
 def command(folder: Path, socket: Path | None = None) -> list[str]:
-    """Returns the command line that serves `folder`, at `socket` or that of `socket_path`,
-    reachable by this user only. Makes the folder of the socket. Raises Failed if that is another
-    user's."""
+    """Returns the command line that serves `folder`, at `socket` or else at `socket_path`, for this
+    user only. Makes the socket's folder. Raises Failed if that folder is another user's."""
     path = socket or socket_path(folder)
     disk.own_folder(path.parent)
     settings = {

@@ -1,4 +1,4 @@
-"""Which services a stack on one machine has, and at which ports: of some there may be several."""
+"""The services of a stack on one machine, and their ports. Trainers and samplers may be several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.errors import BadRequest
 from shared.ports import free_port
 
 SERVICES = ("reward", "trainer", "rollout", "orchestrator")
-"""In the order of starting; stopped the other way round."""
+"""In the order of starting; they stop in reverse order."""
 
 Url = Callable[[int], str]
 """Returns the URL of a service by its port."""
@@ -38,8 +38,8 @@ def slots(settings: Settings) -> list[Slot]:
 
 
 def ports(settings: Settings) -> dict[str, int]:
-    """Returns the port of each service, by the name of its process. Raises BadRequest for one that
-    would be that of two."""
+    """Returns the port of each service, by the name of its process. Raises BadRequest if two have
+    the same port."""
     trainers = [slot.trainer for slot in slots(settings)]
     samplers = [port for slot in slots(settings) for port in slot.samplers]
     found = {name: int(getattr(settings, f"{name}_port")) for name in SERVICES}
@@ -57,8 +57,7 @@ def ports(settings: Settings) -> dict[str, int]:
 
 
 def on_free_ports(*, trainers: int = 1, samplers: int = 1) -> dict[str, str]:
-    """Returns the variables that put a stack on free ports, with room for so many trainers and
-    samplers."""
+    """Returns the variables that put a stack on free ports, for so many trainers and samplers."""
     counts = {"trainer": trainers, "rollout": samplers}
     return {
         f"{PREFIX}{name.upper()}_PORT": str(free_port(counts.get(name, 1))) for name in SERVICES
@@ -66,12 +65,12 @@ def on_free_ports(*, trainers: int = 1, samplers: int = 1) -> dict[str, str]:
 
 
 def beside(service: str, port: int) -> str:
-    """Names a trainer or sampler beside the first one, and its log."""
+    """Returns the name of a trainer or sampler, and so of its log, if it is not the first."""
     return f"{service}-{port}"
 
 
 def places(chosen: Sequence[Slot], url: Url, services: Sequence[str] = SERVICES) -> dict[str, str]:
-    """Returns how settings name these trainers and their samplers, as far as they are among
+    """Returns the settings that name these trainers and their samplers, as far as they are among
     `services`."""
     found = {
         "trainer_url": ";".join(url(slot.trainer) for slot in chosen),

@@ -1,5 +1,5 @@
 """The supervisor of a laptop stack: it starts Redis and the four services as processes of this
-machine, starts again what dies, and leaves nothing behind. `local.py` starts it.
+machine, restarts processes that die, and leaves nothing behind. `local.py` starts it.
 
 If the supervisor itself is killed, the kernel ends what it started.
 """
@@ -42,12 +42,12 @@ TRAINER_STOP_DEADLINE_S = 300.0
 """The trainer first finishes a checkpoint that it writes."""
 
 WAITING_S = 3.0
-"""Seconds after which it is said which service is waited for, and again after twice as many."""
+"""Seconds until the user is told which service is waited for, and again after twice as many."""
 
 
 class Supervisor:
     """Owns the stack's processes from first to last. `folder` holds their logs, Redis's data and
-    `stack.json`. Of `services` those that are left out run elsewhere, where the settings say."""
+    `stack.json`. Services that are not in `services` run elsewhere, at the settings' URLs."""
 
     def __init__(
         self, settings: Settings, folder: Path, services: Sequence[str] = SERVICES
@@ -59,8 +59,8 @@ class Supervisor:
         self._stopping = False
 
     def run(self, report: IO[str]) -> None:
-        """Starts everything, says `ready` on `report`, and stays until SIGTERM. Leaves nothing
-        behind, however it ends."""
+        """Starts everything, says `ready` on `report`, and runs until SIGTERM. Always leaves
+        nothing behind."""
         signal.signal(signal.SIGTERM, self._stop_soon)
         signal.signal(signal.SIGINT, self._stop_soon)
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -113,8 +113,8 @@ class Supervisor:
         return {name: port for name, port in ports.items() if _service(name) in self._services}
 
     def _shm(self) -> Path:
-        """Returns where this stack's weights are in shared memory: a folder of its own, removed
-        with it."""
+        """Returns the folder of this stack's weights in shared memory. It is removed with the
+        stack."""
         digest = hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:12]
         return self._settings.shm_dir / digest
 
@@ -122,9 +122,8 @@ class Supervisor:
         return self._shm() / f"trainer-{slot.trainer}" if slot.number else self._shm()
 
     def _own_shared_memory(self) -> None:
-        """Makes that folder, with a link to the stack's, and removes those of stacks that were
-        killed before they could: what is in memory would stay there until the machine starts
-        again."""
+        """Makes that folder, with a link to the stack's. Removes the folders of stacks that were
+        killed before they could: they would stay in memory until the machine restarts."""
         own = self._shm()
         try:
             disk.own_folder(own.parent)
@@ -150,7 +149,7 @@ class Supervisor:
         return url_at(self._settings.host, port)
 
     def _check_ports(self) -> None:
-        """Raises for a port in use before anything is started, and says whose it is."""
+        """Raises an error for a port in use, naming its user, before anything is started."""
         for name, port in self._ports().items():
             try:
                 check_port(self._settings.host, port, _service(name))
@@ -158,8 +157,8 @@ class Supervisor:
                 raise neighbours.told(self._settings, port) or error from error
 
     def _check_elsewhere(self) -> None:
-        """Raises BadRequest for a service that the orchestrator needs, and that neither is started
-        here nor has an address: at its default one there may be another stack's."""
+        """Raises BadRequest for a service that the orchestrator needs, if it is neither started
+        here nor has an address: another stack may listen at the default address."""
         if "orchestrator" not in self._services:
             return
         missing = [
@@ -212,8 +211,8 @@ class Supervisor:
                 self._add(child, command, environment | {f"HONE_{name.upper()}_PORT": str(port)})
 
     def _of_slot(self, slot: Slot) -> dict[str, str]:
-        """Returns the variables of a trainer and its samplers. Each has shared memory of its own: a
-        trainer frees that of its last job, which may be another one's by then."""
+        """Returns the variables of a trainer and its samplers. Each trainer has shared memory of
+        its own: it frees the memory of its last job, which another trainer may have by then."""
         settings, num = self._settings, self._settings.trainers
         variables = slots.variables([slot], self._url, self._services)
         variables["HONE_SHM_DIR"] = str(self._shm_of(slot))
@@ -223,14 +222,14 @@ class Supervisor:
         return variables
 
     def _plan(self) -> devices.Plan | None:
-        """Returns who gets which GPUs; None where only one of sampler and trainer is started, which
-        has them all."""
+        """Returns who gets which GPUs; None if only one of sampler and trainer is started, because
+        it gets all."""
         if not {"rollout", "trainer"} <= {*self._services}:
             return None
         return devices.plan(devices.visible_devices(), self._settings)
 
     def _check_alone(self) -> None:
-        """Raises BadRequest for several of a service on a machine with GPUs."""
+        """Raises BadRequest for several trainers or samplers on a machine with GPUs."""
         for name in ("trainers", "rollout_replicas"):
             if (number := getattr(self._settings, name)) > 1:
                 raise BadRequest(
@@ -286,7 +285,7 @@ class Supervisor:
             time.sleep(0.1)
 
     def _detach(self, report: IO[str]) -> None:
-        """From now on nobody reads `report`; what is written goes to the stack's own log."""
+        """Sends later output to the stack's own log, because nobody reads `report` any more."""
         report.flush()
         log = os.open(self._folder / "logs" / "stack.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
@@ -309,7 +308,7 @@ class Supervisor:
                     )
 
     def _stop_all(self) -> None:
-        """Ends the services, then Redis, which outlives them because they still write to it."""
+        """Ends the services, then Redis, because the services write to it until they end."""
         for group in (
             [c for c in self._children if c.name != "redis"],
             [c for c in self._children if c.name == "redis"],
@@ -328,8 +327,8 @@ class Supervisor:
 
 
 def running(folder: Path) -> dict[str, Any] | None:
-    """Returns the state of the stack that runs in `folder`, or None. What tells is the supervisor's
-    lock, not a stale file."""
+    """Returns the state of the stack that runs in `folder`, or None. The supervisor's lock decides,
+    so a stale file does not count."""
     try:
         lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -346,7 +345,7 @@ def running(folder: Path) -> dict[str, Any] | None:
 
 
 def _service(process: str) -> str:
-    """Returns the service that a process is one of, by its name: see slots.beside."""
+    """Returns the service of a process by the process's name: see slots.beside."""
     return process.partition("-")[0]
 
 
@@ -373,10 +372,10 @@ def _is_ready(client: httpx.Client, url: str) -> bool:
 
 
 def main() -> None:
-    """Supervises the stack of the folder that is the first argument, of the services that are the
-    others (all, if there are none); a failure goes to the parent as the last line."""
+    """Supervises the stack of a folder, the first argument. The other arguments are its services
+    (none: all). A failure goes to the parent as the last line."""
     report = os.fdopen(os.dup(1), "w")
-    os.umask(0o077)  # what the stack leaves is this user's only
+    os.umask(0o077)  # only this user may read the stack's files
     try:
         folder, *services = sys.argv[1:]
         Supervisor(load_settings(), Path(folder), services or SERVICES).run(report)

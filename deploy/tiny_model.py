@@ -35,16 +35,16 @@ NUM_TEST = 192
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
 CHARACTERS = "0123456789+-*/%()<=>: "
-"""With the two special tokens 24 in all: a multiple of 8, so that every id that the model can emit
-is a character."""
+"""With the two special tokens 24 in all. That is a multiple of 8, so the vocabulary needs no
+padding, and every id that the model can emit is a character."""
 
 MAX_LENGTH = 64
 BYTE_LEVEL_SPACE = "\u0120"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 WARM_START_MAX_BATCHES = 3000
-"""The warm start ends once the model copies the numbers, which comes suddenly and not at the same
-batch for every seed."""
+"""Most batches of the warm start. It ends once the model copies the numbers, which happens
+suddenly, at another batch for each seed."""
 
 WARM_START_RISE = 100
 WARM_START_FALL = 150
@@ -139,7 +139,7 @@ def warm_start(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Sequence[Problem], seed: int
 ) -> int:
     """Trains `model` in place to write mostly random expressions for `problems`, until it copies
-    the numbers it was given; returns the batches that took. Prints the loss, in nats per token."""
+    their numbers; returns the number of batches. Prints the loss, in nats per token."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_START_LR, weight_decay=0.0)
     copied, end = 0.0, WARM_START_MAX_BATCHES

@@ -1,8 +1,8 @@
 """An event loop in a thread of its own, for synchronous code that calls asynchronous code.
 
 So the client works where a loop already runs (a notebook), and Ctrl-C is never lost: it is raised
-where the caller waits. If it went through the loop as a cancellation, whatever it interrupts
-there could swallow it.
+where the caller waits. If it were a cancellation in the loop, the interrupted code could swallow
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 CLOSE_S = 1.0
-"""How long what still runs has to end."""
+"""Seconds for running work to end."""
 
 INTERRUPTED_S = 12.0
 """Seconds that interrupted work has to clean up."""
@@ -39,8 +39,8 @@ class Background:
         return self._loop.is_closed()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns what `work` returns. Interrupted, it cancels the work and waits for its end,
-        `INTERRUPTED_S` at most."""
+        """Returns the result of `work`. When interrupted, it cancels the work and waits for its
+        end, at most `INTERRUPTED_S`."""
         if self.is_closed:
             work.close()
             raise BadRequest("the client is closed; expected a new one")
@@ -67,8 +67,8 @@ class Background:
     def iterate(
         self, stream: AsyncGenerator[T], told: SimpleQueue[T | U | None] | None = None
     ) -> Iterator[T | U]:
-        """Yields what `stream` does, and in between what it puts into `told`. Interrupted, it
-        leaves the rest of it to be cancelled."""
+        """Yields the items of `stream`, and in between the items that it puts into `told`. When
+        interrupted, the rest of the stream is cancelled."""
         items = SimpleQueue[T | U | None]() if told is None else told
 
         async def pump() -> None:
@@ -86,7 +86,7 @@ class Background:
             future.cancel()
 
     def close(self) -> None:
-        """Cancels what still runs, and ends the thread."""
+        """Cancels running work, and ends the thread."""
 
         async def end() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -1,4 +1,4 @@
-"""Checkpoints as a terminal shows them, and how far a download is."""
+"""Shows checkpoints and the progress of a download in a terminal."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def checkpoint_table(checkpoints: Iterable[Checkpoint]) -> Table:
 
 
 class Downloading:
-    """A bar for each file, on a terminal; nothing elsewhere. Call it with a file's name, how many
-    of its bytes there are, and how many it has."""
+    """A progress bar for each file, on a terminal only. Call it with a file's name, the bytes it
+    has so far, and its size."""
 
     def __init__(self, console: Console) -> None:
         self._bars = Progress(

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# pydantic would look through all packages for plugins: a tenth of what a command costs.
+# Else pydantic would search all packages for plugins, a tenth of a command's time.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 import typer
@@ -26,14 +26,14 @@ from shared import logs
 
 @functools.cache
 def found() -> Mapping[str, tuple[str, str]]:
-    """Returns the module of each command, and a line on what it does. No module is imported for
-    that: a command costs what its own module does."""
+    """Returns the module of each command, and a line on what it does. Imports no module, so a
+    command takes only its own module's time."""
     return dict(sorted((name, told) for file in _files() for name, told in _commands_in(file)))
 
 
 def _module_of(name: str) -> str:
-    """Returns the module of a command. Only files that have its name are parsed: parsing all takes
-    a tenth of what `hone ls` does. Raises KeyError for what is no command."""
+    """Returns the module of a command. Only files that contain its name are parsed: parsing all
+    takes a tenth of the time of `hone ls`. Raises KeyError for an unknown command."""
     defined = re.compile(rf'\ndef {re.escape(name)}\(|name="{re.escape(name)}"')
     likely = [file for file in _files() if defined.search(file.read_text(encoding="utf-8"))]
     return {name: module for file in likely for name, (module, _) in _commands_in(file)}[name]
@@ -50,7 +50,7 @@ def _commands_in(file: Path) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def _commands_of(line: ast.stmt) -> Iterator[tuple[str, str]]:
-    """Yields the command that a function is, or the group that `app.add_typer` adds."""
+    """Yields the command that a function defines, or the group that `app.add_typer` adds."""
     match line:
         case ast.FunctionDef(name=name, decorator_list=[ast.Name(id="command")]):
             yield name, _first_sentence(ast.get_docstring(line) or "")

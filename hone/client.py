@@ -1,6 +1,5 @@
-"""The orchestrator as a Python object: `AsyncClient`, and for code that is not asynchronous
-`Client`, which has the same methods. The calls, deadlines and retries are those of
-`shared/client.py`."""
+"""The orchestrator as a Python object: `AsyncClient`, and for synchronous code `Client`, which has
+the same methods. `shared/client.py` makes the calls, with its deadlines and retries."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from shared.explain import sentences, shown
 from shared.job import JOB_ID
 from shared.urls import check_url
 
-if TYPE_CHECKING:  # imported where they are used: most calls do without
+if TYPE_CHECKING:  # imported where they are used, because most calls do not need them
     from hone.downloading import Downloaded, Progress
     from hone.resuming import Resumed
     from shared.job import Job, RewardSpec
@@ -64,8 +63,8 @@ class NotEnded(HoneError):
 
 class AsyncClient:
     """Talks to an orchestrator at `url`. A job is named by its id, or by its name for the newest
-    job of that name; one to submit is a `Job`, or a dict of what a job file says. All errors are
-    HoneErrors: BadRequest where the caller is wrong, and Unavailable where nothing answers."""
+    job of that name; one to submit is a `Job`, or a dict with the content of a job file. All errors
+    are HoneErrors: BadRequest if the caller is wrong, Unavailable if nothing answers."""
 
     def __init__(self, url: str = URL, *, token: str | None = None) -> None:
         _check_text("the orchestrator's URL", url)
@@ -103,8 +102,8 @@ class AsyncClient:
         self, job: Job | Mapping[str, Any], *, key: str | None = None
     ) -> wire.JobRecord:
         """Returns the accepted job's record; accepted, it is on disk. `key` is an idempotency key:
-        the same key and job submit once, however often it is called. Without one, what is
-        interrupted or given up is withdrawn. Raises BadRequest with a sentence for each fault."""
+        the same key and job submit once, however often it is called. Without one, an interrupted or
+        abandoned submission is withdrawn. Raises BadRequest with a sentence for each fault."""
         if key is not None:
             _check_text("the idempotency key", key)
         body, own = wire.SubmitRequest(job=_job(job)), key or secrets.token_hex(12)
@@ -120,8 +119,8 @@ class AsyncClient:
 
     async def withdraw(self, key: str) -> wire.Withdrawn:
         """Takes back the submission with the idempotency key `key`. A submission that is under way
-        or has yet to arrive is refused. Returns the state of the accepted job, which is cancelled;
-        without a job none was accepted, and none will be."""
+        or has yet to arrive is refused. An accepted job is cancelled, and its state returned; a
+        result without a job says that none was accepted, and none will be."""
         body = _body(wire.WithdrawRequest, key=key)
         path = "/v1/jobs/withdraw"
         call = self._client.call(
@@ -130,14 +129,14 @@ class AsyncClient:
         return await self._checked(call)
 
     async def dry_run(self, job: Job | Mapping[str, Any]) -> wire.DryRun:
-        """Checks a job as a submission does, and returns what it would send; nothing is submitted.
+        """Checks a job as a submission does, and returns its first prompts; nothing is submitted.
         Raises BadRequest with a sentence for each fault."""
         body = wire.SubmitRequest(job=_job(job))
         return await self._call("POST", "/v1/jobs/dry_run", body, wire.DryRun, SUBMIT_DEADLINE_S)
 
     async def plan(self, job: Job | Mapping[str, Any]) -> wire.Plan:
-        """Returns what the orchestrator works out that a job will need and cost. Raises BadRequest
-        for a model whose sizes are not known."""
+        """Returns the orchestrator's plan of what the job needs and costs. Raises BadRequest for a
+        model of unknown size."""
         body = wire.SubmitRequest(job=_job(job))
         return await self._call("POST", "/v1/jobs/plan", body, wire.Plan, PLAN_DEADLINE_S)
 
@@ -155,8 +154,8 @@ class AsyncClient:
         name: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> wire.JobList:
-        """Returns summaries of the newest `limit` jobs, newest first: those older than job `after`,
-        of this status and name, and with this metadata, as far as given."""
+        """Returns summaries of the newest `limit` jobs, newest first. Filters, as far as given:
+        older than job `after`, this status, this name, this metadata."""
         given = {"after": after, "status": status, "name": name}
         query = {key: value for key, value in given.items() if value is not None}
         if not isinstance(metadata, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -175,7 +174,8 @@ class AsyncClient:
 
     async def resume(self, job: str, changes: Sequence[str] = ()) -> wire.JobState:
         """Queues a paused job again; it goes on where it was, with `changes` such as
-        "memory.micro_batch_tokens=4096". Raises BadRequest for one that says what is learned."""
+        "memory.micro_batch_tokens=4096". Raises BadRequest for a key that changes what is
+        learned."""
         from shared.job_file import check_overrides
 
         check_overrides(changes)
@@ -183,7 +183,7 @@ class AsyncClient:
 
     async def resume_all(self) -> tuple[Resumed, ...]:
         """Queues every paused job again, oldest first, jobs that a person paused included. Returns
-        what became of each: a job that cannot be resumed does not keep the others back."""
+        the result for each: a job that cannot be resumed does not hold up the others."""
         from hone import resuming
 
         return await resuming.resume_all(self)
@@ -238,8 +238,8 @@ class AsyncClient:
         rewards: Sequence[RewardSpec],
         examples: int = 10,
     ) -> wire.RegradeReport:
-        """Returns what `rewards` would say of the stored rollouts of these steps, both included,
-        with the `examples` rollouts whose reward differs most. Changes nothing."""
+        """Returns how `rewards` would grade the stored rollouts of these steps, both included, with
+        the `examples` rollouts whose reward differs most. Changes nothing."""
         body = _body(
             wire.RegradeRequest,
             first_step=first_step,
@@ -256,9 +256,10 @@ class AsyncClient:
         models: Sequence[wire.EvaluatedModel],
         progress: Callable[[wire.EvaluationState], None] = lambda _: None,
     ) -> wire.EvaluationReport:
-        """Returns what each model gets on the job's held-out problems, by its rewards and its
-        `[evaluation]`; no job is submitted. `progress` hears every second how far it is.
-        Interrupted, the evaluation ends. Raises Conflict while a job has the samplers."""
+        """Returns each model's scores on the job's held-out problems, by its rewards and its
+        `[evaluation]`; no job is submitted. `progress` is called every second with the state. If
+        the call is interrupted, the evaluation ends. Raises Conflict while a job has the
+        samplers."""
         from hone import evaluating
 
         id = f"eval-{secrets.token_hex(6)}"
@@ -289,10 +290,10 @@ class AsyncClient:
         state: bool = False,
         progress: Progress = lambda _name, _have, _size: None,
     ) -> Downloaded:
-        """Puts the checkpoint of `step`, or the newest one, into the folder `to`, or one that is
-        named after it: what plain `transformers` loads, and with `state` what training goes on
-        from. One that was cut goes on where it was when it is called again; `progress` hears of
-        each file how many of its bytes there are."""
+        """Downloads the checkpoint of `step`, or the newest, into the folder `to`, by default named
+        after job and step: the files that plain `transformers` loads, and with `state` the training
+        state. After an interruption another call resumes. `progress` is called with each file's
+        bytes so far."""
         from hone.downloading import download
 
         job_id = (await self.get(job)).id
@@ -314,10 +315,10 @@ class AsyncClient:
         follow: bool = False,
         progress: Callable[[wire.JobProgress], None] | None = None,
     ) -> AsyncGenerator[wire.Event]:
-        """Yields what happened after event `after`, or only the newest `last` events; with
-        `follow`, what happens from then on as well, until the job has ended or is paused. A dropped
-        connection is taken up again where it broke. `progress` hears every two seconds in which
-        nothing happens what the job is at."""
+        """Yields the events after event `after`, or only the newest `last` events; with `follow`
+        also new events, until the job has ended or is paused. After a dropped connection it resumes
+        where it broke. `progress` is called with the job's state every two seconds without an
+        event."""
         job_id = (await self.get(job)).id
         if last is not None:
             for event in (page := await self._newest(job_id, last)):
@@ -334,9 +335,8 @@ class AsyncClient:
         return await self._get(f"/v1/jobs/{job_id}/events?last={number}", wire.EventList)
 
     async def wait(self, job: str, *, timeout_s: float | None = None) -> wire.JobRecord:
-        """Returns the record of the job once it has ended or is paused, which its `status` says: a
-        paused job goes on once a person resumes it. Raises NotEnded if neither is so within
-        `timeout_s` seconds."""
+        """Returns the record of the job once it has ended or is paused, as its `status` says. A
+        paused job goes on once a person resumes it. Raises NotEnded after `timeout_s` seconds."""
         is_time = isinstance(timeout_s, int | float) and timeout_s >= 0
         if timeout_s is not None and not is_time:
             raise BadRequest(f"timeout_s is {shown(timeout_s)}; expected seconds, from 0 on")
@@ -355,7 +355,7 @@ class AsyncClient:
 
     async def create_key(self, name: str, access: wire.Access = "full") -> wire.CreatedKey:
         """Returns a new API key with its secret, which is shown only this once. Raises Conflict if
-        there is one of the name. Needs HONE_TOKEN, as do the other two."""
+        the name is taken. Needs HONE_TOKEN, as the other two methods for keys do."""
         body = _body(wire.CreateKey, name=name, access=access)
         return await self._call("POST", "/v1/keys", body, wire.CreatedKey, CHANGE_DEADLINE_S)
 
@@ -404,8 +404,8 @@ class AsyncClient:
         )
 
     async def _checked(self, call: Awaitable[M]) -> M:
-        """Returns what the call returns. An error of what is perhaps no orchestrator says what
-        answers there instead."""
+        """Returns the call's result. If the URL is not an orchestrator's, the error says which
+        program answers there."""
         try:
             return await call
         except (BadRequest, Failed):
@@ -415,8 +415,8 @@ class AsyncClient:
             raise
 
     async def _by_id_or_name(self, job: str, call: Callable[[str], Awaitable[M]]) -> M:
-        """Takes `job` for an id, and if there is none for a name. Reads no record for that, so a
-        job whose record cannot be read can be cancelled and removed."""
+        """Calls with `job` as an id, and if there is none as a name. Reads no record, so a job with
+        an unreadable record can still be cancelled and removed."""
         if not isinstance(job, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadRequest(f"the job is {shown(job)}; expected its id or its name")
         if not re.fullmatch(JOB_ID, job):
@@ -436,8 +436,8 @@ def _is_at_rest(record: wire.JobRecord) -> bool:
 
 
 def _job(given: Job | Mapping[str, Any]) -> Job:
-    """Returns the job; a dict is taken as a job file in the working directory would be. Raises
-    BadRequest with a sentence for each fault."""
+    """Returns the job; a dict is read like a job file in the working directory. Raises BadRequest
+    with a sentence for each fault."""
     from copy import deepcopy
 
     from shared.job import Job
@@ -454,8 +454,8 @@ def _job(given: Job | Mapping[str, Any]) -> Job:
 
 
 def _check_text(what: str, value: Any, *, secret: bool = False) -> None:
-    """Raises BadRequest for what is no text that a URL or a header can hold. One that is secret is
-    not shown."""
+    """Raises BadRequest unless `value` is text for a URL or a header. A secret value is not
+    shown."""
     if isinstance(value, str) and _VISIBLE.fullmatch(value):
         return
     got = "" if secret else f"got {shown(value)}; "
@@ -474,7 +474,7 @@ def _body(kind: type[M], **fields: Any) -> M:
 def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """Returns the method of `Client` that waits for what `method` returns."""
+    """Returns the method of `Client` that waits for the result of `method`."""
 
     @functools.wraps(method)
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -484,8 +484,8 @@ def _blocking(
 
 
 class Client:
-    """As `AsyncClient`, but its methods return what those await. What is interrupted by Ctrl-C ends
-    first, for some seconds at most: a submission is withdrawn, an evaluation gives its samplers
+    """As `AsyncClient`, but its methods wait for the result. Ctrl-C first ends the call in an
+    orderly way, within seconds: a submission is withdrawn, an evaluation gives its samplers
     back."""
 
     def __init__(self, url: str = URL, *, token: str | None = None) -> None:
@@ -508,7 +508,7 @@ class Client:
         return self._asynchronous.url
 
     def run(self, ask: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> T:
-        """Returns what `ask` returns, given the asynchronous client."""
+        """Returns the result of `ask`, called with the asynchronous client."""
         return self._background.run(ask(self._asynchronous))
 
     def close(self) -> None:

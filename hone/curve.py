@@ -13,8 +13,8 @@ REWARD, HELD_OUT = "·", "●"
 
 
 def text_curve(rows: Sequence[MetricsRow], title: str) -> str:
-    """Returns the mean reward of the steps and the held-out reward, over the steps; of more steps
-    than there are columns, their means. A sentence where there is nothing to show."""
+    """Returns the mean reward and the held-out reward over the steps. If there are more steps than
+    columns, a column is the mean of several. Without rewards, returns a sentence."""
     rewards = {row.step: row.metrics["reward"] for row in rows if "reward" in row.metrics}
     held_out = {
         row.step: row.metrics["eval/reward"] for row in rows if "eval/reward" in row.metrics
@@ -43,7 +43,7 @@ def _by_column(values: Mapping[int, float], last: int) -> dict[int, float]:
 
 
 def _at(line: int, low: float, high: float) -> str:
-    """Returns what a line stands for, of the first, the middle and the last one."""
+    """Returns the reward at a line, for the first, the middle and the last line."""
     if line not in (0, HEIGHT // 2, HEIGHT - 1):
         return " " * 6
     return f"{high - line / (HEIGHT - 1) * (high - low):6.2f}"

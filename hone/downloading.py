@@ -1,6 +1,5 @@
-"""A checkpoint's files, from the orchestrator into a folder. What was cut goes on where it broke
-off, also in a later call: a file has its own name once its checksum is right, and ends in `.part`
-before."""
+"""Downloads a checkpoint's files from the orchestrator into a folder. An interrupted download
+resumes, also in a later call: a file ends in `.part` until its checksum is right."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from shared.errors import BadRequest, Failed, Unavailable
 from shared.wire import CheckpointFile, CheckpointFiles
 
 Progress = Callable[[str, int, int], None]
-"""Hears a file's name, how many of its bytes there are, and how many it has."""
+"""Called with a file's name, its bytes so far, and its size."""
 
 PART = ".part"
 
@@ -46,8 +45,7 @@ async def download(
     *,
     state: bool,
 ) -> Downloaded:
-    """Puts the files of a job's checkpoint into `folder`; those that training goes on from only
-    with `state`."""
+    """Puts the files of a job's checkpoint into `folder`; the training state only with `state`."""
     path = f"/v1/jobs/{job_id}/checkpoints/{checkpoint.step}/files"
     wanted = tuple(file for file in checkpoint if state or not file.name.startswith(f"{STATE}/"))
     await Download(client, path, folder, progress).all(wanted)
@@ -64,8 +62,8 @@ class Download:
         self._progress = progress
 
     async def all(self, files: Sequence[CheckpointFile]) -> None:
-        """Raises Failed for a disk that cannot take them or a file that arrived damaged, and
-        Unavailable where the orchestrator stays away."""
+        """Downloads all files. Raises Failed if the disk refuses them or a file arrives damaged,
+        and Unavailable if the orchestrator stays away."""
         for file in files:
             _check_name(file.name)
         try:
@@ -121,7 +119,8 @@ class Download:
         part.replace(self._folder / file.name)
 
     async def _attempt(self, file: CheckpointFile, part: Path, have_bytes: int) -> None:
-        """Appends what the orchestrator sends, up to the file's end or where that breaks off."""
+        """Appends the orchestrator's bytes, up to the file's end or to where the connection
+        breaks."""
         path = f"{self._path}/{quote(file.name)}"
         with part.open("ab") as sink:
             async for piece in self._client.pieces(path, first_byte=have_bytes):
@@ -142,7 +141,7 @@ def _check_name(name: str) -> None:
 
 
 def _differs(part: Path, what: str, file: CheckpointFile) -> Failed:
-    """Removes what arrived; returns the error."""
+    """Removes the partial file; returns the error."""
     part.unlink()
     return Failed(
         f"{what}; the checkpoint's has {file.size_bytes}, with the checksum {file.crc32:08x}; what "

@@ -1,5 +1,5 @@
-"""An evaluation at the orchestrator: one call that lasts until it is over, and beside it the
-question how far it is."""
+"""An evaluation at the orchestrator: one call that lasts until its end, and beside it polls of its
+state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRESS_S = 1.0
 async def evaluate(
     client: Client, body: EvaluationRequest, progress: Callable[[EvaluationState], None]
 ) -> EvaluationReport:
-    """Returns the report; `progress` hears every `PROGRESS_S` how far the evaluation is."""
+    """Returns the report; `progress` is called with the state every `PROGRESS_S` seconds."""
     call = client.call("POST", "/v1/evaluations", body, EvaluationReport, deadline_s=DEADLINE_S)
     evaluating = asyncio.create_task(call)
     try:
@@ -33,7 +33,7 @@ async def evaluate(
 
 
 async def end(client: Client, id: str) -> EvaluationEnded:
-    """Ends an evaluation that is under way, without patience for an orchestrator that is away."""
+    """Ends a running evaluation. Does not wait for an orchestrator that is away."""
     return await client.call(
         "DELETE",
         f"/v1/evaluations/{id}",

@@ -1,4 +1,4 @@
-"""What models got on held-out problems, as tables for people."""
+"""Scores of models on held-out problems, as tables for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN = {
     "completions/mean_length": "tokens",
     "completions/clipped_ratio": "truncated",
 }
-"""Metrics and their headings; pass@k stand after the reward."""
+"""Metrics and their headings; pass@k comes after the reward."""
 
 NOTE = (
     "± is the 95 % confidence interval over problems; * marks a difference that is outside it, and "
@@ -49,7 +49,7 @@ def _title(held_out: SetReport, found: EvaluationReport) -> Text:
 
 
 def _table(held_out: SetReport, models: Sequence[ModelScores], *, less: bool = False) -> Table:
-    """Returns a row for each of the models; `less`: of by how much it is above the first one."""
+    """Returns a row for each of the models; `less`: of its differences from the first model."""
     names = _metrics(held_out)
     headings = (SHOWN.get(name, name) for name in names)
     table = Table("model", "n", *headings, box=None, pad_edge=False)
@@ -93,7 +93,7 @@ def is_clear(difference: Estimate) -> bool:
 
 
 def _warnings(held_out: SetReport) -> list[str]:
-    """Returns what of the completions counts nowhere."""
+    """Returns sentences about completions that count nowhere."""
     lines: list[str] = []
     for model in held_out.models:
         for share, what in (

@@ -1,5 +1,5 @@
-"""The events of a job: those that there are, and those to come until it has ended or is paused. A
-dropped connection is taken up again where it broke."""
+"""A job's events: past ones, and new ones until it has ended or is paused. After a dropped
+connection they resume where it broke."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.client import Client
 from shared.errors import Unavailable
 
 RECONNECT_S = 60.0
-"""How long on end nothing may answer."""
+"""Most seconds without any answer."""
 
 PAUSE_S = 1.0
 
@@ -24,7 +24,7 @@ Hears: TypeAlias = "Callable[[wire.JobProgress], None]"
 async def pages(
     client: Client, job_id: str, after: str, progress: Hears | None = None
 ) -> AsyncGenerator[wire.Event]:
-    """Yields what has happened after event `after`; there is nothing for `progress` to hear."""
+    """Yields the past events after event `after`; never calls `progress`."""
     following: str | None = after
     while following is not None:
         path = f"/v1/jobs/{job_id}/events?after={following}"
@@ -37,8 +37,9 @@ async def pages(
 async def follow(
     client: Client, job_id: str, after: str, progress: Hears | None = None
 ) -> AsyncGenerator[wire.Event]:
-    """Yields what happens after event `after`. `progress` hears every two seconds in which nothing
-    happens what the job is at, and that the orchestrator does not answer."""
+    """Yields past and new events after event `after`. Every two seconds without an event,
+    `progress` is called with the job's state, or with the news that the orchestrator does not
+    answer."""
     last, lost_at = after, None
     query = "until_paused=true&progress=true" if progress else "until_paused=true"
     while True:

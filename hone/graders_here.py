@@ -1,5 +1,5 @@
-"""What the reward service of this machine knows of graders, asked in a process of its own: no
-service has to run for it."""
+"""The graders of this machine's reward service, asked in a process of its own: no service has to
+run."""
 
 from __future__ import annotations
 

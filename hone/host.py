@@ -1,7 +1,7 @@
-"""What the sandbox for model-written code needs of this host, tried in a new process that then
-ends: nothing is left changed.
+"""Tries the primitives that the sandbox for model-written code needs of this host. A new process
+tries them and ends, so nothing stays changed.
 
-The reward service builds the real one, and tests it, at its start; this says beforehand which
+The reward service builds and tests the real sandbox at its start. This says beforehand which
 primitive is missing.
 """
 
@@ -31,8 +31,7 @@ def missing_primitive() -> str | None:
     """Returns the first call that this host refuses, with the reason ("unshare(...): Operation not
     permitted"), or None.
 
-    A process of several threads may not enter a user namespace, and this one may have some: so a
-    new one tries.
+    A new process tries, because a process with several threads may not enter a user namespace.
     """
     tried = subprocess.run(
         [sys.executable, "-I", "-S", __file__],

@@ -1,4 +1,4 @@
-"""How a plan reads: one line for each thing that it says."""
+"""A plan as text, one line for each of its parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIB_PARTS = {
 
 
 SOURCES = {"tabled": "from data sheets", "measured": "measured"}
-"""Where the time of a step is from, as the plan says it."""
+"""The source of a step's time, in words."""
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -34,7 +34,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def estimate_line(plan: Plan) -> str:
-    """Returns what a plan comes to, in one line."""
+    """Returns the plan's result in one line."""
     if not plan.fits:
         sets = " ".join(f"--set {_set(change)}" for change in plan.changes)
         would = f"; it would with {sets}" if sets else ""

@@ -22,7 +22,7 @@ class Resumed(BaseModel):
 
 
 async def resume_all(client: AsyncClient) -> tuple[Resumed, ...]:
-    """Returns what became of each paused job, oldest first."""
+    """Resumes each paused job, oldest first, and returns the results."""
     ids: list[str] = []
     after: str | None = None
     while True:

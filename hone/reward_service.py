@@ -1,4 +1,4 @@
-"""The reward service that a command asks: the one that runs, else one started here for the call."""
+"""The reward service for a command: the running one, else one started for the call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def _ping(url: str, token: str | None) -> None:
 
 @contextlib.contextmanager
 def reward_service() -> Generator[tuple[str, str | None]]:
-    """Yields a reward service's URL and token. One that the environment names is the only one
+    """Yields a reward service's URL and token. If the environment names one, only that one is
     tried."""
     settings = load_settings()
     named, url = "reward_url" in settings.model_fields_set, stack.located(settings).reward_url
@@ -79,7 +79,7 @@ def started() -> Generator[tuple[str, str]]:
 
 def _wait(process: subprocess.Popen[bytes], url: str, token: str, log: IO[bytes]) -> None:
     """Returns once the service answers. Raises Failed with the end of its log if it ends before, or
-    never does."""
+    does not answer in time."""
     end = time.monotonic() + START_DEADLINE_S
     while process.poll() is None and time.monotonic() < end:
         with contextlib.suppress(Unavailable):

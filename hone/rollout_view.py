@@ -1,5 +1,4 @@
-"""How stored rollouts are shown: what was asked, what was answered, and what each grader said of
-it.
+"""Shows stored rollouts: prompts, completions and each grader's verdict.
 
 Prompts, completions and what programs print are the model's: control characters in them never reach
 the terminal.
@@ -23,7 +22,7 @@ EXPECTED = ("ok", "wrong")
 
 def rollout_table(listed: RolloutList, limit: int) -> Table:
     """Returns the step's first `limit` rollouts as TRL prints them: prompt, completion, rewards,
-    advantage; and why. What a grader gave has a column of its own unless it is the reward."""
+    advantage; and the reasons. A grader's value has a column of its own unless it is the reward."""
     names = sorted({name for rollout in listed.rollouts for name in rollout.parts})
     if len(names) == 1 and all(
         part.value == rollout.reward
@@ -53,7 +52,8 @@ def rollout_table(listed: RolloutList, limit: int) -> Table:
 
 
 def regrade_table(report: RegradeReport) -> Group:
-    """Returns what would flip, step by step, and the rollouts whose reward differs most."""
+    """Returns the differences of a regrade, step by step, and the rollouts whose reward differs
+    most."""
     steps = Table(
         "step",
         "rollouts",
@@ -112,8 +112,8 @@ def _examples(examples: tuple[RegradedRollout, ...]) -> Table:
 
 def reasons(parts: Mapping[str, Part]) -> list[str]:
     """Returns a line for each grader that had more to say than a number: verdict (unless it is
-    "ok"), detail, errors, what was printed, and time. A line begins with the grader's name where
-    there are several."""
+    "ok"), detail, errors, what was printed, and time. A line begins with the grader's name if there
+    are several graders."""
     lines: list[str] = []
     for name, part in parts.items():
         facts = [

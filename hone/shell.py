@@ -1,5 +1,5 @@
-"""What all commands share: the app that they register with, their options, where they print, and
-how they reach the orchestrator."""
+"""Parts that all commands share: the app that they register with, their options, their output, and
+the connection to the orchestrator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.console import Console
 from hone import stack
 from shared.errors import HoneError, Unavailable
 
-if TYPE_CHECKING:  # imported where they are used: `hone --help` does without
+if TYPE_CHECKING:  # imported where they are used, because `hone --help` does not need them
     from pydantic import BaseModel
     from rich.console import RenderableType
 
@@ -36,10 +36,10 @@ FAILED, WRONG, PAUSED, TIMED_OUT, INTERRUPTED = 1, 2, 3, 124, 130
 --timeout is over, as `timeout` has it; Ctrl-C."""
 
 SAYING_S = 3.0
-"""Seconds after which it is said again that a command waits."""
+"""Seconds between two messages that a command is waiting."""
 
 REWARDS_ONLY = ("name=rewards", "model=any/model", "steps=1", "data.train=any")
-"""Fills in what a file with nothing but `[[rewards]]` lacks of a job."""
+"""Keys that complete a file with only `[[rewards]]` to a job."""
 
 
 class Output(StrEnum):
@@ -83,8 +83,8 @@ def _register(group: typer.Typer, function: Callable[..., Any]) -> Callable[...,
 
 
 def job_in(file: Path, overrides: Sequence[str] | None) -> Job:
-    """Returns the job in a file. Says so if its model, which is taken for one on the Hub, was
-    probably to be a folder here."""
+    """Returns the job in a file. Warns if its model counts as a Hub id but is probably a misspelt
+    folder."""
     from shared.job_file import load_job
 
     job = load_job(file, overrides or [])
@@ -147,8 +147,8 @@ def saying(what: str) -> Generator[None]:
 def show(
     output: Output, body: BaseModel | Sequence[BaseModel], shown: Callable[[], RenderableType]
 ) -> None:
-    """Prints `body` as JSON, or what `shown` makes of it for people: text unwrapped, anything else
-    as wide as the terminal."""
+    """Prints `body` as JSON, or the result of `shown` for people: text unwrapped, anything else as
+    wide as the terminal."""
     if output is Output.json:
         as_json(body)
     else:

@@ -1,5 +1,5 @@
-"""Where the services are: as the environment says, else as `hone up` started them in this folder,
-else at the default ports."""
+"""Where the services are: at the environment's URLs, else where `hone up` started them in this
+folder, else at the default ports."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def orchestrator(folder: Path = FOLDER) -> tuple[str, str | None]:
 
 
 def located(settings: S, folder: Path = FOLDER) -> S:
-    """Returns the settings, with the URLs of the stack that was started in `folder` for services of
-    which the environment does not say where they are."""
+    """Returns the settings. Services whose URL is not in the environment get the URL of the stack
+    that was started in `folder`."""
     state = _state(folder)
     urls = {f"{service}_url": url for service, url in read(folder).items()}
     urls = {name: url for name, url in urls.items() if name in type(settings).model_fields}

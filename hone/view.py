@@ -36,7 +36,7 @@ COLUMNS = {
     "grad norm": "grad_norm",
     "seconds": "time/step",
 }
-"""What `hone metrics` shows of a step: heading and metric. `-o json` has all of them."""
+"""Columns of `hone metrics`: heading and metric. `-o json` has all metrics."""
 
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {
@@ -48,11 +48,11 @@ COLOURS = {
     "cancelled": "magenta",
 }
 SILENT_S = 2.5
-"""Seconds without a line after which one says what the job is at, where there is no live line. With
-the two seconds of the stream that makes less than five."""
+"""Without a live line, seconds of silence after which a line says what the job does. With the
+stream's two seconds that is less than five."""
 
 STEADY_S = 30.0
-"""The same once steps follow each other."""
+"""The same once steps are running."""
 
 STAGES = ("wait_for_batch", "generate", "reward", "store", "train", "sync")
 
@@ -86,8 +86,8 @@ def time_split(metrics: dict[str, float]) -> str:
 
 
 def job_list(records: Sequence[JobSummary]) -> Group:
-    """Returns the table of jobs, and below it what they wait for, why no trainer takes the queued
-    ones, and why those are paused that wait for a person."""
+    """Returns the table of jobs, and below it what jobs wait for, why no trainer takes queued jobs,
+    and why paused jobs need a person."""
     paused = [record for record in records if record.status == "paused" and record.error]
     why = [f"{record.id} is paused: {record.error}" for record in paused]
     waits = [f"{record.id} waits: {record.waits}" for record in records if record.waits]
@@ -158,7 +158,7 @@ def job_details(record: JobRecord) -> Table:
 
 
 def what_next(record: JobRecord) -> Text:
-    """Returns commands that go on from what a job left."""
+    """Returns commands that the user may run next with the job's results."""
     checkpoint = (record.summary or {}).get("checkpoint")
     commands: dict[str, str] = {}
     if record.status == "succeeded":
@@ -179,7 +179,8 @@ def what_next(record: JobRecord) -> Text:
 
 
 def dry_run(tried: DryRun) -> Text:
-    """Returns what a job would train on, and its first prompts as the model would read them."""
+    """Returns the text of a dry run: the job's data, and its first prompts as the model would read
+    them."""
     from hone.plan_view import plan_lines
 
     train = "a stream of problems" if tried.num_train is None else f"{tried.num_train} problems"
@@ -259,7 +260,7 @@ class Follower:
             self._print(event.time, line, style)
 
     def progress(self, told: JobProgress) -> None:
-        """Shows what the job is at: in the live line, elsewhere as a line after a while of
+        """Shows what the job does: in the live line, elsewhere as a line after a while of
         silence."""
         if self._live:
             self._update(told.message)

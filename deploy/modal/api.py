@@ -1,5 +1,5 @@
-"""The jobs API as Modal serves it: the orchestrator without its workers, between Volumes that have
-to be told what is new, and a trainer that has to be started."""
+"""The jobs API as Modal serves it: the orchestrator without its workers. It reloads and commits
+Volumes, and starts the trainer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from shared.logs import get_logger
 from shared.wire import JobSummary
 
 REFRESH_S = 5.0
-"""Seconds for which what other containers wrote may be unseen."""
+"""Most seconds until files of other containers are seen."""
 
 PAGE = 100
-"""Jobs that are read at once."""
+"""Jobs read at once."""
 
 Scope = Any
 StartTrainer = Callable[[], Awaitable[None]]
@@ -78,18 +78,18 @@ async def bring_trainer(store: Store, urls: Sequence[str], start_trainer: StartT
 
 
 def gone_s(settings: Settings) -> float:
-    """Returns the seconds after which Redis has nothing more of a trainer that has ended: neither
-    a lease of it, nor the note that it is there."""
+    """Returns the seconds after which Redis has forgotten a trainer that has ended: both its lease
+    and its heartbeat note have expired."""
     return max(settings.lease_s, KNOWN_S)
 
 
 async def give_up(store: Store, why: str, called_at: float, forget: Forget) -> None:
     """Pauses the jobs of the trainer's Function, which was called at `called_at` and failed for the
-    reason `why`: for them it would be started, and cost, again and again. Then the failure is
-    forgotten, so that any other job starts it, and one that is resumed.
+    reason `why`. Otherwise it would be started again and again for them, and cost money. Then the
+    failure is forgotten, so that another or a resumed job starts the Function.
 
-    Its jobs are the one that it had; if it came to none, all that waited for it as it was called,
-    unless there is another trainer. What another trainer has stays as it is."""
+    Its jobs are the job that it had. If it had none, they are all jobs that waited for it when it
+    was called, unless there is another trainer. Jobs of another trainer stay as they are."""
     others = {slot.trainer for slot in await store.slots.others("") if slot.missing is None}
     cut_off = await store.cut_off()
     if had := [id for id, trainer in cut_off.items() if trainer not in others]:
@@ -110,7 +110,7 @@ def _failed(why: str, because: str) -> str:
 
 
 async def _waiting(store: Store) -> AsyncGenerator[JobSummary]:
-    """Yields the jobs that no worker has."""
+    """Yields the jobs without a worker."""
     for status in ("queued", "running"):
         after: str | None = None
         while True:
@@ -129,10 +129,10 @@ async def _pause(store: Store, ids: Sequence[str], why: str) -> None:
 
 
 class JobsApi:
-    """The ASGI application, around that of the orchestrator. Before a request the Volumes are
-    reloaded if no other one is under way, for a Volume looks empty while it is. After one that
-    changed something what was written is committed, and the trainer is started if there is work
-    for it."""
+    """The ASGI application, around the orchestrator's. Before a request the Volumes are reloaded,
+    unless another request is under way: a Volume looks empty during a reload. After a request that
+    changed something the files are committed, and the trainer is started if there is work for
+    it."""
 
     def __init__(
         self, app: Any, store: Store, runs: Any, data: Any, start_trainer: StartTrainer

@@ -25,12 +25,12 @@ OF_MODAL = (
     modal.exception.ResourceExhaustedError,
     modal.exception.ServiceError,
 )
-"""Errors of the question, which say nothing of the call: it is asked again."""
+"""Errors of asking Modal, not of the call itself: it is asked again."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """`failure` is why it ended, if it failed: Modal has retried it then, and gave up. `called_at`
+    """`failure` is why the call failed, if it did: Modal has retried it and given up. `called_at`
     is in Unix seconds."""
 
     is_running: bool
@@ -43,9 +43,10 @@ NONE = Call(is_running=False)
 
 @contextlib.contextmanager
 def own_errors() -> Generator[None]:
-    """Is entered by the Function while it works: whatever it raises has a class of Hone's. Modal
-    raises it again where somebody asks for the call, and raises there errors of its own: a
-    TimeoutError for a call that runs, those of OF_MODAL for a question that it cannot answer."""
+    """Turns every exception of the Function's work into an error of Hone's. Modal raises the
+    Function's exception again when somebody asks for the call. There Modal also raises errors of
+    its own: a TimeoutError while the call runs, and OF_MODAL if it cannot answer. So the two can be
+    told apart."""
     try:
         yield
     except HoneError:
@@ -60,8 +61,8 @@ async def start() -> None:
 
 
 async def last() -> Call:
-    """Raises one of OF_MODAL where Modal does not say how it is. What the call itself raised is
-    never taken for that: see `own_errors`."""
+    """Raises one of OF_MODAL if Modal cannot answer. The call's own exception is never one of
+    these: see `own_errors`."""
     known = await _kept().get.aio(LAST)
     if known is None:
         return NONE
@@ -78,13 +79,13 @@ async def last() -> Call:
         raise
     except HoneError as error:
         return Call(False, error.detail, called_at)
-    except Exception as error:  # Modal's, about a container that did not come as far as `work`
+    except Exception as error:  # Modal's, about a container that failed before `work`
         return Call(False, f"{type(error).__name__}: {error}", called_at)
     return NONE
 
 
 async def forget() -> None:
-    """The last call is as if it had not been."""
+    """Forgets the last call."""
     await _kept().pop.aio(LAST, None)
 
 

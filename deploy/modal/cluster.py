@@ -1,8 +1,8 @@
-"""A trainer on several machines, which Modal calls a cluster: each of its containers runs the
-trainer's Function. The first one has the training loop, the others train for as long as it lives.
+"""A trainer on several machines, which Modal calls a cluster: each container runs the trainer's
+Function. The first container has the training loop; the others train as long as it lives.
 
-Of the first node's machine nothing may be left that could end a connection, so the others' kernels
-ask it now and then whether it is there.
+If the first node's machine vanishes, nothing closes its connections. So the other nodes' kernels
+probe it now and then.
 
 If a container fails, Modal starts all of them again.
 """
@@ -28,17 +28,17 @@ from deploy.supervisor import TRAINER_STOP_DEADLINE_S
 from shared.errors import Failed, Unavailable
 
 RANKS_PORT, LIFE_PORT = 29500, 29501
-"""On the first node: where the ranks meet, and what the other nodes are connected to while it
-lives."""
+"""On the first node: the port where the ranks meet, and the port to which the other nodes stay
+connected while it lives."""
 
 FIRST_S = 300.0
-"""Seconds for which a node waits for the first one. Modal starts them at once."""
+"""Seconds that a node waits for the first node. Modal starts all nodes at once."""
 
 LOOK_S = 1.0
 
 SILENT_S, PROBE_S, NUM_PROBES = 15, 10, 4
-"""The first node is gone if for SILENT_S seconds, and then to NUM_PROBES probes PROBE_S seconds
-apart, it has answered nothing: after 55 s."""
+"""The first node counts as gone if it was silent for SILENT_S seconds, and then for NUM_PROBES
+probes PROBE_S seconds apart: after 55 s."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def interface_of(address: str, interfaces: Path) -> str:
 
 @contextlib.contextmanager
 def leading(node: Node) -> Generator[None]:
-    """Is entered by the first node while it works: the others end with it, however it ends."""
+    """Wraps the first node's work: the other nodes end when it ends, for any reason."""
     if len(node.addresses) == 1:
         yield
         return
@@ -129,7 +129,7 @@ def _first(node: Node) -> socket.socket:
 
 
 def _probe(connection: socket.socket) -> None:
-    """Has the kernel end the connection once the other machine is gone."""
+    """Makes the kernel end the connection once the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
@@ -140,6 +140,6 @@ def _has_ended(first: socket.socket) -> bool:
     try:
         return first.recv(1) == b""
     except TimeoutError as error:
-        return error.errno == errno.ETIMEDOUT  # the kernel's; that of LOOK_S has no number
+        return error.errno == errno.ETIMEDOUT  # the kernel's; LOOK_S's timeout has no errno
     except OSError:  # it was lost
         return True

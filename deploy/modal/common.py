@@ -1,4 +1,4 @@
-"""What the apps share: names, Volumes, Secrets, images, and what their containers' environment has.
+"""Parts that the apps share: names, Volumes, Secrets, images, and their containers' environment.
 
 Modal evaluates decorators when it imports a file, so the settings `HONE_MODAL_*` are read then, and
 are part of the images: the same file is imported again in the containers.
@@ -25,7 +25,8 @@ CUDA = (
     "@sha256:6b6617592b94e7dcc6ffbe6d00720eed27bc6e3b4f06b26b93b4070c31f57391"
 )
 """With the compiler, of the version that torch was built with: DeepSpeed's CPU Adam and kernels of
-FlashInfer are built where they run, and DeepSpeed refuses another. The digest is that for amd64."""
+FlashInfer are built where they run, and DeepSpeed refuses another version. The digest is for
+amd64."""
 
 ROOT = Path(__file__).parents[2]
 PROJECT, PINS = ROOT / "pyproject.toml", ROOT / "requirements/cuda.txt"
@@ -63,7 +64,7 @@ data = modal.Volume.from_name(f"{SETTINGS.modal_name}-data", create_if_missing=T
 SERVICES_SECRET = modal.Secret.from_name(
     "hone", required_keys=["HONE_TOKEN", "HONE_MODAL_KEY", "HONE_MODAL_SECRET"]
 )
-"""What services and `hone` show each other, and Modal's proxy."""
+"""The tokens that services and `hone` show each other, and Modal's proxy."""
 
 REDIS_SECRET = modal.Secret.from_name("hone-redis", required_keys=["HONE_REDIS_URL"])
 
@@ -72,7 +73,7 @@ KEYS = {
     "wandb": "WANDB_API_KEY",
     "judge": "HONE_JUDGE_API_KEY",
 }
-"""What is in the Secrets that HONE_MODAL_SECRETS names."""
+"""The variable in each Secret that HONE_MODAL_SECRETS may name."""
 
 
 def secrets(*names: str) -> list[modal.Secret]:
@@ -83,8 +84,8 @@ def secrets(*names: str) -> list[modal.Secret]:
 
 
 def gpu(text: str, setting: str) -> str:
-    """Returns the GPUs as Modal writes them. Raises BadRequest for what Modal would accept at
-    `modal deploy` and never find."""
+    """Returns the GPUs as Modal writes them. Raises BadRequest for GPUs that `modal deploy` would
+    accept and Modal would never find."""
     kind, _, count = text.partition(":")
     most = MAX_GPUS.get(kind, 8)
     if kind not in GPU_TYPES:
@@ -102,8 +103,8 @@ def num_gpus(text: str) -> int:
 
 
 def nodes(count: int, gpus: str) -> int:
-    """Returns how many machines the trainer has. Raises BadRequest for several that are not
-    whole."""
+    """Returns how many machines the trainer has. Raises BadRequest for several machines that are
+    not whole."""
     kind = gpus.partition(":")[0]
     most = MAX_GPUS.get(kind, 8)
     if count > 1 and num_gpus(gpus) != most:
@@ -115,7 +116,7 @@ def nodes(count: int, gpus: str) -> int:
 
 
 def check_one_machine(what: str) -> None:
-    """Raises BadRequest if the trainer is to have several."""
+    """Raises BadRequest if the trainer has several machines."""
     if TRAINER_NODES > 1:
         raise BadRequest(
             f"HONE_MODAL_TRAINER_NODES is {TRAINER_NODES} and {what} has one machine; `hone modal "
@@ -149,7 +150,7 @@ def image(*extras: str, cuda: bool = False, packages: Sequence[str] = ()) -> mod
 
 
 def _environment() -> dict[str, str]:
-    """Returns what every container's environment has, Secrets apart."""
+    """Returns the environment variables of every container, without Secrets."""
     return {
         "PYTHONPATH": "/root",
         "HF_HOME": f"{CACHES}/huggingface",
@@ -178,8 +179,8 @@ def _text(value: Any) -> str:
 
 
 def server_options(service: str, **options: Any) -> dict[str, Any]:
-    """Returns how a service is served: by one container, which ends when nobody asks it, behind
-    Modal's proxy, which asks for a token. Without `target_concurrency` there is no second one."""
+    """Returns a service's options: one container, which ends when nobody calls it, behind Modal's
+    proxy, which asks for a token. Without `target_concurrency` there is no second container."""
     return {
         "port": PORTS[service],
         "unauthenticated": False,

@@ -1,5 +1,5 @@
-"""From the flags of `modal run deploy/modal/train.py` to the job that it trains, and to where its
-parts run."""
+"""Turns the flags of `modal run deploy/modal/train.py` into the job, and into where its parts
+run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.job_file import load_job
 MAX_SAMPLERS = 8
 VOLUMES = "/volumes"
 OVER_THE_VOLUME = ("disk", "reload", "restart")
-"""How weights get to samplers in containers of their own: nobody can call the trainer's."""
+"""Sync methods for samplers in containers of their own: nobody can call the trainer's container."""
 
 OVERRIDES = {
     "model": "model",
@@ -28,12 +28,12 @@ OVERRIDES = {
     "sync_weights_every": "sync_every",
     "weight_sync_method": "weight_sync",
 }
-"""Which key of the job a flag sets."""
+"""The job's key that each flag sets."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What was given. None is what was not: then the job file says it, or the job's default."""
+    """The flags as given. None: not given, so the job file or the job's default counts."""
 
     job: str
     model: str | None = None
@@ -54,8 +54,8 @@ class Flags:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run's parts are. `gpu` is of the container that has the trainer, in which `services`
-    run with the settings `environment`; each of `num_samplers` has a container of its own."""
+    """Where a run's parts are. The trainer's container has `gpu`, and runs `services` with the
+    settings `environment`; each of `num_samplers` samplers has a container of its own."""
 
     gpu: str
     services: tuple[str, ...]
@@ -64,8 +64,8 @@ class Placement:
 
 
 def job_of(flags: Flags) -> Job:
-    """Returns the job of the file, with what the flags say. Raises BadRequest with a sentence for
-    each fault, and for what cannot be where the flags place it."""
+    """Returns the file's job with the flags applied. Raises BadRequest with a sentence for each
+    fault, and for a job that cannot run where the flags place it."""
     path = Path(flags.job)
     given = {key: getattr(flags, name) for name, key in OVERRIDES.items()}
     overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
@@ -103,7 +103,7 @@ def _check_turns(job: Job, flags: Flags) -> None:
 
 
 def _check_seen(job: Job) -> None:
-    """Raises BadRequest for a file of this machine, which no container sees."""
+    """Raises BadRequest for a file of this machine, because no container sees it."""
     sets = [held_out.source for held_out in job.evaluation.sets.values()]
     named: list[Source | None] = [job.model, job.data.train, job.data.eval, *sets]
     for name in filter(_is_path, named):
@@ -148,13 +148,13 @@ def placement_of(flags: Flags, gpu: str) -> Placement:
 
 def one_container(num_gpus: int) -> dict[str, str]:
     """Returns the settings of a stack in one container: trainer and sampler take turns on a single
-    GPU; of several the sampler has the first and the trainer the others."""
+    GPU; with several GPUs the sampler has the first and the trainer the others."""
     return _settings(ranks=max(num_gpus - 1, 1), turns=num_gpus == 1)
 
 
 def _settings(*, ranks: int, turns: bool) -> dict[str, str]:
-    """Returns the settings of a container that has all services. It sees what it writes itself, and
-    Modal would refuse to reload the Volume, of which Redis keeps a file open."""
+    """Returns the settings of a container with all services. It does not reload the Volume: it sees
+    its own files, and Modal would refuse while Redis has a file of the Volume open."""
     return {
         "HONE_RUNS_REFRESH": "true",
         "HONE_COLOCATE": str(int(turns)),

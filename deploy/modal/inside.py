@@ -1,4 +1,4 @@
-"""What runs in the containers: services under the supervisor of `hone up`, their logs on stdout."""
+"""Runs services in the containers, under the supervisor of `hone up`, with their logs on stdout."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ FOLDER = Path("/tmp/hone-stack")
 LOOK_S = 5.0
 
 START_S = 1800
-"""Seconds for a container to start: an image of 10 GB is pulled where it never ran before."""
+"""Seconds for a container to start: a new machine pulls an image of 10 GB."""
 
 AWAKE_S = 600
-"""Seconds for which the trainer's container, with its GPUs, waits for services that answered before
-it was called."""
+"""Seconds that the trainer's container, with its GPUs, waits for services. They answered before it
+was called."""
 
 
 Sleep = Callable[[float], None]
 
 
 def start(services: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Starts these services of the container, and returns their URLs once all are ready. Those that
-    end are started again. `environment` is added to this process's."""
+    """Starts these services of the container, and returns their URLs once all are ready. A service
+    that ends is started again. `environment` is added to this process's."""
     os.environ.update(environment)
     urls = local.up(FOLDER, services=services)["urls"]
     subprocess.Popen(["sh", "-c", "exec tail -qn +1 -F logs/*.log"], cwd=FOLDER)
@@ -44,13 +44,13 @@ def start(services: Sequence[str], environment: Mapping[str, str]) -> dict[str, 
 
 
 def stop() -> None:
-    """Stops them. Jobs that run go on when they are started again."""
+    """Stops the services. Running jobs go on when the services are started again."""
     local.down(FOLDER)
 
 
 @contextlib.contextmanager
 def stack(services: Sequence[str], environment: Mapping[str, str]) -> Generator[Client]:
-    """Has these services run, and yields a client of the orchestrator among them."""
+    """Runs these services in the block, and yields a client of their orchestrator."""
     urls = start(services, environment)
     try:
         with Client(urls["orchestrator"], token=load_settings().bearer()) as client:
@@ -60,8 +60,8 @@ def stack(services: Sequence[str], environment: Mapping[str, str]) -> Generator[
 
 
 def why_away(urls: Sequence[str], deadline_s: float) -> str | None:
-    """Returns None once all these services answer, or which of them did not in time. A container
-    with GPUs ends then, for an error would have Modal start it again, and bill it."""
+    """Returns None once all these services answer, or names one that did not in time. A container
+    with GPUs then ends without an error: after an error Modal would start and bill it again."""
     try:
         asyncio.run(wake(urls, deadline_s))
     except Unavailable as error:
@@ -71,8 +71,8 @@ def why_away(urls: Sequence[str], deadline_s: float) -> str | None:
 
 
 async def wake(urls: Sequence[str], deadline_s: float = START_S) -> None:
-    """Returns once all these services answer: a Server that nobody called has no container, and a
-    job would take it for one that is away. Raises Unavailable naming one that does not."""
+    """Returns once all these services answer. A Server that nobody called has no container yet, and
+    a job would think that it is away. Raises Unavailable naming a service that does not answer."""
     token = load_settings().bearer()
 
     async def ask(url: str) -> None:
@@ -92,8 +92,8 @@ def work_until_idle(client: Client, idle_s: float, sleep: Sleep = time.sleep) ->
 
 
 def train(client: Client, job: Job, key: str, sleep: Sleep = time.sleep) -> dict[str, Any]:
-    """Returns how the job ended, or that it paused, which only a person can mend. With the same key
-    it is the same job: one that was paused goes on."""
+    """Returns how the job ended, or that it paused and needs a person. With the same key it is the
+    same job: a paused one goes on."""
     id = client.submit(job, key=key).id
     if client.get(id).status == "paused":
         client.resume(id)

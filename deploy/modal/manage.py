@@ -1,4 +1,4 @@
-"""`python -m deploy.modal.manage`: deploys, stops and shows what is on Modal, and puts data files
+"""`python -m deploy.modal.manage`: deploys, stops and shows the apps on Modal, and puts data files
 there. `hone modal` and `hone data` run it."""
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shared.errors import BadRequest, HoneError, Unavailable
 
 FOLDER = Path(__file__).parent
 SERVICES = ("rollout", "reward", "trainer", "orchestrator")
-"""In the order of their deployment: what calls others comes after them."""
+"""In the order of deployment: a service comes after the services that it calls."""
 
 TRIAL = ("trial",)
 DOORS = {"orchestrator": "api", "trial": "Stack"}
-"""What has the jobs API, in the apps that have one."""
+"""The object with the jobs API, in each app that has one."""
 
 
 def up(services: tuple[str, ...]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def up(services: tuple[str, ...]) -> dict[str, Any]:
 
 
 def down(services: tuple[str, ...]) -> dict[str, Any]:
-    """Stops the apps, and what runs in them. Volumes and Secrets stay."""
+    """Stops the apps and their containers. Volumes and Secrets stay."""
     there = {app["app"] for app in status((*services,))["apps"] if app["state"] == "deployed"}
     stopped = [app_of(service) for service in reversed(services) if app_of(service) in there]
     for app in stopped:
@@ -46,7 +46,8 @@ def down(services: tuple[str, ...]) -> dict[str, Any]:
 
 
 def status(services: tuple[str, ...]) -> dict[str, Any]:
-    """Returns of each app its state ("absent", where there is none) and how many containers run."""
+    """Returns the state of each app ("absent" if it is not deployed) and how many containers
+    run."""
     listed = json.loads(_modal("app", "list", "--json", quiet=True))
     newest = {app["description"]: app for app in reversed(listed)}
     shown: list[dict[str, Any]] = []
@@ -118,7 +119,7 @@ def main() -> None:
 
 
 def shown(result: dict[str, Any]) -> str:
-    """Returns a result as people read it."""
+    """Returns a result as text for people."""
     match result:
         case {"url": url}:
             return f"export HONE_ORCHESTRATOR_URL={url}"

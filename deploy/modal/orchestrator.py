@@ -1,8 +1,8 @@
 """The jobs API on Modal: `modal deploy deploy/modal/orchestrator.py`.
 
-The training loop is not here: Modal ends a container to which no request comes, whatever else it
-works at. It is in the Function of `trainer.py`, which is spawned when a job waits. Both have Redis,
-from the Secret `hone-redis`, and the Volume of the run folders.
+The training loop is not here, because Modal ends a container that gets no requests, even if it
+works. The loop is in the Function of `trainer.py`, which is spawned when a job waits. Both use
+Redis, from the Secret `hone-redis`, and the Volume of the run folders.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OPTIONS: dict[str, Any] = {
 @modal.concurrent(max_inputs=500)
 @modal.asgi_app(requires_proxy_auth=True)
 def api() -> Any:
-    """The jobs API: what it takes on, `work` of the trainer's app does."""
+    """The jobs API. `work` of the trainer's app runs the jobs that it accepts."""
     from deploy.modal.api import make_api
     from deploy.modal.places import places
 
@@ -57,8 +57,8 @@ def api() -> Any:
     max_containers=1,
 )
 async def watch() -> None:
-    """Starts the trainer if a job waits: one that nobody asks about goes on, too, when the
-    trainer's Function has come to its end. Where it failed, its jobs are paused."""
+    """Starts the trainer if a job waits, even if nobody asks about the job: the trainer's Function
+    may have ended. If it failed, its jobs are paused."""
     from deploy.modal.api import bring_trainer, give_up, gone_s, open_store
     from deploy.modal.places import places
     from shared.environment import load_settings
@@ -78,6 +78,6 @@ async def watch() -> None:
 
 
 async def call_watch() -> None:
-    """Has `watch` look now, unless the trainer's Function was called and has not ended."""
+    """Runs `watch` now, unless the trainer's Function was called and has not ended."""
     if not (await calls.last()).is_running:
         await modal.Function.from_name(app.name or "", "watch").spawn.aio()

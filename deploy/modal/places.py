@@ -1,4 +1,4 @@
-"""Where the deployed services are, as Modal knows it."""
+"""The URLs of the deployed services, asked of Modal."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from shared.errors import Unavailable
 
 
 def places() -> dict[str, str]:
-    """Returns the settings that name the reward service and the samplers. Raises Unavailable for
-    one that is not deployed."""
+    """Returns the settings that name the reward service and the samplers. Raises Unavailable if one
+    is not deployed."""
     name = SETTINGS.modal_name
     samplers = [
         url(f"{name}-rollout", f"Sampler{number}") for number in range(SETTINGS.modal_rollouts)

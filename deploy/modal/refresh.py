@@ -1,5 +1,6 @@
-"""`python -m deploy.modal.refresh`: shows this container what others committed to the Volume of run
-folders. Modal refuses while any file of it is open here, so it is asked until the deadline."""
+"""`python -m deploy.modal.refresh`: shows this container the files that others committed to the
+Volume of run folders. Modal refuses while this container has a file of the Volume open, so it tries
+again until the deadline."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The samplers on Modal: `modal deploy deploy/modal/rollout.py`.
 
-Each sampler is a Server of its own, for each has weights of its own: behind one URL a sync would
-reach one of several. There are always as many Servers as there may be samplers, and one that
-nobody calls has no container; HONE_MODAL_ROLLOUTS says how many are called.
+Each sampler is a Server of its own, because each has weights of its own: if several shared a URL, a
+sync would reach only one. The maximum number of Servers is always deployed. A Server that nobody
+calls has no container; HONE_MODAL_ROLLOUTS says how many are called.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One job on Modal, and nothing that stays: `modal run [--detach] deploy/modal/train.py --model
-...`, as often side by side as there are GPUs.
+"""One job on Modal, with nothing left afterwards: `modal run [--detach] deploy/modal/train.py
+--model ...`. Several may run at once, as far as there are GPUs.
 
-Without `--simple-mode` the trainer's container has all but the samplers, which are Servers of
-`rollout.py` with GPUs of their own. With it, one container has all, and on its GPUs trainer and
-sampler take turns, or the sampler has another one (`--vllm-mode serve`).
+Without `--simple-mode` the trainer's container has everything but the samplers, which are Servers
+of `rollout.py` with GPUs of their own. With it, one container has everything: trainer and sampler
+take turns on its GPUs, or the sampler has a GPU of its own (`--vllm-mode serve`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The trainer on Modal: `modal deploy deploy/modal/trainer.py`.
 
-A long Function, which the orchestrator spawns when a job waits, and which ends when none does. Its
-container has the trainer and the training loop: a Function has no address at which a loop elsewhere
-could call it. With HONE_MODAL_TRAINER_NODES it is a cluster of containers, and the first one has
-the loop. When Modal preempts it, or 24 hours are over, it is started again on another machine,
+A long Function. The orchestrator spawns it when a job waits, and it ends when none does. Its
+container has the trainer and the training loop, because a Function has no address for a loop
+elsewhere to call. With HONE_MODAL_TRAINER_NODES it is a cluster of containers, and the first one
+has the loop. When Modal preempts it, or 24 hours are over, it is started again on another machine,
 loads the newest checkpoint from the Volume, and the job goes on.
 """
 
@@ -36,7 +36,7 @@ from deploy.modal.places import places
 app = modal.App(f"{SETTINGS.modal_name}-trainer")
 IN_CLUSTER = TRAINER_NODES > 1
 RDMA = ("libibverbs1",) if IN_CLUSTER else ()
-"""By which NCCL finds the network between the machines of a cluster."""
+"""The library with which NCCL finds the network between a cluster's machines."""
 
 
 def in_cluster(function: Any) -> Any:
@@ -57,8 +57,9 @@ def in_cluster(function: Any) -> Any:
 )
 @in_cluster
 def work() -> None:
-    """Trains until no job waits or runs. Ends if a service elsewhere does not answer: `watch` of
-    the orchestrator's app, which has no GPU, wakes it and calls this again, or pauses the jobs."""
+    """Trains until no job waits or runs. Ends if a service elsewhere does not answer. Then `watch`
+    of the orchestrator's app, which costs no GPU, wakes the service and calls this again, or pauses
+    the jobs."""
     with calls.own_errors():
         _work()
 

@@ -1,8 +1,9 @@
 """Hone on Modal for a trial: `modal deploy deploy/modal/trial.py`.
 
 One container has all: Redis, whose file is on the Volume, and the four services on the GPUs of
-HONE_MODAL_TRAINER_GPU. With one GPU trainer and sampler take turns on it, of several the first
-is the sampler's. The jobs API is its only door. It runs, and costs, until the app is stopped.
+HONE_MODAL_TRAINER_GPU. With one GPU trainer and sampler take turns; with several the first is the
+sampler's. Only the jobs API can be reached from outside. It runs, and costs, until the app is
+stopped.
 """
 
 from __future__ import annotations

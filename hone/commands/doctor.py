@@ -1,4 +1,4 @@
-"""`hone doctor`: what this machine has, and what the running stack says of itself."""
+"""`hone doctor`: checks of this machine and of the running stack."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STYLES = {"ok": "green", "note": "yellow", "starting": "yellow", "fault": "red"}
 
 
 class Check(BaseModel):
-    """`state`: "ok"; "note", worth knowing; "starting", it will work soon, by itself; "fault",
+    """`state`: "ok"; "note", worth knowing; "starting", it will soon work by itself; "fault",
     something will not work until it is mended."""
 
     name: str
@@ -80,7 +80,8 @@ def _line(check: Check) -> Text:
 
 
 def examine(*, weights: bool = False) -> Report:
-    """Returns every check; that of the weights if asked for. Starts nothing and changes nothing."""
+    """Returns every check; with `weights` also the check of the weights. Starts nothing and changes
+    nothing."""
     checks = [_python(), *_packages(), _redis(), *_disks(), _gpu()]
     try:
         settings = load_settings()
@@ -176,8 +177,7 @@ def _disks() -> list[Check]:
 
 
 def _gpu() -> Check:
-    """Says whether the GPUs can be used: torch is asked, and where there is none, the driver's
-    version tells."""
+    """Says whether the GPUs can be used: torch is asked, or without torch the driver's version."""
     cards, driver = nvidia.num_cards(), nvidia.driver()
     told = f"driver {driver or 'unknown'}; CUDA 13 needs driver {nvidia.LEAST_DRIVER} or newer"
     if not cards:
@@ -234,13 +234,13 @@ def _sandbox(settings: Settings) -> Check:
 
 
 async def examine_stack(settings: Settings, *, weights: bool = False) -> list[Check]:
-    """Returns what the services report of themselves."""
+    """Returns the checks that the services report."""
     registered = await _registered(settings)
     samplers = _samplers(settings, registered)
     services = await _services(settings, samplers)
     checks = [*services, *map(_lease, registered)]
     if any(check.name == "orchestrator" and check.state == "note" for check in services):
-        checks.append(_runs_folder(settings.runs_dir))  # one that runs says it of its own
+        checks.append(_runs_folder(settings.runs_dir))  # a running orchestrator checks its own
     if weights:
         checks += [await _held(settings, name, url) for name, url in samplers.items()]
     return checks
@@ -297,8 +297,8 @@ def _lease(sampler: RegisteredSampler) -> Check:
 
 
 def _samplers(settings: Settings, registered: tuple[RegisteredSampler, ...] = ()) -> dict[str, str]:
-    """Returns where each sampler is, by what to call it. Of a name that stands for several, one
-    answers."""
+    """Returns the URL of each sampler, by its name in the report. If a host name stands for several
+    samplers, any one of them answers."""
     places = settings.rollout_urls
     numbered = _numbered("rollout", places)
     named = {name: url for name, url in numbered.items() if url != REGISTERED}
@@ -313,7 +313,7 @@ def _numbered(service: str, urls: tuple[str, ...]) -> dict[str, str]:
 
 
 async def _held(settings: Settings, sampler: str, url: str) -> Check:
-    """Says whether the sampler's engine holds what it was given, tensor by tensor."""
+    """Says whether the sampler's engine holds the weights it was given, tensor by tensor."""
     name = f"weights of {sampler}"
     try:
         async with Client("rollout", url, token=settings.bearer(), patience_s=0.0) as client:

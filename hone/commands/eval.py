@@ -18,7 +18,7 @@ from shared.job_file import make_job
 from shared.wire import EvaluatedModel, EvaluationState
 
 ANY = {"name": "eval", "model": "any/model", "steps": 1}
-"""What a job must have and an evaluation does not look at."""
+"""Keys that a job must have and an evaluation ignores."""
 
 
 @command
@@ -83,7 +83,7 @@ def eval(
 def _job(
     client: Client, file: Path | None, data: str | None, grader: str | None, overrides: list[str]
 ) -> Job:
-    """Returns the job that says what is evaluated, and how. Raises BadRequest."""
+    """Returns the job with the evaluation's data, rewards and settings. Raises BadRequest."""
     rewards = [] if grader is None else [f"rewards=[{{grader={json.dumps(grader)}}}]"]
     if file is not None and not file.exists() and re.fullmatch(JOB_ID, str(file)):
         document = client.get(str(file)).job.model_dump(mode="json")
@@ -111,7 +111,7 @@ def _model(client: Client, text: str) -> EvaluatedModel:
 
 
 def _checkpoint(client: Client, text: str) -> str | None:
-    """Returns where the checkpoint of JOB or JOB:STEP is, None if there is no such job."""
+    """Returns the path of the checkpoint of JOB or JOB:STEP, None if there is no such job."""
     job, _, step = text.partition(":")
     if not re.fullmatch(JOB_ID, job):
         return None

@@ -1,5 +1,5 @@
 """`hone explain`: what a key of a job, a setting or a param of a grader means, its type, bounds and
-default. All of it is read off the models' JSON schema, so OpenAPI says the same."""
+default. It is read from the models' JSON schema, so OpenAPI says the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared.job import Job
 from shared.wire import GraderInfo
 
 JOB, SETTINGS, GRADERS = "job", "settings", "graders"
-"""What the whole of each is asked for by."""
+"""The arguments that ask for all keys of each."""
 
 TYPES = {"string": "text", "boolean": "true or false", "object": "table"}
 FORMATS = {"path": "path", "password": "secret text"}
@@ -40,8 +40,8 @@ Schema = dict[str, Any]
 
 
 class Explanation(BaseModel):
-    """What is known of a key. `default` is None where there is none (`required`), or where nothing
-    is the default. `fields` are those of a section."""
+    """The explanation of a key. `default` is None if there is none (`required`), or if None is the
+    default. `fields` are a section's."""
 
     key: str
     type: str
@@ -70,9 +70,9 @@ def explain(
 
 
 def find(key: str) -> Explanation:
-    """Returns what `key` means: dotted, or its last part if no other key ends so; positions in
-    lists are skipped. What is no key of a job and no setting is looked for among the graders.
-    Raises NotFound with the key that other trainers call so, else the nearest."""
+    """Returns the explanation of `key`: dotted, or its last part if no other key ends so; positions
+    in lists are skipped. Graders are searched after the job's keys and the settings. Raises
+    NotFound with the key for which other trainers use this name, else the nearest."""
     known = {found.key: found for found in _all_keys()}
     name = ".".join(part for part in key.strip().split(".") if not part.isdecimal())
     if found := known.get(name) or known.get(name.upper()) or known.get(PREFIX + name.upper()):
@@ -166,13 +166,13 @@ def _explanation(
 
 
 def _without_null(schema: Schema) -> Schema:
-    """Returns what a value that is given must be."""
+    """Returns the schema without null."""
     branches = [branch for branch in schema.get("anyOf", ()) if branch.get("type") != "null"]
     return branches[0] if len(branches) == 1 else schema
 
 
 def _section(schema: Schema, root: Schema) -> Schema | None:
-    """Returns the schema of the section that a value is, or is a list of."""
+    """Returns the schema of the section if a value is one, or a list of sections; else None."""
     target = _target(schema.get("items") or schema, root)
     return target if "properties" in target else None
 

@@ -1,5 +1,5 @@
-"""`hone grade`: tries rewards on one completion, on the service that jobs use: the one that runs,
-else one started here for the call."""
+"""`hone grade`: tries rewards on one completion. It uses the running reward service, or starts one
+for the call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shared.wire import Score, ScoreItem, ScoreRequest, ScoreResult, VersionInfo
 SCORE_DEADLINE_S = 900.0
 
 SILENT_S = 5.0
-"""Seconds of grading after which it is said that it goes on."""
+"""Seconds of grading until the user is told that it goes on."""
 
 STILL_GRADING = (
     f"still grading after {SILENT_S:g} s: the reward's code is being imported, or runs; Ctrl-C "
@@ -87,15 +87,14 @@ def grade(
 
 
 def own_reward(file: Path, function: str, params: Sequence[str]) -> RewardSpec:
-    """Returns the reward that is `function` in `file`. Raises BadRequest if the file cannot be
-    read."""
+    """Returns the reward for `function` in `file`. Raises BadRequest if the file cannot be read."""
     source = read_source(file)
     return RewardSpec(file=str(file), function=function, source=source, params=_params(params))
 
 
 def named_reward(grader: str, params: Sequence[str]) -> RewardSpec:
-    """Returns the reward that is the registered `grader` with these params ("key=value", the value
-    as TOML or text)."""
+    """Returns the reward for the registered `grader` with these params ("key=value", the value as
+    TOML or text)."""
     return RewardSpec(grader=grader, params=_params(params))
 
 
@@ -118,7 +117,7 @@ def item(completion: str, prompt: str, row: str, num_tokens: int | None) -> Scor
 
 
 def score(item: ScoreItem, rewards: Sequence[RewardSpec]) -> Score:
-    """Returns what the reward service says. Raises its HoneError."""
+    """Returns the reward service's score. Raises its HoneError."""
     with reward_service() as (url, token):
         return asyncio.run(_score(url, token, ScoreRequest(items=(item,), rewards=tuple(rewards))))
 

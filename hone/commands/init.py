@@ -33,7 +33,7 @@ WHAT_GRADES = f"What grades answers: {', '.join(REWARDS[:-1])} or {REWARDS[-1]}?
 
 
 class Written(BaseModel):
-    """What `hone init` wrote, and what it found out; `notes` are sentences for people."""
+    """The files that `hone init` wrote, and its findings; `notes` are sentences for people."""
 
     job: str
     files: tuple[str, ...]
@@ -94,8 +94,8 @@ def is_terminal() -> bool:
 
 
 def _ask(flag: str, question: str, default: str | None, finding: str = "") -> str:
-    """Returns the answer to a question, before which the `finding` that helps to answer it is
-    shown; without a terminal the default."""
+    """Shows the `finding` that helps to answer, asks the question, and returns the answer; without
+    a terminal, returns the default."""
     if not is_terminal():
         if default:
             return default
@@ -126,7 +126,7 @@ def _name(source: Source, file: Path) -> str:
 
 
 def _check_reward(draft: Draft) -> None:
-    """Raises BadRequest for a reward that needs a column which the data has not."""
+    """Raises BadRequest for a reward that needs a column that the data lacks."""
     layout = draft.source.layout
     there = ", ".join(layout.columns)
     if draft.reward == "math" and layout.answer is None:
@@ -139,7 +139,7 @@ def _check_reward(draft: Draft) -> None:
 
 
 def _measured(draft: Draft) -> tuple[Draft, list[str]]:
-    """Returns the draft with bounds that fit the model, and what was found, in sentences."""
+    """Returns the draft with bounds that fit the model, and the findings as sentences."""
     from shared.model_check import check_model_folder, read_config, window_of
     from shared.models import model_folder  # which load libraries that `hone --help` needs not
     from shared.prompts.reading import CannotCount, prompt_reader

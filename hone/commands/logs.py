@@ -76,8 +76,8 @@ def follow(client: Client, job: str, output: Output, last: int | None = None) ->
 
 
 def show_end(record: JobRecord, output: Output) -> None:
-    """Shows what became of a job, and what can be done with it; exits 1 if it did not succeed, and
-    3 if it is paused."""
+    """Shows how a job ended, and what the user can do next; exits 1 if it did not succeed, and 3 if
+    it is paused."""
     if output is Output.table:
         out.print(view.job_details(record))
         out.print(view.what_next(record), soft_wrap=True, highlight=False)

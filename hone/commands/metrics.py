@@ -35,7 +35,7 @@ def metrics(
 
 
 def _names(keys: str, rows: tuple[MetricsRow, ...]) -> list[str]:
-    """Returns the metrics that `keys` names. Raises BadRequest for one that no row has."""
+    """Returns the metrics that `keys` names. Raises BadRequest for a metric that no row has."""
     from shared.explain import nearest
 
     names = [name.strip() for name in keys.split(",") if name.strip()]

@@ -60,15 +60,15 @@ def plan(
         raise BadRequest(str(error)) from error
     try:
         graders_here.check(job.rewards)
-    except Failed as error:  # where that service is not installed a plan is made all the same
+    except Failed as error:  # a plan is also made where that service is not installed
         err.print(f"the rewards are not checked: {error.detail}", markup=False, highlight=False)
     planned = make_plan(job, model, settings, pools, known)
     show(output, planned, lambda: "\n".join(plan_lines(planned)))
 
 
 def measured_in(folder: Path) -> Measured:
-    """Returns the rates that the run in a run folder reached. Raises BadRequest for a folder
-    without."""
+    """Returns the measured rates of the run in a folder. Raises BadRequest for a folder without
+    them."""
     try:
         job = codec.decode_stored(Job, (folder / "job.json").read_bytes())
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

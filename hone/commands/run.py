@@ -41,8 +41,8 @@ def run(
 
 
 def _ensure_stack(folder: Path) -> bool:
-    """Returns whether a stack had to be started. Raises Unavailable where the environment names an
-    orchestrator that does not answer: no other is meant."""
+    """Returns whether a stack had to be started. Raises Unavailable if the environment names an
+    orchestrator that does not answer: then the user means that one."""
     try:
         with connect(folder):
             return False

@@ -80,8 +80,8 @@ def submit_and_follow(client: Client, job: Job, output: Output, *, key: str | No
 
 
 def accepted(client: Client, job: Job, output: Output | None, key: str | None) -> JobRecord:
-    """Returns the record of the job once it is accepted and shown (None: that is not). Interrupted
-    before, nothing of it remains, unless the caller gave it a key to submit it once."""
+    """Returns the record of the job once it is accepted, and shows it (`output` None: does not). If
+    interrupted before, the submission is withdrawn, unless the caller gave a key."""
     own = secrets.token_hex(12) if key is None else key
     try:
         with saying(CHECKING):
@@ -108,7 +108,7 @@ def _may_be_submitted(key: str) -> str:
 
 
 def _taken_back(client: Client, job: Job, key: str) -> str:
-    """Returns what became of a submission."""
+    """Returns the result of withdrawing a submission, as a sentence."""
     unknown = f"it is not known whether the job was submitted; `hone ls --name {job.name}` shows it"
     try:
         found = client.withdraw(key).job
@@ -130,8 +130,8 @@ def _say_more(client: Client, record: JobRecord, job: Job) -> None:
 
 
 def _estimate(client: Client, job: Job) -> str:
-    """Returns what the orchestrator expects of the job, in a line. That it cannot say it is no
-    fault of a job that was accepted."""
+    """Returns the orchestrator's estimate in a line. If it has none, the accepted job is still
+    fine."""
     try:
         return estimate_line(client.plan(job))
     except HoneError as error:

@@ -24,8 +24,8 @@ def up(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table)
 
 
 def start(folder: Path, output: Output, *, told_to: int | None = None) -> None:
-    """Returns once the stack is ready; exits if it does not become so. `told_to` is the file
-    descriptor that its progress goes to, None: stdout."""
+    """Returns once the stack is ready; exits if it does not become ready. `told_to` is the file
+    descriptor for its progress, None: stdout."""
     if code := _local("up", folder, output, told_to):
         raise typer.Exit(2 if code > 0 else 130)
 

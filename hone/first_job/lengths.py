@@ -1,4 +1,4 @@
-"""How many tokens the prompts and answers of a first job are, and what its bounds are by that."""
+"""The token lengths of a first job's prompts and answers, and the bounds that follow."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STEP = 64
-"""Bounds are multiples of it."""
+"""Bounds are multiples of this."""
 
 MOST, USUAL = 4096, 512
-"""Tokens of a completion: the most that is proposed, and what is where no answer was measured."""
+"""Tokens of a completion: the most that is proposed, and the default if no answer was measured."""
 
 LEAST_SHARE = 4
-"""A completion gets a fourth of a small model's window at least: longer prompts are dropped."""
+"""A completion gets at least a fourth of a small model's window; longer prompts are dropped."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Bounds that fit: of the `num_prompts`, `num_overlong` are longer than they allow. `window` is
-    what the model holds, `answer` its longest right answer (0: none measured)."""
+    """Bounds that fit: `num_overlong` of the `num_prompts` prompts are longer than they allow.
+    `window` is the model's context, `answer` the longest right answer (0: none measured)."""
 
     window: int
     longest: int

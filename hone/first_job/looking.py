@@ -1,5 +1,5 @@
-"""What a data file holds, as far as a first job must know: which columns its rows have, and which
-of them is the prompt, the right answer or the tests."""
+"""What a first job must know of a data file: its columns, and which of them is the prompt, the
+right answer or the tests."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ Reward = Literal["math", "code", "judge", "function"]
 Row = Mapping[str, Any]
 
 MAX_ROWS = 20_000
-"""Rows that are looked at: all of most data sets, in seconds."""
+"""Most rows that are read: all rows of most data sets, in seconds."""
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "messages", "query", "input", "text")
 ANSWERS = ("answer", "solution", "target", "expected", "ground_truth", "label", "response")
 TESTS = ("tests", "testcase", "test_list", "test", "test_cases", "input_output")
 ENDING = {"train": "test", "training": "test"}
-"""Of a file's name, and that of the held-out problems beside it."""
+"""Ending of a file's name, and the ending of its held-out file's name."""
 
 ANSWER = re.compile(r"####\s*\S|\\boxed\{|^\s*-?\$?[\d,.]+%?\s*$")
-"""How an answer is written that can be compared as mathematics."""
+"""Answers that can be compared as mathematics."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a source, by what they are for. `is_chat`: the prompt is a list of messages,
-    which `is_answered` if the last one is the assistant's, and `has_system` if the first is the
-    system's."""
+    """The columns of a source, by role. `is_chat`: the prompt is a list of messages; `is_answered`:
+    the last one is the assistant's; `has_system`: the first one is the system's."""
 
     columns: tuple[str, ...]
     prompt: str
@@ -56,8 +55,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Source:
-    """Where problems come from: `train` and `eval` as the job names them, what `[data]` has beside
-    them (`more`), and the rows of both that were looked at (none of a source that is no file)."""
+    """Where problems come from: `train` and `eval` as the job names them, other keys of `[data]`
+    (`more`), and the rows of both that were read (none unless the source is a file)."""
 
     train: str
     eval: str | None
@@ -85,14 +84,14 @@ HUB = {
         },
     ),
 }
-"""Data sets of the Hub whose layout is known without a look."""
+"""Data sets of the Hub whose layout is known without reading them."""
 
 
 def look(train: str, held_out: str | None, prompt: str | None, answer: str | None) -> Source:
     """Returns the source that `train` names; `prompt` and `answer` are columns given by name.
 
-    Raises BadRequest for a file that cannot be read, for columns that are not known, and for a row
-    without a prompt, which no job would be made of."""
+    Raises BadRequest for a file that cannot be read, for unknown columns, and for a row without a
+    prompt: the job would be refused."""
     path = Path(train)
     if not path.is_file():
         return _unseen(train, held_out, prompt, answer)
@@ -133,8 +132,8 @@ def read_rows(path: Path) -> list[Row]:
 def layout_of(
     rows: Sequence[Row], name: str, prompt: str | None = None, answer: str | None = None
 ) -> Layout:
-    """Returns what the columns of `rows` are for. Raises BadRequest where no column is known to be
-    the prompt, a given one is not there, or none is."""
+    """Returns the roles of the columns of `rows`. Raises BadRequest if no column is recognized as
+    the prompt, a given column is missing, or there is no column at all."""
     columns = tuple(dict.fromkeys(itertools.chain.from_iterable(rows[:100])))
     if not columns:
         raise BadRequest(f"the rows of {name} have no columns; expected one with the prompt")
@@ -183,7 +182,7 @@ def _given(name: str, prompt: str | None, answer: str | None) -> Layout:
 
 
 def _beside(train: Path) -> str | None:
-    """Returns the file of held-out problems in the same folder, if it is called so."""
+    """Returns the file of held-out problems in the same folder, if one has the usual name."""
     other = train.with_stem(ENDING[train.stem]) if train.stem in ENDING else None
     return str(other) if other and other.is_file() else None
 
@@ -193,13 +192,13 @@ def _first(known: Sequence[str], columns: Sequence[str]) -> str | None:
 
 
 def _entry_point(row: Row) -> str | None:
-    """Returns the column of the function's name, where tests call a `check` of theirs with it."""
+    """Returns the column with the function's name, if the tests call their `check` with it."""
     is_check = any("def check(" in str(row.get(name)) for name in TESTS)
     return "entry_point" if is_check and "entry_point" in row else None
 
 
 def _roles(value: Any) -> list[str]:
-    """Returns the roles of chat messages; none of what is no list of messages."""
+    """Returns the roles of chat messages; [] if the value is no list of messages."""
     if not isinstance(value, list):
         return []
     messages = cast(list[Any], value)

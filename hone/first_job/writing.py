@@ -1,4 +1,4 @@
-"""The text of a first job: every key with what it is for beside it."""
+"""The text of a first job: every key with its purpose beside it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ OF_HUB = {
     "train_split": "the rows to train on",
     "eval_split": "the held-out rows",
 }
-"""What the keys are for that a data set of the Hub needs besides its name."""
+"""Purpose of the keys that a Hub data set needs besides its name."""
 
 TASKS: dict[Reward, str] = {
     "math": "Think step by step. Put the final answer into \\boxed{}.",
     "code": "Answer with one Python code block that has the whole solution.",
 }
-"""What the model is told of the form of its answer, where the grader needs one."""
+"""The instruction on the form of the answer, if the grader needs one."""
 
 RUBRIC = "Is this a good answer to the question? 10 for right, complete and clear; 0 for useless."
 
@@ -58,8 +58,8 @@ def text_of(completion):
 
 @dataclass(frozen=True)
 class Draft:
-    """A first job: what was found and chosen. `has_template` None: whether the model has a chat
-    template is not known here. `lengths` None: nothing was measured."""
+    """A first job: findings and choices. `has_template` None: it is not known here whether the
+    model has a chat template. `lengths` None: nothing was measured."""
 
     name: str
     model: str
@@ -76,7 +76,7 @@ class Draft:
 
     @property
     def task(self) -> str | None:
-        """What the model is told beside the problem."""
+        """The instruction to the model beside the problem."""
         return None if self.source.layout.has_system else TASKS.get(self.reward)
 
 
@@ -93,8 +93,8 @@ def content(draft: Draft, row: Mapping[str, object]) -> Content:
 
 
 def _said(value: object, layout: Layout) -> Sequence[Mapping[str, object]]:
-    """Returns the messages of a prompt; of a conversation that ends in its answer, those that
-    `_messages` takes."""
+    """Returns the messages of a prompt. If the conversation ends with its answer, the same messages
+    as `_messages` takes."""
     if not layout.is_chat or not isinstance(value, list):
         return [{"role": "user", "content": str(value)}]
     messages = cast(list[Mapping[str, object]], value)
@@ -138,7 +138,7 @@ def job_text(draft: Draft) -> str:
 
 
 def own_text(draft: Draft) -> str:
-    """Returns the file with the reward function of one's own."""
+    """Returns the text of the user's own reward file."""
     if draft.source.layout.answer is None:
         return OWN.format(
             file=draft.own_file,
@@ -189,7 +189,7 @@ def _data(draft: Draft) -> list[str]:
 
 
 def _renamed(draft: Draft) -> dict[str, str]:
-    """Returns the names that the job has for columns of other names."""
+    """Returns the job's names for columns with other names."""
     layout = draft.source.layout
     wanted = {"prompt": layout.prompt} if draft.is_chat and not layout.is_answered else {}
     if draft.reward in ("math", "function") and layout.answer:
@@ -200,7 +200,7 @@ def _renamed(draft: Draft) -> dict[str, str]:
 
 
 def _messages(layout: Layout) -> list[str]:
-    """Returns what makes a prompt of a conversation that ends in its answer."""
+    """Returns the lines that make a prompt from a conversation that ends with its answer."""
     roles = {"system": f'row["{layout.prompt}"][0].content'} if layout.has_system else {}
     roles["user"] = f'row["{layout.prompt}"][-2].content'
     lines: list[str] = []
