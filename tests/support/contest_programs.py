@@ -81,6 +81,9 @@ WHOLE: dict[str, tuple[str, str, str]] = {
     "pickle deepcopy": ("import pickle, copy, json, csv, io\nx = pickle.loads(pickle.dumps({'a': [1, 2]}))\nprint(copy.deepcopy(x), json.dumps(x), input())", "5\n", "{'a': [1, 2]} {\"a\": [1, 2]} 5\n"),
     "del builtins names": ("list = [1, 2]\nstr = 'a'\nsum = 3\nmax = 4\nprint(list, str, sum + max, input())", "5\n", "[1, 2] a 7 5\n"),
     "help docstring": ("\"\"\"Reads n.\n\nPrints n + 1.\n\"\"\"\nfrom __future__ import annotations\nprint(int(input()) + 1, __doc__.split()[0])", "5\n", "6 Reads\n"),
+    "no main module": ("import io, sys\nsys.modules.pop('__main__')\nsys.stdout = io.StringIO()\nsys.__stdout__.write(input())", "5\n", "5\n"),
+    "closed and open files": ("import os\nclosed = open('/tmp/x', 'w')\nclosed.close()\nout = os.fdopen(1, 'w')\nout.write(input())", "5\n", "5\n"),
+    "failing exit handler": ("import atexit\natexit.register(lambda: 1 / 0)\nprint(input(), end='')", "5\n", "5\n"),
 }
 """By name: the program, what it reads, and what it has to print."""
 

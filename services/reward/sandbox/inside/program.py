@@ -21,7 +21,6 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import kernel
@@ -97,7 +96,7 @@ def run(request: dict[str, Any], result_fd: int) -> NoReturn:
     except BaseException as error:  # whatever the program raises is how it ended
         encoded = json.dumps(_failure(error, request)).encode()
     os.write(result_fd, encoded)
-    _try(_finish)
+    _finish()
     os._exit(0)
 
 
@@ -172,18 +171,14 @@ def _failure(error: BaseException, request: dict[str, Any]) -> dict[str, Any]:
 def _finish() -> None:
     """Ends as an interpreter would: waits for threads, runs the exit handlers, flushes the standard
     streams, also those that the program has replaced, and files that its globals name."""
-    _try(threading._shutdown)  # pyright: ignore[reportAttributeAccessIssue]
-    _try(atexit._run_exitfuncs)
-    named = vars(sys.modules["__main__"]).values()
-    files = [file for file in list(named) if isinstance(file, io.IOBase)]
-    for file in (sys.stdout, sys.stderr, *files, sys.__stdout__, sys.__stderr__):
-        if file is not None:
-            _try(file.flush)
-
-
-def _try(step: Callable[[], object]) -> None:
-    with contextlib.suppress(BaseException):  # of the program's exit handlers and files
-        step()
+    for step in (threading._shutdown, atexit._run_exitfuncs):  # pyright: ignore[reportAttributeAccessIssue]
+        with contextlib.suppress(BaseException):  # of the program's exit handlers
+            step()
+    named = list(getattr(sys.modules.get("__main__"), "__dict__", {}).values())
+    files = [file for file in named if isinstance(file, io.IOBase)]
+    for file in (*files, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(BaseException):  # of the program's own files
+            file.flush()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def plain(value: Any, depth: int = 0) -> Any:
