@@ -109,8 +109,7 @@ class BroadcastEngine(LoadingEngine[Meeting, Chunk]):
         rank, size = self.parallel_config.rank, init_info.num_ranks + 1
         # torch would try a trainer that is gone until the deadline
         trainer = init_info.host, init_info.port
-        with socket.create_connection(trainer, self.meet_s) as connection:
-            own_address = connection.getsockname()[0]
+        own_address = address_towards(trainer, self.meet_s)
         store = PrefixStore(
             init_info.key, TCPStore(*trainer, is_master=False, timeout=self._timeout)
         )
@@ -233,6 +232,16 @@ class Incoming:
             worker.weight_transfer_engine = None
             engine.shutdown()
         return None
+
+
+def address_towards(trainer: tuple[str, int], within_s: float) -> str:
+    """Returns the address of this host by which it reaches the trainer's."""
+    try:
+        with socket.create_connection(trainer, within_s) as connection:
+            return connection.getsockname()[0]
+    except OSError as error:
+        host, port = trainer
+        raise ConnectionError(f"port {port} of {host} cannot be reached: {error}") from error
 
 
 def said(error: Exception) -> str:
