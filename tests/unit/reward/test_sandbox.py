@@ -574,6 +574,19 @@ async def test_the_limit_of_cpu_time_holds_whatever_the_wall_clock_says(
     assert sleeping.wall_s >= 0.3 and sleeping.cpu_s < 0.2
 
 
+async def test_no_clock_runs_while_a_program_waits_for_its_input(sandbox: LocalSandbox) -> None:
+    """On a busy machine 100 MB take longer to hand over than the program may take in all."""
+    ended = await run(
+        sandbox,
+        "import os",
+        "os.fstat(0).st_size",
+        stdin="x" * (100 << 20),
+        timeout_s=0.5,
+        idle_s=0.5,
+    )
+    assert (ended.verdict, ended.value) == ("ok", 100 << 20)
+
+
 async def test_a_slot_killed_twice_is_a_sandbox_error(sandbox: LocalSandbox) -> None:
     running = asyncio.create_task(
         run(sandbox, VISIBLY_RUNNING.format(seconds=5), "7", timeout_s=10)

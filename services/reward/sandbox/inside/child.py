@@ -100,6 +100,7 @@ class Child:
         self._files: list[int] = []
         self._program = self._pid = -1
         self._ended = False
+        self._start = 0.0
 
     def run(self) -> bool:
         """Takes a program from the service, and sends how it ended: plain facts, which
@@ -112,13 +113,13 @@ class Child:
         if request is None:
             return False
         timeout_s, cpu_s, idle_s, stdin_size, program_size = REQUEST.unpack(request)
-        start, ooms_before, metered_before_s = time.monotonic(), self._ooms(), self._metered_s()
+        ooms_before, metered_before_s = self._ooms(), self._metered_s()
         self._hand_over(stdin_size, program_size)
-        limit = self._watch(Limits(timeout_s, cpu_s, idle_s), start)
+        limit = self._watch(Limits(timeout_s, cpu_s, idle_s))
         status, usage = self._end(by_force=limit is not None)
         # Its usage is without processes that ended with it, and the meter is of the whole slot.
         used_s = max(usage.ru_utime + usage.ru_stime, self._metered_s() - metered_before_s)
-        wall_s, code = time.monotonic() - start, os.waitstatus_to_exitcode(status)
+        wall_s, code = time.monotonic() - self._start, os.waitstatus_to_exitcode(status)
         memory = short_of_memory(ooms_before, self._ooms() if code == -signal.SIGKILL else None)
         _, stdout_size, stderr_size, result_size = [os.fstat(fd).st_size for fd in self._files]
         kept = (
@@ -219,18 +220,23 @@ class Child:
         frames.pour_into_pipe(self._slot.control, self._program, program_size)
         os.close(self._program)
 
-    def _watch(self, limits: Limits, start: float) -> str | None:
-        """Returns the limit that the program has reached, or None once it has ended by itself.
-        Raises ServiceGone if the service goes away meanwhile."""
+    def _watch(self, limits: Limits) -> str | None:
+        """Returns the limit that the program has reached, or None once it has ended by itself. No
+        clock runs until it begins: how soon that is, is the host's doing. Raises ServiceGone if the
+        service goes away meanwhile."""
+        self._start = time.monotonic()
         used_before_s, used_s = self._cpu_s(), 0.0
         is_metered = self._slot.cpu_meter is not None
         while True:
-            left_s = limits.left_s(time.monotonic() - start, used_s, is_metered=is_metered)
+            now, has_begun = time.monotonic(), self._slot.began[0] == 1
+            if not has_begun:
+                self._start = now
+            left_s = limits.left_s(now - self._start, used_s, is_metered=is_metered)
             reached = next((name for name, left in left_s.items() if left <= 0), None)
             if reached:
                 return reached
             soonest_s = min(left_s["cpu"] / self._slot.cores, left_s.get("idle", math.inf))
-            look_s = min(left_s["wall"], max(soonest_s, _SHORTEST_LOOK_S))
+            look_s = min(left_s["wall"], max(soonest_s if has_begun else 0, _SHORTEST_LOOK_S))
             if ended_within(self._pid, self._slot.control, look_s):
                 return None
             used_s = self._cpu_s() - used_before_s
