@@ -4,6 +4,7 @@ program in the same slot right."""
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.sandbox.local import LocalSandbox
+from services.reward.sandbox.local import LocalSandbox, is_long
 from services.reward.sandbox.slots import STOP_DEADLINE_S, Slot
 from services.reward.sandbox.verdicts import Facts
 from shared.wire import ExecuteRequest, Execution
@@ -53,6 +54,14 @@ if os.fork() == 0:
 time.sleep({seconds})
 """
 """Runs as one process more than a slot has when it is idle."""
+
+
+def started(sandbox: LocalSandbox, seconds: float, **limits: Any) -> asyncio.Task[Execution]:
+    """Starts a visible program that has its own limits at once: it is run once and not twice."""
+    context = contextvars.copy_context()
+    context.run(is_long.set, True)
+    program = run(sandbox, VISIBLY_RUNNING.format(seconds=seconds), "7", **limits)
+    return asyncio.create_task(program, context=context)
 
 
 async def until_processes_are(count: int) -> None:
@@ -518,7 +527,7 @@ async def test_a_killed_slot_is_started_again_and_the_next_job_is_right(
 async def test_a_slot_killed_during_a_job_costs_a_retry_and_no_wrong_result(
     sandbox: LocalSandbox,
 ) -> None:
-    running = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=1), "7"))
+    running = started(sandbox, 1)
     await until_processes_are(PROCESSES_PER_SLOT + 1)
     kill(os.getpid())
     assert ((await running).verdict, (await running).value) == ("ok", 7)
@@ -528,7 +537,7 @@ async def test_a_slot_killed_during_a_job_costs_a_retry_and_no_wrong_result(
 async def test_a_program_killed_from_outside_is_run_once_more_and_its_slot_lives_on(
     sandbox: LocalSandbox,
 ) -> None:
-    running = asyncio.create_task(run(sandbox, VISIBLY_RUNNING.format(seconds=1), "7"))
+    running = started(sandbox, 1)
     await until_processes_are(PROCESSES_PER_SLOT + 1)
     slot, program = processes_of(os.getpid())[1:3]
     os.kill(program, signal.SIGKILL)
@@ -588,9 +597,7 @@ async def test_no_clock_runs_while_a_program_waits_for_its_input(sandbox: LocalS
 
 
 async def test_a_slot_killed_twice_is_a_sandbox_error(sandbox: LocalSandbox) -> None:
-    running = asyncio.create_task(
-        run(sandbox, VISIBLY_RUNNING.format(seconds=5), "7", timeout_s=10)
-    )
+    running = started(sandbox, 5, timeout_s=10, idle_s=10)
     for _ in range(2):
         await until_processes_are(PROCESSES_PER_SLOT + 1)
         killed = set(processes_of(os.getpid()))
