@@ -110,9 +110,11 @@ async def running_sandbox(num_slots: int) -> AsyncGenerator[LocalSandbox]:
     """Yields an isolated sandbox, and finds nothing of it left at the end."""
     sandbox = LocalSandbox(isolated=True, num_slots=num_slots)
     await sandbox.start()
-    assert sandbox.problem() is None
-    yield sandbox
-    await sandbox.close()
+    try:
+        assert sandbox.problem() is None
+        yield sandbox
+    finally:  # what a failed test leaves would fail those after it
+        await sandbox.close()
     assert processes_of(os.getpid()) == []
 
 
@@ -121,5 +123,7 @@ async def running_tools(num_slots: int) -> AsyncGenerator[GraderTools]:
     """Yields what graders work with, in a sandbox as `running_sandbox` yields it."""
     async with running_sandbox(num_slots) as sandbox:
         tools = tools_of(sandbox)
-        yield tools
-        await tools.limited.close()
+        try:
+            yield tools
+        finally:
+            await tools.limited.close()
